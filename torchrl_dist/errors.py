@@ -6,6 +6,7 @@
     +-- PeerLostError (ConnectionError)   another process of the job is gone
     +-- RemoteError                       another process raised; carries its traceback
     +-- DirectoryError                    a replay directory cannot be used as asked
+    +-- CheckpointError                   a checkpoint is missing, damaged or of another kind
 
 Each class also derives from the built-in error that a caller would catch without knowing us.
 """
@@ -62,3 +63,7 @@ def _rebuild_remote_error(
 
 class DirectoryError(TorchRLDistError):
     """A replay directory is in use by another job, does not match, or lies where it cannot work."""
+
+
+class CheckpointError(TorchRLDistError):
+    """A checkpoint is missing, damaged, or was not written by this package."""

@@ -1,0 +1,193 @@
+"""The rows that an actor writes, and what DQNLoss makes of them, against hand computations."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+
+from torchrl_dist.recipes.apex_actor import EpsilonGreedy, RowsWithPriority, actor_epsilons
+from torchrl_dist.recipes.dqn_learner import DQNLearner
+from torchrl_dist.recipes.q_network import QNetwork
+
+GAMMA = 0.9
+N_STEPS = 3
+ENDS = {2: "terminated", 5: "truncated"}  # step -> how the episode ends; 8 steps in all
+LENGTHS = [3, 2, 1, 3, 2, 1, 2, 1]  # of each step's window: episode's end, or the rollout's
+
+
+def rollout(envs: int = 2, steps: int = 8) -> TensorDict:
+    """Two envs with equal ends. Observations name (env, step); the true last ones are apart."""
+    generator = torch.Generator().manual_seed(0)
+    observation = torch.randn(envs, steps, 4, generator=generator)
+    following = torch.cat([observation[:, 1:], torch.randn(envs, 1, 4, generator=generator)], 1)
+    for step in ENDS:  # after a reset the next root is not the last observation
+        following[:, step] = torch.randn(envs, 4, generator=generator)
+    flags = {
+        name: torch.zeros(envs, steps, 1, dtype=torch.bool) for name in ("terminated", "truncated")
+    }
+    for step, name in ENDS.items():
+        flags[name][:, step] = True
+    return TensorDict(
+        {
+            "observation": observation,
+            "action": torch.randint(0, 2, (envs, steps), generator=generator),
+            "next": {
+                "observation": following,
+                "reward": torch.randn(envs, steps, 1, generator=generator),
+                "done": flags["terminated"] | flags["truncated"],
+                **flags,
+            },
+        },
+        batch_size=[envs, steps],
+        names=[None, "time"],
+    )
+
+
+def window_by_hand(data: TensorDict, env: int, step: int) -> tuple[float, int, bool]:
+    """(discounted reward, last step of the window, whether it ends in a terminal state)."""
+    total, last = 0.0, step
+    for k in range(N_STEPS):
+        last = step + k
+        total += GAMMA**k * float(data["next", "reward"][env, last])
+        if last in ENDS or last == data.shape[1] - 1:
+            break
+    return total, last, ENDS.get(last) == "terminated"
+
+
+def test_rows_equal_the_windows_by_hand() -> None:
+    data = rollout()
+    rows = RowsWithPriority(QNetwork(4, 2, (8,)), gamma=GAMMA, n_steps=N_STEPS)(data.clone())
+    assert rows.shape == data.shape
+    for env in range(2):
+        for step in range(8):
+            reward, last, terminal = window_by_hand(data, env, step)
+            row = rows[env, step]
+            assert float(row["next", "reward"]) == pytest.approx(reward, abs=1e-5)
+            assert int(row["steps_to_next_obs"]) == last - step + 1 == LENGTHS[step]
+            assert bool(row["next", "terminated"]) is terminal
+            assert torch.equal(row["observation"], data["observation"][env, step])
+            assert torch.equal(row["next", "observation"], data["next", "observation"][env, last])
+
+
+def target_by_hand(data: TensorDict, env: int, step: int, online, target) -> float:
+    """Double DQN: the online network chooses, the target network values."""
+    reward, last, terminal = window_by_hand(data, env, step)
+    if terminal:
+        return reward
+    after = data["next", "observation"][env, last]
+    choice = int(online(after).argmax())
+    return reward + GAMMA ** (last - step + 1) * float(target(after)[choice])
+
+
+@torch.no_grad()
+def test_the_actors_priority_is_the_td_error_of_its_own_network() -> None:
+    torch.manual_seed(1)
+    data, network = rollout(), QNetwork(4, 2, (8,))
+    rows = RowsWithPriority(network, gamma=GAMMA, n_steps=N_STEPS)(data.clone())
+    for env in range(2):
+        for step in range(8):
+            expected = target_by_hand(data, env, step, network, network) - float(
+                network(data["observation"][env, step])[data["action"][env, step]]
+            )
+            assert float(rows[env, step]["td_error"]) == pytest.approx(abs(expected), abs=1e-5)
+
+
+def test_dqn_loss_bootstraps_after_truncation_only_and_discounts_by_the_windows_length() -> None:
+    """Terminated: no bootstrap; truncated and cut by the rollout: gamma^length, true last obs."""
+    torch.manual_seed(2)
+    data, online, target = rollout(), QNetwork(4, 2, (8,)), QNetwork(4, 2, (8,))
+    rows = RowsWithPriority(online, gamma=GAMMA, n_steps=N_STEPS)(data.clone()).reshape(-1)
+    learner = DQNLearner(
+        online, gamma=GAMMA, learning_rate=1e-3, target_tau=0.5, max_grad_norm=10.0
+    )
+    for ours, theirs in zip(
+        learner.loss.target_value_network_params.values(True, True),
+        target.parameters(),
+        strict=True,
+    ):
+        ours.data.copy_(theirs.data)
+    with torch.no_grad():
+        errors = [
+            target_by_hand(data, env, step, online, target)
+            - float(online(data["observation"][env, step])[data["action"][env, step]])
+            for env in range(2)
+            for step in range(8)
+        ]
+    weights = torch.rand(16)
+    rows["priority_weight"] = weights
+    loss = float(learner.update(rows))
+    assert rows["td_error"].squeeze(-1).tolist() == pytest.approx(
+        [abs(e) for e in errors], abs=1e-5
+    )
+    huber = [0.5 * e * e if abs(e) < 1 else abs(e) - 0.5 for e in errors]
+    mean = sum(w * h for w, h in zip(weights.tolist(), huber, strict=True)) / len(huber)
+    normalized = mean * len(huber) / float(weights.sum())
+    assert any(loss == pytest.approx(value, rel=1e-4) for value in (mean, normalized))
+
+
+def test_updates_change_the_network_given_and_pull_the_target_along() -> None:
+    torch.manual_seed(3)
+    network = QNetwork(4, 2, (8,))
+    before = network[0].weight.detach().clone()
+    learner = DQNLearner(
+        network, gamma=GAMMA, learning_rate=1e-2, target_tau=0.25, max_grad_norm=10.0
+    )
+    rows = RowsWithPriority(network, gamma=GAMMA, n_steps=N_STEPS)(rollout()).reshape(-1)
+    learner.update(rows)
+    assert not torch.equal(network[0].weight, before)
+    state = learner.state_dict()["model"]
+    target = next(v for k, v in state.items() if k.startswith("target") and v.shape == before.shape)
+    expected = before + 0.25 * (network[0].weight.detach() - before)
+    assert torch.allclose(target, expected, atol=1e-6)
+
+
+def test_a_restored_learner_takes_the_same_next_step() -> None:
+    torch.manual_seed(4)
+    networks = [QNetwork(4, 2, (8,)) for _ in range(2)]
+    learners = [
+        DQNLearner(n, gamma=GAMMA, learning_rate=1e-2, target_tau=0.1, max_grad_norm=10.0)
+        for n in networks
+    ]
+    rows = RowsWithPriority(networks[0], gamma=GAMMA, n_steps=N_STEPS)(rollout()).reshape(-1)
+    for _ in range(3):
+        learners[0].update(rows.clone())
+    learners[1].load_state_dict(learners[0].state_dict())
+    for learner in learners:
+        learner.update(rows.clone())
+    assert learners[1].updates == 4
+    for key, value in learners[0].state_dict()["model"].items():
+        assert torch.equal(value, learners[1].state_dict()["model"][key]), key
+
+
+@pytest.mark.parametrize("actors", [1, 2, 8])
+def test_epsilons_follow_the_papers_formula(actors: int) -> None:
+    epsilons = actor_epsilons(actors, 0.4, 7.0)
+    expected = [0.4 ** (1 + i / max(1, actors - 1) * 7) for i in range(actors)]
+    assert epsilons.tolist() == pytest.approx(expected)
+
+
+def test_each_environment_explores_at_its_own_rate_and_not_at_all_when_greedy() -> None:
+    torch.manual_seed(5)
+    network = QNetwork(4, 2, (8,))
+    policy = EpsilonGreedy(network, torch.tensor([0.0, 0.5, 1.0]))
+    observation = torch.randn(4).expand(3, 4)
+    greedy = int(network(observation[0]).argmax())
+    draws = 4000
+    with set_exploration_type(ExplorationType.RANDOM):
+        actions = torch.stack(
+            [policy(TensorDict({"observation": observation}, [3]))["action"] for _ in range(draws)]
+        )
+    others = (actions != greedy).float().mean(0)
+    for rate, epsilon in zip(others.tolist(), (0.0, 0.5, 1.0), strict=True):
+        assert rate == pytest.approx(epsilon / 2, abs=5 * math.sqrt(0.25 / draws) * (epsilon > 0))
+    with set_exploration_type(ExplorationType.DETERMINISTIC):
+        assert (policy(TensorDict({"observation": observation}, [3]))["action"] == greedy).all()
+
+
+def test_epsilons_are_no_weights() -> None:
+    policy = EpsilonGreedy(QNetwork(4, 2, (8,)), torch.tensor([0.3]))
+    assert all(key.startswith("network.") for key in policy.state_dict())

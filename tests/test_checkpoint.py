@@ -1,0 +1,153 @@
+"""A checkpoint is whole or refused, and reading one runs no code."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from torchrl_dist.checkpoint import (
+    Checkpoint,
+    load_checkpoint,
+    rng_state,
+    save_checkpoint,
+    set_rng_state,
+)
+from torchrl_dist.errors import CheckpointError
+
+
+def a_checkpoint(value: float = 1.0) -> Checkpoint:
+    return Checkpoint(
+        recipe="apex",
+        config={"env": "CartPole-v1", "hidden": (64, 64), "lr": 1e-3},
+        policy={"weight": torch.full((50, 50), value)},
+        optimizer={"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"params": [0]}]},
+        counters={"frames": 12, "history": [[1, 2.5], [2, 3.5]]},
+        rng=rng_state(),
+    )
+
+
+def test_what_is_saved_comes_back_equal(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "c.pt", a_checkpoint(2.0))
+    loaded = load_checkpoint(tmp_path / "c.pt", recipe="apex")
+    assert torch.equal(loaded.policy["weight"], torch.full((50, 50), 2.0))
+    assert loaded.config == {"env": "CartPole-v1", "hidden": (64, 64), "lr": 1e-3}
+    assert loaded.counters == {"frames": 12, "history": [[1, 2.5], [2, 3.5]]}
+    assert loaded.optimizer["state"][0]["step"] == 3.0
+    assert loaded.versions["torch"].split("+")[0] == torch.__version__.split("+")[0]
+
+
+def test_generators_continue_where_they_were(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "c.pt", a_checkpoint())
+    drawn = torch.rand(3), np.random.rand(3), random.random()
+    set_rng_state(load_checkpoint(tmp_path / "c.pt").rng)
+    again = torch.rand(3), np.random.rand(3), random.random()
+    assert torch.equal(drawn[0], again[0])
+    assert (drawn[1] == again[1]).all()
+    assert drawn[2] == again[2]
+
+
+def test_a_view_does_not_drag_its_storage_along(tmp_path: Path) -> None:
+    big = torch.zeros(1_000_000)
+    save_checkpoint(tmp_path / "c.pt", Checkpoint(recipe="apex", config={}, policy={"w": big[:4]}))
+    assert (tmp_path / "c.pt").stat().st_size < 20_000
+
+
+@pytest.mark.parametrize("position", [0.1, 0.5, 0.9])
+def test_a_changed_byte_is_noticed(tmp_path: Path, position: float) -> None:
+    path = save_checkpoint(tmp_path / "c.pt", a_checkpoint())
+    content = bytearray(path.read_bytes())
+    content[int(len(content) * position)] ^= 0xFF
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="damaged"):
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize("kept", [0, 10, 1000, -1])
+def test_a_cut_file_is_noticed(tmp_path: Path, kept: int) -> None:
+    path = save_checkpoint(tmp_path / "c.pt", a_checkpoint())
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(CheckpointError, match="damaged"):
+        load_checkpoint(path)
+
+
+def test_a_missing_file_a_directory_and_another_recipe_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="does not exist"):
+        load_checkpoint(tmp_path / "none.pt")
+    with pytest.raises(CheckpointError, match="is a directory"):
+        load_checkpoint(tmp_path)
+    path = save_checkpoint(tmp_path / "c.pt", a_checkpoint())
+    with pytest.raises(CheckpointError, match="'apex', expected 'ppo'"):
+        load_checkpoint(path, recipe="ppo")
+
+
+class Bomb:
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (os.environ["BOMB_DIRECTORY"],)
+
+
+def test_a_hostile_file_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BOMB_DIRECTORY", str(tmp_path / "exploded"))
+    torch.save({"format": "torchrl_dist.checkpoint", "policy": Bomb()}, tmp_path / "zip.pt")
+    (tmp_path / "raw.pt").write_bytes(pickle.dumps(Bomb()))
+    for name in ("zip.pt", "raw.pt"):
+        with pytest.raises(CheckpointError):
+            load_checkpoint(tmp_path / name)
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_a_tensor_file_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    torch.save({"weight": torch.zeros(3)}, tmp_path / "c.pt")
+    with pytest.raises(CheckpointError, match="no checkpoint of torchrl_dist"):
+        load_checkpoint(tmp_path / "c.pt")
+
+
+def test_what_could_not_be_read_back_is_refused_and_the_old_file_stays(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path / "c.pt", a_checkpoint(1.0))
+    with pytest.raises(CheckpointError, match=r"extra\.env is a PosixPath"):
+        save_checkpoint(path, Checkpoint("apex", {}, {}, extra={"env": Path("x")}))
+    assert load_checkpoint(path).policy["weight"][0, 0] == 1.0
+
+
+@pytest.mark.parametrize("moment", ["save", "fsync", "replace"])
+def test_a_kill_at_any_moment_leaves_the_previous_file(tmp_path: Path, moment: str) -> None:
+    """The process dies (as by kill -9) inside, or right before, each step of the second save."""
+    script = f"""
+import os, sys, torch
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_checkpoint import a_checkpoint
+from torchrl_dist import checkpoint
+checkpoint.save_checkpoint("c.pt", a_checkpoint(1.0))
+def die(*args, **kwargs):
+    if {moment!r} == "save":
+        args[1].write(b"half a file")
+        args[1].flush()
+    os._exit(9)
+if {moment!r} == "save":
+    torch.save = die
+else:
+    setattr(os, {moment!r}, die)
+checkpoint.save_checkpoint("c.pt", a_checkpoint(2.0))
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, timeout=60)
+    assert done.returncode == 9
+    assert load_checkpoint(tmp_path / "c.pt").policy["weight"][0, 0] == 1.0
+
+
+def test_a_failed_write_leaves_nothing_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_disk(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        save_checkpoint(tmp_path / "c.pt", a_checkpoint())
+    assert list(tmp_path.iterdir()) == []

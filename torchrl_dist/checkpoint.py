@@ -1,0 +1,203 @@
+"""A training state in one file that a crash cannot leave half written.
+
+The file is what ``torch.save`` makes, so ``torch.load(path, weights_only=True)`` reads it without
+us. It holds tensors, numbers, strings and containers of them and nothing else: reading one runs no
+code. The rows of a replay buffer are not in it; they live in the buffer's own directory.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import random
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from .errors import CheckpointError
+
+FORMAT = "torchrl_dist.checkpoint"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is needed to play a policy or to go on training.
+
+    Attributes:
+        recipe: name of the recipe that wrote it, such as ``"apex"``.
+        config: the recipe's configuration as plain values.
+        policy: weights to act with (the best ones by evaluation, if the recipe chooses).
+        policy_info: what is known about ``policy``: where it comes from, how it did.
+        model: weights of the learner, targets included, at the time of writing.
+        optimizer: ``state_dict`` of the optimizer at the time of writing.
+        counters: frames, updates, seconds and the like.
+        rng: random number generators of the learner's process, from :func:`rng_state`.
+        extra: whatever else the recipe wants back, as plain values or tensors.
+        versions: versions of the packages that wrote it; filled in by :func:`save_checkpoint`.
+    """
+
+    recipe: str
+    config: Mapping[str, Any]
+    policy: Mapping[str, torch.Tensor]
+    policy_info: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    counters: Mapping[str, Any] = field(default_factory=dict)
+    rng: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+_FIELDS = tuple(Checkpoint.__dataclass_fields__)
+
+
+def save_checkpoint(path: str | os.PathLike[str], checkpoint: Checkpoint) -> Path:
+    """Write ``checkpoint`` to ``path``; whatever was there stays whole until the new file is.
+
+    Blocks until the bytes are on the disk. One writer per path at a time.
+
+    Raises:
+        CheckpointError: something in it could not be read back without running code.
+        OSError: the file cannot be written.
+    """
+    path = Path(path)
+    content: dict[str, Any] = {name: _plain(getattr(checkpoint, name), name) for name in _FIELDS}
+    content |= {"format": FORMAT, "format_version": FORMAT_VERSION, "versions": _versions()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # One fixed name: what a killed writer left is overwritten by the next.
+    beside = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(beside, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    _sync_directory(path.parent)
+    return path
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str], *, recipe: str | None = None, map_location: Any = "cpu"
+) -> Checkpoint:
+    """Read a checkpoint; tensors are on ``map_location``. Runs no code from the file.
+
+    Args:
+        path: the file.
+        recipe: the recipe that must have written it; ``None`` accepts any.
+        map_location: as for ``torch.load``.
+
+    Raises:
+        CheckpointError: no such file, not one of ours, damaged, of a newer format, or of
+            another recipe.
+    """
+    path = Path(path)
+    if not path.is_file():
+        what = "is a directory" if path.is_dir() else "does not exist"
+        raise CheckpointError(
+            f"checkpoint {path} {what}; expected a file written by a training run"
+        )
+    content = _read(path, map_location)
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} is no checkpoint of torchrl_dist; expected the checkpoint.pt of a training run"
+        )
+    if content["format_version"] > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format version {content['format_version']}, this torchrl_dist reads up to "
+            f"{FORMAT_VERSION}; update torchrl_dist"
+        )
+    if recipe is not None and content["recipe"] != recipe:
+        raise CheckpointError(
+            f"{path} was written by the recipe {content['recipe']!r}, expected {recipe!r}"
+        )
+    return Checkpoint(**{name: content[name] for name in _FIELDS})
+
+
+def rng_state() -> dict[str, Any]:
+    """State of this process's torch (CPU), NumPy and Python generators, as plain values."""
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    version_, internal, gauss_next = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
+        "python": [version_, list(internal), gauss_next],
+    }
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Put back what :func:`rng_state` returned."""
+    torch.set_rng_state(state["torch"].cpu())
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    version_, internal, gauss_next = state["python"]
+    random.setstate((version_, tuple(internal), gauss_next))
+
+
+def _read(path: Path, map_location: Any) -> Any:
+    try:
+        # torch.load does not notice a changed byte inside a tensor; the archive's own CRCs do.
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, EOFError, OSError) as error:
+        raise CheckpointError(
+            f"checkpoint {path} is damaged or no checkpoint ({error}); use another one"
+        ) from error
+    if damaged is not None:
+        raise CheckpointError(
+            f"checkpoint {path} is damaged (checksum of {damaged}); use another one"
+        )
+    try:
+        return torch.load(path, map_location=map_location, weights_only=True)
+    except Exception as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise CheckpointError(
+            f"checkpoint {path} cannot be read without running code ({first_line}); "
+            "expected a file written by torchrl_dist"
+        ) from error
+
+
+def _plain(value: Any, where: str) -> Any:
+    """``value`` out of the types that ``weights_only`` accepts; detached tensors, on the CPU."""
+    if isinstance(value, torch.Tensor):
+        # A view would drag its whole storage into the file.
+        return value.detach().cpu().clone()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_plain(item, f"{where}[{i}]") for i, item in enumerate(value))
+    raise CheckpointError(
+        f"{where} is a {type(value).__name__}; a checkpoint holds tensors, numbers, strings, "
+        "lists, tuples and dictionaries"
+    )
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in ("torchrl-dist", "torch", "torchrl", "tensordict", "gymnasium", "numpy"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "unknown"
+    return versions

@@ -1,0 +1,117 @@
+"""What an Ape-X actor does: act with its own curiosity, and turn a rollout into replay rows.
+
+Both run on the collector's workers. Formulae are of Horgan et al. 2018 (arXiv:1803.00933).
+"""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor
+from torchrl.data.postprocs import MultiStep
+from torchrl.envs.utils import ExplorationType, exploration_type
+
+from .q_network import QNetwork
+
+
+def actor_epsilons(num_actors: int, epsilon: float, alpha: float) -> Tensor:
+    """epsilon_i = epsilon^(1 + i / (N - 1) * alpha), section 4.1. float32 ``[num_actors]``."""
+    share = torch.arange(num_actors, dtype=torch.float64) / max(1, num_actors - 1)
+    return (epsilon ** (1 + share * alpha)).to(torch.float32)
+
+
+class EpsilonGreedy(TensorDictModuleBase):
+    """Takes the best-valued action, or a random one with each environment's own epsilon.
+
+    Reads ``observation`` ``[N, observation_size]``, writes ``action`` int64 ``[N]``. Greedy unless
+    TorchRL's exploration type is RANDOM. The epsilons are no weights: sending the learner's
+    weights to an actor leaves the actor's epsilons alone.
+
+    Args:
+        network: gives the values.
+        epsilons: float32 ``[N]``; ``None`` never explores.
+    """
+
+    in_keys = ["observation"]  # noqa: RUF012 (TorchRL's convention)
+    out_keys = ["action"]  # noqa: RUF012
+
+    def __init__(self, network: QNetwork, epsilons: Tensor | None = None) -> None:
+        super().__init__()
+        self.network = network
+        self.epsilons = epsilons
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        values = self.network(tensordict.get("observation"))
+        action = values.argmax(-1)
+        if self.epsilons is not None and exploration_type() is ExplorationType.RANDOM:
+            curious = torch.rand(action.shape) < self.epsilons
+            action = torch.where(curious, torch.randint_like(action, values.shape[-1]), action)
+        return tensordict.set("action", action)
+
+
+def n_step(gamma: float, n_steps: int) -> MultiStep:
+    """TorchRL's n-step transform, with the end-of-episode flags of the window's last step.
+
+    TorchRL's default keeps the flags of the window's *first* step beside the observation of its
+    last one, so that the steps before an episode's end bootstrap from the terminal observation.
+    """
+    transform = MultiStep(gamma=gamma, n_steps=n_steps)
+    transform.done_keys = ()
+    return transform
+
+
+class RowsWithPriority:
+    """Rollout ``[N, T]`` -> n-step rows ``[N, T]`` with the actor's own estimate of the TD error.
+
+    A window is shorter than n at the end of an episode and at the end of the rollout;
+    ``steps_to_next_obs`` says how long it is and DQNLoss discounts by it. A terminated episode
+    does not bootstrap, a truncated one does (from its true last observation).
+
+    ``td_error``: |R + gamma^n max_a q(S_t+n, a) - q(S_t, A_t)|, algorithm 1 line 11: one network
+    both chooses and values, since an actor has no target network.
+    """
+
+    def __init__(self, network: QNetwork, *, gamma: float, n_steps: int) -> None:
+        self.network = network
+        self.gamma = gamma
+        self.transform = n_step(gamma, n_steps)
+
+    @torch.no_grad()
+    def __call__(self, rollout: TensorDictBase) -> TensorDictBase:
+        shape = rollout.batch_size
+        windows = self.transform(
+            rollout.select(
+                "observation",
+                "action",
+                ("next", "observation"),
+                ("next", "reward"),
+                ("next", "done"),
+                ("next", "terminated"),
+            )
+        )
+        steps = windows["steps_to_next_obs"].reshape(*shape, 1)
+        action = windows["action"].reshape(*shape, 1)
+        after = windows["next"]
+        reward = after["reward"].reshape(*shape, 1).to(torch.float32)
+        terminated = after["terminated"].reshape(*shape, 1)
+        observation = windows["observation"].to(torch.float32)
+        next_observation = after["observation"].to(torch.float32)
+        bootstrap = self.network(next_observation).max(-1, keepdim=True).values
+        target = reward + self.gamma**steps * bootstrap * ~terminated
+        value = self.network(observation).gather(-1, action)
+        return TensorDict(
+            {
+                "observation": observation,
+                "action": action.squeeze(-1),
+                "steps_to_next_obs": steps,
+                "td_error": (target - value).abs(),
+                "next": {
+                    "observation": next_observation,
+                    "reward": reward,
+                    "done": after["done"].reshape(*shape, 1),
+                    "terminated": terminated,
+                },
+            },
+            batch_size=shape,
+        )

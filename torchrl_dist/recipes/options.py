@@ -1,0 +1,175 @@
+"""A frozen dataclass as the one source of a command's options.
+
+Pure: imports neither torch nor anything that does, so that ``--help`` and a wrong argument answer
+at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from ..errors import ConfigurationError
+
+T = TypeVar("T")
+
+_KEY = "torchrl_dist.option"
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """What a field means and which values it takes. Bounds are closed unless ``above``."""
+
+    help: str
+    unit: str = ""
+    minimum: float | None = None
+    above: float | None = None
+    maximum: float | None = None
+    group: str = "options"
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise ConfigurationError unless every number in ``value`` is finite and in range."""
+        for item in value if isinstance(value, tuple) else (value,):
+            if isinstance(item, bool) or not isinstance(item, int | float):
+                continue
+            if not math.isfinite(item):
+                raise ConfigurationError(f"{name}: got {item}, expected a finite number")
+            if self.minimum is not None and item < self.minimum:
+                raise ConfigurationError(f"{name}: got {item}, expected at least {self.minimum}")
+            if self.above is not None and item <= self.above:
+                raise ConfigurationError(f"{name}: got {item}, expected more than {self.above}")
+            if self.maximum is not None and item > self.maximum:
+                raise ConfigurationError(f"{name}: got {item}, expected at most {self.maximum}")
+
+
+def option(default: Any, help: str, **about: Any) -> Any:
+    """A dataclass field with its documentation and range; ``about`` as for :class:`Option`."""
+    return dataclasses.field(default=default, metadata={_KEY: Option(help, **about)})
+
+
+def option_of(field: dataclasses.Field) -> Option:
+    """The :class:`Option` of a field made by :func:`option`."""
+    return field.metadata[_KEY]
+
+
+def flag(name: str) -> str:
+    """``total_frames`` -> ``--total-frames``."""
+    return "--" + name.replace("_", "-")
+
+
+def check_options(config: Any) -> None:
+    """Check type and range of every field of ``config``; called by its ``__post_init__``.
+
+    Raises:
+        ConfigurationError: names the option, what was got and what was expected.
+    """
+    types = typing.get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if not _is_a(value, types[field.name]):
+            raise ConfigurationError(
+                f"{flag(field.name)}: got {value!r}, expected {_describe(types[field.name])}"
+            )
+        option_of(field).check(flag(field.name), value)
+
+
+def add_options(parser: argparse.ArgumentParser, config_class: type) -> None:
+    """Add one option per field. An option that is not given leaves no attribute behind."""
+    types = typing.get_type_hints(config_class)
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for field in dataclasses.fields(config_class):
+        about = option_of(field)
+        group = groups.get(about.group)
+        if group is None:
+            group = groups[about.group] = parser.add_argument_group(about.group)
+        unit = f" [{about.unit}]" if about.unit else ""
+        default = _shown(field.default)
+        text = f"{about.help}{unit}" + (f" (default: {default})" if default else "")
+        group.add_argument(
+            flag(field.name),
+            dest=field.name,
+            default=argparse.SUPPRESS,
+            help=text.replace("%", "%%"),
+            **_argument(field.name, types[field.name]),
+        )
+
+
+def given_options(namespace: argparse.Namespace, config_class: type) -> dict[str, Any]:
+    """The fields of ``config_class`` that the command line named, as values of their types."""
+    names = {field.name for field in dataclasses.fields(config_class)}
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in vars(namespace).items()
+        if name in names
+    }
+
+
+def from_plain(config_class: type[T], values: Mapping[str, Any]) -> T:
+    """Build a config from a checkpoint's plain values; fields it does not know are ignored."""
+    names = {field.name for field in dataclasses.fields(config_class)}  # type: ignore[arg-type]
+    known = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
+    return config_class(**{key: value for key, value in known.items() if key in names})
+
+
+def _argument(name: str, kind: Any) -> dict[str, Any]:
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if typing.get_origin(kind) is tuple:
+        item = typing.get_args(kind)[0]
+        return {"type": _converter(item), "nargs": "+", "metavar": item.__name__.upper()}
+    base = _without_none(kind)
+    return {"type": _converter(base), "metavar": "TEXT" if base is str else base.__name__.upper()}
+
+
+def _converter(kind: type) -> Any:
+    """``kind`` itself, but ``50_000`` and ``2e5`` are whole numbers too."""
+    if kind is not int:
+        return kind
+
+    def whole(text: str) -> int:
+        try:
+            return int(text)
+        except ValueError:
+            number = float(text)
+            if not number.is_integer():
+                raise ValueError(text) from None
+            return int(number)
+
+    whole.__name__ = "int"
+    return whole
+
+
+def _without_none(kind: Any) -> Any:
+    options = [item for item in typing.get_args(kind) if item is not type(None)]
+    return options[0] if options else kind
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    if typing.get_origin(kind) is tuple:
+        item = typing.get_args(kind)[0]
+        return isinstance(value, tuple) and len(value) > 0 and all(_is_a(v, item) for v in value)
+    if type(None) in typing.get_args(kind):
+        return value is None or _is_a(value, _without_none(kind))
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def _describe(kind: Any) -> str:
+    if typing.get_origin(kind) is tuple:
+        return "one or more of " + typing.get_args(kind)[0].__name__
+    return getattr(_without_none(kind), "__name__", str(kind))
+
+
+def _shown(default: Any) -> str:
+    if default is None or default == "":
+        return ""
+    if isinstance(default, Sequence) and not isinstance(default, str):
+        return " ".join(str(item) for item in default)
+    return str(default)
