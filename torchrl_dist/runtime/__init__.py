@@ -1,0 +1,31 @@
+"""Processes of a job: who they are, how they start, call one another and end.
+
+    with local_cluster({"learner": 1, "collector": 4}) as session:   # a script or a notebook
+        counter = session.remote(session.of_role("collector")[0], Counter)
+        counter.call("add", 3)
+
+    with session({"learner": 1, "collector": -1}) as me:             # every rank of torchrun
+        ... if me.role == "learner" else me.serve()
+
+RPC unpickles what a peer sends: whoever reaches its port runs code. Jobs of one node listen on
+loopback only; a job of several nodes listens on the interface that TP_SOCKET_IFNAME names.
+"""
+
+from __future__ import annotations
+
+from .forkserver import ForkServer
+from .local import local_cluster
+from .remote import Peer, Remote, current_session
+from .session import Session, session
+from .world import World
+
+__all__ = [
+    "ForkServer",
+    "Peer",
+    "Remote",
+    "Session",
+    "World",
+    "current_session",
+    "local_cluster",
+    "session",
+]

@@ -1,0 +1,414 @@
+"""A process that imports torch and torchrl once and forks the children of ``local_cluster``.
+
+Importing takes seconds of CPU per process; a fork takes milliseconds. It is sound only while the
+server has no second thread, no RPC and no CUDA, so it does nothing but fork, wait and report.
+
+Lifetimes. The server ends its children and itself when its parent is gone (it watches the parent
+by pidfd and the command pipe); the kernel kills a child when the server dies; the parent kills
+what is left of the children's process groups in every other case.
+
+    parent --commands (a stream)-->  server  --fork-->  child
+    parent <--reports (datagrams)--  server and children
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+from ..errors import DeadlineError, PeerLostError, RemoteError
+
+_PRELOAD = (
+    "numpy",
+    "torch",
+    "torch.distributed.rpc",
+    "tensordict",
+    "torchrl.data",
+    "torchrl.envs",
+    "torchrl.modules",
+    "torchrl.collectors",
+    "gymnasium",
+    "torchrl_dist.runtime.local",
+)
+# Libraries start their threads when they are imported, unless told otherwise; and asking CUDA's
+# runtime whether it is there would make it unusable in the children.
+_SERVER_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
+_MAX_REPORT_BYTES = 64 * 1024
+_PR_SET_PDEATHSIG = 1
+# A start-up in which every child competes for few cores must not count as dead.
+_BOOT_TIMEOUT_S = 120.0
+_KILL_TIMEOUT_S = 5.0
+
+
+@dataclass
+class ChildState:
+    pid: int | None = None
+    ready: bool = False
+    failure: tuple[str, str] | None = None  # (summary, traceback) of an exception in the child
+    exit: str | None = None  # how it ended, such as "killed by SIGKILL"
+
+
+@dataclass
+class Children:
+    """The processes of one cluster as the parent sees them; updated by the monitor thread."""
+
+    job: int
+    states: dict[int, ChildState]
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    on_exit: Callable[[int, str], None] | None = None
+
+    def watch(self, on_exit: Callable[[int, str], None]) -> None:
+        """Call ``on_exit(rank, how)`` for every death, past and to come, in the monitor thread
+        or this one."""
+        with self.changed:
+            self.on_exit = on_exit
+            dead = [(rank, state.exit) for rank, state in self.states.items() if state.exit]
+        for rank, how in dead:
+            on_exit(rank, how)
+
+    def wait_ready(self, timeout_s: float, describe: Callable[[int], tuple[str, str]]) -> None:
+        """Block until every child has run its set-up.
+
+        ``describe(rank)`` is the (name, host) that errors mention.
+
+        Raises:
+            RemoteError: a child's set-up raised.
+            PeerLostError: a child died in it.
+            DeadlineError: not all were ready in time.
+        """
+
+        def settled() -> bool:
+            states = self.states.values()
+            return all(s.ready for s in states) or any(s.failure or s.exit for s in states)
+
+        with self.changed:
+            self.changed.wait_for(settled, timeout_s)
+            for rank, state in self.states.items():
+                name, host = describe(rank)
+                if state.failure:
+                    summary, trace = state.failure
+                    raise RemoteError(
+                        f"{name} failed at start-up: {summary}",
+                        peer=name,
+                        host=host,
+                        remote_traceback=trace,
+                    )
+                if state.exit:
+                    raise PeerLostError(f"{name} on {host} died at start-up: {state.exit}")
+            late = [describe(rank)[0] for rank, state in self.states.items() if not state.ready]
+        if late:
+            raise DeadlineError(
+                f"{', '.join(late)} did not start within {timeout_s:g} s: look at init_fn, or "
+                "raise timeout_s."
+            )
+
+    def wait_gone(self, timeout_s: float) -> bool:
+        """Block until every child has ended; whether they have."""
+        with self.changed:
+            return self.changed.wait_for(
+                lambda: all(state.exit for state in self.states.values()), timeout_s
+            )
+
+
+class ForkServer:
+    """The parent's side. One server may serve several clusters, one after the other:
+
+        with ForkServer() as server:
+            with local_cluster({"learner": 1, "collector": 2}, fork_server=server) as s: ...
+
+    The children see the modules and files of the moment when the server started.
+    """
+
+    def __init__(self) -> None:
+        self._jobs = 0
+        self._children: Children | None = None
+        self._up = threading.Event()
+        self._error: str | None = None
+        self._closed = False
+        self._commands, commands = Pipe()
+        self._reports, reports = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        fds = (commands.fileno(), reports.fileno())
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}; "
+            "from torchrl_dist.runtime.forkserver import serve; "
+            f"serve({fds[0]}, {fds[1]}, {os.getpid()})"
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            pass_fds=fds,
+            env={**os.environ, **_SERVER_ENV},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the parent; it ends the children in order
+        )
+        commands.close()
+        reports.close()
+        self._pidfd = os.pidfd_open(self._process.pid)
+        self._monitor = threading.Thread(
+            target=self._watch, name="torchrl_dist-forkserver", daemon=True
+        )
+        self._monitor.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def start(self, job: Any, ranks: range) -> Children:
+        """Fork one child per rank, each running ``job.run(rank, ready)``; does not wait for them.
+
+        Raises:
+            PeerLostError: the server died, or another cluster's children still run.
+            DeadlineError: the server did not come up.
+        """
+        if not self._up.wait(_BOOT_TIMEOUT_S):
+            raise DeadlineError(f"the fork server was not up after {_BOOT_TIMEOUT_S:g} s")
+        if self._error is not None:
+            raise PeerLostError(f"the fork server (pid {self.pid}) is gone: {self._error}")
+        if self._children is not None and not self._children.wait_gone(0):
+            raise PeerLostError("this fork server's children of another cluster still run")
+        self._jobs += 1
+        self._children = Children(self._jobs, {rank: ChildState() for rank in ranks})
+        self._send((self._jobs, list(ranks), pickle.dumps(job)))
+        return self._children
+
+    def kill_children(self) -> None:
+        """End the children of the last cluster now; blocks until they are gone (seconds)."""
+        children = self._children
+        if children is None:
+            return
+        if not children.wait_gone(0) and self._error is None:
+            self._send(None)
+            children.wait_gone(_KILL_TIMEOUT_S)
+
+    def close(self) -> None:
+        """End the server and all its children. Idempotent; blocks for at most a few seconds."""
+        if self._closed:
+            return
+        self._closed = True
+        self._commands.close()  # the server sees the end of the stream, kills and exits
+        try:
+            self._process.wait(_KILL_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._monitor.join(_KILL_TIMEOUT_S)
+        self._reports.close()
+        os.close(self._pidfd)
+
+    def __enter__(self) -> ForkServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _send(self, command: Any) -> None:
+        with contextlib.suppress(OSError):  # a dead server is the monitor's business
+            self._commands.send(command)
+
+    def _watch(self) -> None:
+        poller = select.poll()
+        poller.register(self._reports, select.POLLIN)
+        poller.register(self._pidfd, select.POLLIN)
+        alive = True
+        while alive:
+            alive = self._pidfd not in [fd for fd, _ in poller.poll()]
+            while (report := self._next_report()) is not None:
+                self._take(*report)
+        self._server_died()
+
+    def _next_report(self) -> tuple | None:
+        try:
+            data = self._reports.recv(2 * _MAX_REPORT_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        return pickle.loads(data) if data else None
+
+    def _take(self, kind: str, job: int, rank: int, content: Any) -> None:
+        if kind == "up":
+            self._up.set()
+            return
+        children = self._children
+        if children is None or children.job != job:
+            return
+        with children.changed:
+            state = children.states[rank]
+            if kind == "forked":
+                state.pid = content
+            elif kind == "ready":
+                state.ready = True
+            elif kind == "failed":
+                state.failure = content
+            else:
+                if state.failure:
+                    content = f"{content} after {state.failure[0]}\n{state.failure[1]}"
+                state.exit = content
+            children.changed.notify_all()
+            on_exit = children.on_exit
+        if kind == "exit" and on_exit is not None:
+            on_exit(rank, content)
+
+    def _server_died(self) -> None:
+        code = self._process.wait()
+        self._error = _how_it_ended(-code if code < 0 else code << 8)
+        self._up.set()
+        children = self._children
+        if children is None:
+            return
+        for rank, state in children.states.items():
+            if state.exit is None:
+                if state.pid is not None:
+                    _kill_group(state.pid)
+                self._take("exit", children.job, rank, f"the fork server was {self._error}")
+
+
+# ---- the server's side
+
+
+def serve(command_fd: int, report_fd: int, parent_pid: int) -> None:
+    """The server process, from its first line to its last. Called by ForkServer only."""
+    parent = os.pidfd_open(parent_pid)
+    if os.getppid() != parent_pid:
+        return  # the parent died before we could watch it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for name in _PRELOAD:
+        importlib.import_module(name)
+    threads = len(os.listdir("/proc/self/task"))
+    if threads != 1:
+        raise RuntimeError(
+            f"the fork server has {threads} threads after its imports, expected 1: forking would "
+            "be unsafe. A preloaded library started one."
+        )
+    gc.collect()
+    gc.freeze()  # children would otherwise copy every page the collector touches
+    commands = Connection(command_fd)
+    reports = socket.socket(fileno=report_fd)
+    report(reports, "up", 0, 0, None)
+    _Server(commands, reports, parent).run()
+
+
+def report(reports: socket.socket, kind: str, job: int, rank: int, content: Any) -> None:
+    """Tell the parent; one datagram, so that writers need no lock."""
+    with contextlib.suppress(OSError):  # the parent is gone: nobody to tell
+        reports.send(pickle.dumps((kind, job, rank, content)))
+
+
+class _Server:
+    def __init__(self, commands: Connection, reports: socket.socket, parent: int) -> None:
+        self._commands = commands
+        self._reports = reports
+        self._parent = parent
+        self._poller = select.poll()
+        self._poller.register(commands.fileno(), select.POLLIN)
+        self._poller.register(parent, select.POLLIN)
+        self._children: dict[int, tuple[int, int, int]] = {}  # pidfd -> pid, job, rank
+        self._libc = ctypes.CDLL(None, use_errno=True)
+
+    def run(self) -> None:
+        """Fork, wait and report until the parent is gone or closes the command pipe."""
+        try:
+            while self._serve_once():
+                pass
+        finally:
+            for pid, _, _ in self._children.values():
+                _kill_group(pid)
+
+    def _serve_once(self) -> bool:
+        for fd, _ in self._poller.poll():
+            if fd == self._parent:
+                return False
+            if fd != self._commands.fileno():
+                self._reap(fd)
+                continue
+            try:
+                command = self._commands.recv()
+            except (EOFError, OSError):
+                return False
+            if command is None:
+                for pid, _, _ in self._children.values():
+                    _kill_group(pid)
+            else:
+                job, ranks, blob = command
+                for rank in ranks:
+                    self._fork(job, rank, blob)
+        return True
+
+    def _fork(self, job: int, rank: int, blob: bytes) -> None:
+        server_pid = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                self._become_child(server_pid)
+                code = _run_child(self._reports, job, rank, blob)
+            finally:
+                os._exit(code)
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)  # in both processes, so that nobody sees the old group
+        child = os.pidfd_open(pid)
+        self._children[child] = (pid, job, rank)
+        self._poller.register(child, select.POLLIN)
+        report(self._reports, "forked", job, rank, pid)
+
+    def _become_child(self, server_pid: int) -> None:
+        self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != server_pid:
+            os._exit(1)
+        # A group of its own: what the child starts can be ended with it.
+        os.setpgid(0, 0)
+        self._commands.close()
+        for fd in (self._parent, *self._children):
+            os.close(fd)
+        self._children.clear()
+
+    def _reap(self, fd: int) -> None:
+        pid, job, rank = self._children.pop(fd)
+        self._poller.unregister(fd)
+        os.close(fd)
+        _kill_group(pid)  # before the wait, while the pid cannot be anybody else's
+        _, status = os.waitpid(pid, 0)
+        report(self._reports, "exit", job, rank, _how_it_ended(status))
+
+
+def _run_child(reports: socket.socket, job: int, rank: int, blob: bytes) -> int:
+    try:
+        pickle.loads(blob).run(rank, lambda: report(reports, "ready", job, rank, None))
+    except BaseException as error:
+        trace = "".join(traceback.format_exception(error))[-_MAX_REPORT_BYTES // 2 :]
+        summary = traceback.format_exception_only(error)[-1].strip()[:1000]
+        report(reports, "failed", job, rank, (summary, trace))
+        return 1
+    return 0
+
+
+def _kill_group(pid: int) -> None:
+    """Kill a child and what it started, as far as that stayed in its process group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _how_it_ended(status: int) -> str:
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        with contextlib.suppress(ValueError):
+            return f"killed by {signal.Signals(number).name}"
+        return f"killed by signal {number}"
+    return f"exited with status {os.WEXITSTATUS(status)}"

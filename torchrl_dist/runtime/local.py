@@ -1,0 +1,165 @@
+"""The same session for processes of this machine: from a script, a notebook or a test."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+
+from ..errors import ConfigurationError, PeerLostError
+from .forkserver import ForkServer
+from .rendezvous import connect_store, keep_store
+from .roles import assign_roles
+from .session import Session, joined, session
+from .world import World, process_stamp
+
+_LOOPBACK = "127.0.0.1"
+# The children of a session that has ended run their exit functions for at most this long.
+_EXIT_S = 3.0
+
+
+@contextlib.contextmanager
+def local_cluster(
+    roles: Mapping[str, int],
+    *,
+    init_fn: Callable[[], Any] | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 60.0,
+    threads_per_process: int = 1,
+    process_group: str | Mapping[str, str] | None = None,
+    fork_server: ForkServer | None = None,
+) -> Iterator[Session]:
+    """Start the other processes of a job on this machine and join it as its driver.
+
+    The caller becomes the first process of the first role; the others are forked from a server
+    that has imported torch and torchrl, and ``serve()``. They get this process's environment
+    (with ``env``), working directory and ``sys.path``, and run ``init_fn()`` first: register
+    environments there. Nothing listens on another address than loopback.
+
+    A child that dies does not end the job: ``session.lost()`` names it, calls to it raise
+    PeerLostError. When the block is left, or this process dies in whatever way, all children end.
+
+    Args:
+        roles: processes per role, e.g. ``{"learner": 1, "collector": 4}``, the caller included.
+        timeout_s: deadline for start-up, and of every call that names none.
+        threads_per_process: torch threads of each child; this process keeps its own.
+        process_group: as for ``session``.
+        fork_server: one that runs already, to save the seconds of its imports.
+
+    Raises:
+        ConfigurationError: the roles cannot be right, or this process is in a session already.
+        RemoteError: ``init_fn`` raised in a child.
+        PeerLostError: a child died while starting.
+        DeadlineError: not everybody was ready in time.
+    """
+    if any(count < 0 for count in roles.values()) or not sum(roles.values()):
+        raise ConfigurationError(f"roles={dict(roles)}: expected counts >= 0 and a process.")
+    seats = assign_roles(roles, sum(roles.values()))
+    host = socket.gethostname()
+    store, port = keep_store(_LOOPBACK, 0, timeout_s)
+    job = _Job(
+        roles=dict(roles),
+        host=host,
+        port=port,
+        job_id=process_stamp(os.getpid()),
+        environment={**os.environ, "OMP_NUM_THREADS": str(threads_per_process), **(env or {})},
+        directory=os.getcwd(),
+        path=list(sys.path),
+        init_fn=None if init_fn is None else cloudpickle.dumps(init_fn),
+        threads=threads_per_process,
+        timeout_s=timeout_s,
+        process_group=process_group,
+    )
+    if len(seats) == 1:
+        with session(
+            roles, world=job.world(0), timeout_s=timeout_s, process_group=process_group
+        ) as alone:
+            yield alone
+        return
+    with contextlib.ExitStack() as stack:
+        server = fork_server or stack.enter_context(ForkServer())
+        children = server.start(job, range(1, len(seats)))
+        stack.callback(server.kill_children)
+        children.wait_ready(timeout_s, lambda rank: ("{}{}".format(*seats[rank]), host))
+        with joined(
+            job.world(0),
+            roles,
+            store,
+            timeout_s=timeout_s,
+            process_group=process_group,
+            supervised=True,
+        ) as me:
+            children.watch(me._peer_exited)
+            yield me
+        children.wait_gone(_EXIT_S)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a child must know; crosses to it as a pickle."""
+
+    roles: dict[str, int]
+    host: str
+    port: int
+    job_id: str
+    environment: dict[str, str]
+    directory: str
+    path: list[str]
+    init_fn: bytes | None
+    threads: int
+    timeout_s: float
+    process_group: str | Mapping[str, str] | None
+
+    def world(self, rank: int) -> World:
+        size = sum(self.roles.values())
+        return World(
+            global_rank=rank,
+            world_size=size,
+            local_rank=rank,
+            local_world_size=size,
+            node_rank=0,
+            host=self.host,
+            master_addr=_LOOPBACK,
+            master_port=self.port,
+            job_id=self.job_id,
+            restart_count=0,
+            launcher="local",
+        )
+
+    def run(self, rank: int, ready: Callable[[], None]) -> None:
+        """The life of a child, in a fresh fork of the server."""
+        self._set_up()
+        if self.init_fn is not None:
+            cloudpickle.loads(self.init_fn)()
+        store = connect_store(_LOOPBACK, self.port, self.timeout_s)
+        ready()
+        with contextlib.suppress(PeerLostError):  # the driver failed and says so itself
+            with joined(
+                self.world(rank),
+                self.roles,
+                store,
+                timeout_s=self.timeout_s,
+                process_group=self.process_group,
+            ) as me:
+                me.serve()
+        atexit._run_exitfuncs()  # the fork leaves by os._exit, which runs none of them
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+    def _set_up(self) -> None:
+        import numpy
+        import torch
+
+        os.environ.clear()
+        os.environ.update(self.environment)
+        os.chdir(self.directory)
+        sys.path[:] = self.path
+        torch.set_num_threads(self.threads)
+        numpy.random.seed()  # else every child has the server's state

@@ -1,0 +1,101 @@
+"""What one process knows about the others: who serves, who is lost, who has left.
+
+No communication here: the session feeds it and acts on what it returns.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+
+class Membership:
+    """Thread-safe. Ranks are global ranks; ``me`` is never lost."""
+
+    def __init__(self, world_size: int, me: int) -> None:
+        self._others = frozenset(range(world_size)) - {me}
+        self._changed = threading.Condition()
+        self._lost: dict[int, str] = {}
+        self._serving: set[int] = set()
+        self._left: set[int] = set()
+        self._arrived: dict[int, dict[int, Callable[[], None]]] = {}
+
+    def lose(self, rank: int, reason: str) -> bool:
+        """Note that ``rank`` is gone; False if that was known or it had left in order."""
+        with self._changed:
+            if rank in self._lost or rank in self._left or rank not in self._others:
+                return False
+            self._lost[rank] = reason
+        self._after_change()
+        return True
+
+    def serve(self, rank: int) -> None:
+        """Note that ``rank`` only answers calls from now on."""
+        with self._changed:
+            self._serving.add(rank)
+        self._after_change()
+
+    def leave(self, rank: int) -> None:
+        """Note that ``rank`` leaves in order."""
+        with self._changed:
+            self._left.add(rank)
+        self._after_change()
+
+    def lost(self) -> dict[int, str]:
+        """Lost ranks and why, in rank order."""
+        with self._changed:
+            return dict(sorted(self._lost.items()))
+
+    def why_lost(self, rank: int) -> str | None:
+        with self._changed:
+            return self._lost.get(rank)
+
+    def wait_until_all_serve(self, timeout_s: float) -> set[int]:
+        """Block until every other rank serves or is gone; returns those that do not yet."""
+        return self._wait_for(lambda: self._busy(), timeout_s)
+
+    def wait_until_all_left(self, timeout_s: float) -> set[int]:
+        """Block until every other rank left or is lost; returns those that have not yet."""
+        return self._wait_for(lambda: set(self._others - self._gone()), timeout_s)
+
+    def arrive(self, number: int, rank: int, release: Callable[[], None]) -> None:
+        """``rank`` has come to barrier ``number``; ``release()`` is called when all have who
+        run code of their own: ranks that serve, left or are lost do not count."""
+        with self._changed:
+            self._arrived.setdefault(number, {})[rank] = release
+        self._after_change()
+
+    def missing(self, number: int) -> set[int]:
+        """Ranks that barrier ``number`` still waits for."""
+        with self._changed:
+            return self._busy() - set(self._arrived.get(number, ()))
+
+    def _gone(self) -> set[int]:
+        return self._lost.keys() | self._left
+
+    def _busy(self) -> set[int]:
+        return set(self._others - self._gone() - self._serving)
+
+    def _after_change(self) -> None:
+        released: list[Callable[[], None]] = []
+        with self._changed:
+            self._changed.notify_all()
+            for number, arrived in list(self._arrived.items()):
+                # The barrier's keeper is a rank like any other: it must have arrived itself.
+                if not self._busy() - arrived.keys() and self._keeper_arrived(arrived):
+                    released += self._arrived.pop(number).values()
+        for release in released:
+            release()
+
+    def _keeper_arrived(self, arrived: Iterable[int]) -> bool:
+        return any(rank not in self._others for rank in arrived)
+
+    def _wait_for(self, remaining: Callable[[], set[int]], timeout_s: float) -> set[int]:
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while left := remaining():
+                wait_s = deadline - time.monotonic()
+                if wait_s <= 0 or not self._changed.wait(wait_s):
+                    return remaining() if wait_s > 0 else left
+            return set()

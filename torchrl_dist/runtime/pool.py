@@ -1,0 +1,51 @@
+"""Threads that run other processes' calls, and never keep this process alive."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+class DaemonPool:
+    """Up to ``max_threads`` daemon threads, started when there is work for them.
+
+    ``concurrent.futures.ThreadPoolExecutor`` would join its threads when the interpreter exits,
+    so that one call that never returns would keep a finished process alive.
+    """
+
+    def __init__(self, max_threads: int, name: str) -> None:
+        self._max_threads = max_threads
+        self._name = name
+        self._work: queue.SimpleQueue[tuple[Callable[..., Any], tuple] | None]
+        self._work = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._threads = 0
+        self._unfinished = 0
+
+    def submit(self, fn: Callable[..., Any], *args: Any) -> None:
+        """Run ``fn(*args)`` soon; does not block. ``fn`` must not raise."""
+        with self._lock:
+            self._unfinished += 1
+            start = self._threads < min(self._unfinished, self._max_threads)
+            self._threads += start
+        self._work.put((fn, args))
+        if start:
+            threading.Thread(target=self._run, name=self._name, daemon=True).start()
+
+    def close(self) -> None:
+        """Let every thread end after what it is doing; does not wait for them."""
+        with self._lock:
+            for _ in range(self._threads):
+                self._work.put(None)
+
+    def _run(self) -> None:
+        while (item := self._work.get()) is not None:
+            fn, args = item
+            try:
+                fn(*args)
+            finally:
+                with self._lock:
+                    self._unfinished -= 1
+                del fn, args, item

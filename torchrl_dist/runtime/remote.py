@@ -1,0 +1,94 @@
+"""Handles to objects that live in other processes."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from ..errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from .session import Session
+
+T = TypeVar("T")
+
+_current: Session | None = None
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A process of the job: the ``index``-th of its ``role``."""
+
+    role: str
+    index: int
+    global_rank: int
+    host: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}{self.index}"
+
+    def __str__(self) -> str:
+        return f"{self.name} on {self.host}"
+
+
+@dataclass(frozen=True)
+class Remote(Generic[T]):
+    """A handle to an object of another process (or of this one), made by ``Session.remote``.
+
+    It pickles: any process of the same session may call the object. Calls run concurrently, each
+    in a thread of the object's process, and in no particular order: the object does its own
+    locking. Arguments and results are copies, except within one process. Tensors are read while
+    they are being sent: leave those of an argument unchanged until the answer is there, and
+    return copies of what the object goes on changing. The object lives until the session ends.
+    """
+
+    peer: Peer
+    key: int
+    session_id: str
+
+    def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
+        """Call ``method`` there and block for its result, at most ``timeout_s`` (default: the
+        session's). A call that ran out of time still runs to its end there.
+
+        Raises:
+            RemoteError: the method raised; ``__cause__`` is its exception where that pickles.
+            DeadlineError: no answer in time.
+            PeerLostError: the process is gone; at once if that is known.
+        """
+        operation = ("method", self.key, method, args, kwargs)
+        return self._session()._call(self.peer, operation, timeout_s)
+
+    def submit(
+        self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any
+    ) -> Future:
+        """Like ``call``, without blocking. The future fails with the errors of ``call``; it
+        cannot be cancelled, and its callbacks run in a thread that must not block."""
+        operation = ("method", self.key, method, args, kwargs)
+        return self._session()._submit(self.peer, operation, timeout_s)
+
+    def _session(self) -> Session:
+        session = current_session()
+        if session.session_id != self.session_id:
+            raise ConfigurationError(
+                f"This handle to an object of {self.peer} belongs to a session that has ended. "
+                "Make a new one with session.remote(...)."
+            )
+        return session
+
+
+def current_session() -> Session:
+    """The session that this process is in.
+
+    Raises:
+        ConfigurationError: it is in none.
+    """
+    if _current is None:
+        raise ConfigurationError("This process is in no session; enter one with session(...).")
+    return _current
+
+
+def set_current(session: Session | None) -> None:
+    global _current
+    _current = session

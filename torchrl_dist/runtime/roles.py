@@ -1,0 +1,32 @@
+"""Who plays which role: pure arithmetic over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..errors import ConfigurationError
+
+DEFAULT_ROLES = {"worker": -1}
+
+
+def assign_roles(roles: Mapping[str, int], world_size: int) -> list[tuple[str, int]]:
+    """(role, index) of every rank, in rank order: ``{"learner": 1, "collector": -1}`` makes
+    rank 0 the learner and all others collectors. One count may be -1: it takes the rest, which
+    may be nobody. The first rank of the first role drives the job.
+
+    Raises:
+        ConfigurationError: the counts do not add up to ``world_size``.
+    """
+    counts = dict(roles)
+    rest = [role for role, count in counts.items() if count == -1]
+    if len(rest) > 1 or any(count < -1 for count in counts.values()):
+        raise ConfigurationError(f"roles={counts}: expected counts >= 0 and at most one -1.")
+    if rest:
+        counts[rest[0]] = max(0, world_size - sum(n for n in counts.values() if n != -1))
+    total = sum(counts.values())
+    if total != world_size:
+        raise ConfigurationError(
+            f"roles={dict(roles)} need {total} processes, the job has {world_size}. Change the "
+            "counts, give one role -1 to take the rest, or start another number of processes."
+        )
+    return [(role, index) for role, count in counts.items() for index in range(count)]

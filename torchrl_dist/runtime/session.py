@@ -1,0 +1,616 @@
+"""A process's membership in the job: who am I, who else is there, how do I call them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
+from . import rendezvous, wire
+from .membership import Membership
+from .pool import DaemonPool
+from .remote import Peer, Remote, set_current
+from .roles import DEFAULT_ROLES
+from .signals import Latch, StopSignals, wait_any
+from .transport import Transport
+from .world import World
+
+# Calls of other processes that run at once in this one; more of them queue.
+_MAX_CONCURRENT_CALLS = 64
+# After a stop signal, a serving process goes on answering this long, so that the driver can write
+# its checkpoint through it. torchrun and SLURM kill 30 s after SIGTERM.
+_STOP_GRACE_S = 10.0
+_GOODBYE_S = 3.0
+# How long a broken connection waits for the supervisor to say how the process died.
+_CAUSE_S = 1.0
+
+
+class Session:
+    """Made by ``session(...)`` or ``local_cluster(...)``, not directly.
+
+    The first rank of the first role is the driver: when it leaves its session, the job ends.
+    All methods may be called from any thread, ``serve`` and ``close`` from one.
+
+    Attributes:
+        world: this process's place as its launcher gave it.
+        me: this process.
+        peers: all processes of the job in rank order, this one included.
+        timeout_s: the deadline of every call that names none.
+        process_group: this role's torch.distributed group, if one was asked for.
+        session_id: unique among all sessions.
+    """
+
+    def __init__(
+        self, member: rendezvous.Member, *, timeout_s: float, supervised: bool = False
+    ) -> None:
+        self.world: World = member.world
+        self.peers: tuple[Peer, ...] = member.peers
+        self.me: Peer = member.peers[member.world.global_rank]
+        self.timeout_s = timeout_s
+        self.session_id = member.session_id
+        self.process_group: dist.ProcessGroup | None = None
+        self._member = member
+        self._pids = member.pids
+        self._supervised = supervised  # somebody will call _peer_exited for each death
+        self._driver = member.peers[0]
+        self._transport: Transport | None = None
+        self._pool = DaemonPool(_MAX_CONCURRENT_CALLS, "torchrl_dist-call")
+        self._objects: dict[int, Any] = {}
+        self._keys = itertools.count()
+        self._barriers = itertools.count()
+        self._members = Membership(self.world.world_size, self.me.global_rank)
+        self._lock = threading.Lock()
+        self._in_flight: dict[int, set[Future]] = {p.global_rank: set() for p in self.peers}
+        self._suspects: set[int] = set()
+        self._watchers: list[Callable[[tuple], None]] = []
+        self._leavers: list[Callable[[tuple], None]] = []
+        self._graceful = False
+        self._stop = Latch()
+        self._end = Latch()  # the driver has ended the job, or is lost
+        self._end_reason: str | None = None
+        self._serving = False
+        self._ending = False
+        self._closed = False
+        self._signals = StopSignals(self._stop)
+
+    # ---- who
+
+    @property
+    def role(self) -> str:
+        return self.me.role
+
+    @property
+    def is_driver(self) -> bool:
+        return self.me == self._driver
+
+    def of_role(self, role: str) -> tuple[Peer, ...]:
+        """The processes of a role in index order; empty if nobody plays it."""
+        return tuple(peer for peer in self.peers if peer.role == role)
+
+    def lost(self) -> tuple[Peer, ...]:
+        """Peers known to be dead, in rank order. On the driver this is kept up to date without
+        calls; the others are told by the driver."""
+        return tuple(self.peers[rank] for rank in self._members.lost())
+
+    def lost_reason(self, peer: Peer) -> str | None:
+        """How a lost peer died, such as ``"killed by SIGKILL"``; None if it is not lost."""
+        return self._members.why_lost(peer.global_rank)
+
+    def pid_of(self, peer: Peer) -> int:
+        """Its process id, on its own machine."""
+        return self._pids[peer.global_rank]
+
+    # ---- calls
+
+    def remote(
+        self,
+        peer: Peer,
+        factory: Callable[..., Any],
+        *args: Any,
+        timeout_s: float | None = None,
+        **kwargs: Any,
+    ) -> Remote:
+        """Run ``factory(*args, **kwargs)`` in ``peer``'s process, keep the object there until the
+        session ends, return a handle. Everything may be a lambda or a closure.
+
+        Blocks; raises as ``Remote.call`` does.
+        """
+        key = self._call(peer, ("create", factory, args, kwargs), timeout_s)
+        return Remote(peer, key, self.session_id)
+
+    def call(
+        self,
+        peer: Peer,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout_s: float | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run ``fn(*args, **kwargs)`` in ``peer``'s process and block for its result.
+
+        Raises as ``Remote.call`` does.
+        """
+        return self._call(peer, ("function", fn, args, kwargs), timeout_s)
+
+    def submit(
+        self,
+        peer: Peer,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout_s: float | None = None,
+        **kwargs: Any,
+    ) -> Future:
+        """Like ``call``, without blocking; see ``Remote.submit``."""
+        return self._submit(peer, ("function", fn, args, kwargs), timeout_s)
+
+    def _call(self, peer: Peer, operation: tuple, timeout_s: float | None) -> Any:
+        timeout_s = self._deadline(timeout_s)
+        if peer == self.me:
+            return self._run_here(operation)
+        future = self._submit(peer, operation, timeout_s)
+        try:
+            # The transport keeps the deadline; ours is for the case that it does not.
+            return future.result(timeout_s + 2 * _GOODBYE_S)
+        except FutureTimeoutError as error:
+            if future.done():
+                raise
+            raise self._late(peer, operation, timeout_s) from error
+
+    def _submit(self, peer: Peer, operation: tuple, timeout_s: float | None) -> Future:
+        timeout_s = self._deadline(timeout_s)
+        future: Future = Future()
+        future.set_running_or_notify_cancel()
+        if peer == self.me:
+            self._pool.submit(self._run_into, future, operation)
+            return future
+        body, tensors = wire.dumps(operation)
+        rank = peer.global_rank
+        with self._lock:
+            self._in_flight[rank].add(future)
+        # After the registration: a loss noted in between fails the future in either place.
+        if self._closed or self._members.why_lost(rank) is not None:
+            self._settle(rank, future, error=self._lost_error(peer))
+            return future
+
+        def done(answer: tuple | None, error: Exception | None) -> None:
+            if answer is not None:
+                self._settle_with(peer, future, answer)
+            elif isinstance(error, DeadlineError):
+                self._settle(rank, future, error=self._late(peer, operation, timeout_s))
+            else:
+                self._suspect(rank, f"connection failed: {error}")
+
+        assert self._transport is not None
+        self._transport.send(rank, "call", body, tensors, timeout_s=timeout_s, done=done)
+        return future
+
+    def _late(self, peer: Peer, operation: tuple, timeout_s: float) -> DeadlineError:
+        what = operation[2] if operation[0] == "method" else operation[1]
+        name = what if isinstance(what, str) else getattr(what, "__name__", repr(what))
+        return DeadlineError(f"{peer} did not answer {name} within {timeout_s:g} s")
+
+    def _deadline(self, timeout_s: float | None) -> float:
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        if not 0 < timeout_s < float("inf"):
+            raise ConfigurationError(f"timeout_s={timeout_s}: expected a positive, finite number.")
+        if self._closed:
+            raise ConfigurationError("This session is closed.")
+        return timeout_s
+
+    # ---- running what others (or this process itself) asked for
+
+    def _execute(self, operation: tuple) -> Any:
+        kind, *rest = operation
+        if kind == "method":
+            key, method, args, kwargs = rest
+            if key not in self._objects:
+                raise KeyError(f"no object {key} in {self.me.name}: its session has ended")
+            return getattr(self._objects[key], method)(*args, **kwargs)
+        fn, args, kwargs = rest
+        result = fn(*args, **kwargs)
+        if kind == "function":
+            return result
+        key = next(self._keys)
+        self._objects[key] = result
+        return key
+
+    def _run_here(self, operation: tuple) -> Any:
+        try:
+            return self._execute(operation)
+        except Exception as error:
+            raise self._remote_error(self.me, _describe(error)) from error
+
+    def _run_into(self, future: Future, operation: tuple) -> None:
+        try:
+            future.set_result(self._run_here(operation))
+        except BaseException as error:
+            future.set_exception(error)
+
+    def _run_for_peer(self, body: bytes, tensors: list, answer: Callable[[tuple], None]) -> None:
+        try:
+            reply = (True, *wire.dumps(self._execute(wire.loads(body, tensors))))
+        except BaseException as error:  # also SystemExit: it is the caller's business, not ours
+            reply = (False, *_dump_error(error))
+        if not self._closed:  # the agent that would carry the answer is gone
+            answer(reply)
+
+    def _settle_with(self, peer: Peer, future: Future, answer: tuple) -> None:
+        fine, body, tensors = answer
+        try:
+            content = wire.loads(body, tensors)
+        except Exception as error:
+            content = _describe(error)
+            fine = False
+        if fine:
+            self._settle(peer.global_rank, future, result=content)
+        else:
+            self._settle(peer.global_rank, future, error=self._remote_error(peer, content))
+
+    def _settle(
+        self, rank: int, future: Future, *, result: Any = None, error: BaseException | None = None
+    ) -> None:
+        with self._lock:
+            self._in_flight[rank].discard(future)
+            if future.done():
+                return  # failed meanwhile, because the peer was lost
+        with contextlib.suppress(Exception):  # InvalidStateError: settled in this instant
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+    def _remote_error(self, peer: Peer, description: tuple) -> RemoteError:
+        message, trace, cause = description
+        error = RemoteError(message, peer=peer.name, host=peer.host, remote_traceback=trace)
+        error.__cause__ = cause
+        return error
+
+    # ---- losing peers
+
+    def _suspect(self, rank: int, reason: str) -> None:
+        """The connection to ``rank`` failed. Where a supervisor will say how the process died,
+        wait a moment for its words."""
+        with self._lock:
+            known = rank in self._suspects
+            self._suspects.add(rank)
+        if not self._supervised or self._ending or self._members.why_lost(rank) is not None:
+            self._lose(rank, reason)
+        elif not known:
+            timer = threading.Timer(_CAUSE_S, self._lose, (rank, reason))
+            timer.daemon = True
+            timer.start()
+
+    def _lose(self, rank: int, reason: str) -> None:
+        peer = self.peers[rank]
+        new = not self._ending and self._members.lose(rank, reason)
+        with self._lock:
+            futures = list(self._in_flight[rank])
+        for future in futures:
+            self._settle(rank, future, error=self._lost_error(peer))
+        if not new:
+            return
+        if peer == self._driver:
+            self._end_job(f"{peer} is lost: {reason}")
+        elif self.is_driver:
+            for other in self.peers[1:]:
+                if other != peer and self._members.why_lost(other.global_rank) is None:
+                    self._tell(other, "lost", rank, reason)
+
+    def _lost_error(self, peer: Peer) -> PeerLostError:
+        reason = self._members.why_lost(peer.global_rank) or "the session is ending"
+        pid = self._pids[peer.global_rank]
+        return PeerLostError(f"{peer} (pid {pid}) is lost: {reason}")
+
+    def _peer_exited(self, rank: int, how: str) -> None:
+        """A supervisor of this process's children saw ``rank`` die. Called in any thread."""
+        self._lose(rank, how)
+
+    # ---- control messages: handled in the RPC thread, never block
+
+    def _receive(
+        self, kind: str, body: bytes, tensors: list, answer: Callable[[tuple], None]
+    ) -> None:
+        if kind == "call":
+            self._pool.submit(self._run_for_peer, body, tensors, answer)
+            return
+        args = wire.loads(body, tensors)
+        if kind == "watch":  # answered when this process leaves; fails when it dies
+            with self._lock:
+                if not self._ending:
+                    self._watchers.append(answer)
+                    return
+            answer((self._end_reason,))
+        elif kind == "barrier":
+            number, rank = args
+            self._members.arrive(number, rank, lambda: answer(()))
+        else:
+            if kind == "serving":
+                self._members.serve(*args)
+            elif kind == "leaving":
+                self._left(*args, answer)
+                return
+            elif kind == "lost":
+                self._lose(*args)
+            answer(())
+
+    def _left(self, rank: int, reason: str | None, answer: Callable[[tuple], None]) -> None:
+        if reason is None or self._ending:
+            with self._lock:
+                self._leavers.append(answer)  # answered when all have come: _say_goodbye
+            self._members.leave(rank)
+        else:
+            self._lose(rank, reason)
+            answer((False,))
+
+    def _tell(self, peer: Peer, kind: str, *args: Any, timeout_s: float = _GOODBYE_S) -> Future:
+        """Send a control message. The future never fails: it gives (answer, error)."""
+        future: Future = Future()
+        assert self._transport is not None
+        self._transport.send(
+            peer.global_rank,
+            kind,
+            *wire.dumps(args),
+            timeout_s=timeout_s,
+            done=lambda answer, error: future.set_result((answer, error)),
+        )
+        return future
+
+    def _watch(self, peer: Peer) -> None:
+        """Notice at once when ``peer`` leaves or dies: a call that it answers when it leaves."""
+
+        def done(answer: tuple | None, error: Exception | None) -> None:
+            if answer is None:
+                self._suspect(peer.global_rank, f"connection failed: {error}")
+            elif peer == self._driver:
+                self._end_job(answer[0])
+
+        assert self._transport is not None
+        self._transport.send(peer.global_rank, "watch", *wire.dumps(()), timeout_s=None, done=done)
+
+    def _end_job(self, reason: str | None) -> None:
+        self._end_reason = reason
+        self._end.set()
+        self._stop.set()
+
+    # ---- waiting
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether SIGINT or SIGTERM came, or the driver ended the job: finish in order."""
+        return self._stop.is_set()
+
+    def wait_stop(self, timeout_s: float) -> bool:
+        """Block until ``stop_requested``, at most ``timeout_s``; whether it is."""
+        return self._stop.wait(timeout_s)
+
+    def serve(self) -> None:
+        """Answer other processes' calls until the driver ends the job. Called by every process
+        but the driver, in its main thread; blocks. After SIGINT or SIGTERM it goes on for at most
+        10 s, so that the driver can finish through it.
+
+        Raises:
+            PeerLostError: the driver failed or died.
+        """
+        if self.is_driver:
+            wait_any((self._stop,), None)
+            return
+        if not self._serving:
+            self._serving = True
+            self._tell(self._driver, "serving", self.me.global_rank)
+        wait_any((self._end, self._stop), None)
+        if self._end.wait(_STOP_GRACE_S) and self._end_reason is not None:
+            raise PeerLostError(f"the job has ended: {self._end_reason}")
+
+    def barrier(self, timeout_s: float | None = None) -> None:
+        """Block until every process has come here that is alive and does not serve.
+
+        Raises:
+            DeadlineError: somebody did not come in time.
+            PeerLostError: the driver, which keeps the barrier, is gone.
+        """
+        timeout_s = self._deadline(timeout_s)
+        number = next(self._barriers)
+        if self._transport is None:
+            return
+        released: Future = Future()
+        if self.is_driver:
+            self._members.arrive(
+                number, self.me.global_rank, lambda: released.set_result(((), None))
+            )
+        else:
+            released = self._tell(
+                self._driver, "barrier", number, self.me.global_rank, timeout_s=timeout_s
+            )
+        try:
+            _, error = released.result(timeout_s + (0 if self.is_driver else _GOODBYE_S))
+        except FutureTimeoutError:
+            names = [self.peers[rank].name for rank in sorted(self._members.missing(number))]
+            error = DeadlineError(f"barrier: {', '.join(names)} did not come in {timeout_s:g} s")
+        if error is not None:
+            raise error
+
+    # ---- up and down
+
+    def _open(self, process_group: str | Mapping[str, str] | None) -> None:
+        """Connect to everybody. Called once, in the thread that enters the session."""
+        world = self.world
+        if world.world_size > 1:
+            assert self._member.store is not None
+            names = [f"{peer.name}-{self.session_id}" for peer in self.peers]
+            self._transport = Transport(
+                dist.PrefixStore("rpc", self._member.store),
+                names,
+                world.global_rank,
+                one_node=world.one_node,
+                timeout_s=self.timeout_s,
+                handler=self._receive,
+            )
+            for peer in self.peers[1:] if self.is_driver else self.peers[:1]:
+                self._watch(peer)
+        self.process_group = rendezvous.make_process_group(
+            process_group, self._member, self.timeout_s
+        )
+        set_current(self)
+        self._signals.install()
+
+    def close(self) -> None:
+        """Leave the job. Idempotent; never hangs on a dead peer.
+
+        The driver first waits until every living process serves or closes (at most the session's
+        deadline, 10 s after a stop signal), then ends the job. Another process serves until then.
+        """
+        self._close(None)
+
+    def _close(self, error: BaseException | None) -> None:
+        with self._lock:
+            if self._closed or self._ending:
+                return
+        try:
+            if self._transport is not None:
+                self._say_goodbye(error)
+        finally:
+            self._tear_down()
+
+    def _say_goodbye(self, error: BaseException | None) -> None:
+        failure = f"{self.me} failed: {_summary(error)}" if error is not None else None
+        if self.is_driver:
+            if failure is None:
+                patience_s = _STOP_GRACE_S if self.stop_requested else self.timeout_s
+                busy = self._members.wait_until_all_serve(patience_s)
+                if busy:
+                    names = ", ".join(self.peers[rank].name for rank in sorted(busy))
+                    warnings.warn(f"the job ends while {names} still work", stacklevel=4)
+            self._answer_watchers(failure)
+            late = self._members.wait_until_all_left(_GOODBYE_S)
+            # All answers are in, so that the connections can be closed by all at once, silently.
+            self._graceful = not late and not self._members.lost()
+            for answer in self._leavers:
+                answer((self._graceful,))
+            return
+        if failure is None and not self._end.is_set():
+            with contextlib.suppress(PeerLostError):
+                self.serve()
+            if not self._end.is_set():
+                failure = "left after a stop signal"
+        self._answer_watchers(failure)
+        if self._members.why_lost(self._driver.global_rank) is None:
+            told = self._tell(self._driver, "leaving", self.me.global_rank, failure)
+            with contextlib.suppress(FutureTimeoutError):
+                answer, _ = told.result(_GOODBYE_S)
+                self._graceful = answer == (True,)
+
+    def _answer_watchers(self, reason: str | None) -> None:
+        with self._lock:
+            self._ending = True
+            self._end_reason = reason
+            watchers, self._watchers = self._watchers, []
+        for answer in watchers:
+            answer((reason,))
+
+    def _tear_down(self) -> None:
+        self._ending = self._closed = True
+        set_current(None)
+        self._objects.clear()
+        with contextlib.ExitStack() as steps:  # runs in reverse order, whatever fails
+            steps.callback(self._end.close)
+            steps.callback(self._stop.close)
+            steps.callback(self._signals.restore)
+            steps.callback(self._member.close)
+            steps.callback(self._pool.close)
+            if self._transport is not None:
+                steps.callback(self._transport.close, _GOODBYE_S if self._graceful else None)
+            if self.process_group is not None:
+                steps.callback(dist.destroy_process_group)
+        for rank, futures in self._in_flight.items():
+            for future in list(futures):
+                self._settle(rank, future, error=self._lost_error(self.peers[rank]))
+
+
+@contextlib.contextmanager
+def session(
+    roles: Mapping[str, int] | None = None,
+    *,
+    world: World | None = None,
+    timeout_s: float = 60.0,
+    process_group: str | Mapping[str, str] | None = None,
+) -> Iterator[Session]:
+    """Join the job that torchrun or SLURM started; every one of its processes enters this.
+
+    A process that nobody launched is a job of one: nothing is started, and calls to itself are
+    direct. Inside, the driver (the first rank of the first role) does the work through the
+    others; they call ``serve()``, or run code of their own and leave the block, which serves
+    until the driver is done. If the driver leaves with an exception, ``serve`` raises
+    PeerLostError in the others and ``stop_requested`` becomes true.
+
+    Args:
+        roles: counts in rank order, e.g. ``{"learner": 1, "collector": -1}``; one may be -1 and
+            takes the rest. Default: every rank is a ``"worker"``.
+        world: default ``World.from_env()``.
+        timeout_s: deadline for start-up, and of every call that names none.
+        process_group: a torch.distributed backend, such as ``"gloo"``. Each role gets a default
+            group of its own; a mapping (``{"learner": "nccl"}``) makes groups for these only.
+
+    Raises:
+        ConfigurationError: the environment or the roles cannot be right, or processes disagree.
+        DeadlineError: not everybody joined in time; names the missing.
+    """
+    world = World.from_env() if world is None else world
+    roles = DEFAULT_ROLES if roles is None else roles
+    store = rendezvous.launcher_store(world, timeout_s)
+    with joined(world, roles, store, timeout_s=timeout_s, process_group=process_group) as member:
+        yield member
+
+
+@contextlib.contextmanager
+def joined(
+    world: World,
+    roles: Mapping[str, int],
+    store: dist.Store | None,
+    *,
+    timeout_s: float,
+    process_group: str | Mapping[str, str] | None,
+    supervised: bool = False,
+) -> Iterator[Session]:
+    """``session`` over a given store; for the launchers of this package."""
+    member = rendezvous.meet(world, roles, store, timeout_s)
+    me = Session(member, timeout_s=timeout_s, supervised=supervised)
+    try:
+        me._open(process_group)
+    except BaseException:
+        me._tear_down()
+        raise
+    try:
+        yield me
+    except BaseException as error:
+        me._close(error)
+        raise
+    else:
+        me.close()
+
+
+def _describe(error: BaseException) -> tuple[str, str, BaseException | None]:
+    trace = "".join(traceback.format_exception(error))
+    return _summary(error), trace, error
+
+
+def _dump_error(error: BaseException) -> tuple[bytes, list]:
+    message, trace, cause = _describe(error)
+    try:
+        body, tensors = wire.dumps((message, trace, cause))
+        wire.loads(body, tensors)  # many exceptions pickle but cannot be built again
+    except Exception:
+        body, tensors = wire.dumps((message, trace, None))
+    return body, tensors
+
+
+def _summary(error: BaseException) -> str:
+    return traceback.format_exception_only(error)[-1].strip()

@@ -1,0 +1,217 @@
+"""Which process of the job is this? Read from the environment of torchrun, SLURM or nobody.
+
+Pure: nothing is started and nothing is imported from torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import ConfigurationError
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_JOB_ID")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place in the job, as its launcher gave it.
+
+    ``job_id`` is the same in every process of one node and after a restart by the launcher, and
+    differs between two launches. ``launcher`` is ``"torchrun"``, ``"slurm"``, ``"local"`` (a
+    child of, or the caller of, ``local_cluster``) or ``"single"``.
+    """
+
+    global_rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    host: str
+    master_addr: str
+    master_port: int | None
+    job_id: str
+    restart_count: int
+    launcher: str
+
+    @property
+    def one_node(self) -> bool:
+        """Whether every process of the job runs on this machine."""
+        return self.local_world_size == self.world_size
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> World:
+        """Read ``environ`` (default: this process's environment).
+
+        torchrun's variables win over SLURM's, because ``srun torchrun`` sets both. An sbatch
+        script has SLURM variables without being a task of a step; it counts as a single process.
+
+        Raises:
+            ConfigurationError: some of a launcher's variables are missing or cannot be right.
+        """
+        env = os.environ if environ is None else environ
+        if "RANK" in env or "WORLD_SIZE" in env:
+            world = _from_torchrun(env)
+        elif "SLURM_PROCID" in env and "SLURM_STEP_ID" in env:
+            world = _from_slurm(env)
+        else:
+            world = single_world()
+        _check(world)
+        return world
+
+
+def single_world() -> World:
+    """The world of a process that nobody launched."""
+    return World(
+        global_rank=0,
+        world_size=1,
+        local_rank=0,
+        local_world_size=1,
+        node_rank=0,
+        host=socket.gethostname(),
+        master_addr="127.0.0.1",
+        master_port=None,
+        job_id=process_stamp(os.getpid()),
+        restart_count=0,
+        launcher="single",
+    )
+
+
+def process_stamp(pid: int) -> str:
+    """Name a process of this machine for good: its pid and its start time in clock ticks."""
+    try:
+        # Field 2 is the command in parentheses and may hold anything; starttime is field 22.
+        start = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        start = "0"
+    return f"{pid}-{start}"
+
+
+def expand_hosts(nodelist: str) -> list[str]:
+    """Expand SLURM's host list syntax: ``"n[1-2,07],gpu3"`` is ``["n1", "n2", "n07", "gpu3"]``."""
+    hosts: list[str] = []
+    for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
+        hosts.extend(_expand_item(item))
+    return hosts
+
+
+def _expand_item(item: str) -> list[str]:
+    match = re.search(r"\[([^\]]*)\]", item)
+    if match is None:
+        return [item]
+    head, tail = item[: match.start()], item[match.end() :]
+    numbers: list[str] = []
+    for part in match.group(1).split(","):
+        first, _, last = part.partition("-")
+        width = len(first)
+        numbers += [f"{n:0{width}d}" for n in range(int(first), int(last or first) + 1)]
+    return [head + number + rest for number in numbers for rest in _expand_item(tail)]
+
+
+def _from_torchrun(env: Mapping[str, str]) -> World:
+    _require(env, _TORCHRUN, "torchrun")
+    local_world_size = _integer(env, "LOCAL_WORLD_SIZE", at_least=1)
+    global_rank = _integer(env, "RANK")
+    run_id = env.get("TORCHELASTIC_RUN_ID", "none")
+    return World(
+        global_rank=global_rank,
+        world_size=_integer(env, "WORLD_SIZE", at_least=1),
+        local_rank=_integer(env, "LOCAL_RANK"),
+        local_world_size=local_world_size,
+        node_rank=_integer(env, "GROUP_RANK", default=global_rank // local_world_size),
+        host=socket.gethostname(),
+        master_addr=env["MASTER_ADDR"],
+        master_port=_integer(env, "MASTER_PORT", at_least=1),
+        # "none" is torchrun's default and the same for every job; its agent is our parent.
+        job_id=process_stamp(os.getppid()) if run_id == "none" else run_id,
+        restart_count=_integer(env, "TORCHELASTIC_RESTART_COUNT", default=0),
+        launcher="torchrun",
+    )
+
+
+def _from_slurm(env: Mapping[str, str]) -> World:
+    _require(env, _SLURM, "SLURM")
+    hosts = expand_hosts(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", ""))
+    if not hosts and "MASTER_ADDR" not in env:
+        raise ConfigurationError(
+            "SLURM task without SLURM_STEP_NODELIST or SLURM_JOB_NODELIST: the first host is "
+            "where rank 0 listens. Start the job with srun, or set MASTER_ADDR."
+        )
+    node_rank = _integer(env, "SLURM_NODEID")
+    job_id = _integer(env, "SLURM_JOB_ID")
+    step_id = env["SLURM_STEP_ID"]
+    tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "")
+    step_size = env.get("SLURM_STEP_NUM_TASKS", env["SLURM_NTASKS"])
+    world_size = _integer({"SLURM_NTASKS": step_size}, "SLURM_NTASKS", at_least=1)
+    # Derived from the job, so that two jobs on one node differ and all ranks agree.
+    port = 20_000 + (job_id * 31 + sum(step_id.encode())) % 12_000
+    return World(
+        global_rank=_integer(env, "SLURM_PROCID"),
+        world_size=world_size,
+        local_rank=_integer(env, "SLURM_LOCALID"),
+        local_world_size=_tasks_on_node(tasks, node_rank, world_size, len(hosts)),
+        node_rank=node_rank,
+        host=env.get("SLURMD_NODENAME") or socket.gethostname(),
+        master_addr=env.get("MASTER_ADDR") or hosts[0],
+        master_port=_integer(env, "MASTER_PORT", at_least=1, default=port),
+        job_id=f"{job_id}.{step_id}",
+        restart_count=_integer(env, "SLURM_RESTART_COUNT", default=0),
+        launcher="slurm",
+    )
+
+
+def _tasks_on_node(tasks_per_node: str, node_rank: int, world_size: int, nodes: int) -> int:
+    """``"4(x2),3"`` means 4, 4 and 3 tasks on nodes 0, 1 and 2."""
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node):
+        counts += [int(count)] * int(times or 1)
+    if node_rank < len(counts):
+        return counts[node_rank]
+    if nodes <= 1:
+        return world_size
+    raise ConfigurationError(
+        f"SLURM_STEP_TASKS_PER_NODE={tasks_per_node!r} does not say how many tasks run on node "
+        f"{node_rank}; expected a list such as '4(x2),3'."
+    )
+
+
+def _require(env: Mapping[str, str], names: tuple[str, ...], launcher: str) -> None:
+    missing = [name for name in names if not env.get(name)]
+    if missing:
+        there = ", ".join(f"{name}={env[name]}" for name in names if env.get(name)) or "none"
+        raise ConfigurationError(
+            f"The environment looks like {launcher}'s but lacks {', '.join(missing)} (found: "
+            f"{there}). Start every process with {launcher}, or unset these variables."
+        )
+
+
+def _integer(
+    env: Mapping[str, str], name: str, *, at_least: int = 0, default: int | None = None
+) -> int:
+    text = env.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        value = int(text or "")
+    except ValueError:
+        raise ConfigurationError(f"{name}={text!r}: expected an integer.") from None
+    if value < at_least:
+        raise ConfigurationError(f"{name}={value}: expected at least {at_least}.")
+    return value
+
+
+def _check(world: World) -> None:
+    if world.global_rank >= world.world_size:
+        raise ConfigurationError(
+            f"rank {world.global_rank} in a world of {world.world_size}: expected a rank below it."
+        )
+    if world.local_rank >= world.local_world_size or world.local_world_size > world.world_size:
+        raise ConfigurationError(
+            f"local rank {world.local_rank} of {world.local_world_size} in a world of "
+            f"{world.world_size}: expected local rank < local world size <= world size."
+        )
