@@ -1,0 +1,351 @@
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from tests.collect.envs import Counter, EpisodeSeeds, NextStepVector, counters, mlp
+from torch import nn
+from torch.distributions import Normal
+from torchrl.collectors import Collector
+from torchrl.data import OneHot
+from torchrl.envs import GymEnv, GymWrapper, SerialEnv
+from torchrl.envs.utils import ExplorationType
+from torchrl.modules import NormalParamExtractor, ProbabilisticActor, QValueActor
+
+from torchrl_dist.collect.fast_policy import fast_policy
+from torchrl_dist.collect.rollout import Episodes, make_rollout
+from torchrl_dist.errors import ConfigurationError
+
+
+def one_hot_policy(inputs: int = 4, actions: int = 2) -> QValueActor:
+    return QValueActor(mlp(inputs, actions), in_keys=["observation"], spec=OneHot(actions))
+
+
+def collect(make_env: Any, policy: Any, frames: int, batches: int = 1, **kwargs: Any) -> TensorDict:
+    rollout = make_rollout(make_env, fast_policy(policy), frames=frames, **kwargs)
+    parts = [rollout.run(rollout.steps) for _ in range(batches)]
+    rollout.close()
+    return torch.cat(parts, 1)
+
+
+def torchrl_data(env: Any, policy: Any, frames: int, **kwargs: Any) -> TensorDictBase:
+    collector = Collector(env, policy, frames_per_batch=frames, total_frames=frames, **kwargs)
+    data = next(iter(collector))
+    collector.shutdown()
+    return data if data.ndim == 2 else data.unsqueeze(0)
+
+
+def assert_equal_data(ours: TensorDictBase, theirs: TensorDictBase) -> None:
+    """Same keys, shapes, dtypes, names and values, but for what the collector adds itself."""
+    ours, theirs = (td.exclude("policy_version", "collector") for td in (ours, theirs))
+    assert set(ours.keys(True, True)) == set(theirs.keys(True, True))
+    assert ours.shape == theirs.shape
+    assert ours.names == theirs.names
+    for key in theirs.keys(True, True):
+        assert ours[key].dtype == theirs[key].dtype, key
+        assert ours[key].shape == theirs[key].shape, key
+        assert torch.equal(ours[key], theirs[key]), key
+
+
+def seeded(env_id: str, first: int, **kwargs: Any) -> gymnasium.Env:
+    return EpisodeSeeds(gymnasium.make(env_id, **kwargs), first)
+
+
+class TestDataEqualTorchRLs:
+    def test_cartpole_one_env_with_a_q_value_actor(self) -> None:
+        policy = one_hot_policy()
+        ours = collect(lambda: seeded("CartPole-v1", 0), policy, 60, batches=3)
+        theirs = torchrl_data(GymWrapper(seeded("CartPole-v1", 0)), policy, 180)
+        assert ours["next", "terminated"].sum() > 3
+        assert_equal_data(ours, theirs)
+
+    def test_cartpole_several_envs(self) -> None:
+        policy = one_hot_policy()
+        firsts = iter((0, 1000, 2000))
+        ours = collect(lambda: seeded("CartPole-v1", next(firsts)), policy, 300, num_envs=3)
+        theirs = torchrl_data(
+            SerialEnv(3, [lambda i=i: GymWrapper(seeded("CartPole-v1", 1000 * i)) for i in range(3)]),
+            policy,
+            300,
+        )
+        assert_equal_data(ours, theirs)
+
+    def test_truncation_by_a_time_limit(self) -> None:
+        policy = one_hot_policy()
+        limit = {"max_episode_steps": 7}
+        ours = collect(lambda: seeded("CartPole-v1", 0, **limit), policy, 50)
+        theirs = torchrl_data(GymWrapper(seeded("CartPole-v1", 0, **limit)), policy, 50)
+        assert ours["next", "truncated"].sum() == 7
+        assert not ours["next", "terminated"].any()
+        assert_equal_data(ours, theirs)
+
+    def test_categorical_actions(self) -> None:
+        policy = TensorDictModule(
+            lambda obs: mlp(4, 2)(obs).argmax(-1), in_keys=["observation"], out_keys=["action"]
+        )
+        ours = collect(
+            lambda: seeded("CartPole-v1", 0), policy, 50, categorical_action_encoding=True
+        )
+        theirs = torchrl_data(
+            GymWrapper(seeded("CartPole-v1", 0), categorical_action_encoding=True), policy, 50
+        )
+        assert_equal_data(ours, theirs)
+
+    def test_continuous_actions_with_log_probability(self) -> None:
+        policy = ProbabilisticActor(
+            TensorDictModule(
+                nn.Sequential(mlp(3, 2), NormalParamExtractor()), ["observation"], ["loc", "scale"]
+            ),
+            in_keys=["loc", "scale"],
+            distribution_class=Normal,
+            return_log_prob=True,
+        )
+        mode = ExplorationType.DETERMINISTIC
+        ours = collect(lambda: seeded("Pendulum-v1", 0), policy, 210, exploration_type=mode)
+        theirs = torchrl_data(
+            GymWrapper(seeded("Pendulum-v1", 0)), policy, 210, exploration_type=mode
+        )
+        assert {"loc", "scale", "action_log_prob"} <= set(ours.keys())
+        assert_equal_data(ours, theirs)
+
+    @pytest.mark.parametrize("categorical", [False, True])
+    def test_discrete_observations(self, categorical: bool) -> None:
+        options = {"categorical_action_encoding": categorical}
+
+        def act(obs: torch.Tensor) -> torch.Tensor:
+            classes = (obs if categorical else obs.argmax(-1)) % 4
+            return classes if categorical else nn.functional.one_hot(classes, 4)
+
+        policy = TensorDictModule(act, in_keys=["observation"], out_keys=["action"])
+        ours = collect(lambda: seeded("FrozenLake-v1", 0), policy, 60, **options)
+        theirs = torchrl_data(GymWrapper(seeded("FrozenLake-v1", 0), **options), policy, 60)
+        assert_equal_data(ours, theirs)
+
+    def test_nested_dict_observations_and_multi_discrete_actions(self) -> None:
+        policy = TensorDictModule(
+            lambda where: nn.functional.one_hot((where[..., :1] > 2).long(), 5).flatten(-2),
+            in_keys=[("inner", "where")],
+            out_keys=["action"],
+        )
+        ours = collect(DictEnv, policy, 40)
+        theirs = torchrl_data(GymWrapper(DictEnv()), policy, 40)
+        assert ("inner", "where") in ours.keys(True)
+        assert_equal_data(ours, theirs)
+
+
+class DictEnv(gymnasium.Env):
+    observation_space = spaces.Dict(
+        {
+            "state": spaces.Box(-1, 1, (), np.float64),
+            "inner": spaces.Dict({"where": spaces.Box(0, 9, (2,), np.float32)}),
+            "bits": spaces.MultiBinary(3),
+        }
+    )
+    action_space = spaces.MultiDiscrete([2, 3])
+
+    def _observe(self) -> dict[str, Any]:
+        where = np.array([self.t, 9 - self.t], np.float32)
+        return {
+            "state": np.array(self.t / 9),
+            "inner": {"where": where},
+            "bits": np.array([self.t % 2, 1, 0], np.int8),
+        }
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.t = 0
+        return self._observe(), {}
+
+    def step(self, action: Any) -> Any:
+        assert self.action_space.contains(action), action
+        self.t += 1
+        return self._observe(), 1.0, self.t == 8, False, {}
+
+
+CASES = {
+    "disabled": lambda lengths, cut: counters(lengths, AutoresetMode.DISABLED, cut),
+    "same step": lambda lengths, cut: counters(lengths, AutoresetMode.SAME_STEP, cut),
+    "next step": lambda lengths, cut: counters(lengths, AutoresetMode.NEXT_STEP, cut),
+    "next step, undeclared": NextStepVector,
+}
+
+
+class TestVectorEnvs:
+    @pytest.mark.parametrize("truncate", [False, True])
+    @pytest.mark.parametrize("case", CASES)
+    def test_every_autoreset_mode_gives_the_transitions_of_single_envs(
+        self, case: str, truncate: bool
+    ) -> None:
+        lengths = [3, 5, 1, 4]
+        got = collect(lambda: CASES[case](lengths, truncate), None, 4 * 7, batches=3)
+        singles = [
+            collect(lambda n=n: Counter(n, truncate), None, 7, batches=3) for n in lengths
+        ]
+        assert_equal_data(got.exclude("action"), torch.cat(singles, 0).exclude("action"))
+
+    @pytest.mark.parametrize("shared_memory", [True, False])
+    def test_processes_of_an_async_vector_env(self, shared_memory: bool) -> None:
+        lengths = [2, 3]
+
+        def make() -> AsyncVectorEnv:
+            return AsyncVectorEnv(
+                [lambda n=n: Counter(n) for n in lengths], shared_memory=shared_memory
+            )
+
+        got = collect(make, None, 20)
+        singles = [collect(lambda n=n: Counter(n), None, 10) for n in lengths]
+        assert_equal_data(got.exclude("action"), torch.cat(singles, 0).exclude("action"))
+
+    def test_native_cartpole_has_real_transitions_only(self) -> None:
+        data = collect("CartPole-v1", one_hot_policy(), 64 * 50, num_envs=64, batches=4)
+        assert_no_broken_transition(data)
+        assert (data["next", "reward"] == 1).all()  # a reset step would have reward 0
+        ended = data["next", "done"]
+        assert (data["next", "observation"][..., 2:3].abs() > 0.2)[ended].all()
+        first = data["observation"][:, 1:][ended[:, :-1].squeeze(-1)]
+        assert (first.abs() <= 0.05).all()
+
+    def test_native_cartpole_truncates_at_its_limit(self) -> None:
+        def make() -> gymnasium.vector.VectorEnv:
+            return gymnasium.make_vec("CartPole-v1", num_envs=3, max_episode_steps=4)
+
+        data = collect(make, one_hot_policy(), 3 * 8)
+        expected = torch.tensor([False, False, False, True] * 2).expand(3, 8)
+        assert torch.equal(data["next", "truncated"].squeeze(-1), expected)
+        assert not data["next", "terminated"].any()
+
+    def test_what_a_fast_env_has_too_much_of_opens_its_next_rollout(self) -> None:
+        rollout = make_rollout(lambda: NextStepVector([1, 50]), None, frames=10)
+        first = rollout.run(5)
+        rollout.policy_version = 1
+        second = rollout.run(5)
+        both = torch.cat([first, second], 1)
+        assert_no_broken_transition(both)
+        assert both["observation"][1, :, 0].tolist() == [100 + t for t in range(10)]
+        assert (first["policy_version"] == 0).all()
+        assert second["policy_version"][1].tolist() == [0, 0, 0, 0, 1]  # made ahead, and says so
+
+
+def assert_no_broken_transition(data: TensorDictBase) -> None:
+    """The next observation of a row is the observation of the row after it, unless it ended."""
+    going_on = ~data["next", "done"][:, :-1].squeeze(-1)
+    after = data["observation"][:, 1:]
+    assert torch.equal(data["next", "observation"][:, :-1][going_on], after[going_on])
+    assert not data["done"].any()
+
+
+class TestEpisodes:
+    def test_ids_returns_and_lengths_across_rollouts(self) -> None:
+        rng = np.random.default_rng(0)
+        reward = rng.normal(size=(3, 40))
+        done = rng.random((3, 40)) < 0.2
+        episodes = Episodes(3, offset=1, stride=4)
+        ids, returns, lengths = [], [], []
+        for start in range(0, 40, 8):
+            part = slice(start, start + 8)
+            i, r, n = episodes.advance(reward[:, part], done[:, part])
+            ids.append(i)
+            returns += r
+            lengths += n
+        all_ids = np.concatenate(ids, 1)
+        expected = []
+        for env in range(3):
+            borders = [0, *(np.flatnonzero(done[env]) + 1), 40]
+            for a, b in zip(borders[:-1], borders[1:], strict=True):
+                if a == b:
+                    continue
+                (trajectory,) = set(all_ids[env, a:b].tolist())
+                expected.append((trajectory, reward[env, a:b].sum(), b - a, done[env, b - 1]))
+        assert len({e[0] for e in expected}) == len(expected)
+        assert all(e[0] % 4 == 1 for e in expected)
+        finished = sorted((round(e[1], 9), e[2]) for e in expected if e[3])
+        assert sorted((round(r, 9), n) for r, n in zip(returns, lengths, strict=True)) == finished
+
+
+class TestPolicies:
+    def test_a_fast_policy_writes_what_the_policy_writes(self) -> None:
+        inner = TensorDictModule(mlp(4, 3), ["observation"], ["hidden"])
+        hooked = TensorDictModule(nn.Linear(3, 2), ["hidden"], ["logits"])
+        hooked.register_forward_hook(lambda m, args, out: out.set("seen", torch.ones(5)))
+        pair = TensorDictModule(lambda x: (x + 1, x * 2), ["logits"], ["a", ("b", "c")])
+        keyword = TensorDictModule(lambda *, x: {"d": x}, in_keys={"x": "a"}, out_keys=["d"])
+        mapping = TensorDictModule(lambda x: {"e": x + 1}, in_keys=["a"], out_keys=["e"])
+        policy = TensorDictSequential(inner, TensorDictSequential(hooked, pair), keyword, mapping)
+        td = TensorDict({"observation": torch.randn(5, 4)}, batch_size=[5])
+        expected, got = policy(td.clone()), fast_policy(policy)(td.clone())
+        assert set(expected.keys(True)) == set(got.keys(True)) >= {"seen", "d", "e"}
+        assert (expected == got).all()
+
+    def test_weights_changed_in_place_take_effect(self) -> None:
+        policy = one_hot_policy()
+        rollout = make_rollout("CartPole-v1", fast_policy(policy), frames=30)
+        rollout.run(30)
+        with torch.no_grad():
+            policy.module[0].module[2].weight.zero_()
+            policy.module[0].module[2].bias.copy_(torch.tensor([0.0, 1.0]))
+        assert rollout.run(30)["action"][..., 1].all()
+
+    def test_a_policy_that_overwrites_its_observation_sees_the_envs_next_one(self) -> None:
+        policy = TensorDictSequential(
+            TensorDictModule(lambda x: x + 0.5, ["observation"], ["observation"]),
+            TensorDictModule(
+                lambda x: torch.zeros(1, dtype=torch.int64), ["observation"], ["action"]
+            ),
+        )
+        data = collect(Counter, policy, 5, categorical_action_encoding=True)
+        assert data["observation"][0, :, 0].tolist() == [100.5, 101.5, 102.5, 103.5, 104.5]
+        assert data["next", "observation"][0, :, 0].tolist() == [101, 102, 103, 104, 105]
+
+    def test_an_action_of_the_wrong_shape_says_what_was_expected(self) -> None:
+        policy = TensorDictModule(lambda x: x[..., 0].long(), ["observation"], ["action"])
+        with pytest.raises(ConfigurationError, match="categorical_action_encoding=True"):
+            collect(Counter, policy, 5)
+
+    def test_random_actions_cover_the_space_and_follow_the_seed(self) -> None:
+        def actions(seed: int) -> torch.Tensor:
+            rollout = make_rollout(Counter, None, frames=60)
+            rollout.seed([seed])
+            return rollout.run(60)["action"]
+
+        assert torch.equal(actions(3), actions(3))
+        assert not torch.equal(actions(3), actions(4))
+        assert actions(3).sum(-1).eq(1).all()
+        assert actions(3).any(1).all()
+
+
+class TestTorchRLEnvs:
+    def test_they_go_through_torchrls_collector(self) -> None:
+        policy = one_hot_policy()
+        ours = collect(lambda: GymWrapper(seeded("CartPole-v1", 0)), policy, 30, batches=2)
+        theirs = torchrl_data(GymWrapper(seeded("CartPole-v1", 0)), policy, 60)
+        assert_equal_data(ours, theirs)
+
+    def test_seeding_starts_a_trajectory_from_the_seeded_state(self) -> None:
+        def run() -> TensorDict:
+            rollout = make_rollout(lambda: GymEnv("CartPole-v1"), one_hot_policy(), frames=40)
+            rollout.seed([5])
+            return rollout.run(40)
+
+        assert torch.equal(run()["observation"], run()["observation"])
+        assert_no_broken_transition(run())
+
+
+def test_an_unsupported_space_is_refused_with_advice() -> None:
+    class Texts(Counter):
+        observation_space = spaces.Text(5)
+
+    with pytest.raises(ConfigurationError, match="FlattenObservation"):
+        make_rollout(Texts, None, frames=5)
+
+
+def test_a_vector_env_of_another_size_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="num_envs=3"):
+        make_rollout(
+            lambda: counters([2, 2], AutoresetMode.SAME_STEP), None, frames=5, num_envs=3
+        )

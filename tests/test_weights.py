@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torch import nn
+from torchrl.data import OneHot
+from torchrl.modules import EGreedyModule, QValueActor
+
+from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.weights import pack, unpack
+
+
+class Mixed(nn.Module):
+    """Parameters and buffers of several dtypes, odd sizes and no dimensions."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(seed)
+        self.bf16 = nn.Parameter(torch.randn(3, generator=g).to(torch.bfloat16))
+        self.f64 = nn.Parameter(torch.randn(2, 5, generator=g).double())
+        self.register_buffer("flag", torch.randint(0, 2, (7,), generator=g).bool())
+        self.register_buffer("count", torch.randint(0, 99, (), generator=g))
+        self.register_buffer("empty", torch.zeros(0, 4))
+        self.norm = nn.BatchNorm1d(3)
+        with torch.no_grad():
+            self.norm.running_mean += torch.randn(3, generator=g)
+
+
+def assert_same_state(a: nn.Module, b: nn.Module) -> None:
+    for name, tensor in a.state_dict().items():
+        assert torch.equal(tensor, b.state_dict()[name]), name
+
+
+def test_unpacked_module_equals_the_packed_one_for_every_dtype_and_buffer() -> None:
+    source, target = Mixed(0), Mixed(1)
+    packed = pickle.loads(pickle.dumps(pack(source, version=7)))
+    unpack(packed, target)
+    assert_same_state(source, target)
+    assert packed.version == 7
+    assert packed.data.dtype == torch.uint8
+
+
+def test_packed_weights_are_a_snapshot() -> None:
+    source, target = nn.Linear(3, 2), nn.Linear(3, 2)
+    packed = pack(source)
+    before = source.weight.detach().clone()
+    with torch.no_grad():
+        source.weight.zero_()
+    unpack(packed, target)
+    assert torch.equal(target.weight, before)
+
+
+def test_module_tensordict_and_state_dict_pack_alike() -> None:
+    source = Mixed(0)
+    for form in (TensorDict.from_module(source).data, source.state_dict()):
+        target = Mixed(1)
+        unpack(pack(form), target)
+        assert_same_state(source, target)
+
+
+def test_a_tied_parameter_travels_once_and_stays_tied() -> None:
+    source, target = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
+    source[1].weight = source[0].weight
+    target[1].weight = target[0].weight
+    packed = pack(source)
+    assert packed.size_bytes == (4 * 4 + 4 + 4) * 4
+    unpack(packed, target)
+    assert_same_state(source, target)
+    assert target[1].weight is target[0].weight
+
+
+def test_a_worker_keeps_the_epsilon_that_wraps_the_learners_policy() -> None:
+    spec = OneHot(2)
+
+    def actor() -> QValueActor:
+        return QValueActor(nn.Linear(4, 2), in_keys=["observation"], spec=spec)
+
+    learner = actor()
+    exploration = EGreedyModule(spec, eps_init=0.37, eps_end=0.37)
+    worker = TensorDictSequential(actor(), exploration)
+    unpack(pack(learner), worker)
+    assert_same_state(learner, worker[0])
+    assert exploration.eps.item() == pytest.approx(0.37)
+
+
+def test_weights_that_fit_nothing_are_refused_by_name_and_change_nothing() -> None:
+    target = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    before = {k: v.clone() for k, v in target.state_dict().items()}
+    other = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5))
+    with pytest.raises(ConfigurationError, match=r"1\.weight"):
+        unpack(pack(other), target)
+    assert all(torch.equal(v, before[k]) for k, v in target.state_dict().items())
+
+
+def test_weights_that_fit_two_parts_equally_are_refused() -> None:
+    twins = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    with pytest.raises(ConfigurationError, match="equally well"):
+        unpack(pack(nn.Linear(2, 2)), twins)
+
+
+def test_a_lazy_layer_is_refused_with_advice() -> None:
+    module = TensorDictModule(nn.LazyLinear(2), in_keys=["observation"], out_keys=["action"])
+    with pytest.raises(ConfigurationError, match="run the module once"):
+        pack(module)

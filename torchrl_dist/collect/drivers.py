@@ -1,0 +1,254 @@
+"""Steps several gymnasium envs at once and hides how each kind of vector env resets itself.
+
+A driver's ``step`` writes the true next observation (also where an episode ended) and, separately,
+the observation that the policy sees next (after a reset where one was due). Every mode but
+next-step autoreset gives one real transition per env and call; there, a call that merely resets an
+env is marked in ``valid`` and dropped by the rollout.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import gymnasium
+import numpy as np
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+
+from torchrl_dist.collect.spaces import ObservationLeaf
+from torchrl_dist.errors import ConfigurationError
+
+Arrays = Sequence[np.ndarray]
+StepResult = tuple[Any, Any, Any]  # reward, terminated, truncated, each [N]
+
+
+class EnvDriver(Protocol):
+    """N envs stepped together. ``leaves`` is set by the rollout before the first reset."""
+
+    num_envs: int
+    single_observation_space: gymnasium.Space
+    single_action_space: gymnasium.Space
+    leaves: tuple[ObservationLeaf, ...]
+    valid: np.ndarray | None  # bool [N] of the last step; None: every step is a real transition
+
+    def reset(self, seeds: Sequence[int] | None, current: Arrays) -> None:
+        """Start new episodes in all envs and write their observations."""
+
+    def step(self, actions: np.ndarray, following: Arrays, current: Arrays) -> StepResult:
+        """One step of all envs; ``following`` gets ("next", obs), ``current`` the next root."""
+
+    def close(self) -> None: ...
+
+
+class EnvListDriver:
+    """Plain envs in a row. Cheaper than SyncVectorEnv, which merges infos and copies results."""
+
+    valid = None
+
+    def __init__(self, envs: Sequence[gymnasium.Env]) -> None:
+        self.envs = list(envs)
+        self.num_envs = len(self.envs)
+        self.single_observation_space = self.envs[0].observation_space
+        self.single_action_space = self.envs[0].action_space
+        self.leaves: tuple[ObservationLeaf, ...] = ()
+        self._reward = np.zeros(self.num_envs)
+        self._terminated = np.zeros(self.num_envs, dtype=bool)
+        self._truncated = np.zeros(self.num_envs, dtype=bool)
+        # Envs expect an action of the type their own space samples: an int, not an array.
+        self._scalar_action = isinstance(self.single_action_space, gymnasium.spaces.Discrete)
+
+    def reset(self, seeds: Sequence[int] | None, current: Arrays) -> None:
+        for i, env in enumerate(self.envs):
+            observation, _ = env.reset(seed=None if seeds is None else seeds[i])
+            for leaf, out in zip(self.leaves, current, strict=True):
+                leaf.write(out[i, ...], observation)
+
+    def step(self, actions: np.ndarray, following: Arrays, current: Arrays) -> StepResult:
+        per_env = actions.tolist() if self._scalar_action else actions
+        for i, env in enumerate(self.envs):
+            observation, reward, terminated, truncated, _ = env.step(per_env[i])
+            self._reward[i] = reward
+            self._terminated[i] = terminated
+            self._truncated[i] = truncated
+            for leaf, out in zip(self.leaves, following, strict=True):
+                leaf.write(out[i, ...], observation)
+            if terminated or truncated:
+                observation, _ = env.reset()
+            for leaf, out in zip(self.leaves, current, strict=True):
+                leaf.write(out[i, ...], observation)
+        return self._reward, self._terminated, self._truncated
+
+    def close(self) -> None:
+        for env in self.envs:
+            env.close()
+
+
+class _VectorDriver:
+    """What all drivers of a ``gymnasium.vector.VectorEnv`` share."""
+
+    valid: np.ndarray | None = None
+
+    def __init__(self, env: VectorEnv) -> None:
+        self.env = env
+        self.num_envs = env.num_envs
+        self.single_observation_space = env.single_observation_space
+        self.single_action_space = env.single_action_space
+        self.leaves: tuple[ObservationLeaf, ...] = ()
+        self._one_seed_only = not isinstance(env.unwrapped, SyncVectorEnv | AsyncVectorEnv)
+
+    def _write(self, observation: Any, outs: Arrays) -> None:
+        for leaf, out in zip(self.leaves, outs, strict=True):
+            leaf.write(out, observation)
+
+    def reset(self, seeds: Sequence[int] | None, current: Arrays) -> None:
+        seed: Any = None
+        if seeds is not None:
+            seed = seeds[0] if self._one_seed_only else list(seeds)
+        observation, _ = self.env.reset(seed=seed)
+        self._write(observation, current)
+
+    def close(self) -> None:
+        self.env.close()
+
+
+class MaskedResetDriver(_VectorDriver):
+    """DISABLED autoreset, and gymnasium's own Sync/AsyncVectorEnv in next-step mode: there, a reset
+    by mask before the next step takes the place of the automatic one."""
+
+    def step(self, actions: np.ndarray, following: Arrays, current: Arrays) -> StepResult:
+        observation, reward, terminated, truncated, _ = self.env.step(actions)
+        self._write(observation, following)
+        done = np.logical_or(terminated, truncated)
+        if done.any():
+            observation, _ = self.env.reset(options={"reset_mask": done})
+        self._write(observation, current)
+        return reward, terminated, truncated
+
+
+class SameStepDriver(_VectorDriver):
+    """The env resets inside the step that ended the episode and passes the last one in ``info``."""
+
+    def step(self, actions: np.ndarray, following: Arrays, current: Arrays) -> StepResult:
+        observation, reward, terminated, truncated, info = self.env.step(actions)
+        self._write(observation, following)
+        done = np.logical_or(terminated, truncated)
+        if done.any():
+            final = info.get("final_obs", info.get("final_observation"))
+            if final is None:
+                raise ConfigurationError(
+                    f"{self.env} declares same-step autoreset, but the info of a step that ended "
+                    f"an episode has no 'final_obs' (it has {sorted(info)}): without it the last "
+                    "observation of the episode is lost"
+                )
+            for i in np.flatnonzero(done):
+                last = final[i] if not isinstance(final, dict) else _index(final, i)
+                for leaf, out in zip(self.leaves, following, strict=True):
+                    leaf.write(out[i, ...], last)
+        self._write(observation, current)
+        return reward, terminated, truncated
+
+
+def _index(tree: Any, i: int) -> Any:
+    return {k: _index(v, i) for k, v in tree.items()} if isinstance(tree, dict) else tree[i]
+
+
+class NextStepDriver(_VectorDriver):
+    """Any other env with next-step autoreset: its reset steps are reported as not valid."""
+
+    def __init__(self, env: VectorEnv) -> None:
+        super().__init__(env)
+        self._resets_now = np.zeros(self.num_envs, dtype=bool)
+        self.valid = np.ones(self.num_envs, dtype=bool)
+
+    def reset(self, seeds: Sequence[int] | None, current: Arrays) -> None:
+        super().reset(seeds, current)
+        self._resets_now = np.zeros(self.num_envs, dtype=bool)
+
+    def step(self, actions: np.ndarray, following: Arrays, current: Arrays) -> StepResult:
+        observation, reward, terminated, truncated, _ = self.env.step(actions)
+        self._write(observation, following)
+        self._write(observation, current)
+        self.valid = ~self._resets_now
+        self._resets_now = np.logical_or(terminated, truncated) & self.valid
+        return reward, terminated, truncated
+
+
+class CartPoleDriver(_VectorDriver):
+    """Gymnasium's native vector CartPole, reset in the step that ends an episode.
+
+    It knows next-step autoreset only, which makes rollouts ragged. Its state is plain arrays, so
+    the reset that it would do in its next step, from the same generator, is done here at once.
+    """
+
+    ATTRIBUTES = ("state", "steps", "prev_done", "low", "high")
+
+    def step(self, actions: np.ndarray, following: Arrays, current: Arrays) -> StepResult:
+        env: Any = self.env
+        observation, reward, terminated, truncated, _ = env.step(actions)
+        self._write(observation, following)
+        if env.prev_done.any():
+            done = env.prev_done
+            size = (4, int(done.sum()))
+            env.state[:, done] = env.np_random.uniform(env.low, env.high, size)
+            env.steps[done] = 0
+            env.prev_done = np.zeros_like(done)
+            observation = env.state.T.astype(np.float32)
+        self._write(observation, current)
+        return reward, terminated, truncated
+
+
+def vector_driver(env: VectorEnv) -> EnvDriver:
+    """The driver for a vector env, by its declared autoreset mode (next-step where it has none)."""
+    if type(env) is CartPoleVectorEnv and all(
+        hasattr(env, name) for name in CartPoleDriver.ATTRIBUTES
+    ):
+        return CartPoleDriver(env)
+    declared = env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
+    mode = AutoresetMode(declared)
+    if mode is AutoresetMode.SAME_STEP:
+        return SameStepDriver(env)
+    base = env.unwrapped
+    # Without shared memory AsyncVectorEnv's workers do not notice such a reset (gymnasium 1.4.0).
+    maskable = isinstance(base, SyncVectorEnv) or (
+        isinstance(base, AsyncVectorEnv) and base.shared_memory
+    )
+    if mode is AutoresetMode.DISABLED or maskable:
+        return MaskedResetDriver(env)
+    return NextStepDriver(env)
+
+
+def make_driver(first: Any, make_env: str | Callable[[], Any], num_envs: int) -> EnvDriver:
+    """A driver for what ``make_env`` names or has just returned (``first``).
+
+    Raises:
+        ConfigurationError: not a gymnasium env, or a vector env of another size than asked for.
+    """
+    if isinstance(first, str):
+        return _driver_from_id(first, num_envs)
+    if isinstance(first, VectorEnv):
+        if num_envs not in (1, first.num_envs):
+            raise ConfigurationError(
+                f"make_env returned a vector env of {first.num_envs} envs, but num_envs={num_envs}"
+                f"; leave num_envs out or pass {first.num_envs}"
+            )
+        return vector_driver(first)
+    if isinstance(first, gymnasium.Env) and callable(make_env):
+        return EnvListDriver([first, *(make_env() for _ in range(num_envs - 1))])
+    raise ConfigurationError(
+        f"make_env gave {type(first)}; expected a gymnasium id, a gymnasium.Env, a "
+        "gymnasium.vector.VectorEnv or a torchrl.envs.EnvBase"
+    )
+
+
+def _driver_from_id(env_id: str, num_envs: int) -> EnvDriver:
+    module, _, name = env_id.rpartition(":")
+    if module:
+        importlib.import_module(module)  # as gymnasium.make does: it registers the env
+    spec = gymnasium.spec(name)
+    if num_envs > 1 and spec.vector_entry_point is not None and not spec.additional_wrappers:
+        return vector_driver(
+            gymnasium.make_vec(env_id, num_envs, vectorization_mode="vector_entry_point")
+        )
+    return EnvListDriver([gymnasium.make(env_id) for _ in range(num_envs)])

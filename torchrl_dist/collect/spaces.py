@@ -1,0 +1,227 @@
+"""Gymnasium spaces as the tensors that TorchRL's ``GymEnv`` would make of them (torchrl 0.14.1).
+
+``convert_*_spec`` in ``torchrl/envs/libs/gym.py`` is the reference: one-hot for discrete spaces
+unless categorical encoding is asked for, a scalar Box becomes ``[1]``, the leaves of a Dict lie at
+the root of the TensorDict, and its key ``"state"`` is renamed where there is no ``"observation"``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+
+from torchrl_dist.errors import ConfigurationError
+
+Key = str | tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ObservationLeaf:
+    """One tensor of an observation: where it is in the env's structure and how to write it.
+
+    Attributes:
+        key: its key in the TensorDict.
+        path: keys to follow in the env's own (nested dict) observation; empty for a plain one.
+        shape: shape per env.
+        one_hot: number of classes if integers are to be written one-hot, else 0.
+        start: the first value of a Discrete space.
+    """
+
+    key: Key
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    one_hot: int = 0
+    start: int = 0
+
+    def read(self, observation: Any) -> Any:
+        for name in self.path:
+            observation = observation[name]
+        return observation
+
+    def write(self, out: np.ndarray, observation: Any) -> None:
+        """Write the observation of one env into ``out [*shape]`` or of all into ``[N, *shape]``."""
+        value = self.read(observation) if self.path else observation
+        if self.one_hot:
+            out[...] = 0
+            index = np.asarray(value)[..., None] - self.start
+            np.put_along_axis(out, index.astype(np.int64), 1, axis=-1)
+        elif self.start:
+            out[...] = np.asarray(value) - self.start
+        elif self.shape == (1,):
+            out[...] = np.reshape(value, out.shape)  # a scalar Box has no axis of its own
+        else:
+            out[...] = value
+
+
+def observation_leaves(space: spaces.Space, categorical: bool) -> tuple[ObservationLeaf, ...]:
+    """The leaves of an env's (single) observation space, in the space's order.
+
+    Raises:
+        ConfigurationError: a space that has no fixed-shape tensor (Text, Graph, Sequence, Tuple).
+    """
+    if isinstance(space, spaces.Dict):
+        leaves = tuple(_dict_leaves(space, (), (), categorical))
+        if not leaves:
+            raise ConfigurationError("the observation space is an empty Dict")
+        return leaves
+    return (_leaf(space, "observation", (), categorical),)
+
+
+def _dict_leaves(
+    space: spaces.Dict, path: tuple[str, ...], names: tuple[str, ...], categorical: bool
+) -> list[ObservationLeaf]:
+    found = []
+    for name, sub in space.spaces.items():
+        renamed = "observation" if name == "state" and "observation" not in space.spaces else name
+        inner_path, inner_names = (*path, name), (*names, renamed)
+        if isinstance(sub, spaces.Dict):
+            found += _dict_leaves(sub, inner_path, inner_names, categorical)
+        else:
+            key = inner_names[0] if len(inner_names) == 1 else inner_names
+            found.append(_leaf(sub, key, inner_path, categorical))
+    return found
+
+
+def _leaf(
+    space: spaces.Space, key: Key, path: tuple[str, ...], categorical: bool
+) -> ObservationLeaf:
+    if isinstance(space, spaces.Box):
+        return ObservationLeaf(key, path, space.shape or (1,), space.dtype)
+    if isinstance(space, spaces.Discrete):
+        if categorical:
+            return ObservationLeaf(key, path, (), space.dtype, start=int(space.start))
+        n = int(space.n)
+        return ObservationLeaf(key, path, (n,), np.dtype(np.int64), n, int(space.start))
+    if isinstance(space, spaces.MultiBinary):
+        return ObservationLeaf(key, path, space.shape, space.dtype)
+    if isinstance(space, spaces.MultiDiscrete) and categorical:
+        return ObservationLeaf(key, path, space.shape, space.dtype)
+    raise ConfigurationError(
+        f"observation {key!r} has space {space}; supported are Box, Discrete, MultiBinary, "
+        "MultiDiscrete (with categorical_action_encoding=True) and Dict of these. Wrap the env "
+        "in gymnasium.wrappers.FlattenObservation, or return a TorchRL env from make_env"
+    )
+
+
+@dataclass(frozen=True)
+class ActionCodec:
+    """What the policy writes and what the env takes.
+
+    Attributes:
+        shape: of the policy's action, per env.
+        to_env: NumPy array ``[N, *shape]`` of the policy -> what ``VectorEnv.step`` takes.
+        sample: ``(generator, N)`` -> a random action as the policy would write it.
+        hint: for the error message when a policy's action has another shape.
+    """
+
+    shape: tuple[int, ...]
+    to_env: Callable[[np.ndarray], np.ndarray]
+    sample: Callable[[np.random.Generator, int], torch.Tensor]
+    hint: str = ""
+
+
+def action_codec(space: spaces.Space, categorical: bool) -> ActionCodec:
+    """The codec of an env's (single) action space.
+
+    Raises:
+        ConfigurationError: a space other than Discrete, MultiDiscrete, MultiBinary or Box.
+    """
+    if isinstance(space, spaces.Discrete):
+        return _discrete_codec(int(space.n), int(space.start), space.dtype, categorical)
+    if isinstance(space, spaces.MultiDiscrete) and space.nvec.ndim == 1:
+        return _multi_discrete_codec(space, categorical)
+    if isinstance(space, spaces.MultiBinary):
+        return ActionCodec(
+            space.shape,
+            lambda a: a.astype(space.dtype, copy=False),
+            lambda rng, n: torch.from_numpy(rng.integers(0, 2, (n, *space.shape), space.dtype)),
+        )
+    if isinstance(space, spaces.Box):
+        return _box_codec(space)
+    raise ConfigurationError(
+        f"action space {space} is not supported; expected Discrete, MultiDiscrete (one axis), "
+        "MultiBinary or Box. Flatten it with a wrapper, or return a TorchRL env from make_env"
+    )
+
+
+_ONE_HOT_HINT = (
+    "; for integer actions pass categorical_action_encoding=True to the collector "
+    "(default: one-hot, as TorchRL's GymEnv)"
+)
+_CATEGORICAL_HINT = "; the collector was built with categorical_action_encoding=True"
+
+
+def _discrete_codec(n: int, start: int, dtype: np.dtype, categorical: bool) -> ActionCodec:
+    def sample_class(rng: np.random.Generator, envs: int) -> torch.Tensor:
+        return torch.from_numpy(rng.integers(0, n, envs, dtype=np.int64))
+
+    if categorical:
+        return ActionCodec(
+            (), lambda a: (a + start).astype(dtype, copy=False), sample_class, _CATEGORICAL_HINT
+        )
+    return ActionCodec(
+        (n,),
+        lambda a: (a.argmax(-1) + start).astype(dtype, copy=False),
+        lambda rng, envs: torch.nn.functional.one_hot(sample_class(rng, envs), n),
+        _ONE_HOT_HINT,
+    )
+
+
+def _multi_discrete_codec(space: spaces.MultiDiscrete, categorical: bool) -> ActionCodec:
+    nvec, start, dtype = space.nvec, space.start, space.dtype
+
+    def sample_classes(rng: np.random.Generator, envs: int) -> torch.Tensor:
+        return torch.from_numpy(rng.integers(0, nvec, (envs, len(nvec)), dtype=np.int64))
+
+    if categorical:
+        return ActionCodec(
+            (len(nvec),),
+            lambda a: (a + start).astype(dtype, copy=False),
+            sample_classes,
+            _CATEGORICAL_HINT,
+        )
+    if len(set(nvec.tolist())) == 1:  # TorchRL stacks equal spaces and concatenates unequal ones
+        n = int(nvec[0])
+        return ActionCodec(
+            (len(nvec), n),
+            lambda a: (a.argmax(-1) + start).astype(dtype, copy=False),
+            lambda rng, envs: torch.nn.functional.one_hot(sample_classes(rng, envs), n),
+            _ONE_HOT_HINT,
+        )
+    borders = np.cumsum(nvec)[:-1]
+
+    def to_env(action: np.ndarray) -> np.ndarray:
+        classes = [part.argmax(-1) for part in np.split(action, borders, axis=-1)]
+        return (np.stack(classes, -1) + start).astype(dtype, copy=False)
+
+    def sample(rng: np.random.Generator, envs: int) -> torch.Tensor:
+        classes = sample_classes(rng, envs).unbind(-1)
+        return torch.cat(
+            [torch.nn.functional.one_hot(c, int(n)) for c, n in zip(classes, nvec, strict=True)],
+            -1,
+        )
+
+    return ActionCodec((int(nvec.sum()),), to_env, sample, _ONE_HOT_HINT)
+
+
+def _box_codec(space: spaces.Box) -> ActionCodec:
+    shape = space.shape or (1,)
+    bounded = space.bounded_below & space.bounded_above
+    low = np.where(bounded, space.low, 0).astype(np.float64)
+    high = np.where(bounded, space.high, 1).astype(np.float64)
+
+    def sample(rng: np.random.Generator, envs: int) -> torch.Tensor:
+        size = (envs, *space.shape)
+        drawn = np.where(bounded, rng.uniform(low, high, size), rng.standard_normal(size))
+        return torch.from_numpy(drawn.astype(space.dtype).reshape(envs, *shape))
+
+    def to_env(action: np.ndarray) -> np.ndarray:
+        return action.astype(space.dtype, copy=False).reshape(len(action), *space.shape)
+
+    return ActionCodec(shape, to_env, sample)

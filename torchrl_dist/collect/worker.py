@@ -1,0 +1,290 @@
+"""One worker: its envs, its copy of the policy, and where its rollouts go.
+
+A plain local object. The collector holds a handle to it in another process, or in this one.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+from torchrl._utils import seed_generator
+from torchrl.envs.utils import ExplorationType
+
+from torchrl_dist.collect.fast_policy import fast_policy
+from torchrl_dist.collect.rollout import Episodes, RolloutStopped, make_rollout
+from torchrl_dist.errors import ConfigurationError, DeadlineError
+from torchrl_dist.weights import PackedWeights, unpack
+
+Postproc = Callable[[TensorDictBase], TensorDictBase]
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """Everything that a worker is built from. Travels by cloudpickle, so callables may be lambdas.
+
+    Attributes:
+        policy: used as it is given (hand in a copy); ``None`` with no factory: random actions.
+        policy_factory: ``(worker_index, num_workers) -> module``, called on the worker.
+        frames_per_rollout: T is this over the number of envs, rounded up.
+        seed: of the whole job; the envs of all workers take consecutive seeds of TorchRL's chain.
+        replay_buffer: if given, rollouts are written there and ``collect`` returns no data.
+        postproc: rollout ``[N, T]`` -> rows. ``postproc_factory(policy)`` makes one on the worker.
+        own_process: the worker may seed this process' global random generators.
+    """
+
+    make_env: str | Callable[[], Any]
+    policy: Callable[[TensorDictBase], Any] | None = None
+    policy_factory: Callable[[int, int], nn.Module] | None = None
+    frames_per_rollout: int = 1
+    num_envs: int = 1
+    worker_index: int = 0
+    num_workers: int = 1
+    seed: int | None = None
+    exploration_type: ExplorationType = ExplorationType.RANDOM
+    categorical_action_encoding: bool = False
+    replay_buffer: Any = None
+    postproc: Postproc | None = None
+    postproc_factory: Callable[[Any], Postproc] | None = None
+    own_process: bool = False
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """What the collector must know before the first rollout."""
+
+    num_envs: int
+    steps: int
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class RolloutStats:
+    """What came of one rollout, whether or not its data travel.
+
+    Attributes:
+        frames: env steps in it (0: the worker was closed meanwhile).
+        oldest_version, newest_version: of the policy that made its transitions.
+        collect_s, write_s: seconds of stepping, and of postproc and writing.
+        data_bytes: size of the rollout.
+    """
+
+    worker_index: int
+    frames: int
+    oldest_version: int = 0
+    newest_version: int = 0
+    episode_returns: list[float] = field(default_factory=list)
+    episode_lengths: list[int] = field(default_factory=list)
+    collect_s: float = 0.0
+    write_s: float = 0.0
+    data_bytes: int = 0
+
+
+def env_seeds(seed: int, first: int, count: int, static_seed: bool = False) -> list[int]:
+    """Seeds of the job's envs ``first .. first + count - 1``, as TorchRL's batched envs chain them.
+
+    They depend on the env's number in the job alone, not on how the envs are split into workers.
+    """
+    if static_seed:
+        return [seed] * count
+    for _ in range(first):
+        seed = seed_generator(seed)
+    seeds = []
+    for _ in range(count):
+        seeds.append(seed)
+        seed = seed_generator(seed)
+    return seeds
+
+
+class RolloutWorker:
+    """Runs rollouts on request, one at a time; calls from several threads wait for each other.
+
+    Raises:
+        ConfigurationError: both or neither the policy and the env can work together, see
+            :func:`~torchrl_dist.collect.rollout.make_rollout`.
+    """
+
+    def __init__(self, config: WorkerConfig) -> None:
+        if config.postproc is not None and config.postproc_factory is not None:
+            raise ConfigurationError("pass postproc or postproc_factory, not both")
+        self.config = config
+        self._lock = threading.Lock()
+        self._closed = False
+        self._seed_process(config.seed)
+        self.policy = config.policy
+        if config.policy_factory is not None:
+            self.policy = config.policy_factory(config.worker_index, config.num_workers)
+        self._postproc = config.postproc
+        if config.postproc_factory is not None:
+            self._postproc = config.postproc_factory(self.policy)
+        # T is fixed by the number of envs, which a vector env knows and the collector does not.
+        self._rollout = make_rollout(
+            config.make_env,
+            fast_policy(self.policy),
+            frames=config.frames_per_rollout,
+            num_envs=config.num_envs,
+            exploration_type=config.exploration_type,
+            categorical_action_encoding=config.categorical_action_encoding,
+        )
+        self.num_envs = self._rollout.num_envs
+        self.steps = self._rollout.steps
+        self._episodes = Episodes(
+            self.num_envs, offset=config.worker_index, stride=config.num_workers
+        )
+        if config.seed is not None:
+            self.set_seed(config.seed)
+
+    def describe(self) -> WorkerInfo:
+        return WorkerInfo(self.num_envs, self.steps, socket.gethostname(), os.getpid())
+
+    def set_weights(self, packed: PackedWeights) -> None:
+        """Take newer weights from the next step on; an older version than the current is ignored.
+
+        Raises:
+            ConfigurationError: there is no module here that they fit.
+        """
+        with self._exclusive():
+            self._take_weights(packed)
+
+    def _take_weights(self, packed: PackedWeights) -> None:
+        if not isinstance(self.policy, nn.Module):
+            raise ConfigurationError(
+                f"the worker's policy is {type(self.policy).__name__}, which has no weights to set"
+            )
+        if packed.version >= self._rollout.policy_version:
+            unpack(packed, self.policy)
+            self._rollout.policy_version = packed.version
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed this worker's envs by their numbers in the job and start new episodes.
+
+        Returns:
+            the seed that comes after all envs of the job.
+        """
+        with self._exclusive():
+            total = self.num_envs * self.config.num_workers
+            first = self.num_envs * self.config.worker_index
+            self._rollout.seed(env_seeds(seed, first, self.num_envs, static_seed))
+            self._seed_process(seed)
+            self._episodes.restart()
+            return env_seeds(seed, total, 1, static_seed)[0]
+
+    def _seed_process(self, seed: int | None) -> None:
+        """Processes from one fork server would otherwise explore with identical numbers."""
+        if not self.config.own_process:
+            return
+        spawn_key = (self.config.worker_index,)
+        state = np.random.SeedSequence(entropy=seed, spawn_key=spawn_key).generate_state(1)
+        torch.manual_seed(int(state[0]))
+        np.random.seed(int(state[0]))
+        random.seed(int(state[0]))
+
+    def set_trajectory_base(self, base: int) -> None:
+        """Number the trajectories that begin from now on from ``base`` upwards."""
+        with self._exclusive():
+            self._episodes.base = base
+            self._episodes.restart()
+
+    def collect(
+        self,
+        steps: int | None = None,
+        num_envs: int | None = None,
+        weights: PackedWeights | None = None,
+    ) -> tuple[TensorDict | None, RolloutStats]:
+        """One rollout: blocks while the envs step.
+
+        Args:
+            steps: transitions per env, at most (default) the T of this worker.
+            num_envs: keep only the first so many envs of the rollout (the last of a job).
+            weights: taken before the first step, if newer than those here.
+
+        Returns:
+            the rows (``None`` if they went to the replay buffer or the worker was closed), stats.
+        """
+        index = self.config.worker_index
+        with self._exclusive():
+            if self._closed:
+                return None, RolloutStats(index, 0)
+            if weights is not None:
+                self._take_weights(weights)
+            begun = time.perf_counter()
+            try:
+                rollout = self._rollout.run(self.steps if steps is None else steps)
+            except RolloutStopped:
+                return None, RolloutStats(index, 0)
+            returns, lengths = self._stamp(rollout)
+            if num_envs is not None:
+                rollout = rollout[:num_envs]
+            stepped = time.perf_counter()
+            versions = rollout.get("policy_version")
+            data, size_bytes = self._deliver(rollout)
+            return data, RolloutStats(
+                index,
+                rollout.numel(),
+                int(versions.min()),
+                int(versions.max()),
+                returns,
+                lengths,
+                stepped - begun,
+                time.perf_counter() - stepped,
+                size_bytes,
+            )
+
+    def _stamp(self, rollout: TensorDict) -> tuple[list[float], list[int]]:
+        shape = rollout.shape
+        reward, done = rollout.get(("next", "reward")), rollout.get(("next", "done"))
+        ids, returns, lengths = self._episodes.advance(
+            reward.reshape(*shape, -1).sum(-1).numpy(), done.reshape(*shape, -1).any(-1).numpy()
+        )
+        collector = {
+            "traj_ids": torch.from_numpy(ids.copy()),
+            "worker_index": torch.full(shape, self.config.worker_index),
+        }
+        rollout.set("collector", TensorDict(collector, batch_size=shape))
+        return returns, lengths
+
+    def _deliver(self, rollout: TensorDict) -> tuple[TensorDict | None, int]:
+        rows = rollout
+        if self._postproc is not None:
+            with torch.no_grad():
+                rows = self._postproc(rollout)
+        size_bytes = rows.bytes()
+        if self.config.replay_buffer is None:
+            return rows, size_bytes
+        self.config.replay_buffer.extend(rows.reshape(-1))
+        return None, size_bytes
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Stop a running rollout after its current step, then close the envs. Idempotent.
+
+        Raises:
+            DeadlineError: a single step lasts longer than ``timeout_s``; the envs stay open.
+        """
+        self._rollout.stop()
+        if not self._lock.acquire(timeout=timeout_s):
+            raise DeadlineError(
+                f"worker {self.config.worker_index}: a rollout did not stop within {timeout_s} s"
+            )
+        try:
+            if not self._closed:
+                self._closed = True
+                self._rollout.close()
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        with self._lock:
+            yield

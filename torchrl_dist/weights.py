@@ -1,0 +1,171 @@
+"""A module's tensors as one flat byte buffer with a version: packed once per update, sent to many.
+
+A message costs per tensor as well as per byte, and a policy has dozens of small tensors; one buffer
+makes an update one tensor on the wire whatever the network looks like.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from torchrl_dist.errors import ConfigurationError
+
+_ALIGN_BYTES = (
+    16  # every dtype's element size divides it, so that the buffer can be viewed in place
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where one tensor lies in the buffer."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset_bytes: int
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class PackedWeights:
+    """An immutable snapshot of a module's parameters and buffers on the CPU.
+
+    Attributes:
+        version: the caller's count of updates; grows by one per update.
+        entries: name, dtype, shape and place of each tensor, in the module's order.
+        data: uint8 ``[size_bytes]``.
+    """
+
+    version: int
+    entries: tuple[Entry, ...]
+    data: Tensor
+
+    @property
+    def size_bytes(self) -> int:
+        return self.data.numel()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Views of the buffer by name; do not write to them."""
+        return {
+            e.name: self.data[e.offset_bytes : e.offset_bytes + e.size_bytes]
+            .view(e.dtype)
+            .view(e.shape)
+            for e in self.entries
+        }
+
+
+def named_tensors(source: nn.Module | TensorDictBase | Mapping[str, Any]) -> dict[str, Tensor]:
+    """Parameters and buffers of a module, or leaves of a TensorDict or state dict, by dotted name.
+
+    A shared (tied) parameter appears once. Non-tensor state of a module is not part of it.
+
+    Raises:
+        ConfigurationError: a parameter of a lazy layer has no shape yet, or there is no tensor.
+    """
+    if isinstance(source, nn.Module):
+        found = dict(source.named_parameters())
+        found.update(source.named_buffers())
+    elif isinstance(source, TensorDictBase):
+        leaves = source.items(include_nested=True, leaves_only=True)
+        found = {k if isinstance(k, str) else ".".join(k): v for k, v in leaves}
+    elif isinstance(source, Mapping):
+        found = {str(k): v for k, v in source.items() if isinstance(v, Tensor)}
+    else:
+        raise ConfigurationError(
+            f"weights come from an nn.Module, a TensorDict or a state dict, got {type(source)}"
+        )
+    for name, tensor in found.items():
+        if torch.nn.parameter.is_lazy(tensor):
+            raise ConfigurationError(
+                f"parameter {name!r} belongs to a lazy layer that has no shape yet: "
+                "run the module once on a sample input before using it here"
+            )
+    return found
+
+
+def pack(source: nn.Module | TensorDictBase | Mapping[str, Any], version: int = 0) -> PackedWeights:
+    """Copy the tensors of ``source`` into one new buffer. Blocks until they are on the CPU.
+
+    The result shares no memory with the source, which may go on training.
+
+    Raises:
+        ConfigurationError: as :func:`named_tensors`.
+    """
+    entries: list[Entry] = []
+    tensors = named_tensors(source)
+    offset = 0
+    for name, tensor in tensors.items():
+        entry = Entry(name, tensor.dtype, tuple(tensor.shape), offset)
+        entries.append(entry)
+        offset += -(-entry.size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+    data = torch.zeros(offset, dtype=torch.uint8)
+    packed = PackedWeights(version, tuple(entries), data)
+    with torch.no_grad():
+        for name, view in packed.tensors().items():
+            view.copy_(tensors[name].detach())
+    return packed
+
+
+def find_target(packed: PackedWeights, module: nn.Module) -> nn.Module:
+    """The module itself, or the one submodule, that holds every packed name with dtype and shape.
+
+    So a worker's policy may wrap the learner's module (in an exploration module with an epsilon of
+    its own, say) and whatever is not packed stays as the worker made it. The outermost match wins.
+
+    Raises:
+        ConfigurationError: nothing matches (the message names the first differences), or two
+            submodules at the same depth do.
+    """
+    expected = {e.name: (e.dtype, e.shape) for e in packed.entries}
+    matches: list[tuple[int, str, nn.Module]] = []
+    for path, candidate in module.named_modules():
+        depth = path.count(".") + 1 if path else 0
+        if matches and depth > matches[0][0]:
+            continue
+        have = named_tensors(candidate)
+        if all(
+            name in have and (have[name].dtype, tuple(have[name].shape)) == spec
+            for name, spec in expected.items()
+        ):
+            matches = [m for m in matches if m[0] == depth]
+            matches.append((depth, path, candidate))
+    if len(matches) == 1:
+        return matches[0][2]
+    if matches:
+        raise ConfigurationError(
+            f"the weights fit several parts of the policy equally well: {[m[1] for m in matches]}; "
+            "pass weights of the whole policy"
+        )
+    have = named_tensors(module)
+    missing = [name for name in expected if name not in have]
+    wrong = [
+        f"{name}: got {(have[name].dtype, tuple(have[name].shape))}, expected {spec}"
+        for name, spec in expected.items()
+        if name in have and (have[name].dtype, tuple(have[name].shape)) != spec
+    ]
+    raise ConfigurationError(
+        f"the weights fit neither the policy ({type(module).__name__}) nor one part of it; "
+        f"missing there: {missing[:5]}, different: {wrong[:5]}; the policy has: {list(have)[:8]}"
+    )
+
+
+@torch.no_grad()
+def unpack(packed: PackedWeights, module: nn.Module) -> None:
+    """Copy the packed tensors into ``module`` (or the part of it that they fit), in place.
+
+    Raises:
+        ConfigurationError: as :func:`find_target`; then nothing was changed.
+    """
+    target = named_tensors(find_target(packed, module))
+    for name, tensor in packed.tensors().items():
+        target[name].copy_(tensor)
