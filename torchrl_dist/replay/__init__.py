@@ -1,0 +1,17 @@
+"""Replay buffers that many processes share."""
+
+from torchrl_dist.replay.sampler import (
+    SharedPrioritizedSampler,
+    SharedRandomSampler,
+    anneal_beta,
+)
+from torchrl_dist.replay.storage import SharedMemmapStorage
+from torchrl_dist.replay.writer import SharedCursorWriter
+
+__all__ = [
+    "SharedCursorWriter",
+    "SharedMemmapStorage",
+    "SharedPrioritizedSampler",
+    "SharedRandomSampler",
+    "anneal_beta",
+]

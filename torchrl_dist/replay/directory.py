@@ -1,0 +1,636 @@
+"""The replay directory: all that the processes of one node share about a buffer.
+
+Files::
+
+    header.json     format, capacity, job; written last when the directory is created
+    lock            record locks: the fair lock, and one byte per live member
+    control.bin     counters and tables, see ``_Word`` and the claim and member columns below
+    versions.bin    int64 [capacity]; odd while a row is absent or being written
+    tree.bin        priority tree
+    rows.json       spec of a row; written after the data files, when the first rows come
+    data/*.bin      one file per leaf of a row, [capacity, ...]
+
+What holds at every instant, whoever is killed:
+
+1. A slot is *published* exactly when its version is even and above 0. Only published slots have a
+   leaf above 0 in the tree, so only they are drawn.
+2. Shared state changes only under the lock, and ``DIRTY`` is set before the first and cleared
+   after the last store. Who enters and finds it set repairs what the killed holder left
+   (:meth:`ReplayDirectory.lock`, ``cursor.repair``).
+3. Rows are written outside the lock, only by the member whose claim covers their slots, while
+   their versions are odd. Claims of live members never share a slot; those of dead ones lapse.
+4. Versions and tickets never go back, so (slot, version // 2) names one row for ever.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import enum
+import json
+import mmap
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import torch
+
+from torchrl_dist.errors import ConfigurationError, DirectoryError
+from torchrl_dist.replay.lock import (
+    MEMBER_BYTES,
+    FairLock,
+    byte_holder,
+    lock_byte,
+    unlock_byte,
+)
+from torchrl_dist.replay.tree import PriorityTree, tree_bytes
+
+FORMAT = 1
+MAX_MEMBERS = 1024
+MAX_CLAIMS = 1024
+_CONTROL_WORDS = 64
+
+# columns of the claim table, int64 [MAX_CLAIMS, 4]
+CLAIM_COUNT, CLAIM_FIRST, CLAIM_MEMBER, CLAIM_STATE = range(4)
+CLAIM_WRITING, CLAIM_PUBLISHING = 1, 2
+# columns of the member table, int64 [MAX_MEMBERS, 2]
+MEMBER_PID, MEMBER_SERIAL = range(2)
+
+_NETWORK_FILE_SYSTEMS = frozenset(
+    "nfs nfs4 cifs smb3 smbfs lustre gpfs beegfs ceph glusterfs afs 9p ncpfs orangefs".split()
+)
+
+
+class Word(enum.IntEnum):
+    """Index of each int64 of the control block (two of them hold the bits of a float64)."""
+
+    DIRTY = 0
+    CURSOR = 1  # next ticket
+    BASE = 2  # ticket at which the buffer was last emptied
+    LENGTH = 3  # published rows
+    WRITE_COUNT = 4  # rows ever published
+    ROWS_READY = 5  # rows.json and the data files exist
+    ALPHA_SET = 6
+    ALPHA = 7  # float64
+    EPS = 8  # float64
+    MAX_PRIORITY = 9  # float64, raw; NaN before the first priority
+    MAX_SLOT = 10  # where it was seen, -1 if not known
+    JOINS = 11  # members ever; makes member ids unique although rows of the table are reused
+    KEEP = 12  # do not remove the directory when the last member leaves
+    # counters, see ReplayDirectory.counters
+    REREAD_ROWS = 16
+    LOCKED_READS = 17
+    STALE_UPDATES = 18
+    UNVERIFIED_UPDATES = 19
+    TAKEN_OVER_CLAIMS = 20
+    REPAIRS = 21
+
+
+_COUNTERS = (
+    Word.REREAD_ROWS,
+    Word.LOCKED_READS,
+    Word.STALE_UPDATES,
+    Word.UNVERIFIED_UPDATES,
+    Word.TAKEN_OVER_CLAIMS,
+    Word.REPAIRS,
+)
+
+
+@dataclass(frozen=True)
+class LeafSpec:
+    """One tensor of a row: where it sits in the TensorDict, its dtype and shape."""
+
+    key: tuple[str, ...]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def file_name(self) -> str:
+        return ",".join(quote(part, safe="") for part in self.key) + ".bin"
+
+    @property
+    def row_bytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+    def as_json(self) -> dict[str, Any]:
+        return {"key": list(self.key), "dtype": str(self.dtype)[6:], "shape": list(self.shape)}
+
+    @classmethod
+    def from_json(cls, entry: dict[str, Any]) -> LeafSpec:
+        return cls(tuple(entry["key"]), getattr(torch, entry["dtype"]), tuple(entry["shape"]))
+
+
+@dataclass(frozen=True)
+class RowSpec:
+    """What one row holds. ``batch_dims``: leading dimensions that all leaves of a row share."""
+
+    leaves: tuple[LeafSpec, ...]
+    batch_dims: tuple[int, ...] = ()
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(leaf.row_bytes for leaf in self.leaves)
+
+
+def default_job_id() -> str:
+    """The launcher's id of this job (torchrun, SLURM), or this process's own."""
+    from torchrl_dist.runtime.world import World
+
+    return World.from_env().job_id
+
+
+class ReplayDirectory:
+    """This process's view of a replay directory. Get one with :func:`open_directory`.
+
+    Attributes:
+        path: absolute path.
+        capacity: slots of the ring.
+        job_id: the job that the directory belongs to.
+        words: int64 [64], see :class:`Word`.
+        versions: int64 [capacity].
+        claims: int64 [MAX_CLAIMS, 4].
+        tree: the priority tree.
+        member: id of this process, ``serial * MAX_MEMBERS + index``; unique in the directory.
+    """
+
+    def __init__(self, path: Path, capacity: int, job_id: str, timeout_s: float) -> None:
+        self.path = path
+        self.capacity = capacity
+        self.job_id = job_id
+        self.timeout_s = timeout_s
+        self.member = -1
+        self._users = 0
+        self._pid = os.getpid()
+        self._closed = False
+        self._rows: RowSpec | None = None
+        self._tensors: list[torch.Tensor] = []
+        self._repair: Callable[[ReplayDirectory], None] = _no_repair
+
+    # --- lock --------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Exclusive use of the shared state, with the state repaired if its holder was killed.
+
+        Changes belong between :meth:`begin` and :meth:`commit`.
+
+        Raises:
+            DeadlineError: after ``timeout_s``, naming the holder.
+            DirectoryError: if the directory was closed.
+        """
+        if self._pid != os.getpid():
+            self._join_after_fork()
+        if self._closed:
+            raise DirectoryError(
+                f"replay directory {self.path} was closed in this process; build the storage "
+                "again to use it"
+            )
+        with self._fair_lock:
+            if self.words[Word.DIRTY]:
+                self._repair(self)
+            yield
+
+    def begin(self) -> None:
+        """Announce a change, first thing under the lock."""
+        self.words[Word.DIRTY] = 1
+
+    def commit(self) -> None:
+        """The change is complete, last thing under the lock."""
+        self.words[Word.DIRTY] = 0
+
+    def is_alive(self, member: int) -> bool:
+        """Whether the member's process lives (also if it is stopped)."""
+        if member == self.member:
+            return True
+        serial, index = divmod(member, MAX_MEMBERS)
+        return (
+            self.members[index, MEMBER_SERIAL] == serial
+            and byte_holder(self._fd, MEMBER_BYTES + index) is not None
+        )
+
+    def live_members(self) -> list[int]:
+        """Ids of the members whose process lives."""
+        serials = self.members[:, MEMBER_SERIAL]
+        ids = [int(serials[i]) * MAX_MEMBERS + int(i) for i in np.flatnonzero(serials)]
+        return [member for member in ids if self.is_alive(member)]
+
+    def pid_of(self, member: int) -> int:
+        """Process id of a member, as it was when it joined."""
+        return int(self.members[member % MAX_MEMBERS, MEMBER_PID])
+
+    # --- scalars -----------------------------------------------------------------------------
+
+    @property
+    def length(self) -> int:
+        """Published rows; the same number on every rank."""
+        return int(self.words[Word.LENGTH])
+
+    @property
+    def high(self) -> int:
+        """Slots that have been reserved since the buffer was last empty: 0 .. capacity."""
+        return min(int(self.words[Word.CURSOR] - self.words[Word.BASE]), self.capacity)
+
+    def get_float(self, word: Word) -> float:
+        return float(self.floats[word])
+
+    def set_float(self, word: Word, value: float) -> None:
+        self.floats[word] = value
+
+    def count(self, word: Word, amount: int = 1) -> None:
+        """Add to a counter. Outside the lock two adds may fall together; they are statistics."""
+        self.words[word] += amount
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What happened in this directory so far, over all processes."""
+        return {word.name.lower(): int(self.words[word]) for word in _COUNTERS}
+
+    # --- rows --------------------------------------------------------------------------------
+
+    @property
+    def rows(self) -> RowSpec | None:
+        """The spec of a row, or None before the first write of any process."""
+        if self._rows is None and self.words[Word.ROWS_READY]:
+            self._map_rows()
+        return self._rows
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The shared rows, one tensor [capacity, ...] per leaf of :attr:`rows`."""
+        if self._rows is None and self.rows is None:
+            return []
+        return self._tensors
+
+    def create_rows(self, spec: RowSpec) -> None:
+        """Allocate the data files; called by the first writer. Blocks while others do it.
+
+        Raises:
+            DirectoryError: if the disk has no room for them; nothing is left behind.
+        """
+        with self.lock():
+            if self.words[Word.ROWS_READY]:
+                return
+            folder = self.path / "data"
+            try:
+                folder.mkdir(mode=0o700, exist_ok=True)
+                for leaf in spec.leaves:
+                    _allocate(folder / leaf.file_name, max(1, self.capacity * leaf.row_bytes))
+                _write_json(
+                    self.path / "rows.json",
+                    {
+                        "batch_dims": list(spec.batch_dims),
+                        "leaves": [leaf.as_json() for leaf in spec.leaves],
+                    },
+                )
+            except OSError as error:
+                shutil.rmtree(folder, ignore_errors=True)
+                wanted = self.capacity * spec.row_bytes / 2**20
+                raise DirectoryError(
+                    f"could not allocate {wanted:.0f} MiB for {self.capacity} rows in "
+                    f"{self.path}: {error}; free space there, choose another scratch_dir or a "
+                    "smaller capacity"
+                ) from error
+            self.words[Word.ROWS_READY] = 1
+
+    def _map_rows(self) -> None:
+        entry = json.loads((self.path / "rows.json").read_text())
+        spec = RowSpec(
+            tuple(LeafSpec.from_json(leaf) for leaf in entry["leaves"]),
+            tuple(entry["batch_dims"]),
+        )
+        tensors = []
+        for leaf in spec.leaves:
+            shape = (self.capacity, *leaf.shape)
+            if leaf.row_bytes == 0:
+                tensors.append(torch.empty(shape, dtype=leaf.dtype))
+                continue
+            buffer = _map(self.path / "data" / leaf.file_name, self.capacity * leaf.row_bytes)
+            tensors.append(torch.frombuffer(buffer, dtype=leaf.dtype).reshape(shape))
+        self._tensors = tensors
+        self._rows = spec
+
+    # --- joining and leaving -----------------------------------------------------------------
+
+    def _map_state(self) -> None:
+        control = _map(self.path / "control.bin", _control_bytes())
+        words = np.frombuffer(control, dtype=np.int64)
+        self.words = words[:_CONTROL_WORDS]
+        self.floats = self.words.view(np.float64)
+        stop = _CONTROL_WORDS + 4 * MAX_CLAIMS
+        self.claims = words[_CONTROL_WORDS:stop].reshape(MAX_CLAIMS, 4)
+        self.members = words[stop:].reshape(MAX_MEMBERS, 2)
+        self.versions = np.frombuffer(
+            _map(self.path / "versions.bin", 8 * self.capacity), dtype=np.int64
+        )
+        self.tree = PriorityTree(
+            self.capacity, _map(self.path / "tree.bin", tree_bytes(self.capacity))
+        )
+
+    def _open_lock(self) -> None:
+        self._fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._fair_lock = FairLock(
+            self._fd, timeout_s=self.timeout_s, name=f"the lock of replay directory {self.path}"
+        )
+
+    def _take_member_byte(self) -> None:
+        """Called under the lock."""
+        for index in range(MAX_MEMBERS):
+            if lock_byte(self._fd, MEMBER_BYTES + index):
+                self.words[Word.JOINS] += 1
+                serial = int(self.words[Word.JOINS])
+                self.members[index] = (os.getpid(), serial)
+                self.member = serial * MAX_MEMBERS + index
+                return
+        raise DirectoryError(f"more than {MAX_MEMBERS} processes share {self.path}")
+
+    def _join_after_fork(self) -> None:
+        """A forked child inherits the mappings but no record lock: it joins as a new member."""
+        old = self._fd
+        self._pid = os.getpid()
+        self._open_lock()
+        os.close(old)  # drops what this process holds on the file: nothing yet
+        with self._fair_lock:
+            self._take_member_byte()
+
+    def _leave(self, clean: bool) -> None:
+        """End this process's membership; the last one to leave at a clean end removes all."""
+        if self._closed or self._pid != os.getpid():
+            return
+        remove = False
+        if (self.path / "lock").exists():
+            try:
+                with self.lock():
+                    index = self.member % MAX_MEMBERS
+                    self.members[index] = 0
+                    unlock_byte(self._fd, MEMBER_BYTES + index)
+                    self.member = -1
+                    remove = clean and not self.words[Word.KEEP] and not self.live_members()
+                    if remove:
+                        # under the lock: whoever opens the path now makes a new directory
+                        doomed = self.path.with_name(f".{self.path.name}.removed-{os.getpid()}")
+                        os.rename(self.path, doomed)
+            except (OSError, DirectoryError):
+                remove = False
+        self._closed = True
+        os.close(self._fd)
+        if remove:
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _no_repair(directory: ReplayDirectory) -> None:
+    directory.commit()
+
+
+_OPEN: dict[tuple[int, int], ReplayDirectory] = {}
+"""One view, hence one descriptor of the lock file, per directory and process."""
+_OPEN_LOCK = threading.Lock()
+
+
+def _forget_locks_after_fork() -> None:
+    global _OPEN_LOCK
+    _OPEN_LOCK = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_locks_after_fork)
+
+
+@atexit.register
+def _leave_all() -> None:
+    """At the end of the process; after an unhandled exception nothing is removed."""
+    clean = getattr(sys, "last_value", None) is None
+    for view in list(_OPEN.values()):
+        view._leave(clean)
+    _OPEN.clear()
+
+
+def open_directory(
+    path: str | os.PathLike[str],
+    capacity: int,
+    *,
+    job_id: str | None = None,
+    resume: bool = False,
+    keep: bool = False,
+    timeout_s: float = 60.0,
+    repair: Callable[[ReplayDirectory], None] = _no_repair,
+) -> ReplayDirectory:
+    """Create the directory or join it; every storage of the process over it shares one view.
+
+    Args:
+        path: folder on a local file system, best on ``/dev/shm`` or a fast local disk.
+        capacity: slots of the ring; the same in every process.
+        job_id: processes with the same id belong together. Default: torchrun's run id, SLURM's
+            job id, else this process's own.
+        resume: take over a directory that an earlier job left, with its rows.
+        keep: leave the directory in place when the last process closes it.
+        timeout_s: longest wait for the lock, in seconds.
+        repair: brings the state in order after a killed holder; given by ``cursor``.
+
+    Raises:
+        DirectoryError: in use by another job, left by another job (without ``resume``), of
+            another capacity or format, or on a network file system.
+        DeadlineError: if the lock could not be had.
+    """
+    if capacity < 1:
+        raise ConfigurationError(f"capacity must be at least 1 row, got {capacity}")
+    job = default_job_id() if job_id is None else job_id
+    folder = Path(os.path.abspath(path))
+    _refuse_network_file_system(folder)
+    with _OPEN_LOCK:
+        for _ in range(100):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            view = _joined_view(folder, capacity, job)
+            if view is None:
+                view = _join(folder, capacity, job, resume, timeout_s, repair)
+            if view is not None:
+                view._users += 1
+                if keep:
+                    view.words[Word.KEEP] = 1
+                return view
+        raise DirectoryError(f"{folder} is removed again and again while it is being opened")
+
+
+def close_directory(directory: ReplayDirectory, *, clean: bool = True) -> None:
+    """One user less of the view; the last one of the process leaves the directory."""
+    with _OPEN_LOCK:
+        directory._users -= 1
+        if directory._users > 0:
+            return
+        for key, view in list(_OPEN.items()):
+            if view is directory:
+                del _OPEN[key]
+        directory._leave(clean)
+
+
+def _joined_view(folder: Path, capacity: int, job: str) -> ReplayDirectory | None:
+    status = folder.stat()
+    view = _OPEN.get((status.st_dev, status.st_ino))
+    if view is None or view._closed or view._pid != os.getpid():
+        return None
+    _check_capacity(view, capacity)
+    if view.job_id != job:
+        raise DirectoryError(
+            f"{folder} is open in this process for job {view.job_id!r}, not {job!r}"
+        )
+    return view
+
+
+def _check_capacity(view: ReplayDirectory, capacity: int) -> None:
+    if view.capacity != capacity:
+        raise DirectoryError(
+            f"{view.path} holds a buffer of capacity {view.capacity}, asked for {capacity}; use "
+            "that capacity or another directory"
+        )
+
+
+def _join(
+    folder: Path,
+    capacity: int,
+    job: str,
+    resume: bool,
+    timeout_s: float,
+    repair: Callable[[ReplayDirectory], None],
+) -> ReplayDirectory | None:
+    view = ReplayDirectory(folder, capacity, job, timeout_s)
+    view._repair = repair
+    try:
+        view._open_lock()
+    except FileNotFoundError:
+        return None  # removed since mkdir: try again
+    joined = False
+    try:
+        with view._fair_lock:
+            try:
+                same = os.fstat(view._fd).st_ino == os.stat(folder / "lock").st_ino
+            except FileNotFoundError:
+                same = False
+            if not same:
+                return None  # the last member removed it while we waited
+            header = folder / "header.json"
+            if not header.exists():
+                _create_files(folder, capacity, job)
+            _adopt(view, json.loads(header.read_text()), resume)
+            view._take_member_byte()
+            joined = True
+    finally:
+        if not joined:
+            os.close(view._fd)
+    status = folder.stat()
+    _OPEN[(status.st_dev, status.st_ino)] = view
+    return view
+
+
+def _adopt(view: ReplayDirectory, header: dict[str, Any], resume: bool) -> None:
+    """Called under the lock: check that the directory is ours to use, and repair it."""
+    if header["format"] != FORMAT:
+        raise DirectoryError(
+            f"{view.path} has format {header['format']}, this version reads {FORMAT}; remove it "
+            "or use the version that wrote it"
+        )
+    asked = view.capacity
+    view.capacity = header["capacity"]
+    _check_capacity(view, asked)
+    view._map_state()
+    alive = view.live_members()
+    other_job = header["job_id"] != view.job_id
+    if other_job and alive:
+        pids = [view.pid_of(member) for member in alive]
+        raise DirectoryError(
+            f"{view.path} is in use by job {header['job_id']!r} (processes {pids}), this is job "
+            f"{view.job_id!r}; choose another scratch_dir, or pass the same job_id to processes "
+            "that belong together"
+        )
+    if other_job and not resume and view.words[Word.WRITE_COUNT]:
+        raise DirectoryError(
+            f"{view.path} was left by job {header['job_id']!r} with {view.length} rows; pass "
+            "resume=True to go on with them, or remove it or choose another scratch_dir"
+        )
+    if other_job:
+        _write_json(view.path / "header.json", header | {"job_id": view.job_id})
+    if not alive:
+        view.members[:] = 0
+        view.words[Word.DIRTY] = 1
+    if view.words[Word.DIRTY]:
+        view._repair(view)
+
+
+def _create_files(folder: Path, capacity: int, job: str) -> None:
+    """Called under the lock. The header comes last: without it the next one starts afresh."""
+    try:
+        for name, size in (
+            ("control.bin", _control_bytes()),
+            ("versions.bin", 8 * capacity),
+            ("tree.bin", tree_bytes(capacity)),
+        ):
+            _allocate(folder / name, size)
+    except OSError as error:
+        for name in ("control.bin", "versions.bin", "tree.bin"):
+            (folder / name).unlink(missing_ok=True)
+        raise DirectoryError(
+            f"could not allocate the tables of a buffer of {capacity} rows in {folder}: {error}"
+        ) from error
+    words = np.frombuffer(_map(folder / "control.bin", _control_bytes()), dtype=np.int64)
+    words[Word.MAX_SLOT] = -1
+    words.view(np.float64)[Word.MAX_PRIORITY] = np.nan
+    _write_json(folder / "header.json", {"format": FORMAT, "capacity": capacity, "job_id": job})
+
+
+def _control_bytes() -> int:
+    return 8 * (_CONTROL_WORDS + 4 * MAX_CLAIMS + 2 * MAX_MEMBERS)
+
+
+def _allocate(path: Path, size: int) -> None:
+    """A zeroed file with its blocks reserved; a sparse one on a full disk kills with SIGBUS."""
+    path.unlink(missing_ok=True)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(fd)
+
+
+def _map(path: Path, size: int) -> mmap.mmap:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        actual = os.fstat(fd).st_size
+        if actual < size:
+            raise DirectoryError(f"{path} has {actual} bytes, expected {size}; it was cut short")
+        return mmap.mmap(fd, size)
+    finally:
+        os.close(fd)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    beside = path.with_name(path.name + ".new")
+    with open(beside, "w") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
+def _refuse_network_file_system(folder: Path) -> None:
+    """Record locks and shared mappings hold between processes of one machine only."""
+    resolved = os.path.realpath(folder)
+    best, kind = "", ""
+    with open("/proc/self/mounts") as mounts:
+        for line in mounts:
+            _, point, this_kind = line.split()[:3]
+            point = point.replace("\\040", " ")
+            inside = resolved == point or resolved.startswith(point.rstrip("/") + "/")
+            if inside and len(point) >= len(best):
+                best, kind = point, this_kind
+    if kind in _NETWORK_FILE_SYSTEMS or kind.startswith("fuse.sshfs"):
+        raise DirectoryError(
+            f"{folder} lies on a network file system ({kind} at {best}); a replay directory must "
+            "be local to the node, for example under /dev/shm"
+        )

@@ -1,0 +1,74 @@
+"""Arithmetic of the ring: which slots a run of tickets takes. Pure functions on integers.
+
+A *ticket* is an int64 that counts rows ever reserved; a *slot* is ``ticket % capacity``.
+"""
+
+from __future__ import annotations
+
+
+def largest_reservation(capacity: int) -> int:
+    """Rows that one reservation may take.
+
+    An eighth of the ring, so that ``len`` (which leaves out rows being rewritten) stays high
+    and several writers find room at once.
+    """
+    return max(1, capacity // 8)
+
+
+def split_rows(rows: int, capacity: int) -> list[tuple[int, int]]:
+    """Row ranges ``(start, stop)`` of an extend, each small enough for one reservation.
+
+    Of an extend longer than the ring only the last ``capacity`` rows are kept, as a ring that
+    wrote them all would keep.
+    """
+    step = largest_reservation(capacity)
+    first = max(0, rows - capacity)
+    return [(start, min(start + step, rows)) for start in range(first, rows, step)]
+
+
+def slot_ranges(first_ticket: int, count: int, capacity: int) -> list[tuple[int, int]]:
+    """The slots of ``count`` tickets as one range, or two where the ring wraps.
+
+    Requires ``count <= capacity``.
+    """
+    start = first_ticket % capacity
+    stop = start + count
+    if stop <= capacity:
+        return [(start, stop)]
+    return [(start, capacity), (0, stop - capacity)]
+
+
+def overlaps(
+    first_ticket: int, count: int, other_first: int, other_count: int, capacity: int
+) -> bool:
+    """Whether two runs of tickets share a slot."""
+    return (other_first - first_ticket) % capacity < count or (
+        first_ticket - other_first
+    ) % capacity < other_count
+
+
+def first_free_ticket(
+    cursor: int, count: int, claims: list[tuple[int, int]], capacity: int
+) -> int | None:
+    """The first ticket from ``cursor`` on whose ``count`` slots touch no claim.
+
+    Args:
+        cursor: the next ticket.
+        count: rows wanted, at most ``capacity``.
+        claims: ``(first_ticket, count)`` of every reservation in progress.
+        capacity: slots of the ring.
+
+    Returns:
+        The ticket, or None where no such run exists within one lap.
+    """
+    ticket = cursor
+    moved = True
+    while moved:
+        moved = False
+        for first, rows in claims:
+            if overlaps(ticket, count, first, rows, capacity):
+                ticket += (first + rows - ticket) % capacity or capacity
+                if ticket - cursor > capacity:
+                    return None
+                moved = True
+    return ticket

@@ -1,0 +1,491 @@
+"""Samplers over a replay directory: prioritized and uniform, for every process of the node."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torchrl.data.replay_buffers.samplers import PrioritizedSampler, RandomSampler, Sampler
+from torchrl.data.replay_buffers.storages import Storage
+
+from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.replay import _torchrl
+from torchrl_dist.replay.directory import ReplayDirectory, Word
+from torchrl_dist.replay.storage import SharedMemmapStorage
+
+_EMPTY = "Cannot sample from an empty storage."
+_RECENT_BATCHES = 1024
+
+
+class _Generations:
+    """Which generations recent index tensors of this process referred to.
+
+    TorchRL's ``update_priority`` receives slots without generations. The slots of a batch that
+    was drawn or written here are recognised by the tensor itself, or by its values, since
+    batches are often cloned or sent to another device and back.
+    """
+
+    def __init__(self) -> None:
+        self._batches: OrderedDict[bytes, list[tuple[torch.Tensor, torch.Tensor]]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def remember(self, index: torch.Tensor, generation: torch.Tensor) -> None:
+        key = index.numpy().tobytes()
+        with self._lock:
+            self._batches.setdefault(key, []).append((index, generation))
+            self._batches.move_to_end(key)
+            if len(self._batches) > _RECENT_BATCHES:
+                self._batches.popitem(last=False)
+            del self._batches[key][:-4]
+
+    def recall(self, index: torch.Tensor) -> torch.Tensor | None:
+        """The generations meant; of several batches with these slots, the oldest ones."""
+        with self._lock:
+            batches = self._batches.get(index.numpy().tobytes())
+            if not batches:
+                return None
+            for known, generation in batches:
+                if known is index:
+                    return generation
+            return torch.stack([generation for _, generation in batches]).amin(0)
+
+
+class _SharedSampler(Sampler):
+    """What both samplers have in common: the directory behind the storage, and the random numbers.
+
+    Random numbers come from a generator of the process, seeded by the operating system, so that
+    ranks with equal seeds draw different batches; ``ReplayBuffer.set_rng`` replaces it.
+    """
+
+    _directory: ReplayDirectory | None
+
+    def _setup(self) -> None:
+        self._directory = None
+        self._random = np.random.default_rng()
+        self._random_pid = os.getpid()
+
+    def attach(self, storage: Storage) -> ReplayDirectory:
+        """Bind to the storage's directory; called when the buffer is built. Idempotent."""
+        if not isinstance(storage, SharedMemmapStorage):
+            raise ConfigurationError(
+                f"{type(self).__name__} samples from a SharedMemmapStorage, got "
+                f"{type(storage).__name__}"
+            )
+        self._directory = storage.directory
+        return storage.directory
+
+    def note_written(self, index: torch.Tensor, generation: torch.Tensor) -> None:
+        """Called by the writer of this process after it published rows."""
+
+    def _uniforms(self, count: int) -> np.ndarray:
+        """float64 [count] in [0, 1)."""
+        if self._rng is not None:
+            return torch.rand(count, generator=self._rng, dtype=torch.float64).numpy()
+        if self._random_pid != os.getpid():  # a forked child must not repeat its parent's draws
+            self._random, self._random_pid = np.random.default_rng(), os.getpid()
+        return self._random.random(count)
+
+    def _empty(self) -> None:
+        pass  # the directory is emptied by the writer
+
+    def dumps(self, path: str | Path) -> None:
+        Path(path).mkdir(parents=True, exist_ok=True)
+
+    def loads(self, path: str | Path) -> None:
+        pass
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        for name in ("_directory", "_random", "_random_pid", "_recent"):
+            state.pop(name, None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._setup()
+
+
+class SharedRandomSampler(_SharedSampler, RandomSampler):
+    """Uniform sampling with replacement among the rows that are published at the time.
+
+    TorchRL's ``RandomSampler`` draws from ``0 .. len``, which misses rows and hits unfinished ones
+    while others write. Takes no lock unless the rows it copies keep changing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._setup()
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict]:
+        """Returns slots, int64 [batch_size], and no further information.
+
+        Raises:
+            RuntimeError: if no row is published.
+        """
+        directory = self.attach(storage)
+        assert isinstance(storage, SharedMemmapStorage)
+
+        def draw(count: int, locked: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+            slots = np.empty(count, dtype=np.int64)
+            versions = np.empty(count, dtype=np.int64)
+            todo = np.arange(count)
+            for _ in range(100):
+                high = directory.high
+                if not directory.length or not high:
+                    raise RuntimeError(_EMPTY)
+                slots[todo] = (self._uniforms(todo.size) * high).astype(np.int64)
+                versions[todo] = directory.versions[slots[todo]]
+                now = versions[todo]
+                todo = todo[(now & 1 == 1) | (now == 0)]
+                if not todo.size:
+                    return slots, versions, np.empty(count, dtype=np.int8)
+            # nearly every slot is being rewritten: choose among those that are not
+            now = directory.versions.copy()
+            published = np.flatnonzero((now & 1 == 0) & (now > 0))
+            if not published.size:
+                raise RuntimeError(_EMPTY)
+            slots[todo] = published[(self._uniforms(todo.size) * published.size).astype(np.int64)]
+            versions[todo] = now[slots[todo]]
+            return slots, versions, np.empty(count, dtype=np.int8)
+
+        index, generation, _, leaves = storage.read_drawn(draw, batch_size)
+        storage.hand_over(index, generation, leaves)
+        return index, {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+
+class SharedPrioritizedSampler(_SharedSampler, PrioritizedSampler):
+    """Proportional prioritized sampling from one tree that all processes of the node share.
+
+    Same law, importance weights and defaults as TorchRL's ``PrioritizedSampler``: row ``i`` is
+    drawn with probability ``p_i / sum(p)``, where ``p_i = (priority_i + eps) ** alpha``, and has
+    the weight ``(p_i / min(p)) ** -beta`` (Schaul et al. 2016, "Prioritized Experience Replay",
+    section 3.4 and eq. 1). New rows get the largest priority seen so far.
+
+    A priority for a row that was overwritten meanwhile is dropped and counted
+    (``storage.directory.counters["stale_updates"]``).
+
+    Args:
+        max_capacity: the storage's capacity, in rows.
+        alpha: priority exponent, >= 0; shared by all processes, which must agree on it. Setting
+            ``sampler.alpha`` later changes it for all of them.
+        beta: exponent of the importance weights, >= 0; belongs to this process.
+        eps: added to every priority, so that none is 0.
+        reduction: how ``TensorDictReplayBuffer`` reduces priorities of several elements per row.
+        max_priority_within_buffer: new rows get the largest priority among the rows present
+            instead of the largest ever seen.
+
+    Raises:
+        ConfigurationError: another alpha or eps than the directory's, a wrong capacity, or
+            priorities that are negative or not finite (none of them is applied then).
+        RuntimeError: from ``sample``, if no row is published.
+    """
+
+    def __init__(
+        self,
+        max_capacity: int,
+        alpha: float,
+        beta: float,
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float,
+        reduction: str = "max",
+        max_priority_within_buffer: bool = False,
+    ) -> None:
+        if alpha < 0 or beta < 0 or not math.isfinite(alpha) or not math.isfinite(beta):
+            raise ConfigurationError(f"alpha and beta must be >= 0, got {alpha} and {beta}")
+        if eps <= 0:
+            raise ConfigurationError(f"eps must be above 0, got {eps}")
+        # PrioritizedSampler.__init__ would build process-local trees
+        self._max_capacity = max_capacity
+        self._alpha = float(alpha)
+        self._beta = float(beta)
+        self._eps = float(eps)
+        self.dtype = dtype
+        self.reduction = reduction
+        self._max_priority_within_buffer = max_priority_within_buffer
+        self._setup()
+
+    def _setup(self) -> None:
+        super()._setup()
+        self._recent = _Generations()
+
+    # --- parameters --------------------------------------------------------------------------
+
+    def attach(self, storage: Storage) -> ReplayDirectory:
+        if self._directory is not None:
+            return self._directory
+        directory = super().attach(storage)
+        if storage.max_size != self._max_capacity:
+            self._directory = None
+            raise ConfigurationError(
+                f"the sampler has capacity {self._max_capacity}, its storage {storage.max_size}"
+            )
+        with directory.lock():
+            words = directory.words
+            if not words[Word.ALPHA_SET]:
+                directory.begin()
+                directory.set_float(Word.ALPHA, self._alpha)
+                directory.set_float(Word.EPS, self._eps)
+                words[Word.ALPHA_SET] = 1
+                directory.commit()
+            shared = directory.get_float(Word.ALPHA), directory.get_float(Word.EPS)
+        if shared != (self._alpha, self._eps):
+            self._directory = None
+            raise ConfigurationError(
+                f"the sampler has alpha={self._alpha}, eps={self._eps}; the processes that share "
+                f"{directory.path} use alpha={shared[0]}, eps={shared[1]}: pass these, and set "
+                "sampler.alpha afterwards to change it for all of them"
+            )
+        return directory
+
+    @property
+    def alpha(self) -> float:
+        """The priority exponent, shared by all processes; setting it rebuilds the tree once.
+
+        As in TorchRL, priorities cannot be recovered from ``alpha == 0``: rows keep their uniform
+        tree value then until their priority is next updated.
+        """
+        if self._directory is not None:
+            self._alpha = self._directory.get_float(Word.ALPHA)
+        return self._alpha
+
+    @alpha.setter
+    def alpha(self, value: float) -> None:
+        if value < 0 or not math.isfinite(value):
+            raise ConfigurationError(f"alpha must be >= 0, got {value}")
+        directory = self._directory
+        if directory is not None:
+            with directory.lock():
+                old = directory.get_float(Word.ALPHA)
+                if value != old:
+                    directory.begin()
+                    if old > 0:
+                        power = value / old
+                        directory.tree.rescale(lambda leaves: leaves**power)
+                    directory.set_float(Word.ALPHA, float(value))
+                    directory.commit()
+        self._alpha = float(value)
+
+    @property
+    def beta(self) -> float:
+        """Exponent of the importance weights; of this process."""
+        return self._beta
+
+    @beta.setter
+    def beta(self, value: float) -> None:
+        self._beta = value
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def _max_priority(self) -> tuple[float | None, int | None]:
+        directory = self._directory
+        if directory is None:
+            return None, None
+        raw, slot = directory.get_float(Word.MAX_PRIORITY), int(directory.words[Word.MAX_SLOT])
+        return (None if raw != raw else raw), (None if slot < 0 else slot)
+
+    @property
+    def default_priority(self) -> float:
+        """The largest priority seen (or present, see the constructor); 1 before any."""
+        raw = self._max_priority[0]
+        return 1.0 if raw is None else raw
+
+    def _maybe_init_from_storage(self, storage: Storage | None) -> None:
+        if storage is not None:
+            self.attach(storage)
+
+    # --- drawing -----------------------------------------------------------------------------
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict]:
+        """Returns ``(index, {"priority_weight": weight})``: int64 and float32, [batch_size]."""
+        directory = self.attach(storage)
+        assert isinstance(storage, SharedMemmapStorage)
+        smallest = math.inf
+
+        def draw_locked(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+            nonlocal smallest
+            if not directory.length:
+                raise RuntimeError(_EMPTY)
+            directory.tree.refresh()
+            slots, leaves = directory.tree.draw(self._uniforms(count))
+            while not leaves.all():  # rounding at the edge of a node
+                again = np.flatnonzero(leaves == 0)
+                slots[again], leaves[again] = directory.tree.draw(self._uniforms(again.size))
+            smallest = min(smallest, directory.tree.minimum)
+            return slots, directory.versions[slots], leaves
+
+        def draw(count: int, locked: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+            if locked:
+                return draw_locked(count)
+            with directory.lock():
+                return draw_locked(count)
+
+        index, generation, drawn, leaves = storage.read_drawn(draw, batch_size)
+        storage.hand_over(index, generation, leaves)
+        self._recent.remember(index, generation)
+        weight = torch.from_numpy((drawn / smallest) ** -float(self._beta)).to(torch.float32)
+        return index, {"priority_weight": weight}
+
+    # --- priorities --------------------------------------------------------------------------
+
+    def note_written(self, index: torch.Tensor, generation: torch.Tensor) -> None:
+        self._recent.remember(index, generation)
+
+    def add(self, index: torch.Tensor | int) -> None:
+        pass  # publishing did it
+
+    def extend(self, index: torch.Tensor | tuple) -> None:
+        pass
+
+    @torch.no_grad()
+    def update_priority(
+        self,
+        index: int | torch.Tensor,
+        priority: float | torch.Tensor,
+        *,
+        storage: Storage | None = None,
+        generation: torch.Tensor | None = None,
+    ) -> None:
+        """Set the priority of rows, unless they were overwritten since they were drawn.
+
+        Args:
+            index: slots, int64 [n]; entries of -1 are skipped.
+            priority: >= 0, one or [n], before ``alpha`` and ``eps``.
+            storage: the buffer's storage; needed until the sampler has been used once.
+            generation: int64 [n], ``"index_generation"`` of the sample. Without it the rows are
+                matched with this process's recent draws and extends; those that match none are
+                updated whatever they hold now, and counted (``"unverified_updates"``).
+        """
+        if self._directory is None:
+            if storage is None:
+                raise ConfigurationError(
+                    "the sampler is not bound to a storage yet: update priorities through the "
+                    "replay buffer, or pass storage="
+                )
+            self.attach(storage)
+        if storage is not None and any(
+            _torchrl.sampler_of(buffer) is self and _torchrl.is_being_built(buffer)
+            for buffer in _torchrl.buffers_over(storage)
+        ):
+            return  # a process that joins must not reset what the others share
+        index = torch.as_tensor(index, dtype=torch.int64).detach().cpu()
+        if generation is None:
+            generation = self._recent.recall(index)
+        values = torch.as_tensor(priority).detach().to("cpu", torch.float64)
+        if values.numel() > 1 and values.shape != index.shape:
+            if values.numel() != index.numel():
+                raise ConfigurationError(
+                    f"got {values.numel()} priorities {list(values.shape)} for {index.numel()} "
+                    "slots; pass one per slot or a single one"
+                )
+            values = values.reshape(index.shape)
+        self._apply(
+            index.reshape(-1).numpy(),
+            values.reshape(-1).expand(index.numel()).numpy(),
+            None if generation is None else generation.detach().cpu().reshape(-1).numpy(),
+        )
+
+    def _apply(self, slots: np.ndarray, raw: np.ndarray, generation: np.ndarray | None) -> None:
+        directory = self._directory
+        assert directory is not None
+        if not (np.isfinite(raw).all() and (raw >= 0).all()):
+            wrong = raw[~(np.isfinite(raw) & (raw >= 0))]
+            raise ConfigurationError(
+                f"priorities must be finite and >= 0, got {wrong[:4].tolist()} among "
+                f"{raw.size}; none was applied"
+            )
+        if slots.size and slots.max() >= directory.capacity:
+            raise IndexError(f"slot {slots.max()} is beyond the capacity {directory.capacity}")
+        valid = slots >= 0
+        if not valid.all():
+            slots, raw = slots[valid], raw[valid]
+            generation = None if generation is None else generation[valid]
+        with directory.lock():
+            versions = directory.versions[slots]
+            if generation is None:
+                fresh = (versions & 1 == 0) & (versions > 0)
+                directory.count(Word.UNVERIFIED_UPDATES, slots.size)
+            else:
+                fresh = versions == 2 * generation
+                stale = slots.size - int(np.count_nonzero(fresh))
+                if stale:
+                    directory.count(Word.STALE_UPDATES, stale)
+            if not fresh.all():
+                slots, raw = slots[fresh], raw[fresh]
+            if not slots.size:
+                return
+            alpha, eps = directory.get_float(Word.ALPHA), directory.get_float(Word.EPS)
+            directory.begin()
+            directory.tree.set(slots, (raw + eps) ** alpha)
+            self._track_maximum(slots, raw)
+            directory.commit()
+
+    def _track_maximum(self, slots: np.ndarray, raw: np.ndarray) -> None:
+        """Called under the lock, after the leaves were stored."""
+        directory = self._directory
+        assert directory is not None
+        best = int(raw.argmax())
+        current, where = directory.get_float(Word.MAX_PRIORITY), int(directory.words[Word.MAX_SLOT])
+        if not current >= raw[best]:
+            directory.set_float(Word.MAX_PRIORITY, float(raw[best]))
+            directory.words[Word.MAX_SLOT] = slots[best]
+        elif self._max_priority_within_buffer and (where < 0 or (slots == where).any()):
+            alpha, eps = directory.get_float(Word.ALPHA), directory.get_float(Word.EPS)
+            if alpha > 0:
+                top = int(directory.tree.leaves.argmax())
+                value = max(0.0, float(directory.tree.leaves[top]) ** (1 / alpha) - eps)
+                directory.set_float(Word.MAX_PRIORITY, value)
+                directory.words[Word.MAX_SLOT] = top
+
+    def mark_update(self, index: int | torch.Tensor, *, storage: Storage | None = None) -> None:
+        """Give rows the default priority, as after a change of their content."""
+        self.update_priority(index, self.default_priority, storage=storage)
+
+    # --- state: priorities are saved with the rows, by the storage ----------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"_alpha": self.alpha, "_beta": self._beta, "_eps": self._eps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.alpha = state_dict["_alpha"]
+        self._beta = state_dict["_beta"]
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(alpha={self.alpha}, beta={self._beta}, eps={self._eps}, "
+            f"reduction={self.reduction!r})"
+        )
+
+
+def anneal_beta(
+    sampler: PrioritizedSampler, step: int, *, start: float = 0.4, end: float = 1.0, steps: int
+) -> float:
+    """Set beta by the *job's* step, so that it anneals once for the job and not once per rank.
+
+    Linear from ``start`` at step 0 to ``end`` at step ``steps``, then constant. Each rank calls it
+    with a count that all ranks share, such as the global update number or
+    ``replay_buffer.write_count``. TorchRL's schedulers count their own calls, or multiply the
+    value they find, and so advance once per rank and call.
+
+    Returns:
+        The value set.
+    """
+    if steps < 1:
+        raise ConfigurationError(f"steps must be at least 1, got {steps}")
+    fraction = min(1.0, max(0.0, step / steps))
+    sampler.beta = start + (end - start) * fraction
+    return sampler.beta

@@ -1,0 +1,549 @@
+"""A TorchRL storage whose rows lie in a replay directory, written and read by many processes."""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torchrl.data.replay_buffers.storages import TensorStorage
+
+from torchrl_dist.errors import ConfigurationError, DeadlineError
+from torchrl_dist.replay import rows
+from torchrl_dist.replay.cursor import Reservation, SharedCursor, empty, repair
+from torchrl_dist.replay.directory import (
+    ReplayDirectory,
+    RowSpec,
+    Word,
+    close_directory,
+    open_directory,
+)
+from torchrl_dist.replay.placement import split_rows
+
+_REDRAWS = 8
+_RETRY_S = 2e-4
+_SNAPSHOT_BYTES = 2**24  # rows copied under one hold of the lock
+# A reader compares versions before and after its copy. That is sound where loads are not
+# reordered with loads and stores not with stores, as on x86-64; elsewhere it copies under the lock.
+_ORDERED_LOADS = platform.machine().lower() in ("x86_64", "amd64")
+
+Draw = Callable[[int, bool], tuple[np.ndarray, np.ndarray, np.ndarray]]
+"""``draw(n, locked) -> (slots, versions, extra)``: slots published at these versions, and one
+number per row that travels along. ``locked``: the caller holds the directory's lock."""
+
+
+class SharedMemmapStorage(TensorStorage):
+    """Rows shared by every process of one node that names the same directory.
+
+    Build it with the same arguments in each process; pickling it carries the coordinates, and the
+    copy attaches to the same rows. ``len`` is the number of published rows, the same everywhere;
+    it is below ``max_size`` while rows of a full ring are being rewritten.
+
+    Args:
+        max_size: capacity in rows.
+
+    Keyword Args:
+        scratch_dir: the replay directory, on a local file system; ``/dev/shm/...`` keeps it in
+            memory, a disk keeps it over a reboot.
+        job_id: processes with the same id share the directory. Default: torchrun's run id or
+            SLURM's job id; started otherwise, pass one.
+        resume: go on with the rows that an earlier job left in the directory.
+        keep: leave the directory when the last process ends. Without it that process removes it
+            at a clean end, and leaves it after a signal or an unhandled exception.
+        timeout_s: longest wait for another process, in seconds.
+
+    Raises:
+        DirectoryError: the directory belongs to another job, has another capacity, lies on a
+            network file system, or its disk is full.
+        ConfigurationError: from writes, if rows do not match those that are stored.
+        DeadlineError: from any operation that waited ``timeout_s`` for another process.
+    """
+
+    def __init__(
+        self,
+        max_size: int,
+        *,
+        scratch_dir: str | os.PathLike[str],
+        job_id: str | None = None,
+        resume: bool = False,
+        keep: bool = False,
+        timeout_s: float = 60.0,
+        device: torch.device | str = "cpu",
+        ndim: int = 1,
+        compilable: bool = False,
+    ) -> None:
+        if torch.device(device).type != "cpu":
+            raise ConfigurationError(
+                f"shared rows live in host memory, got device={device}; append a transform that "
+                "moves samples, such as lambda td: td.to('cuda')"
+            )
+        if ndim != 1 or compilable:
+            raise ConfigurationError(
+                f"SharedMemmapStorage supports ndim=1 and compilable=False, got ndim={ndim}, "
+                f"compilable={compilable}; store trajectories flat, with a trajectory id per row"
+            )
+        self._attach(int(max_size), os.fspath(scratch_dir), job_id, resume, keep, timeout_s)
+
+    def _attach(
+        self,
+        max_size: int,
+        scratch_dir: str,
+        job_id: str | None,
+        resume: bool,
+        keep: bool,
+        timeout_s: float,
+    ) -> None:
+        self._directory = open_directory(
+            scratch_dir,
+            max_size,
+            job_id=job_id,
+            resume=resume,
+            keep=keep,
+            timeout_s=timeout_s,
+            repair=repair,
+        )
+        # TensorStorage.__init__ would set up process-local lengths and tensors
+        super(TensorStorage, self).__init__(max_size, compilable=False)
+        self.ndim = 1
+        self.device = torch.device("cpu")
+        self.scratch_dir = str(self._directory.path)
+        self._cursor = SharedCursor(self._directory)
+        self._handed = threading.local()
+        self._closed = False
+
+    @property
+    def directory(self) -> ReplayDirectory:
+        """The shared state; read it freely."""
+        return self._directory
+
+    def close(self) -> None:
+        """End this process's use; idempotent. The last process removes or keeps the directory."""
+        if not self._closed:
+            self._closed = True
+            close_directory(self._directory)
+
+    def cleanup(self) -> bool:
+        """TorchRL's name for :meth:`close`."""
+        self.close()
+        return True
+
+    # --- size --------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return self._directory.length
+
+    @property
+    def _len(self) -> int:
+        return self._directory.length
+
+    @property
+    def _is_full(self) -> bool:
+        # by the cursor: the length of a full ring dips while rows are rewritten
+        return self._directory.high == self.max_size
+
+    @property
+    def initialized(self) -> bool:
+        """Whether any process has written rows, so that their spec is known."""
+        return self._directory.rows is not None
+
+    @initialized.setter
+    def initialized(self, value: bool) -> None:
+        pass  # TorchRL's base class stores what is read from the directory here
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size([self._directory.high])
+
+    @property
+    def _mutation_revision(self) -> int:
+        # samplers that cache what they derive from the rows compare this number
+        words = self._directory.words
+        return int(words[Word.CURSOR] + words[Word.BASE] + words[Word.WRITE_COUNT])
+
+    @property
+    def _last_cursor_index(self) -> int | None:
+        words = self._directory.words
+        if words[Word.CURSOR] == words[Word.BASE]:
+            return None
+        return int(words[Word.CURSOR] - 1) % self.max_size
+
+    @property
+    def _storage(self) -> TensorDict | None:
+        """All slots as they lie in memory, published or not; TorchRL reads keys and dtypes here."""
+        spec = self._directory.rows
+        if spec is None:
+            return None
+        return rows.build(self._directory.tensors, spec, (self.max_size,))
+
+    # --- writing -----------------------------------------------------------------------------
+
+    def append(
+        self, data: TensorDictBase, leaf: np.ndarray | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write a batch at the shared cursor and publish it; what the writer calls.
+
+        Args:
+            data: ``[n, ...]``. Longer than the capacity, only its last ``max_size`` rows are kept.
+            leaf: float64 [n], tree values of the rows; the default priority if left out.
+
+        Returns:
+            ``(index, generation)``, int64 [n] each; -1 for rows that were not kept.
+        """
+        count = data.batch_size[0]
+        source = self._checked(data)
+        index = np.full(count, -1, dtype=np.int64)
+        generation = np.full(count, -1, dtype=np.int64)
+        for start, stop in split_rows(count, self.max_size):
+            reservation = self._cursor.reserve(stop - start)
+            part = None if leaf is None else leaf[start:stop]
+            generation[start:stop] = self._fill(reservation, source, start, part)
+            first = reservation.first_ticket
+            index[start:stop] = np.arange(first, first + stop - start) % self.max_size
+        return torch.from_numpy(index), torch.from_numpy(generation)
+
+    def write_at(self, index: torch.Tensor, data: TensorDictBase) -> torch.Tensor:
+        """Replace whole rows at given slots; their generation advances like in any write.
+
+        Each run of neighbouring slots is published at once. A slot named twice keeps the last row.
+
+        Returns:
+            The new generations, int64 [n].
+        """
+        slots = torch.as_tensor(index, dtype=torch.int64).reshape(-1).numpy()
+        if slots.size and not (0 <= slots.min() and slots.max() < self.max_size):
+            raise IndexError(
+                f"slots must lie in 0 .. {self.max_size - 1}, got {slots.min()} .. {slots.max()}"
+            )
+        if data.batch_size[0] != slots.size:
+            raise ConfigurationError(f"{data.batch_size[0]} rows for {slots.size} slots")
+        source = self._checked(data)
+        # the last occurrence of each slot, in slot order
+        unique, last = np.unique(slots[::-1], return_index=True)
+        order = slots.size - 1 - last
+        source = [value[torch.from_numpy(order)] for value in source]
+        taken = self._cursor.claim_slots(unique)
+        generations = np.empty(unique.size, dtype=np.int64)
+        done = 0
+        for position, reservation in enumerate(taken):
+            stop = done + reservation.count
+            try:
+                generations[done:stop] = self._fill(reservation, source, done, None)
+            except BaseException:
+                for rest in taken[position + 1 :]:
+                    self._cursor.abandon(rest)
+                raise
+            done = stop
+        return torch.from_numpy(generations[np.searchsorted(unique, slots)])
+
+    def _checked(self, data: TensorDictBase) -> list[torch.Tensor]:
+        if not getattr(data, "batch_dims", 0):
+            raise ConfigurationError("expected a batch of rows [n, ...], got data without batch")
+        spec = self._directory.rows
+        if spec is None:
+            self._directory.create_rows(rows.spec_of(data))
+            spec = self._directory.rows
+            assert spec is not None
+        return rows.matching_leaves(data, spec)
+
+    def _fill(
+        self,
+        reservation: Reservation,
+        source: Sequence[torch.Tensor],
+        offset: int,
+        leaf: np.ndarray | None,
+    ) -> np.ndarray:
+        """Copy rows ``offset ...`` of the source into the reserved slots and publish them."""
+        try:
+            done = offset
+            for start, stop in reservation.ranges:
+                for target, value in zip(self._directory.tensors, source, strict=True):
+                    target[start:stop].copy_(value[done : done + stop - start])
+                done += stop - start
+            return self._cursor.publish(reservation, leaf)
+        except BaseException:
+            self._cursor.abandon(reservation)
+            raise
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+        """TorchRL's write at given slots, as in ``storage[i] = data``; see :meth:`write_at`."""
+        if isinstance(data, (list, tuple)):
+            data = torch.stack(list(data))
+        if isinstance(cursor, (int, np.integer)):
+            cursor, data = torch.tensor([int(cursor)]), data.unsqueeze(0)
+        elif isinstance(cursor, (slice, range)):
+            span = range(*cursor.indices(self.max_size)) if isinstance(cursor, slice) else cursor
+            cursor = torch.arange(span.start, span.stop, span.step)
+        cursor = torch.as_tensor(cursor)
+        if cursor.dtype == torch.bool:
+            cursor = cursor.nonzero().squeeze(-1)
+        self.write_at(cursor, data.expand(cursor.numel(), *data.batch_size[1:]))
+
+    def empty(self, *, reset_write_count: bool = True) -> None:
+        """Drop every row, for all processes. Handles from before stay stale for ever."""
+        empty(self._directory, reset_write_count=reset_write_count)
+
+    def _empty(self) -> None:
+        pass  # ``ReplayBuffer.empty`` calls writer, sampler and storage: the writer's call did it
+
+    # --- reading -----------------------------------------------------------------------------
+
+    def read_drawn(
+        self, draw: Draw, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray, list[torch.Tensor]]:
+        """Copy drawn rows so that each is one whole published row; what the samplers call.
+
+        Rows that somebody rewrote during the copy are drawn again, a few times, then under the
+        lock, where nobody can.
+
+        Returns:
+            ``(index, generation, extra, leaves)``, ``count`` rows of each.
+        """
+        directory = self._directory
+        if not _ORDERED_LOADS:
+            with directory.lock():
+                slots, versions, extra = draw(count, True)
+                index = torch.from_numpy(slots)
+                return index, torch.from_numpy(versions // 2), extra, self._gather(index)
+        slots, versions, extra = draw(count, False)
+        index = torch.from_numpy(slots)
+        leaves = self._gather(index)
+        changed = np.flatnonzero(directory.versions[slots] != versions)
+        attempt = 0
+        while changed.size:
+            attempt += 1
+            directory.count(Word.REREAD_ROWS, changed.size)
+            part = torch.from_numpy(changed)
+            if attempt > _REDRAWS:
+                directory.count(Word.LOCKED_READS)
+                with directory.lock():
+                    slots[changed], versions[changed], extra[changed] = draw(changed.size, True)
+                    self._regather(leaves, part, index)
+                break
+            slots[changed], versions[changed], extra[changed] = draw(changed.size, False)
+            self._regather(leaves, part, index)
+            changed = changed[directory.versions[slots[changed]] != versions[changed]]
+        return index, torch.from_numpy(versions // 2), extra, leaves
+
+    def hand_over(
+        self, index: torch.Tensor, generation: torch.Tensor, leaves: list[torch.Tensor]
+    ) -> None:
+        """Keep verified rows for the calls with which the buffer follows a draw.
+
+        TorchRL fixes index and weights first, then asks the writer for generations and the
+        storage for rows, from the same thread. Looked up only then, they could belong to a row
+        that was written in between.
+        """
+        self._handed.batch = (index, generation, leaves)
+
+    def handed_generation(self, index: Any) -> torch.Tensor | None:
+        """The generations of the rows handed over for this very index tensor, if any."""
+        batch = getattr(self._handed, "batch", None)
+        return batch[1] if batch is not None and batch[0] is index else None
+
+    def get(self, index: Any) -> TensorDictBase:
+        """Whole rows at the given slots.
+
+        An int, a tensor or list of slots waits (at most ``timeout_s``) for rows that are being
+        written; a slice leaves out rows that are not published.
+
+        Raises:
+            IndexError: for a slot that was never written.
+            DeadlineError: if a row stayed unfinished.
+        """
+        batch = getattr(self._handed, "batch", None)
+        if batch is not None and batch[0] is index:
+            self._handed.batch = None
+            return rows.build(batch[2], self._spec(), (index.numel(),))
+        if isinstance(index, tuple) and len(index) == 1:
+            index = index[0]
+        if isinstance(index, (int, np.integer)):
+            return self._get_slots(np.array([int(index)], dtype=np.int64))[0]
+        if isinstance(index, slice):
+            slots = np.arange(*index.indices(self._directory.high))
+            versions = self._directory.versions[slots]
+            return self._get_slots(slots[(versions & 1 == 0) & (versions > 0)])
+        index = torch.as_tensor(index)
+        if index.dtype == torch.bool:
+            index = index.nonzero().squeeze(-1)
+        data = self._get_slots(index.reshape(-1).to(torch.int64).numpy())
+        return data.reshape(*index.shape, *data.batch_size[1:]) if index.ndim != 1 else data
+
+    def _get_slots(self, slots: np.ndarray) -> TensorDict:
+        directory = self._directory
+        spec = self._spec()
+        high = directory.high
+        slots = np.where(slots < 0, slots + high, slots)
+        if slots.size and not (0 <= slots.min() and slots.max() < high):
+            raise IndexError(
+                f"slots must lie in 0 .. {high - 1}, got {slots.min()} .. {slots.max()}"
+            )
+        index = torch.from_numpy(slots)
+        versions = directory.versions[slots]
+        leaves = self._gather(index)
+        ok = (versions & 1 == 0) & (versions > 0) & (directory.versions[slots] == versions)
+        todo = np.flatnonzero(~ok) if _ORDERED_LOADS else np.arange(slots.size)
+        deadline = time.monotonic() + directory.timeout_s
+        while todo.size:
+            directory.count(Word.REREAD_ROWS, todo.size)
+            with directory.lock():
+                now = directory.versions[slots[todo]]
+                published = (now & 1 == 0) & (now > 0)
+                self._regather(leaves, torch.from_numpy(todo[published]), index)
+                todo = todo[~published]
+            if todo.size:
+                if time.monotonic() > deadline:
+                    raise DeadlineError(
+                        f"slots {slots[todo][:8].tolist()} of {directory.path} were not published "
+                        f"within {directory.timeout_s:g} s: never written, emptied, or their "
+                        "writer died"
+                    )
+                time.sleep(_RETRY_S)
+        return rows.build(leaves, spec, (slots.size,))
+
+    def _spec(self) -> RowSpec:
+        spec = self._directory.rows
+        if spec is None:
+            raise IndexError("cannot read from a shared storage into which nothing was written")
+        return spec
+
+    def _gather(self, index: torch.Tensor) -> list[torch.Tensor]:
+        # index_select gathers large rows seven times faster than advanced indexing
+        return [tensor.index_select(0, index) for tensor in self._directory.tensors]
+
+    def _regather(
+        self, leaves: list[torch.Tensor], part: torch.Tensor, index: torch.Tensor
+    ) -> None:
+        if part.numel():
+            slots = index[part]
+            for leaf, tensor in zip(leaves, self._directory.tensors, strict=True):
+                leaf.index_copy_(0, part, tensor.index_select(0, slots))
+
+    # --- saving ------------------------------------------------------------------------------
+
+    def snapshot(self) -> TensorDict:
+        """All published rows with their slots, versions and tree values, batch size [rows].
+
+        Other processes may go on meanwhile: each row is whole and goes with its own priority,
+        but there is no instant that all rows share. The lock is held for chunks only.
+        """
+        directory = self._directory
+        spec = self._spec()
+        chunk = max(1, _SNAPSHOT_BYTES // max(1, spec.row_bytes))
+        parts = []
+        for start in range(0, self.max_size, chunk):
+            stop = min(start + chunk, self.max_size)
+            with directory.lock():
+                versions = directory.versions[start:stop]
+                found = start + np.flatnonzero((versions & 1 == 0) & (versions > 0))
+                index = torch.from_numpy(found)
+                part = {
+                    "rows": rows.build(self._gather(index), spec, (found.size,)),
+                    "slot": index,
+                    "version": torch.from_numpy(directory.versions[found]),
+                    "leaf": torch.from_numpy(directory.tree.leaves[found]),
+                }
+            parts.append(TensorDict(part, [found.size]))
+        words = directory.words
+        state = {
+            "capacity": torch.tensor(self.max_size),
+            "cursor": torch.tensor(int(words[Word.CURSOR])),
+            "write_count": torch.tensor(int(words[Word.WRITE_COUNT])),
+            "max_priority": torch.tensor(directory.get_float(Word.MAX_PRIORITY)).double(),
+            "alpha": torch.tensor(directory.get_float(Word.ALPHA)).double(),
+        }
+        return TensorDict({"slots": torch.cat(parts), **state}, [])
+
+    def restore(self, state: TensorDictBase) -> None:
+        """Replace the content, for all processes, by a snapshot. Generations do not go back.
+
+        Raises:
+            ConfigurationError: for another capacity or row spec; nothing is changed then.
+        """
+        directory = self._directory
+        if int(state["capacity"]) != self.max_size:
+            raise ConfigurationError(
+                f"the snapshot is of a buffer of capacity {int(state['capacity'])}, this one has "
+                f"{self.max_size}"
+            )
+        slots = state["slots"]
+        source = self._checked(slots["rows"])
+        empty(directory)
+        index = slots["slot"]
+        where = index.numpy()
+        leaf = slots["leaf"].double().numpy()
+        saved, alpha = float(state["alpha"]), directory.get_float(Word.ALPHA)
+        if saved > 0 and alpha > 0:
+            leaf = leaf ** (alpha / saved)
+        with directory.lock():
+            directory.begin()
+            for tensor, value in zip(directory.tensors, source, strict=True):
+                tensor.index_copy_(0, index, value)
+            words = directory.words
+            directory.tree.set(where, leaf)
+            directory.versions[where] = np.maximum(
+                directory.versions[where] + 1, slots["version"].numpy()
+            )
+            words[Word.LENGTH] = where.size
+            cursor = max(int(words[Word.CURSOR]), int(state["cursor"]))
+            words[Word.CURSOR] = cursor + (int(state["cursor"]) - cursor) % self.max_size
+            full = where.size and int(where.max()) + 1 == self.max_size
+            words[Word.BASE] = words[Word.CURSOR] - (
+                self.max_size if full else int(words[Word.CURSOR]) % self.max_size
+            )
+            words[Word.WRITE_COUNT] = int(state["write_count"])
+            directory.set_float(Word.MAX_PRIORITY, float(state["max_priority"]))
+            words[Word.MAX_SLOT] = -1
+            directory.commit()
+
+    def dumps(self, path: str | os.PathLike[str]) -> None:
+        """Write :meth:`snapshot` to a folder, as memory-mapped tensors and JSON."""
+        if self.initialized:
+            self.snapshot().memmap(os.fspath(path), copy_existing=True)
+        else:
+            os.makedirs(path, exist_ok=True)
+
+    def loads(self, path: str | os.PathLike[str]) -> None:
+        """:meth:`restore` what :meth:`dumps` wrote."""
+        if os.path.exists(os.path.join(path, "meta.json")):
+            self.restore(TensorDict.load_memmap(os.fspath(path)))
+        else:
+            self.empty()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"snapshot": self.snapshot() if self.initialized else None}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        snapshot = state_dict["snapshot"]
+        if snapshot is None:
+            self.empty()
+        else:
+            self.restore(snapshot)
+
+    # --- moving between processes ------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        directory = self._directory
+        return {
+            "max_size": self.max_size,
+            "scratch_dir": self.scratch_dir,
+            "job_id": directory.job_id,
+            "timeout_s": directory.timeout_s,
+            "attached": self._attached_entities_list,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        attached = state.pop("attached")
+        self._attach(**state, resume=False, keep=False)
+        self._attached_entities_list = attached
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(len={len(self)}, max_size={self.max_size}, "
+            f"scratch_dir={self.scratch_dir!r})"
+        )

@@ -1,0 +1,166 @@
+"""A sum and minimum tree over plain NumPy arrays, updated and drawn from in batches.
+
+The law is proportional prioritization (Schaul et al. 2016, "Prioritized Experience Replay",
+eq. 1): slot ``i`` is drawn with probability ``leaf[i] / sum(leaf)``, where the caller stores
+``leaf = (priority + eps) ** alpha``. A leaf of 0 is never drawn and is left out of the minimum.
+
+Every node has 32 children. Three decisions carry the speed and the safety:
+
+- *Lazy*: a write stores leaves and marks their blocks; :meth:`PriorityTree.refresh`, called
+  before a draw, recomputes the marked blocks and their ancestors once, however many writes fell
+  into them.
+- *Recomputed, never adjusted*: a parent is the sum of its children, so no rounding error builds
+  up however long the job runs.
+- *Marks first, cleared last*: a process killed anywhere in here leaves the marks of whatever is
+  unfinished, and the next refresh completes it.
+
+The arrays may lie in shared memory; the caller holds the lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+FANOUT = 32
+_SHIFT = 5
+_TOP_SIZE = 1024  # a level of at most this many nodes is scanned by one cumulative sum
+
+
+def level_sizes(capacity: int) -> list[int]:
+    """Nodes per level, leaves first, each but the top padded to whole blocks of 32."""
+    sizes = [-(-capacity // FANOUT) * FANOUT]
+    while sizes[-1] > _TOP_SIZE or len(sizes) == 1:
+        nodes = sizes[-1] // FANOUT
+        sizes.append(nodes if nodes <= _TOP_SIZE else -(-nodes // FANOUT) * FANOUT)
+    return sizes
+
+
+def tree_bytes(capacity: int) -> int:
+    """Bytes of the buffer that :class:`PriorityTree` needs."""
+    sizes = level_sizes(capacity)
+    return 8 * (sizes[0] + 2 * sum(sizes[1:])) + _mark_bytes(sizes)
+
+
+def _mark_bytes(sizes: list[int]) -> int:
+    return -(-sizes[1] // 8) * 8
+
+
+class PriorityTree:
+    """The tree over ``capacity`` slots, in a zeroed byte buffer that may be shared memory.
+
+    Args:
+        capacity: number of slots.
+        buffer: writable buffer of :func:`tree_bytes` bytes; an own one if left out. A buffer
+            that is all zeros is an empty tree.
+    """
+
+    def __init__(self, capacity: int, buffer: memoryview | bytearray | None = None) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity must be at least 1, got {capacity}")
+        self.capacity = capacity
+        sizes = level_sizes(capacity)
+        raw = np.frombuffer(
+            bytearray(tree_bytes(capacity)) if buffer is None else buffer, dtype=np.uint8
+        )
+        self._sums: list[np.ndarray] = []
+        self._minima: list[np.ndarray | None] = []
+        offset = 0
+        for level, size in enumerate(sizes):
+            for wanted in (self._sums, self._minima):
+                if level == 0 and wanted is self._minima:
+                    wanted.append(None)  # the leaves serve as their own minima
+                    continue
+                wanted.append(raw[offset : offset + 8 * size].view(np.float64))
+                offset += 8 * size
+        marks = raw[offset : offset + _mark_bytes(sizes)]
+        self._marks = marks[: sizes[0] // FANOUT]
+        self._mark_words = marks.view(np.uint64)
+        self._padded_leaves = self._sums[0]
+        self.leaves: np.ndarray = self._padded_leaves[:capacity]
+        """float64 [capacity]; read freely, write through the methods."""
+
+    # --- writing -----------------------------------------------------------------------------
+
+    def set(self, slots: np.ndarray, values: np.ndarray | float) -> None:
+        """Store leaves at ``slots`` (int64 [n]); of a slot named twice the last value stays."""
+        self._marks[slots >> _SHIFT] = 1
+        self.leaves[slots] = values
+
+    def set_range(self, start: int, stop: int, values: np.ndarray | float) -> None:
+        """Store the leaves ``start`` to ``stop``; one value or ``stop - start`` of them."""
+        self._marks[start >> _SHIFT : ((stop - 1) >> _SHIFT) + 1] = 1
+        self.leaves[start:stop] = values
+
+    def rescale(self, function: Callable[[np.ndarray], np.ndarray]) -> None:
+        """Replace every leaf above 0 by ``function(leaf)``; vectorized, whole tree."""
+        self._marks[:] = 1
+        positive = self.leaves > 0
+        self.leaves[positive] = function(self.leaves[positive])
+
+    def mark_all(self) -> None:
+        """Have the next refresh recompute every node from the leaves."""
+        self._marks[:] = 1
+
+    def refresh(self) -> None:
+        """Recompute what was written since the last call. Cost: the blocks touched."""
+        if not self._mark_words.any():
+            return
+        marked = blocks = np.flatnonzero(self._marks)
+        children = self._padded_leaves.reshape(-1, FANOUT)[blocks]
+        self._sums[1][blocks] = children.sum(1)
+        np.putmask(children, children <= 0, np.inf)
+        self._minima[1][blocks] = children.min(1)
+        for level in range(2, len(self._sums)):
+            blocks = blocks >> _SHIFT
+            blocks = blocks[np.flatnonzero(np.diff(blocks, prepend=-1))]
+            self._sums[level][blocks] = self._sums[level - 1].reshape(-1, FANOUT)[blocks].sum(1)
+            minima = self._minima[level - 1].reshape(-1, FANOUT)[blocks]
+            # padding nodes were never computed: their minimum is still the 0 of a new buffer
+            np.putmask(minima, minima <= 0, np.inf)
+            self._minima[level][blocks] = minima.min(1)
+        self._marks[marked] = 0
+
+    # --- reading (after refresh) -------------------------------------------------------------
+
+    @property
+    def total(self) -> float:
+        """Sum of all leaves."""
+        return float(self._sums[-1].sum())
+
+    @property
+    def minimum(self) -> float:
+        """Smallest leaf above 0; ``inf`` if there is none."""
+        minima = self._minima[-1]
+        positive = minima[minima > 0]
+        return float(positive.min()) if positive.size else float("inf")
+
+    def draw(self, uniforms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Slots at the given quantiles.
+
+        Args:
+            uniforms: float64 [n] in [0, 1).
+
+        Returns:
+            ``(slots, leaves)``, int64 [n] and float64 [n]. A leaf of 0 in the answer (rounding
+            at the edge of a node, about one draw in 1e15) is to be drawn again.
+
+        Raises:
+            ValueError: if all leaves are 0.
+        """
+        cumulative = np.cumsum(self._sums[-1])
+        if not cumulative[-1] > 0:
+            raise ValueError("cannot draw: no leaf is above 0")
+        mass = uniforms * cumulative[-1]
+        node = np.minimum(np.searchsorted(cumulative, mass, side="right"), cumulative.size - 1)
+        mass -= cumulative[node] - self._sums[-1][node]
+        row = np.arange(node.size)
+        for level in range(len(self._sums) - 2, -1, -1):
+            children = self._sums[level].reshape(-1, FANOUT)[node]
+            running = np.cumsum(children, axis=1)
+            child = np.minimum((running <= mass[:, None]).sum(1), FANOUT - 1)
+            mass -= running[row, child] - children[row, child]
+            node = (node << _SHIFT) + child
+        slots = np.minimum(node, self.capacity - 1)
+        return slots, self.leaves[slots]

@@ -1,0 +1,121 @@
+"""The writer that many processes share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torchrl.data.replay_buffers.storages import Storage
+from torchrl.data.replay_buffers.writers import Writer
+
+from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.replay import _torchrl
+from torchrl_dist.replay.directory import Word
+from torchrl_dist.replay.storage import SharedMemmapStorage
+
+
+class SharedCursorWriter(Writer):
+    """Round-robin writer whose cursor, length and generations belong to the storage's directory.
+
+    Takes the place of ``TensorDictRoundRobinWriter``: every process that writes through one gets
+    slots of its own, and rows appear to readers whole or not at all. Samples carry
+    ``"index_generation"``, so that a late priority for a slot that was reused meanwhile can be
+    told apart.
+
+    An extend of more than ``max_size`` rows keeps the last ``max_size``; the index of the others
+    is -1. The batch itself is not changed, but for the ``"index"`` that
+    ``TensorDictReplayBuffer`` sets.
+
+    Raises:
+        ConfigurationError: if the storage is not a :class:`SharedMemmapStorage`, or rows do not
+            match the buffer's.
+    """
+
+    tracks_generations = True
+
+    def __init__(self) -> None:
+        super().__init__(compilable=False)
+
+    def register_storage(self, storage: Storage) -> None:
+        if not isinstance(storage, SharedMemmapStorage):
+            raise ConfigurationError(
+                f"SharedCursorWriter writes to a SharedMemmapStorage, got "
+                f"{type(storage).__name__}; build the buffer with "
+                "storage=SharedMemmapStorage(capacity, scratch_dir=...)"
+            )
+        super().register_storage(storage)
+        for buffer in _torchrl.buffers_over(storage):
+            attach = getattr(_torchrl.sampler_of(buffer), "attach", None)
+            if attach is not None:
+                attach(storage)
+
+    def extend(self, data: Sequence) -> torch.Tensor:
+        if isinstance(data, (list, tuple)):
+            data = torch.stack(list(data))
+        if not len(data):
+            raise ConfigurationError("extend needs at least one row, got an empty batch")
+        index, generation = self._storage.append(data)
+        self._announce(index, generation)
+        return index
+
+    def add(self, data: TensorDictBase) -> torch.Tensor:
+        return self.extend(data.unsqueeze(0)).squeeze(0)
+
+    def write_at(self, index: int | torch.Tensor, data: Any) -> torch.Tensor:
+        """Replace the rows at given slots without moving the cursor."""
+        slots = torch.as_tensor(index, dtype=torch.int64)
+        if slots.ndim == 0:
+            data = data.unsqueeze(0)
+        generation = self._storage.write_at(slots.reshape(-1), data)
+        self._announce(slots.reshape(-1), generation)
+        return slots
+
+    def _announce(self, index: torch.Tensor, generation: torch.Tensor) -> None:
+        """Tell the samplers of this process's buffers over the storage what was written."""
+        for buffer in _torchrl.buffers_over(self._storage):
+            note_written = getattr(_torchrl.sampler_of(buffer), "note_written", None)
+            if note_written is not None:
+                note_written(index, generation)  # publishing set the priorities already
+            else:
+                buffer.mark_update(index)
+
+    def generations_of(self, index: int | torch.Tensor) -> torch.Tensor:
+        """How often each slot was written, over all processes; -1 where no row is published."""
+        handed = self._storage.handed_generation(index)
+        if handed is not None:
+            return handed
+        index = torch.as_tensor(index)
+        versions = torch.from_numpy(self._storage.directory.versions)[index.cpu().long()]
+        stamps = torch.where((versions & 1 == 0) & (versions > 0), versions // 2, -1)
+        return stamps.to(index.device)
+
+    @property
+    def _write_count(self) -> int:
+        return int(self._storage.directory.words[Word.WRITE_COUNT])
+
+    @property
+    def _cursor(self) -> int:
+        return int(self._storage.directory.words[Word.CURSOR]) % self._storage.max_size
+
+    def _empty(self, empty_write_count: bool = True) -> None:
+        self._storage.empty(reset_write_count=empty_write_count)
+
+    # The cursor belongs to the directory: the storage saves and restores it.
+
+    def dumps(self, path: str | Path) -> None:
+        Path(path).mkdir(parents=True, exist_ok=True)
+
+    def loads(self, path: str | Path) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
