@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor, is_tensor_collection
 
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.directory import LeafSpec, RowSpec
@@ -34,7 +34,7 @@ def leaves_of(data: TensorDictBase) -> dict[tuple[str, ...], torch.Tensor]:
             "TensorDict"
         )
     leaves = {}
-    for key, value in data.items(include_nested=True, leaves_only=True):
+    for key, value in data.items(True, True, is_leaf=is_leaf_nontensor):
         path = _path(key)
         if path in SAMPLING_KEYS:
             continue

@@ -1,0 +1,454 @@
+"""One process: the shared parts inside a stock TensorDictReplayBuffer."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+
+from torchrl_dist.errors import ConfigurationError, DirectoryError
+from torchrl_dist.replay import (
+    SharedCursorWriter,
+    SharedMemmapStorage,
+    SharedPrioritizedSampler,
+    SharedRandomSampler,
+    anneal_beta,
+)
+from torchrl_dist.replay.directory import Word
+
+from .conftest import make_rows
+
+
+def assert_whole(batch: TensorDict) -> None:
+    value = batch["id"].double()
+    assert (batch["obs"] == value[:, None]).all()
+    assert (batch["next", "obs"] == value[:, None] + 0.5).all()
+
+
+# --- writing and reading -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("uniform", [False, True])
+def test_rows_come_back_whole_with_index_and_generation(make_buffer, uniform) -> None:
+    rb = make_buffer(64, uniform=uniform)
+    index = rb.extend(make_rows(range(40)))
+    assert index.tolist() == list(range(40)) and len(rb) == 40
+    batch = rb.sample(256)
+    assert_whole(batch)
+    assert (batch["id"] == batch["index"]).all()
+    assert (batch["index_generation"] == 1).all()
+    assert_whole(rb[:])
+    assert rb[3]["id"] == 3
+
+
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 200])
+def test_the_last_capacity_rows_of_an_extend_remain(make_buffer, rows) -> None:
+    rb = make_buffer(64)
+    index = rb.extend(make_rows(range(rows)))
+    kept = range(max(0, rows - 64), rows)
+    assert len(rb) == len(kept)
+    assert (index[: -len(kept)] == -1).all()
+    assert sorted(rb[:]["id"].tolist()) == list(kept)
+    assert (rb.storage.get(index[-len(kept) :])["id"] == torch.tensor(list(kept))).all()
+
+
+def test_the_ring_wraps_like_torchrls(make_buffer) -> None:
+    rb = make_buffer(20)
+    peer = TensorDictReplayBuffer(storage=LazyTensorStorage(20), batch_size=4)
+    for start in range(0, 130, 13):
+        rb.extend(make_rows(range(start, start + 13)))
+        peer.extend(make_rows(range(start, start + 13)))
+        assert rb[:]["id"].tolist() == peer[:]["id"].tolist()
+    assert rb.write_count == peer.write_count == 130
+
+
+def test_add_and_in_place_writes_advance_the_generation(make_buffer) -> None:
+    rb = make_buffer(16)
+    rb.extend(make_rows(range(16)))
+    assert int(rb.add(make_rows([100])[0])) == 0
+    assert rb.writer.generations_of(torch.arange(3)).tolist() == [2, 1, 1]
+    rb.storage[torch.tensor([5, 1, 5])] = make_rows([50, 51, 52])
+    assert rb.writer.generations_of(torch.tensor([1, 5])).tolist() == [2, 2]
+    assert rb[5]["id"] == 52 and rb[1]["id"] == 51 and len(rb) == 16
+    rb.storage[7] = make_rows([70])[0]
+    assert rb[7]["id"] == 70
+    assert rb.writer.generations_of(torch.tensor([7, 8])).tolist() == [2, 1]
+    assert_whole(rb[:])
+
+
+def test_a_generation_is_the_one_of_the_copied_row_even_if_its_slot_is_reused_at_once(
+    make_buffer, monkeypatch
+) -> None:
+    rb = make_buffer(8, batch_size=4)
+    rb.extend(make_rows(range(8)))
+    hand_over = rb.storage.hand_over
+
+    def reuse_every_slot(index, generation, leaves):
+        hand_over(index, generation, leaves)
+        rb.storage.append(make_rows(range(100, 108)))
+
+    monkeypatch.setattr(rb.storage, "hand_over", reuse_every_slot)
+    batch = rb.sample()
+    assert (batch["id"] < 8).all() and (batch["index_generation"] == 1).all()
+
+
+def test_empty_drops_rows_but_never_lets_old_handles_look_fresh(make_buffer) -> None:
+    rb = make_buffer(16)
+    rb.extend(make_rows(range(10)))
+    old = rb.sample()
+    rb.empty()
+    assert len(rb) == 0 and rb.write_count == 0
+    with pytest.raises(RuntimeError, match="empty"):
+        rb.sample()
+    assert rb.extend(make_rows(range(20, 26))).tolist() == list(range(6))
+    assert len(rb) == 6
+    old["td_error"] = torch.full((16,), 1e6)
+    rb.update_tensordict_priority(old)
+    assert rb.storage.directory.counters["stale_updates"] == 16
+
+
+def test_prefetch_transforms_and_iteration_work(make_buffer) -> None:
+    rb = make_buffer(64, prefetch=3)
+    rb.append_transform(lambda td: td.set("double", td["id"] * 2))
+    rb.extend(make_rows(range(64)))
+    for _, batch in zip(range(20), rb, strict=False):
+        assert_whole(batch)
+        assert (batch["double"] == 2 * batch["id"]).all()
+
+
+def test_a_plain_replay_buffer_gets_index_and_weights_as_info(folder: Path) -> None:
+    storage = SharedMemmapStorage(32, scratch_dir=folder, job_id="test")
+    rb = ReplayBuffer(
+        storage=storage,
+        sampler=SharedPrioritizedSampler(32, 0.6, 0.4),
+        writer=SharedCursorWriter(),
+        batch_size=8,
+    )
+    rb.extend(make_rows(range(32)))
+    batch, info = rb.sample(return_info=True)
+    assert (batch["id"] == info["index"]).all()
+    assert info["priority_weight"].shape == (8,)
+    storage.close()
+
+
+# --- priorities ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+def test_law_and_weights_are_those_of_the_paper(make_buffer, alpha, beta) -> None:
+    capacity = 50
+    rb = make_buffer(capacity, alpha=alpha, beta=beta)
+    rb.extend(make_rows(range(120)))
+    priority = np.random.default_rng(0).exponential(size=capacity)
+    rb.update_priority(torch.arange(capacity), torch.from_numpy(priority))
+    p = (priority + 1e-8) ** alpha
+    law = p / p.sum()
+    counts = np.zeros(capacity)
+    for _ in range(40):
+        batch = rb.sample(1000)
+        slots = batch["index"].numpy()
+        counts += np.bincount(slots, minlength=capacity)
+        expected = (capacity * law[slots]) ** -beta / ((capacity * law.min()) ** -beta)
+        np.testing.assert_allclose(batch["priority_weight"].numpy(), expected, rtol=1e-5)
+    assert chisquare(counts, law * counts.sum()).pvalue > 1e-4
+
+
+def test_new_rows_get_the_largest_priority_seen(make_buffer) -> None:
+    rb = make_buffer(8, alpha=1.0)
+    rb.extend(make_rows(range(4)))
+    rb.update_priority(torch.tensor([0]), torch.tensor([5.0]))
+    rb.update_priority(torch.tensor([0]), torch.tensor([2.0]))
+    rb.extend(make_rows(range(4, 6)))
+    assert rb.sampler.default_priority == 5.0
+    np.testing.assert_allclose(
+        rb.storage.directory.tree.leaves, [2, 1, 1, 1, 5, 5, 0, 0], atol=1e-6
+    )
+
+
+def test_the_largest_priority_within_the_buffer_follows_the_rows(folder: Path) -> None:
+    storage = SharedMemmapStorage(8, scratch_dir=folder, job_id="test")
+    rb = TensorDictReplayBuffer(
+        storage=storage,
+        sampler=SharedPrioritizedSampler(8, 1.0, 0.4, max_priority_within_buffer=True),
+        writer=SharedCursorWriter(),
+        batch_size=4,
+    )
+    rb.extend(make_rows(range(8)))
+    rb.update_priority(torch.arange(8), torch.tensor([9.0, 4, 1, 1, 1, 1, 1, 1]))
+    assert rb.sampler.default_priority == 9
+    rb.update_priority(torch.tensor([0]), torch.tensor([2.0]))
+    assert rb.sampler.default_priority == pytest.approx(4, abs=1e-6)
+    storage.close()
+
+
+def test_rows_with_a_priority_key_are_extended_with_that_priority(make_buffer) -> None:
+    rb = make_buffer(8, alpha=1.0)
+    rows = make_rows(range(4))
+    rows["td_error"] = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    rb.extend(rows)
+    np.testing.assert_allclose(rb.storage.directory.tree.leaves[:4], [1, 2, 3, 4], atol=1e-6)
+    assert rb.storage.directory.counters["unverified_updates"] == 0
+
+
+@pytest.mark.parametrize("through", ["batch", "clone", "plain index"])
+def test_late_priority_for_a_recycled_slot_is_dropped(make_buffer, through) -> None:
+    rb = make_buffer(16, alpha=1.0)
+    rb.extend(make_rows(range(16)))
+    batch = rb.sample(8)
+    rb.extend(make_rows(range(16, 32)))  # every slot is reused
+    batch["td_error"] = torch.full((8,), 100.0)
+    if through == "plain index":
+        rb.update_priority(batch["index"].clone(), batch["td_error"])
+    else:
+        rb.update_tensordict_priority(batch.clone() if through == "clone" else batch)
+    assert rb.storage.directory.counters["stale_updates"] == 8
+    np.testing.assert_allclose(rb.storage.directory.tree.leaves, 1.0, atol=1e-6)
+
+
+def test_an_unknown_index_is_applied_and_counted_and_minus_one_is_skipped(make_buffer) -> None:
+    rb = make_buffer(16, alpha=1.0)
+    rb.extend(make_rows(range(8)))
+    rb.update_priority(torch.tensor([2, -1, 12]), torch.tensor([3.0, 4.0, 5.0]))
+    leaves = rb.storage.directory.tree.leaves
+    np.testing.assert_allclose(leaves[[2, 7, 12]], [3, 1, 0], atol=1e-6)
+    assert rb.storage.directory.counters["unverified_updates"] == 2
+
+
+def test_bad_priorities_change_nothing(make_buffer) -> None:
+    rb = make_buffer(16)
+    rb.extend(make_rows(range(8)))
+    before = rb.storage.directory.tree.leaves.copy()
+    for bad in (float("nan"), float("inf"), -1.0):
+        with pytest.raises(ConfigurationError, match="finite"):
+            rb.update_priority(torch.arange(3), torch.tensor([1.0, bad, 2.0]))
+    with pytest.raises(ConfigurationError, match="priorities"):
+        rb.update_priority(torch.arange(3), torch.tensor([1.0, 2.0]))
+    assert (rb.storage.directory.tree.leaves == before).all()
+
+
+def test_building_another_buffer_over_the_rows_keeps_all_priorities(make_buffer) -> None:
+    rb = make_buffer(16)
+    rb.extend(make_rows(range(16)))
+    rb.update_priority(torch.arange(16), torch.arange(1.0, 17.0))
+    before = rb.storage.directory.tree.leaves.copy()
+    late = make_buffer(16)
+    assert len(late) == 16
+    assert (late.storage.directory.tree.leaves == before).all()
+    late.update_priority(torch.arange(16), torch.full((16,), 2.0))  # afterwards it counts
+    assert (late.storage.directory.tree.leaves != before).any()
+
+
+def test_changing_alpha_changes_the_tree_for_every_sampler(make_buffer) -> None:
+    rb, other = make_buffer(8, alpha=1.0), make_buffer(8, alpha=1.0)
+    rb.extend(make_rows(range(8)))
+    rb.update_priority(torch.arange(8), torch.arange(1.0, 9.0))
+    rb.sampler.alpha = 0.5
+    assert other.sampler.alpha == 0.5
+    np.testing.assert_allclose(
+        other.storage.directory.tree.leaves, np.arange(1, 9) ** 0.5, rtol=1e-6
+    )
+    with pytest.raises(ConfigurationError, match="alpha"):
+        make_buffer(8, alpha=1.0)
+
+
+def test_beta_is_annealed_by_the_jobs_step(make_buffer) -> None:
+    rb = make_buffer(8)
+    assert anneal_beta(rb.sampler, 0, steps=100) == 0.4
+    assert anneal_beta(rb.sampler, 50, steps=100) == pytest.approx(0.7)
+    assert anneal_beta(rb.sampler, 50, steps=100) == pytest.approx(0.7)
+    assert anneal_beta(rb.sampler, 500, steps=100) == rb.sampler.beta == 1.0
+
+
+def test_ranks_with_equal_seeds_draw_different_batches(make_buffer) -> None:
+    torch.manual_seed(0)
+    np.random.seed(0)
+    one = make_buffer(64)
+    one.extend(make_rows(range(64)))
+    first = one.sample(64)["index"]
+    torch.manual_seed(0)
+    np.random.seed(0)
+    assert (make_buffer(64).sample(64)["index"] != first).any()
+    draws = []
+    for _ in range(2):  # but a generator that the user sets is obeyed
+        one.set_rng(torch.Generator().manual_seed(7))
+        draws.append(one.sample(64)["index"])
+    assert (draws[0] == draws[1]).all()
+
+
+# --- bad input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda td: td.exclude("obs"), "missing 'obs'"),
+        (lambda td: td.set("extra", torch.zeros(4)), "unknown 'extra'"),
+        (lambda td: td.set("obs", torch.zeros(4, 3)), "'obs' is torch.float32"),
+        (lambda td: td.set("obs", torch.zeros(4, 5).double()), r"\[5\] per row"),
+        (lambda td: td.set_non_tensor("name", "x"), "name"),
+        (lambda td: td[:0], "at least one row"),
+    ],
+)
+def test_rows_that_do_not_match_are_refused_and_harm_nothing(make_buffer, change, message) -> None:
+    rb = make_buffer(16)
+    rb.extend(make_rows(range(8)))
+    before = rb[:].clone()
+    with pytest.raises(ConfigurationError, match=message):
+        rb.extend(change(make_rows(range(4))))
+    assert (rb[:] == before).all() and len(rb) == 8
+    assert rb.extend(make_rows(range(4))).tolist() == [8, 9, 10, 11]
+
+
+def test_parts_that_do_not_fit_together_are_refused(folder: Path, make_buffer) -> None:
+    with pytest.raises(ConfigurationError, match="SharedMemmapStorage"):
+        TensorDictReplayBuffer(storage=LazyTensorStorage(8), writer=SharedCursorWriter())
+    make_buffer(16)
+    with pytest.raises(DirectoryError, match="capacity 16, asked for 32"):
+        make_buffer(32)
+    with pytest.raises(ConfigurationError, match="capacity 8"):
+        TensorDictReplayBuffer(
+            storage=SharedMemmapStorage(16, scratch_dir=folder, job_id="test"),
+            sampler=SharedPrioritizedSampler(8, 0.6, 0.4),
+            writer=SharedCursorWriter(),
+        )
+    with pytest.raises(ConfigurationError, match="ndim"):
+        SharedMemmapStorage(8, scratch_dir=folder, ndim=2)
+    with pytest.raises(ConfigurationError, match="device"):
+        SharedMemmapStorage(8, scratch_dir=folder, device="cuda")
+    with pytest.raises(ConfigurationError, match="alpha"):
+        SharedPrioritizedSampler(8, -1.0, 0.4)
+    with pytest.raises(ConfigurationError, match="capacity"):
+        SharedMemmapStorage(0, scratch_dir=folder)
+
+
+def test_reading_where_nothing_was_written_is_an_error(make_buffer) -> None:
+    rb = make_buffer(8, timeout_s=0.2)
+    with pytest.raises(IndexError, match="nothing was written"):
+        rb.storage[0]
+    rb.extend(make_rows(range(2)))
+    with pytest.raises(IndexError, match="0 .. 1"):
+        rb.storage[5]
+
+
+# --- moving, saving, 64 bit ----------------------------------------------------------------------
+
+
+def test_a_pickled_buffer_attaches_to_the_same_rows(make_buffer) -> None:
+    rb = make_buffer(16)
+    rb.extend(make_rows(range(4)))
+    data = pickle.dumps(rb)
+    assert len(data) < 20_000  # coordinates, not rows
+    copy = pickle.loads(data)
+    copy.extend(make_rows(range(4, 8)))
+    assert len(rb) == 8 and rb[:]["id"].tolist() == list(range(8))
+    assert_whole(copy.sample())
+    copy.storage.close()
+
+
+def test_dumps_and_loads_restore_rows_priorities_and_cursor(make_buffer, tmp_path) -> None:
+    rb = make_buffer(16)
+    rb.extend(make_rows(range(11)))
+    rb.extend(make_rows(range(11, 21)))
+    rb.update_priority(torch.arange(16), torch.arange(1.0, 17.0))
+    rows, leaves = rb[:].clone(), rb.storage.directory.tree.leaves.copy()
+    rb.dumps(tmp_path / "saved")
+    handle = rb.sample()
+    rb.extend(make_rows(range(100, 109)))
+    rb.loads(tmp_path / "saved")
+    assert (rb[:] == rows).all() and len(rb) == 16 and rb.write_count == 21
+    np.testing.assert_allclose(rb.storage.directory.tree.leaves, leaves)
+    assert rb.extend(make_rows([7])).tolist() == [5]
+    handle["td_error"] = torch.ones(16)
+    rb.update_tensordict_priority(handle)
+    assert rb.storage.directory.counters["stale_updates"] == 16
+    state = rb.state_dict()
+    rb.empty()
+    rb.load_state_dict(state)
+    assert len(rb) == 16 and rb[5]["id"] == 7
+
+
+def test_counts_pass_2_to_the_31(make_buffer) -> None:
+    rb = make_buffer(16)
+    words = rb.storage.directory.words
+    start = 2**31 - 8
+    words[Word.CURSOR] = words[Word.BASE] = words[Word.WRITE_COUNT] = start
+    rb.storage.directory.versions[:] = 2**32 + 1
+    for k in range(4):
+        rb.extend(make_rows(range(8 * k, 8 * k + 8)))
+    assert rb.write_count == start + 32 and len(rb) == 16
+    assert sorted(rb[:]["id"].tolist()) == list(range(16, 32))
+    assert (rb.sample()["index_generation"] > 2**31).all()
+
+
+# --- identity and lifetime -----------------------------------------------------------------------
+
+
+def test_the_directory_is_removed_by_the_last_close_unless_kept(folder: Path, make_buffer) -> None:
+    one, two = make_buffer(8), make_buffer(8)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    one.storage.close()
+    one.storage.close()
+    assert folder.exists()
+    two.storage.close()
+    assert not folder.exists()
+    kept = make_buffer(8, keep=True)
+    kept.extend(make_rows(range(3)))
+    kept.storage.close()
+    assert folder.exists()
+    again = make_buffer(8)
+    assert len(again) == 3
+
+
+def test_another_jobs_rows_are_refused_unless_resumed(folder: Path) -> None:
+    def storage(job_id: str, **kwargs) -> SharedMemmapStorage:
+        return SharedMemmapStorage(8, scratch_dir=folder, job_id=job_id, keep=True, **kwargs)
+
+    first = storage("one")
+    with pytest.raises(DirectoryError, match="open in this process for job 'one'"):
+        storage("two")
+    first.append(make_rows(range(3)))
+    first.close()
+    with pytest.raises(DirectoryError, match="left by job 'one' with 3 rows"):
+        storage("two")
+    second = storage("two", resume=True)
+    assert len(second) == 3
+    second.close()
+
+
+def test_a_full_disk_is_an_error_before_any_row_is_damaged(make_buffer, monkeypatch) -> None:
+    rb = make_buffer(16)
+
+    def no_space(fd: int, offset: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", no_space)
+        with pytest.raises(DirectoryError, match="No space left"):
+            rb.extend(make_rows(range(4)))
+    assert len(rb) == 0 and not (Path(rb.storage.scratch_dir) / "data").exists()
+    rb.extend(make_rows(range(4)))
+    assert len(rb) == 4
+
+
+def test_a_network_file_system_is_refused(folder: Path, monkeypatch) -> None:
+    from torchrl_dist.replay import directory
+
+    monkeypatch.setattr(directory, "_NETWORK_FILE_SYSTEMS", frozenset({"tmpfs"}))
+    with pytest.raises(DirectoryError, match="network file system"):
+        SharedMemmapStorage(8, scratch_dir=folder)
+
+
+def test_a_uniform_sampler_sees_every_row_equally_often(make_buffer) -> None:
+    rb = make_buffer(32, uniform=True)
+    rb.extend(make_rows(range(50)))
+    counts = np.bincount(rb.sample(64_000)["index"], minlength=32)
+    assert chisquare(counts).pvalue > 1e-4
+    assert isinstance(rb.sampler, SharedRandomSampler)
