@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
-from tensordict.nn import TensorDictModule
 from torch import nn
 
 
@@ -80,9 +79,7 @@ class NextStepVector(VectorEnv):
 
 
 def counters(lengths: list[int], mode: AutoresetMode, truncate: bool = False) -> SyncVectorEnv:
-    return SyncVectorEnv(
-        [lambda n=n: Counter(n, truncate) for n in lengths], autoreset_mode=mode
-    )
+    return SyncVectorEnv([lambda n=n: Counter(n, truncate) for n in lengths], autoreset_mode=mode)
 
 
 def mlp(inputs: int, outputs: int, seed: int = 0) -> nn.Module:

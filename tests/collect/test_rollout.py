@@ -10,7 +10,6 @@ from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
-from tests.collect.envs import Counter, EpisodeSeeds, NextStepVector, counters, mlp
 from torch import nn
 from torch.distributions import Normal
 from torchrl.collectors import Collector
@@ -19,6 +18,7 @@ from torchrl.envs import GymEnv, GymWrapper, SerialEnv
 from torchrl.envs.utils import ExplorationType
 from torchrl.modules import NormalParamExtractor, ProbabilisticActor, QValueActor
 
+from tests.collect.envs import Counter, EpisodeSeeds, NextStepVector, counters, mlp
 from torchrl_dist.collect.fast_policy import fast_policy
 from torchrl_dist.collect.rollout import Episodes, make_rollout
 from torchrl_dist.errors import ConfigurationError
@@ -71,7 +71,9 @@ class TestDataEqualTorchRLs:
         firsts = iter((0, 1000, 2000))
         ours = collect(lambda: seeded("CartPole-v1", next(firsts)), policy, 300, num_envs=3)
         theirs = torchrl_data(
-            SerialEnv(3, [lambda i=i: GymWrapper(seeded("CartPole-v1", 1000 * i)) for i in range(3)]),
+            SerialEnv(
+                3, [lambda i=i: GymWrapper(seeded("CartPole-v1", 1000 * i)) for i in range(3)]
+            ),
             policy,
             300,
         )
@@ -184,9 +186,7 @@ class TestVectorEnvs:
     ) -> None:
         lengths = [3, 5, 1, 4]
         got = collect(lambda: CASES[case](lengths, truncate), None, 4 * 7, batches=3)
-        singles = [
-            collect(lambda n=n: Counter(n, truncate), None, 7, batches=3) for n in lengths
-        ]
+        singles = [collect(lambda n=n: Counter(n, truncate), None, 7, batches=3) for n in lengths]
         assert_equal_data(got.exclude("action"), torch.cat(singles, 0).exclude("action"))
 
     @pytest.mark.parametrize("shared_memory", [True, False])
@@ -346,6 +346,4 @@ def test_an_unsupported_space_is_refused_with_advice() -> None:
 
 def test_a_vector_env_of_another_size_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="num_envs=3"):
-        make_rollout(
-            lambda: counters([2, 2], AutoresetMode.SAME_STEP), None, frames=5, num_envs=3
-        )
+        make_rollout(lambda: counters([2, 2], AutoresetMode.SAME_STEP), None, frames=5, num_envs=3)

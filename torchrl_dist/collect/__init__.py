@@ -1,0 +1,10 @@
+"""Collecting experience with many processes: workers that step envs, and who waits for whom."""
+
+from __future__ import annotations
+
+from torchrl_dist.collect.collector import RPCBatchedCollector
+from torchrl_dist.collect.readiness import FirstReady, WaitAll
+from torchrl_dist.collect.report import CollectReport
+from torchrl_dist.collect.worker import RolloutWorker
+
+__all__ = ["CollectReport", "FirstReady", "RPCBatchedCollector", "RolloutWorker", "WaitAll"]

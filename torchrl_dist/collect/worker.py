@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -112,7 +112,7 @@ class RolloutWorker:
     """Runs rollouts on request, one at a time; calls from several threads wait for each other.
 
     Raises:
-        ConfigurationError: both or neither the policy and the env can work together, see
+        ConfigurationError: the env cannot be used, see
             :func:`~torchrl_dist.collect.rollout.make_rollout`.
     """
 
@@ -224,9 +224,12 @@ class RolloutWorker:
                 rollout = self._rollout.run(self.steps if steps is None else steps)
             except RolloutStopped:
                 return None, RolloutStats(index, 0)
-            returns, lengths = self._stamp(rollout)
-            if num_envs is not None:
-                rollout = rollout[:num_envs]
+            kept = self.num_envs if num_envs is None else num_envs
+            returns, lengths = self._stamp(rollout, kept)
+            if kept < self.num_envs:
+                rollout = rollout[:kept]
+                # Should there be a next rollout, the other envs have a gap here: new trajectories.
+                self._episodes.restart()
             stepped = time.perf_counter()
             versions = rollout.get("policy_version")
             data, size_bytes = self._deliver(rollout)
@@ -242,11 +245,13 @@ class RolloutWorker:
                 size_bytes,
             )
 
-    def _stamp(self, rollout: TensorDict) -> tuple[list[float], list[int]]:
+    def _stamp(self, rollout: TensorDict, kept: int) -> tuple[list[float], list[int]]:
         shape = rollout.shape
         reward, done = rollout.get(("next", "reward")), rollout.get(("next", "done"))
+        ended = done.reshape(*shape, -1).any(-1).numpy()
+        ended[kept:] = False
         ids, returns, lengths = self._episodes.advance(
-            reward.reshape(*shape, -1).sum(-1).numpy(), done.reshape(*shape, -1).any(-1).numpy()
+            reward.reshape(*shape, -1).sum(-1).numpy(), ended
         )
         collector = {
             "traj_ids": torch.from_numpy(ids.copy()),
@@ -281,6 +286,9 @@ class RolloutWorker:
             if not self._closed:
                 self._closed = True
                 self._rollout.close()
+                # The session keeps this object until it ends; what it refers to may go.
+                self._postproc = self.policy = None
+                self.config = replace(self.config, replay_buffer=None, policy=None, postproc=None)
         finally:
             self._lock.release()
 

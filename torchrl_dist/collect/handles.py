@@ -1,0 +1,70 @@
+"""A worker of this process behind the same two verbs as one in another process."""
+
+from __future__ import annotations
+
+import socket
+import traceback
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from torchrl_dist.collect.worker import RolloutWorker, WorkerConfig
+from torchrl_dist.errors import RemoteError
+from torchrl_dist.runtime.pool import DaemonPool
+
+
+class Handle(Protocol):
+    """What the collector needs of ``torchrl_dist.runtime.Remote``."""
+
+    def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
+        """Block for the method's result."""
+
+    def submit(
+        self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any
+    ) -> Future:
+        """The same, without blocking."""
+
+
+class LocalHandle:
+    """A worker in this process: its rollouts run in one thread, other calls in the caller's."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._worker = RolloutWorker(config)
+        self._pool = DaemonPool(1, "torchrl_dist-rollout")
+
+    def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
+        """Run it here and now; a deadline has no meaning for it.
+
+        Raises:
+            RemoteError: the method raised; its exception is the cause.
+        """
+        try:
+            return getattr(self._worker, method)(*args, **kwargs)
+        except Exception as error:
+            raise RemoteError(
+                f"{type(error).__name__}: {error}",
+                peer="this process",
+                host=socket.gethostname(),
+                remote_traceback=traceback.format_exc(),
+            ) from error
+
+    def submit(
+        self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any
+    ) -> Future:
+        future: Future = Future()
+        future.set_running_or_notify_cancel()
+
+        def run() -> None:
+            try:
+                result = self.call(method, *args, **kwargs)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        if method == "collect":
+            self._pool.submit(run)
+        else:
+            run()
+            if method == "close":
+                self._pool.close()
+        return future
