@@ -46,7 +46,12 @@ def make_buffer(folder: Path) -> Iterator[Callable[..., TensorDictReplayBuffer]]
     built: list[TensorDictReplayBuffer] = []
 
     def make(
-        capacity: int = 64, *, uniform: bool = False, alpha: float = 0.6, beta: float = 0.4, **kwargs
+        capacity: int = 64,
+        *,
+        uniform: bool = False,
+        alpha: float = 0.6,
+        beta: float = 0.4,
+        **kwargs,
     ) -> TensorDictReplayBuffer:
         storage_arguments = {
             name: kwargs.pop(name) for name in ("resume", "keep", "timeout_s") if name in kwargs

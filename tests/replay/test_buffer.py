@@ -13,6 +13,7 @@ from scipy.stats import chisquare
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 
+from tests.replay.conftest import make_rows
 from torchrl_dist.errors import ConfigurationError, DirectoryError
 from torchrl_dist.replay import (
     SharedCursorWriter,
@@ -22,8 +23,6 @@ from torchrl_dist.replay import (
     anneal_beta,
 )
 from torchrl_dist.replay.directory import Word
-
-from .conftest import make_rows
 
 
 def assert_whole(batch: TensorDict) -> None:

@@ -39,9 +39,7 @@ def slots(first: int, count: int, capacity: int) -> set[int]:
 
 @given(capacities, st.data())
 def test_overlap_means_a_common_slot(capacity: int, data) -> None:
-    a, b = (
-        (data.draw(st.integers(0, 100)), data.draw(st.integers(1, capacity))) for _ in range(2)
-    )
+    a, b = ((data.draw(st.integers(0, 100)), data.draw(st.integers(1, capacity))) for _ in range(2))
     assert overlaps(*a, *b, capacity) == bool(slots(*a, capacity) & slots(*b, capacity))
 
 

@@ -1,0 +1,475 @@
+"""Several processes on one replay directory: exact under load, safe under kill -9 and SIGSTOP."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import LazyMemmapStorage, TensorDictReplayBuffer
+
+from tests.replay.conftest import make_rows
+from tests.spawn import spawn
+from torchrl_dist.errors import DeadlineError, DirectoryError
+from torchrl_dist.replay import (
+    SharedCursorWriter,
+    SharedMemmapStorage,
+    SharedPrioritizedSampler,
+    SharedRandomSampler,
+)
+from torchrl_dist.replay import cursor as cursor_module
+from torchrl_dist.replay.directory import Word
+
+_FORK = multiprocessing.get_context("fork")
+
+
+def attach(folder: Path, capacity: int, *, uniform: bool = False, **kwargs: Any):
+    return TensorDictReplayBuffer(
+        storage=SharedMemmapStorage(
+            capacity, scratch_dir=folder, job_id="test", keep=True, **kwargs
+        ),
+        sampler=SharedRandomSampler() if uniform else SharedPrioritizedSampler(capacity, 0.6, 0.4),
+        writer=SharedCursorWriter(),
+        batch_size=64,
+        priority_key="td_error",
+    )
+
+
+@contextlib.contextmanager
+def child(target: Callable[..., Any], *args: Any) -> Iterator[multiprocessing.Process]:
+    def run() -> None:
+        torch.set_num_threads(1)
+        target(*args)
+
+    process = _FORK.Process(target=run, daemon=True)
+    process.start()
+    try:
+        yield process
+    finally:
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGCONT)
+            process.kill()
+        process.join(10)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.01)
+
+
+def torn(batch: TensorDict) -> int:
+    value = batch["id"].double()[:, None]
+    ok = (batch["obs"] == value).all(1) & (batch["next", "obs"] == value + 0.5).all(1)
+    return int((~ok).sum())
+
+
+def assert_consistent(rb: TensorDictReplayBuffer) -> None:
+    """Sums equal leaves, leaves belong to published rows, the length is their number."""
+    directory = rb.storage.directory
+    with directory.lock():
+        directory.tree.refresh()
+        versions = directory.versions
+        published = (versions & 1 == 0) & (versions > 0)
+        assert ((directory.tree.leaves > 0) == published).all()
+        assert directory.length == published.sum()
+        assert directory.tree.total == pytest.approx(directory.tree.leaves.sum())
+    assert torn(rb[:]) == 0
+
+
+# --- pytorch/rl#1397 -----------------------------------------------------------------------------
+
+
+@spawn(nproc=4, timeout_s=90)
+def test_four_ranks_that_extend_2500_rows_each_see_10000_rows(tmp_path: Path) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    if rank == 3:  # joins late: the others have written and set priorities by then
+        dist.barrier()
+    rb = TensorDictReplayBuffer(
+        storage=SharedMemmapStorage(20_000, scratch_dir=tmp_path / "replay"),
+        sampler=SharedPrioritizedSampler(20_000, alpha=0.6, beta=0.4),
+        writer=SharedCursorWriter(),
+        batch_size=32,
+    )
+    if rank < 3:
+        written = [
+            rb.extend(make_rows(range(at, at + 50)))
+            for at in range(2500 * rank, 2500 * (rank + 1), 50)
+        ]
+        index = torch.cat(written)
+        rb.update_priority(index, 1.0 + rb[index]["id"].double())
+        dist.barrier()
+    else:
+        assert len(rb) == 7500
+        for at in range(7500, 10_000, 50):
+            index = rb.extend(make_rows(range(at, at + 50)))
+            rb.update_priority(index, torch.arange(at, at + 50).double() + 1)
+    dist.barrier()
+    assert len(rb) == 10_000
+    rows = rb[:]
+    assert sorted(rows["id"].tolist()) == list(range(10_000))
+    assert torn(rows) == 0
+    expected = (rows["id"].double().numpy() + 1 + 1e-8) ** 0.6
+    np.testing.assert_allclose(rb.storage.directory.tree.leaves[:10_000], expected, rtol=1e-9)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@spawn(nproc=4, timeout_s=90)
+def test_torchrls_own_parts_show_2500_rows_in_the_same_job(tmp_path: Path) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    rb = TensorDictReplayBuffer(
+        storage=LazyMemmapStorage(20_000, scratch_dir=tmp_path / "replay", existsok=True),
+        batch_size=32,
+    )
+    for turn in range(4):  # one after the other, so that creating the files does not race too
+        if turn == rank:
+            for at in range(2500 * rank, 2500 * (rank + 1), 50):
+                rb.extend(make_rows(range(at, at + 50)))
+        dist.barrier()
+    assert len(rb) == 2500
+    dist.destroy_process_group()
+
+
+# --- concurrency ---------------------------------------------------------------------------------
+
+
+def write_for_ever(folder: Path, capacity: int, batch: int, width: int, first: int) -> None:
+    rb = attach(folder, capacity)
+    while True:
+        rb.extend(make_rows(range(first, first + batch), width))
+        first += batch
+
+
+@pytest.mark.parametrize("uniform", [False, True])
+def test_no_sampled_row_is_torn_while_writers_lap_the_ring(folder: Path, uniform: bool) -> None:
+    capacity, width = 128, 512
+    rb = attach(folder, capacity, uniform=uniform)
+    rb.extend(make_rows(range(capacity), width))
+    bad = seen = 0
+    with (
+        child(write_for_ever, folder, capacity, 8, width, 10**6),
+        child(write_for_ever, folder, capacity, 16, width, 2 * 10**6),
+    ):
+        wait_until(lambda: rb.write_count > 2 * capacity)
+        laps = rb.write_count
+        deadline = time.monotonic() + 4
+        while time.monotonic() < deadline:
+            batch = rb.sample()
+            bad += torn(batch) + torn(rb[torch.arange(0, capacity, 5)]) + torn(rb[:])
+            seen += 64
+            batch["td_error"] = torch.rand(64)
+            rb.update_tensordict_priority(batch)
+        assert rb.write_count > laps + 10 * capacity, "the writers did not disturb the reader"
+    assert bad == 0 and seen > 1000
+    assert rb.storage.directory.counters["reread_rows"] > 0
+    rb.extend(make_rows(range(capacity), width))  # takes over what the killed writers held
+    assert_consistent(rb)
+
+
+def test_torchrls_storage_gives_torn_rows_in_the_same_situation(tmp_path: Path) -> None:
+    def storage() -> LazyMemmapStorage:
+        return LazyMemmapStorage(64, scratch_dir=tmp_path / "peer", existsok=True)
+
+    rb = TensorDictReplayBuffer(storage=storage(), batch_size=64)
+    rb.extend(make_rows(range(64), 4096))
+
+    def write() -> None:
+        for first in range(0, 10**9, 16):
+            rb.extend(make_rows(range(first, first + 16), 4096))
+
+    with child(write):
+        deadline = time.monotonic() + 20
+        bad = 0
+        while not bad and time.monotonic() < deadline:
+            bad += torn(rb.sample())
+    assert bad > 0
+
+
+def test_priorities_stay_exact_under_concurrent_extends_and_updates(folder: Path) -> None:
+    capacity = 4096
+    rb = attach(folder, capacity)
+
+    def work(first: int) -> None:
+        mine = attach(folder, capacity)
+        for at in range(first, first + 3000, 30):
+            mine.extend(make_rows(range(at, at + 30)))
+            batch = mine.sample()
+            batch["td_error"] = torch.rand(64)
+            mine.update_tensordict_priority(batch)
+
+    with contextlib.ExitStack() as stack:
+        workers = [stack.enter_context(child(work, 10_000 * k)) for k in range(3)]
+        for worker in workers:
+            worker.join(60)
+            assert worker.exitcode == 0
+    assert rb.write_count == 9000 and len(rb) == capacity
+    assert_consistent(rb)
+
+
+def test_a_stopped_writer_keeps_its_slots_and_harms_nobody(folder: Path) -> None:
+    capacity = 80
+    rb = attach(folder, capacity, timeout_s=20)
+    rb.extend(make_rows(range(capacity)))
+    reserved = _FORK.Event()
+
+    def write() -> None:
+        mine = attach(folder, capacity)
+        fill = mine.storage._fill
+
+        def stop_between_reserve_and_copy(reservation, *args):
+            reserved.set()
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return fill(reservation, *args)
+
+        mine.storage._fill = stop_between_reserve_and_copy
+        mine.extend(make_rows(range(500, 510)))
+
+    with child(write) as writer:
+        assert reserved.wait(20)
+        wait_until(lambda: open(f"/proc/{writer.pid}/stat").read().split()[2] == "T")
+        assert len(rb) == capacity - 10
+        for lap in range(5):
+            rb.extend(make_rows(range(1000 * lap, 1000 * lap + capacity)))
+        assert len(rb) == capacity - 10
+        assert not (rb[:]["id"] // 10 == 50).any()
+        os.kill(writer.pid, signal.SIGCONT)
+        writer.join(20)
+        assert writer.exitcode == 0
+    assert len(rb) == capacity
+    assert sorted(rb[:10]["id"].tolist()) == list(range(500, 510))
+    assert_consistent(rb)
+
+
+def test_a_forked_buffer_joins_as_a_member_of_its_own(folder: Path) -> None:
+    rb = attach(folder, 64)
+    rb.extend(make_rows(range(8)))
+    parent = rb.storage.directory.member
+
+    def use_inherited() -> None:
+        rb.extend(make_rows(range(8, 16)))
+        assert rb.storage.directory.member != parent
+        assert torn(rb.sample()) == 0
+
+    with child(use_inherited) as process:
+        process.join(20)
+        assert process.exitcode == 0
+    assert len(rb) == 16 and rb.storage.directory.is_alive(parent)
+    assert_consistent(rb)
+
+
+def test_a_holder_of_the_lock_that_is_stopped_is_named_at_the_deadline(folder: Path) -> None:
+    rb = attach(folder, 64, timeout_s=0.5)
+    rb.extend(make_rows(range(8)))
+    held = _FORK.Event()
+
+    def hold() -> None:
+        with rb.storage.directory.lock():
+            held.set()
+            time.sleep(60)
+
+    with child(hold) as holder:
+        assert held.wait(20)
+        start = time.monotonic()
+        with pytest.raises(DeadlineError, match=f"process {holder.pid}"):
+            rb.extend(make_rows(range(2)))
+        assert time.monotonic() - start < 5
+        holder.kill()
+        holder.join(10)
+    rb.extend(make_rows(range(2)))
+    assert len(rb) == 10
+    assert_consistent(rb)
+
+
+def test_a_running_job_keeps_others_out(folder: Path) -> None:
+    ready = _FORK.Event()
+
+    def other_job() -> None:
+        SharedMemmapStorage(64, scratch_dir=folder, job_id="other", keep=True)
+        ready.set()
+        time.sleep(60)
+
+    with child(other_job) as process:
+        assert ready.wait(20)
+        with pytest.raises(DirectoryError, match=f"job 'other' .processes .{process.pid}"):
+            SharedMemmapStorage(64, scratch_dir=folder, job_id="test", resume=True)
+
+
+# --- kill -9 -------------------------------------------------------------------------------------
+
+FAULT_POINTS = (
+    "reserve: after begin",
+    "reserve: before commit",
+    "copy",
+    "publish: after begin",
+    "publish: before commit",
+    "update: after begin",
+    "update: before commit",
+    "tree refresh",
+)
+
+
+def die_at(point: str, rb: TensorDictReplayBuffer) -> None:
+    """Arrange that this process kills itself at a point inside the protocol."""
+    directory = rb.storage.directory
+    step, _, moment = point.partition(": ")
+
+    def die(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def during(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            begin = directory.begin
+            if moment == "after begin":
+                directory.begin = lambda: (begin(), die())
+            elif moment == "before commit":
+                directory.commit = die
+            return function(*args, **kwargs)
+
+        setattr(owner, name, wrapped)
+
+    if step == "reserve":
+        during(rb.storage._cursor, "_try_reserve")
+    elif step == "publish":
+        during(rb.storage._cursor, "publish")
+    elif step == "update":
+        during(rb.sampler, "_apply")
+    elif step == "copy":
+        tensors = directory.tensors
+
+        class Half(list):
+            def __iter__(self) -> Iterator[torch.Tensor]:
+                yield tensors[0]
+                die()
+
+        directory._tensors = Half(tensors)
+    else:
+        marks = directory.tree._sums
+
+        class Killer(list):
+            def __getitem__(self, at: int) -> np.ndarray:
+                if at == 1:
+                    die()
+                return list.__getitem__(self, at)
+
+        directory.tree._sums = Killer(marks)
+
+
+@pytest.mark.parametrize("point", FAULT_POINTS)
+def test_killed_at_any_point_the_others_go_on(folder: Path, point: str) -> None:
+    capacity = 80
+    rb = attach(folder, capacity, timeout_s=20)
+    rb.extend(make_rows(range(capacity)))
+    for round_ in range(3):
+
+        def victim(seed: int) -> None:
+            mine = attach(folder, capacity)
+            random.seed(seed)
+            die_at(point, mine)
+            for first in range(10**6, 10**9, 10):
+                mine.extend(make_rows(range(first, first + 10)))
+                batch = mine.sample()
+                batch["td_error"] = torch.rand(64)
+                mine.update_tensordict_priority(batch)
+
+        with child(victim, round_) as process:
+            process.join(30)
+            assert process.exitcode == -signal.SIGKILL
+        assert torn(rb.sample()) == 0
+        assert_consistent(rb)
+        rb.extend(make_rows(range(100, 100 + capacity)))  # one lap: no slot is lost
+        assert len(rb) == capacity
+        assert_consistent(rb)
+
+
+def test_random_kills_leave_whole_rows_and_free_locks(folder: Path) -> None:
+    capacity = 256
+    rb = attach(folder, capacity, timeout_s=20)
+    rb.extend(make_rows(range(capacity)))
+
+    def work(first: int) -> None:
+        mine = attach(folder, capacity)
+        for at in range(first, first + 10**6, 20):
+            mine.extend(make_rows(range(at, at + 20)))
+            batch = mine.sample()
+            batch["td_error"] = torch.rand(64)
+            mine.update_tensordict_priority(batch)
+
+    randomness = random.Random(0)
+    for kill in range(12):
+        before = rb.write_count
+        with (
+            child(work, 10**7 * (2 * kill + 1)) as one,
+            child(work, 10**7 * (2 * kill + 2)) as two,
+        ):
+            wait_until(lambda before=before: rb.write_count > before + 100)
+            time.sleep(randomness.random() * 0.05)
+            one.kill()
+            one.join(10)
+            after = rb.write_count
+            wait_until(lambda after=after: rb.write_count > after + 40)  # the other goes on
+            two.kill()
+        assert torn(rb.sample()) == 0
+    rb.extend(make_rows(range(capacity)))
+    assert len(rb) == capacity
+    assert_consistent(rb)
+
+
+def test_all_killed_and_restarted_finds_every_published_row(folder: Path) -> None:
+    def first_life() -> None:
+        rb = attach(folder, 64)
+        rb.extend(make_rows(range(40)))
+        rb.update_priority(torch.arange(40), torch.arange(1.0, 41.0))
+        rb.storage._cursor.reserve(5)  # never published
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with child(first_life) as process:
+        process.join(20)
+    rb = attach(folder, 64)
+    assert len(rb) == 40 and rb[:]["id"].tolist() == list(range(40))
+    np.testing.assert_allclose(
+        rb.storage.directory.tree.leaves[:40], (np.arange(1, 41) + 1e-8) ** 0.6
+    )
+    assert rb.extend(make_rows(range(40, 50))).tolist() == [45, 46, 47, 48, 49, 50, 51, 52, 53, 54]
+    assert_consistent(rb)
+
+
+def test_an_exception_inside_a_critical_section_is_repaired_by_the_next(
+    folder: Path, monkeypatch
+) -> None:
+    rb = attach(folder, 80)
+    rb.extend(make_rows(range(80)))
+    repairs = rb.storage.directory.counters["repairs"]
+
+    def interrupted(directory: Any) -> float:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cursor_module, "default_leaf", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            rb.extend(make_rows(range(90, 100)))
+    assert len(rb.sample()) == 64
+    assert rb.storage.directory.counters["repairs"] == repairs + 1
+    assert rb.storage.directory.words[Word.DIRTY] == 0
+    rb.extend(make_rows(range(200, 280)))
+    assert len(rb) == 80
+    assert_consistent(rb)
