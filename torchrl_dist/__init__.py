@@ -1,5 +1,73 @@
-"""TorchRL's replay buffer and collector, shared by many processes."""
+"""TorchRL's replay buffer and collector, shared by many processes.
+
+Names are imported on first use, so that ``import torchrl_dist`` costs nothing beside torch.
+"""
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+_HOMES = {
+    "CollectReport": "collect",
+    "FirstReady": "collect",
+    "RPCBatchedCollector": "collect",
+    "WaitAll": "collect",
+    "SharedCursorWriter": "replay",
+    "SharedMemmapStorage": "replay",
+    "SharedPrioritizedSampler": "replay",
+    "SharedRandomSampler": "replay",
+    "anneal_beta": "replay",
+    "Peer": "runtime",
+    "Remote": "runtime",
+    "Session": "runtime",
+    "World": "runtime",
+    "local_cluster": "runtime",
+    "session": "runtime",
+    "ConfigurationError": "errors",
+    "DeadlineError": "errors",
+    "DirectoryError": "errors",
+    "PeerLostError": "errors",
+    "RemoteError": "errors",
+    "TorchRLDistError": "errors",
+}
+
+__all__ = ["__version__", *_HOMES]
+
+if TYPE_CHECKING:
+    from torchrl_dist.collect import (
+        CollectReport,
+        FirstReady,
+        RPCBatchedCollector,
+        WaitAll,
+    )
+    from torchrl_dist.errors import (
+        ConfigurationError,
+        DeadlineError,
+        DirectoryError,
+        PeerLostError,
+        RemoteError,
+        TorchRLDistError,
+    )
+    from torchrl_dist.replay import (
+        SharedCursorWriter,
+        SharedMemmapStorage,
+        SharedPrioritizedSampler,
+        SharedRandomSampler,
+        anneal_beta,
+    )
+    from torchrl_dist.runtime import Peer, Remote, Session, World, local_cluster, session
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

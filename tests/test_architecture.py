@@ -1,0 +1,93 @@
+"""Imports point down, RPC stays in one folder, public names are pinned."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import torchrl_dist
+
+ROOT = Path(torchrl_dist.__file__).parent
+LAYERS = {
+    "errors": 0,
+    "runtime": 1,
+    "weights": 2,
+    "checkpoint": 2,
+    "replay": 3,
+    "collect": 3,
+    "recipes": 4,
+    "cli": 5,
+    "__main__": 6,
+}
+PUBLIC_NAMES = """
+    CollectReport ConfigurationError DeadlineError DirectoryError FirstReady Peer PeerLostError
+    RPCBatchedCollector Remote RemoteError Session SharedCursorWriter SharedMemmapStorage
+    SharedPrioritizedSampler SharedRandomSampler TorchRLDistError WaitAll World anneal_beta
+    local_cluster session __version__
+""".split()
+MODULES = [
+    path for path in sorted(ROOT.rglob("*.py")) if path != ROOT / "__init__.py"
+]  # the package's own __init__ names everything, lazily
+
+
+def imports_of(path: Path) -> set[str]:
+    """Absolute names of all that a module imports, also inside functions."""
+    package = ["torchrl_dist", *path.relative_to(ROOT).parts[:-1]]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            found |= {f"{module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def layer_of(name: str) -> str:
+    return name.split(".")[1] if "." in name else "__init__"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_down(path: Path) -> None:
+    own = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    assert own in LAYERS, f"{own} has no layer yet: add it to LAYERS"
+    for name in imports_of(path):
+        if not name.startswith("torchrl_dist.") or name == "torchrl_dist.__version__":
+            continue
+        other = layer_of(name)
+        assert other in LAYERS, f"{path} imports {name}: import it from the module that defines it"
+        assert other == own or LAYERS[other] < LAYERS[own], f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_only_runtime_imports_rpc_and_nothing_imports_ray(path: Path) -> None:
+    for name in imports_of(path):
+        assert not name.startswith("ray.") and name != "ray"
+        if name.startswith("torch.distributed.rpc"):
+            assert path.parent == ROOT / "runtime"
+
+
+def test_public_names_are_pinned_and_exist() -> None:
+    assert sorted(torchrl_dist.__all__) == sorted(PUBLIC_NAMES)
+    for name in PUBLIC_NAMES:
+        assert getattr(torchrl_dist, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        torchrl_dist.nonsense  # noqa: B018
+
+
+def test_importing_the_package_has_no_side_effects_and_costs_nothing() -> None:
+    code = (
+        "import sys, threading, os, signal\n"
+        "before = dict(os.environ), signal.getsignal(signal.SIGINT)\n"
+        "import torchrl_dist\n"
+        "assert not {'torch', 'torchrl', 'numpy', 'tensordict'} & set(sys.modules)\n"
+        "import torchrl_dist.replay, torchrl_dist.collect, torchrl_dist.runtime\n"
+        "assert threading.active_count() == 1, threading.enumerate()\n"
+        "assert (dict(os.environ), signal.getsignal(signal.SIGINT)) == before\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
