@@ -1,0 +1,139 @@
+"""Start the command as a user would, and look at its processes and its result."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+TOY = [
+    *("--env", "CartPole-v1", "--envs-per-collector", "4", "--frames-per-batch", "128"),
+    *("--total-frames", "3000", "--learning-starts", "200", "--capacity", "2000"),
+    *("--updates-per-batch", "2", "--batch-size", "32", "--hidden", "16"),
+    *("--eval-interval-frames", "1000", "--eval-episodes", "3", "--checkpoint-interval-s", "0.2"),
+]
+ENDLESS = [*TOY, "--total-frames", "100_000_000"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+DEADLINE_S = 60.0
+
+
+@dataclass
+class Job:
+    """A running command. ``result`` is the JSON object of its last stdout line."""
+
+    process: subprocess.Popen
+    stdout: Path
+    stderr: Path
+
+    def wait(self, timeout_s: float = DEADLINE_S) -> int:
+        """Its exit code. Raises if it does not end, with what it said."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still runs after {timeout_s} s\n{self.said()}") from None
+
+    def said(self) -> str:
+        return f"--- stdout\n{self.stdout.read_text()}\n--- stderr\n{self.stderr.read_text()}"
+
+    @property
+    def result(self) -> dict[str, Any]:
+        lines = self.stdout.read_text().splitlines()
+        assert lines, self.said()
+        return json.loads(lines[-1])
+
+    def descendants(self) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.process.pid).children(recursive=True)
+        return []
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait for something that the running job does."""
+        give_up = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert self.process.poll() is None, f"ended before {what}\n{self.said()}"
+            assert time.monotonic() < give_up, f"no {what} in {DEADLINE_S} s\n{self.said()}"
+            time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def started(
+    arguments: Sequence[str], cwd: Path, *, launcher: Sequence[str] = (sys.executable,)
+) -> Iterator[Job]:
+    """``launcher -m torchrl_dist arguments``; ends with everything it started."""
+    out, err = cwd / "stdout.txt", cwd / "stderr.txt"
+    environment = {
+        k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "RANK"))
+    }
+    environment["OMP_NUM_THREADS"] = "1"
+    with open(out, "w") as stdout, open(err, "w") as stderr:
+        process = subprocess.Popen(
+            [*launcher, "-m", "torchrl_dist", *arguments],
+            cwd=cwd,
+            env=environment,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+        )
+    job = Job(process, out, err)
+    known: list[psutil.Process] = []
+    try:
+        yield job
+    finally:
+        known = job.descendants()
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        for left in known:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left.kill()
+
+
+def finished(arguments: Sequence[str], cwd: Path, **kwargs: Any) -> Job:
+    """Run to the end; the job must succeed and leave no process behind."""
+    with started(arguments, cwd, **kwargs) as job:
+        everybody: set[psutil.Process] = set()
+
+        def ended() -> bool:
+            everybody.update(job.descendants())
+            return job.process.poll() is not None
+
+        give_up = time.monotonic() + DEADLINE_S
+        while not ended():
+            assert time.monotonic() < give_up, f"still runs\n{job.said()}"
+            time.sleep(0.1)
+        assert job.process.returncode == 0, job.said()
+        assert_gone(list(everybody))
+    return job
+
+
+def assert_gone(processes: Sequence[psutil.Process], timeout_s: float = 10.0) -> None:
+    """Within the time, none of them runs (a zombie does not)."""
+    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
+    left = []
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                left.append(f"{process.pid} {' '.join(process.cmdline())[:200]}")
+    assert not left, f"still running after {timeout_s} s: {left}"
+
+
+def progress(output: Path) -> Callable[[], bool]:
+    """Whether the run in ``output`` has done gradient steps."""
+
+    def learning() -> bool:
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            rows = (output / "csv/scalars/train/updates.csv").read_text().split()
+            return float(rows[-1].split(",")[1]) > 0
+        return False
+
+    return learning

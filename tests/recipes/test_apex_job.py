@@ -1,0 +1,179 @@
+"""The whole job, started from the command line as a user does, at toy size."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from torchrl_dist.checkpoint import load_checkpoint
+
+from .jobs import ENDLESS, TORCHRUN, TOY, Job, assert_gone, finished, progress, started
+
+RUN = ["train", "apex", "--output-dir", "run"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Job]:
+    """A finished run with two collectors: its working directory and the job."""
+    cwd = tmp_path_factory.mktemp("trained")
+    return cwd, finished([*RUN, *TOY, "--collectors", "2", "--seed", "7"], cwd)
+
+
+def copy_of(trained: tuple[Path, Job], to: Path) -> Path:
+    shutil.copytree(trained[0] / "run", to / "run")
+    return to
+
+
+def collectors_of(job: Job) -> list[psutil.Process]:
+    """Processes that step environments: children of the fork server."""
+    return [p for p in job.descendants() if not p.children()]
+
+
+def test_the_result_is_the_last_line_and_says_what_was_done(trained: tuple[Path, Job]) -> None:
+    result = trained[1].result
+    assert result["frames"] == 3000
+    assert result["updates"] > 0
+    assert result["seconds"] > 0
+    assert result["sps"] == pytest.approx(result["frames"] / result["seconds"], rel=0.1)
+    assert 8 <= result["mean_return"] <= 500
+    assert "3 fresh episodes" in result["mean_return_is_of"]
+    assert result["collectors"] == 2
+    assert result["lost_collectors"] == []
+    assert result["stopped_by"] is None
+
+
+def test_the_run_leaves_checkpoint_picture_and_logs(trained: tuple[Path, Job]) -> None:
+    cwd, job = trained
+    checkpoint = load_checkpoint(cwd / job.result["checkpoint"], recipe="apex")
+    assert checkpoint.counters["updates"] == job.result["updates"]
+    assert checkpoint.config["seed"] == 7
+    assert (cwd / job.result["learning_curve"]).read_bytes().startswith(b"\x89PNG")
+    evaluations = (cwd / "run/csv/scalars/eval/return.csv").read_text().splitlines()
+    assert len(evaluations) == len(checkpoint.extra["history"]["evaluations"]) >= 3
+    assert list((cwd / "run/tensorboard").glob("events.out.tfevents.*"))
+    assert not list((cwd / "run").glob(".*tmp"))
+
+
+def test_a_second_fresh_run_in_the_same_folder_is_refused(
+    trained: tuple[Path, Job], tmp_path: Path
+) -> None:
+    copy_of(trained, tmp_path)
+    with started([*RUN, *TOY], tmp_path) as job:
+        assert job.wait() == 2
+    assert job.stderr.read_text().count("\n") == 1
+    assert "--resume" in job.stderr.read_text()
+
+
+def test_resume_continues_weights_counters_and_buffer(
+    trained: tuple[Path, Job], tmp_path: Path
+) -> None:
+    """``learning-starts`` equals the capacity: only a buffer that is still there lets it learn."""
+    copy_of(trained, tmp_path)
+    before = load_checkpoint(tmp_path / "run/checkpoint.pt")
+    more = ["--total-frames", "3512", "--learning-starts", "2000"]
+    result = finished([*RUN, "--resume", *more], tmp_path).result
+    after = load_checkpoint(tmp_path / "run/checkpoint.pt")
+    assert result["frames"] == 3512
+    assert result["resumes"] == 1
+    assert result["updates"] == before.counters["updates"] + 2 * 4
+    assert result["seconds"] > trained[1].result["seconds"]
+    assert after.config["hidden"] == (16,)
+    history = after.extra["history"]
+    assert (
+        history["evaluations"][: len(before.extra["history"]["evaluations"])]
+        == (before.extra["history"]["evaluations"])
+    )
+    assert history["frames"] == 3512
+
+
+def test_no_collectors_means_that_the_learner_collects(tmp_path: Path) -> None:
+    toy = [*RUN, *TOY, "--collectors", "0", "--total-frames", "1024"]
+    with started(toy, tmp_path) as job:
+        job.wait()
+    assert job.result["frames"] == 1024
+    assert job.result["updates"] > 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_signal_leaves_a_checkpoint_and_no_process_and_resumes(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    with started([*RUN, *ENDLESS, "--collectors", "1"], tmp_path) as job:
+        job.until(progress(tmp_path / "run"), "progress")
+        everybody = job.descendants()
+        assert everybody
+        if number == signal.SIGINT:
+            os.killpg(job.process.pid, number)  # as a terminal does: the collectors get it too
+        else:
+            job.process.send_signal(number)
+        assert job.wait(20) == 128 + number, job.said()
+        assert_gone(everybody)
+    assert job.result["stopped_by"] == number.name
+    assert "Traceback" not in job.stderr.read_text(), job.said()
+    saved = load_checkpoint(tmp_path / job.result["checkpoint"])
+    assert saved.counters["updates"] == job.result["updates"] > 0
+    frames = job.result["frames"]
+    if number == signal.SIGINT:
+        more = str(frames + 256)
+        resumed = finished([*RUN, "--resume", "--total-frames", more], tmp_path).result
+        assert resumed["frames"] == frames + 256
+        assert resumed["updates"] > saved.counters["updates"]
+
+
+def test_training_ends_well_without_a_collector_that_was_killed(tmp_path: Path) -> None:
+    arguments = [*RUN, *TOY, "--total-frames", "30_000", "--collectors", "3"]
+    with started(arguments, tmp_path) as job:
+        job.until(progress(tmp_path / "run"), "progress")
+        everybody = job.descendants()
+        collectors_of(job)[0].kill()
+        assert job.wait() == 0, job.said()
+        assert_gone(everybody)
+    result = job.result
+    assert result["frames"] == 30_000
+    assert len(result["lost_collectors"]) == 1
+    assert f"{result['lost_collectors'][0]} is lost" in job.stderr.read_text()
+    assert "Traceback" not in job.stderr.read_text(), job.said()
+
+
+def test_nothing_outlives_a_learner_that_was_killed(tmp_path: Path) -> None:
+    with started([*RUN, *ENDLESS, "--collectors", "2"], tmp_path) as job:
+        job.until(progress(tmp_path / "run"), "progress")
+        everybody = job.descendants()
+        assert len(everybody) >= 2
+        job.process.kill()
+        job.process.wait()
+        assert_gone(everybody, timeout_s=10)
+    load_checkpoint(tmp_path / "run/checkpoint.pt")
+
+
+def test_torchrun_runs_the_same_job(tmp_path: Path) -> None:
+    arguments = [*RUN, *TOY, "--frames-per-batch", "192"]
+    result = finished(arguments, tmp_path, launcher=[*TORCHRUN, "--nproc-per-node", "4"]).result
+    assert result["frames"] == 3000
+    assert result["collectors"] == 3
+    assert result["updates"] > 0
+
+
+@pytest.mark.parametrize("victim", ["learner", "collector"])
+def test_torchrun_restarts_a_job_that_lost_a_rank_and_it_goes_on(
+    tmp_path: Path, victim: str
+) -> None:
+    launcher = [*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "1"]
+    arguments = [*RUN, *TOY, "--total-frames", "60_000", "--eval-interval-frames", "20_000"]
+    with started(arguments, tmp_path, launcher=launcher) as job:
+        job.until(progress(tmp_path / "run"), "progress")
+        time.sleep(0.5)  # past the checkpoint interval
+        everybody = job.descendants()
+        ranks = {p.environ()["RANK"]: p for p in everybody if "RANK" in p.environ()}
+        ranks["0" if victim == "learner" else "1"].kill()
+        assert job.wait() == 0, job.said()
+        assert_gone(everybody)
+    result = job.result
+    assert result["resumes"] == 1, job.said()
+    assert result["frames"] == 60_000

@@ -1,0 +1,175 @@
+"""The command line: help, refusals, play. Whole jobs are in recipes/test_apex_job.py."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchrl_dist.checkpoint import Checkpoint, save_checkpoint
+from torchrl_dist.cli import main
+from torchrl_dist.recipes.apex_config import ApexConfig
+from torchrl_dist.recipes.options import from_plain
+from torchrl_dist.recipes.q_network import QNetwork
+
+
+def a_policy(path: Path, env: str = "CartPole-v1") -> Path:
+    """A checkpoint whose policy balances the pole by hand-set weights."""
+    network = QNetwork(4, 2, (2,))
+    push = torch.tensor([0.1, 0.3, 3.0, 1.0])  # right if positive
+    with torch.no_grad():
+        network[0].weight.copy_(torch.stack([push, -push]))
+        network[0].bias.zero_()
+        network[2].weight.copy_(torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
+        network[2].bias.zero_()
+    info = {"env": env, "observation_size": 4, "num_actions": 2, "hidden": (2,)}
+    return save_checkpoint(path, Checkpoint("apex", {}, network.state_dict(), policy_info=info))
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line with which the command refuses these arguments."""
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1, captured.err
+    assert captured.err.startswith("torchrl-dist: error: ")
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ("--env NoSuchEnv-v0", ["--env", "NoSuchEnv-v0"]),
+        ("--env Pendulum-v1", ["--env", "Box", "Discrete"]),
+        ("--env Blackjack-v1", ["--env", "Box"]),
+        ("--env no:such:thing", ["--env"]),
+        ("--total-frames -1", ["--total-frames", "-1", "at least 1"]),
+        ("--total-frames many", ["--total-frames", "many"]),
+        ("--total-frames 1.5", ["--total-frames", "1.5"]),
+        ("--collectors -2", ["--collectors", "-2", "at least 0"]),
+        ("--gamma 1.5", ["--gamma", "1.5", "at most 1"]),
+        ("--gamma 0", ["--gamma", "more than 0"]),
+        ("--learning-rate nan", ["--learning-rate", "nan", "finite"]),
+        ("--learning-rate inf", ["--learning-rate", "inf"]),
+        ("--hidden 64 0", ["--hidden", "0"]),
+        ("--hidden", ["--hidden"]),
+        ("--capacity 100 --learning-starts 200", ["--learning-starts", "capacity"]),
+        ("--seed -1", ["--seed", "-1"]),
+        ("--no-such-option 1", ["--no-such-option"]),
+        ("--output-dir /dev/null", ["--output-dir", "/dev/null"]),
+        ("--output-dir /proc/nowhere", ["--output-dir", "/proc/nowhere"]),
+    ],
+)
+def test_a_wrong_argument_gets_one_line_that_names_it(
+    arguments: str, names: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = refused(["train", "apex", *arguments.split()], capsys)
+    for name in names:
+        assert name in line
+
+
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["train"], ["train", "ppo"], ["play"]])
+def test_a_wrong_command_gets_one_line(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(arguments, capsys)
+
+
+def test_nothing_to_resume_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(["train", "apex", "--resume", "--output-dir", str(tmp_path / "run")], capsys)
+    assert "there is no" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_with_files_is_not_used_for_a_fresh_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "thesis.tex").write_text("precious")
+    line = refused(["train", "apex", "--output-dir", str(tmp_path)], capsys)
+    assert "not empty" in line
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_resumed_run_cannot_change_what_is_on_disk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = ApexConfig(output_dir=str(tmp_path), hidden=(8,))
+    save_checkpoint(config.checkpoint_path, Checkpoint("apex", config.as_plain(), {}))
+    arguments = ["train", "apex", "--resume", "--output-dir", str(tmp_path), "--hidden", "16"]
+    line = refused(arguments, capsys)
+    assert "--hidden" in line
+    assert "cannot change" in line
+
+
+def test_help_names_every_field_of_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "apex", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for name in ApexConfig.__dataclass_fields__:
+        assert "--" + name.replace("_", "-") in text
+    assert "(default: CartPole-v1)" in text
+
+
+def test_help_and_refusals_do_not_wait_for_torch() -> None:
+    script = """
+import sys
+from torchrl_dist.cli import main
+assert main(["--help"]) == 0
+assert main(["train", "apex", "--help"]) == 0
+assert main(["train", "apex", "--gamma", "7"]) == 2
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_configuration_survives_a_checkpoint() -> None:
+    config = ApexConfig(hidden=(8, 4), seed=3, replay_dir="/dev/shm/x")
+    assert from_plain(ApexConfig, config.as_plain()) == config
+    as_lists = {**config.as_plain(), "hidden": [8, 4], "retired_field": 1}
+    assert from_plain(ApexConfig, as_lists) == config
+
+
+def test_play_reaches_what_the_policy_can(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = a_policy(tmp_path / "checkpoint.pt")
+    assert main(["play", str(tmp_path), "--episodes", "3", "--seed", "5"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["returns"] == [500.0, 500.0, 500.0]
+    assert result["mean_return"] == 500.0
+    assert result["checkpoint"] == str(path)
+
+
+def test_play_starts_nothing_distributed(tmp_path: Path) -> None:
+    path = a_policy(tmp_path / "checkpoint.pt")
+    script = f"""
+import sys
+from torchrl_dist.cli import main
+assert main(["play", {str(path)!r}, "--episodes", "1"]) == 0
+heavy = {{"torchrl", "tensordict", "matplotlib", "torchrl_dist.runtime"}}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_play_refuses_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "does not exist" in refused(["play", str(tmp_path / "none.pt")], capsys)
+    (tmp_path / "text.pt").write_text("hello")
+    assert "damaged" in refused(["play", str(tmp_path / "text.pt")], capsys)
+    path = a_policy(tmp_path / "gone.pt", env="Gone-v0")
+    assert "Gone" in refused(["play", str(path)], capsys)
+    good = a_policy(tmp_path / "good.pt")
+    assert "--episodes" in refused(["play", str(good), "--episodes", "0"], capsys)
+    assert "--seed" in refused(["play", str(good), "--seed", "-1"], capsys)
+
+
+def test_python_dash_m_is_the_command() -> None:
+    command = [sys.executable, "-m", "torchrl_dist", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert done.stdout.startswith("torchrl-dist ")

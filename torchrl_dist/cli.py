@@ -1,0 +1,204 @@
+"""The command ``torchrl-dist``.
+
+Heavy imports happen inside the commands: ``--help`` and a wrong argument answer at once, and
+``play`` starts nothing distributed. A command prints its result as one JSON object in the last line
+of stdout; everything else goes to stderr.
+
+Exit codes: 0 done; 1 failed on the way; 2 wrong arguments, nothing was started; 130 and 143 stopped
+by SIGINT and SIGTERM (the checkpoint is written, the result is printed).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from . import __version__
+from .errors import CheckpointError, ConfigurationError, DirectoryError, TorchRLDistError
+
+_STOPPED = {"SIGINT": 128 + signal.SIGINT, "SIGTERM": 128 + signal.SIGTERM}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    try:
+        options = _parser().parse_args(arguments)
+        return options.command(options)
+    except SystemExit as exit_:  # argparse: --help, --version, wrong arguments
+        return exit_.code if isinstance(exit_.code, int) else 1
+    except (ConfigurationError, CheckpointError, DirectoryError) as error:
+        return _refuse(str(error))
+    except KeyboardInterrupt:
+        print("torchrl-dist: interrupted", file=sys.stderr)
+        return _STOPPED["SIGINT"]
+    except TorchRLDistError as error:
+        print(f"torchrl-dist: failed: {error}", file=sys.stderr)
+        return 1
+
+
+class _Parser(argparse.ArgumentParser):
+    """Answers a wrong argument with one line, on the first rank only."""
+
+    def error(self, message: str) -> Any:
+        raise SystemExit(_refuse(f"{message} (see {self.prog} --help)"))
+
+
+def _refuse(message: str) -> int:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"torchrl-dist: error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="torchrl-dist",
+        description="TorchRL's replay buffer and collector, shared by many processes.",
+    )
+    parser.add_argument("--version", action="version", version=f"torchrl-dist {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_train(commands)
+    _add_play(commands)
+    return parser
+
+
+# ---- train
+
+
+def _add_train(commands: argparse._SubParsersAction) -> None:
+    train = commands.add_parser("train", help="train a recipe", description="Train a recipe.")
+    recipes = train.add_subparsers(title="recipes", metavar="RECIPE", required=True)
+    _add_train_apex(recipes)
+
+
+def _add_train_apex(recipes: argparse._SubParsersAction) -> None:
+    from .recipes.apex_config import ApexConfig
+    from .recipes.options import add_options
+
+    apex = recipes.add_parser(
+        "apex",
+        help="distributed prioritized n-step double DQN",
+        description=(
+            "Train with distributed prioritized n-step double DQN (Ape-X): collectors step "
+            "environments and write to one shared replay buffer, one learner learns from it. "
+            "Environments: gymnasium's with flat observations and numbered actions. "
+            "Ctrl-C stops in order and leaves a checkpoint; --resume goes on from it."
+        ),
+        epilog=(
+            "Under torchrun, rank 0 is the learner and the other ranks collect: "
+            "torchrun --nproc-per-node 4 -m torchrl_dist train apex --env CartPole-v1"
+        ),
+    )
+    apex.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue the run in the output folder, with its configuration and its buffer; "
+        "options given here replace the saved ones",
+    )
+    add_options(apex, ApexConfig)
+    apex.set_defaults(command=_train_apex)
+
+
+def _train_apex(options: argparse.Namespace) -> int:
+    from .recipes.apex_config import ApexConfig
+    from .recipes.options import given_options
+
+    given = given_options(options, ApexConfig)
+    config = ApexConfig(**given)
+    from .runtime import World
+
+    world = World.from_env()
+    launched = world.launcher in ("torchrun", "slurm")
+    if launched and world.global_rank > 0:
+        return _collect_for_rank_zero()
+    if launched:
+        _check_collectors(given, world.world_size - 1)
+    from .recipes.environments import discrete_task
+    from .recipes.run_directory import claim
+
+    discrete_task(config.env)
+    resume = claim(
+        config.output_path,
+        checkpoint=config.checkpoint_path,
+        job_id=world.job_id,
+        restart_count=world.restart_count,
+        resume=options.resume,
+    )
+    from .recipes.apex import config_to_resume, run
+    from .runtime import local_cluster, session
+
+    if resume:
+        config = config_to_resume(config.checkpoint_path, given)
+    if launched and world.world_size > 1:
+        opened = session({"learner": 1, "collector": -1}, timeout_s=config.timeout_s)
+    elif config.collectors == 0 or launched:
+        opened = session({"learner": 1}, timeout_s=config.timeout_s)
+    else:
+        opened = local_cluster(
+            {"learner": 1, "collector": config.collectors}, timeout_s=config.timeout_s
+        )
+    with opened as job:
+        result = run(config, job, resume=resume)
+    return _print_result(result)
+
+
+def _collect_for_rank_zero() -> int:
+    import torch
+
+    from .runtime import session
+
+    torch.set_num_threads(1)
+    with session({"learner": 1, "collector": -1}) as job:
+        job.serve()
+    return 0
+
+
+def _check_collectors(given: dict[str, Any], ranks: int) -> None:
+    if given.get("collectors", ranks) != ranks:
+        raise ConfigurationError(
+            f"--collectors: got {given['collectors']}, but the launcher started {ranks} ranks "
+            "beside the learner; leave the option out"
+        )
+
+
+def _print_result(result: dict[str, Any]) -> int:
+    print(json.dumps(result), flush=True)
+    return _STOPPED.get(result.get("stopped_by") or "", 0)
+
+
+# ---- play
+
+
+def _add_play(commands: argparse._SubParsersAction) -> None:
+    play = commands.add_parser(
+        "play",
+        help="run a trained policy alone",
+        description="Run episodes of a checkpoint's policy, greedily, in this process alone.",
+    )
+    play.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint.pt, or its folder")
+    play.add_argument("--episodes", type=int, default=20, metavar="N", help="(default: 20)")
+    play.add_argument("--seed", type=int, default=0, help="of the environment (default: 0)")
+    play.add_argument("--render", action="store_true", help="show the episodes in a window")
+    play.set_defaults(command=_play)
+
+
+def _play(options: argparse.Namespace) -> int:
+    if options.episodes < 1:
+        raise ConfigurationError(f"--episodes: got {options.episodes}, expected at least 1")
+    if not 0 <= options.seed < 2**31:
+        raise ConfigurationError(f"--seed: got {options.seed}, expected 0 to 2147483647")
+    from .recipes.play import play
+
+    return _print_result(
+        play(
+            options.checkpoint,
+            episodes=options.episodes,
+            seed=options.seed,
+            render=options.render,
+        )
+    )

@@ -1,0 +1,183 @@
+"""What a person sees of a run: a progress line, TensorBoard, CSV files, a picture."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from .plots import Evaluation, draw_learning_curve
+
+_LOG_INTERVAL_S = 1.0
+_PIPE_INTERVAL_S = 10.0  # between progress lines when nobody watches a terminal
+
+
+class Monitor:
+    """Collects what happens in one training loop and shows it. One thread only.
+
+    Frames, updates and seconds go on where an earlier, resumed run stopped.
+
+    Args:
+        output: folder; gets ``tensorboard/``, ``csv/`` and ``learning_curve.png``.
+        total_frames: length of the run.
+        title: of the picture.
+        threshold: the mean return that counts as solved.
+        history: what :meth:`state` returned in the run that is resumed.
+    """
+
+    def __init__(
+        self,
+        output: Path,
+        *,
+        total_frames: int,
+        title: str,
+        threshold: float | None,
+        history: dict[str, Any] | None = None,
+    ) -> None:
+        from torchrl.record.loggers import CSVLogger, TensorboardLogger
+        from tqdm import tqdm
+
+        history = history or {}
+        self.frames: int = history.get("frames", 0)
+        self.updates: int = history.get("updates", 0)
+        self.evaluations = [Evaluation(*row) for row in history.get("evaluations", [])]
+        self.training = [(float(x), float(y)) for x, y in history.get("training", [])]
+        self.threshold = threshold
+        self._output = output
+        self._title = title
+        self._seconds_before: float = history.get("seconds", 0.0)
+        self._started = self._window_started = time.monotonic()
+        self._window = (self.frames, self.updates)
+        self._window_returns: list[float] = []
+        self._recent = deque[float](maxlen=100)
+        self._lag = 0.0
+        self._loss: Any = None
+        # TorchRL's loggers report themselves on stdout, where the result belongs.
+        with contextlib.redirect_stdout(sys.stderr):
+            self._loggers = (
+                TensorboardLogger("tensorboard", log_dir=str(output)),
+                CSVLogger("csv", log_dir=str(output)),
+            )
+        watched = sys.stderr.isatty()
+        self._bar = tqdm(
+            total=total_frames,
+            initial=min(self.frames, total_frames),
+            unit=" frames",
+            unit_scale=True,
+            mininterval=0.2 if watched else _PIPE_INTERVAL_S,
+            dynamic_ncols=watched,
+            file=sys.stderr,
+        )
+
+    @property
+    def seconds(self) -> float:
+        """Training time so far."""
+        return self._seconds_before + time.monotonic() - self._started
+
+    @property
+    def solved(self) -> Evaluation | None:
+        """The first evaluation that reached the threshold."""
+        if self.threshold is None:
+            return None
+        return next((e for e in self.evaluations if e.mean >= self.threshold), None)
+
+    def collected(self, frames: int, returns: Sequence[float], *, lag: float) -> None:
+        """``frames`` more, in which episodes with these returns ended."""
+        self.frames += frames
+        self._window_returns.extend(returns)
+        self._recent.extend(returns)
+        self._lag = lag
+        self._bar.update(frames)
+
+    def learned(self, updates: int, loss: Any) -> None:
+        """``updates`` more gradient steps; ``loss`` (a scalar tensor) of the last one."""
+        self.updates += updates
+        self._loss = loss
+
+    def evaluated(self, returns: list[float]) -> Evaluation:
+        """Greedy episodes ended with these returns."""
+        evaluation = Evaluation(
+            frames=self.frames,
+            updates=self.updates,
+            seconds=self.seconds,
+            mean=fmean(returns),
+            lowest=min(returns),
+            highest=max(returns),
+        )
+        self.evaluations.append(evaluation)
+        self._log({"eval/return": evaluation.mean, "eval/lowest": evaluation.lowest})
+        return evaluation
+
+    def show(self, *, force: bool = False, **scalars: float) -> None:
+        """Log rates and ``scalars``, at most once a second unless ``force``."""
+        now = time.monotonic()
+        elapsed = now - self._window_started
+        if elapsed < _LOG_INTERVAL_S and not force:
+            return
+        frames, updates = self._window
+        sps = (self.frames - frames) / max(elapsed, 1e-9)
+        per_second = (self.updates - updates) / max(elapsed, 1e-9)
+        self._window, self._window_started = (self.frames, self.updates), now
+        values = {
+            "train/sps": sps,
+            "train/updates_per_second": per_second,
+            "train/updates": float(self.updates),
+            "train/policy_lag": self._lag,
+            **scalars,
+        }
+        if self._loss is not None:
+            values["train/loss"] = float(self._loss)
+        if self._window_returns:
+            values["train/return"] = fmean(self._window_returns)
+            self.training.append((float(self.frames), values["train/return"]))
+            self._window_returns = []
+        self._log(values)
+        shown = {"SPS": f"{sps:.0f}", "updates/s": f"{per_second:.0f}"}
+        if self._recent:
+            shown["return"] = f"{fmean(self._recent):.1f}"
+        if self.evaluations:
+            shown["greedy"] = f"{self.evaluations[-1].mean:.1f}"
+        self._bar.set_postfix(shown, refresh=False)
+
+    def say(self, text: str) -> None:
+        """A line on stderr that does not tear the progress line."""
+        self._bar.write(text, file=sys.stderr)
+
+    def picture(self, best: Evaluation | None) -> Path:
+        """Draw the learning curve so far."""
+        path = self._output / "learning_curve.png"
+        draw_learning_curve(
+            path,
+            title=self._title,
+            training=self.training,
+            evaluations=self.evaluations,
+            threshold=self.threshold,
+            best=best,
+        )
+        return path
+
+    def state(self) -> dict[str, Any]:
+        """Plain values for a checkpoint."""
+        return {
+            "frames": self.frames,
+            "updates": self.updates,
+            "seconds": self.seconds,
+            "evaluations": [list(vars(e).values()) for e in self.evaluations],
+            "training": [list(point) for point in self.training],
+        }
+
+    def close(self) -> None:
+        """End the progress line and flush the logs; idempotent."""
+        self._bar.close()
+        tensorboard, _csv = self._loggers
+        tensorboard.experiment.close()
+
+    def _log(self, values: dict[str, float]) -> None:
+        for logger in self._loggers:
+            for name, value in values.items():
+                logger.log_scalar(name, value, step=self.frames)

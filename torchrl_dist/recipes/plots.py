@@ -1,0 +1,97 @@
+"""The picture of a training run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Greedy episodes of one moment. ``seconds`` is training time, resumed parts included."""
+
+    frames: int
+    updates: int
+    seconds: float
+    mean: float
+    lowest: float
+    highest: float
+
+
+def draw_learning_curve(
+    path: str | os.PathLike[str],
+    *,
+    title: str,
+    training: Sequence[tuple[float, float]],
+    evaluations: Sequence[Evaluation],
+    threshold: float | None = None,
+    best: Evaluation | None = None,
+) -> None:
+    """Write a PNG of returns over frames, replacing ``path`` at once.
+
+    Args:
+        path: where to.
+        title: above the picture.
+        training: (frames, mean return of the episodes that ended there), exploration included.
+        evaluations: in the order of their frames.
+        threshold: the return at which the environment counts as solved.
+        best: the evaluation whose weights were kept.
+    """
+    # The object interface: pyplot would choose a backend for the whole process.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    path = Path(path)
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    if training:
+        x, y = zip(*training, strict=True)
+        axes.plot(x, y, color="tab:gray", alpha=0.6, lw=1, label="training episodes (exploring)")
+    if evaluations:
+        x = [e.frames for e in evaluations]
+        axes.fill_between(
+            x,
+            [e.lowest for e in evaluations],
+            [e.highest for e in evaluations],
+            color="tab:blue",
+            alpha=0.15,
+            lw=0,
+            label="evaluation, worst to best episode",
+        )
+        axes.plot(x, [e.mean for e in evaluations], "o-", color="tab:blue", ms=3, label="mean")
+        _seconds_axis(axes, evaluations)
+    if threshold is not None:
+        axes.axhline(threshold, color="tab:green", ls="--", lw=1, label=f"solved: {threshold:g}")
+    if best is not None:
+        axes.plot([best.frames], [best.mean], "*", color="tab:red", ms=12, label="kept policy")
+    axes.set_xlabel("frames")
+    axes.set_ylabel("return")
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="best", fontsize="small")
+    beside = path.with_name(f".{path.name}.tmp")
+    FigureCanvasAgg(figure)
+    figure.savefig(beside, dpi=120, format="png")
+    os.replace(beside, path)
+
+
+def _seconds_axis(axes, evaluations: Sequence[Evaluation]) -> None:
+    """A second axis on top that says at which second a frame was reached."""
+    import numpy as np
+
+    frames = np.array([0, *(e.frames for e in evaluations)], dtype=float)
+    seconds = np.array([0, *(e.seconds for e in evaluations)], dtype=float)
+    if (np.diff(frames) <= 0).any() or (np.diff(seconds) <= 0).any():
+        return
+
+    def to_seconds(x):
+        return np.interp(x, frames, seconds) + np.maximum(0, x - frames[-1]) * slope
+
+    def to_frames(x):
+        return np.interp(x, seconds, frames) + np.maximum(0, x - seconds[-1]) / slope
+
+    slope = seconds[-1] / frames[-1]
+    axes.secondary_xaxis("top", functions=(to_seconds, to_frames)).set_xlabel("seconds")

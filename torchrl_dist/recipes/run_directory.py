@@ -1,0 +1,64 @@
+"""Who may write into a run's folder: one fresh run, or one that continues it. Pure."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from ..errors import ConfigurationError
+
+_NOTE = "run.json"
+
+
+def claim(output: Path, *, checkpoint: Path, job_id: str, restart_count: int, resume: bool) -> bool:
+    """Take the folder for this job and say whether to continue from ``checkpoint``.
+
+    A restart by the launcher (``restart_count > 0``) continues its own job's run without being
+    asked to, and begins anew if that had written no checkpoint yet.
+
+    Args:
+        output: the folder; created if it does not exist.
+        checkpoint: where the run's checkpoint is, if it has one.
+        job_id: the same before and after a restart of this job, different in any other.
+        restart_count: how often the launcher has restarted this job.
+        resume: the user asked to continue.
+
+    Raises:
+        ConfigurationError: a fresh run in a folder with files, or nothing to resume.
+    """
+    if output.exists() and not output.is_dir():
+        raise ConfigurationError(f"--output-dir: {output} is a file, expected a folder")
+    if restart_count > 0 and _owner(output) == job_id:
+        return checkpoint.is_file()
+    if resume:
+        if not checkpoint.is_file():
+            raise ConfigurationError(
+                f"--resume: there is no {checkpoint}; leave --resume out to start a new run"
+            )
+    elif output.is_dir() and any(output.iterdir()):
+        raise ConfigurationError(
+            f"--output-dir: {output} is not empty; add --resume to continue the run in it, or "
+            "choose another folder"
+        )
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        _write(output / _NOTE, {"job_id": job_id})
+    except OSError as error:
+        raise ConfigurationError(
+            f"--output-dir: cannot write to {output} ({error.strerror})"
+        ) from error
+    return resume
+
+
+def _owner(output: Path) -> str | None:
+    try:
+        return json.loads((output / _NOTE).read_text())["job_id"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write(path: Path, content: dict[str, str]) -> None:
+    beside = path.with_name(f".{path.name}.tmp")
+    beside.write_text(json.dumps(content) + "\n")
+    os.replace(beside, path)
