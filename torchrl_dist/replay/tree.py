@@ -23,6 +23,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from torchrl_dist.replay.kernel import find_kernel
+
 FANOUT = 32
 _SHIFT = 5
 _TOP_SIZE = 1024  # a level of at most this many nodes is scanned by one cumulative sum
@@ -78,6 +80,12 @@ class PriorityTree:
         self._marks = marks[: sizes[0] // FANOUT]
         self._mark_words = marks.view(np.uint64)
         self._padded_leaves = self._sums[0]
+        self._kernel = find_kernel()
+        if self._kernel is not None:
+            # a process that shares the buffer has it at another address: tables are per process
+            self._sum_table = _addresses(self._sums)
+            self._minimum_table = _addresses(self._minima)
+            self._scratch = np.empty(self._marks.size, dtype=np.int64)
         self.leaves: np.ndarray = self._padded_leaves[:capacity]
         """float64 [capacity]; read freely, write through the methods."""
 
@@ -105,6 +113,16 @@ class PriorityTree:
 
     def refresh(self) -> None:
         """Recompute what was written since the last call. Cost: the blocks touched."""
+        if self._kernel is not None:
+            self._kernel.torchrl_dist_refresh(
+                self._sum_table.ctypes.data,
+                self._minimum_table.ctypes.data,
+                len(self._sums),
+                self._marks.ctypes.data,
+                self._marks.size,
+                self._scratch.ctypes.data,
+            )
+            return
         if not self._mark_words.any():
             return
         marked = blocks = np.flatnonzero(self._marks)
@@ -149,6 +167,8 @@ class PriorityTree:
         Raises:
             ValueError: if all leaves are 0.
         """
+        if self._kernel is not None:
+            return self._draw_c(uniforms)
         cumulative = np.cumsum(self._sums[-1])
         if not cumulative[-1] > 0:
             raise ValueError("cannot draw: no leaf is above 0")
@@ -164,3 +184,25 @@ class PriorityTree:
             node = (node << _SHIFT) + child
         slots = np.minimum(node, self.capacity - 1)
         return slots, self.leaves[slots]
+
+    def _draw_c(self, uniforms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        uniforms = np.ascontiguousarray(uniforms, dtype=np.float64)
+        slots = np.empty(uniforms.size, dtype=np.int64)
+        leaves = np.empty(uniforms.size, dtype=np.float64)
+        failed = self._kernel.torchrl_dist_draw(
+            self._sum_table.ctypes.data,
+            len(self._sums),
+            self._sums[-1].size,
+            self.capacity,
+            uniforms.ctypes.data,
+            uniforms.size,
+            slots.ctypes.data,
+            leaves.ctypes.data,
+        )
+        if failed:
+            raise ValueError("cannot draw: no leaf is above 0")
+        return slots, leaves
+
+
+def _addresses(levels: list[np.ndarray | None]) -> np.ndarray:
+    return np.array([0 if level is None else level.ctypes.data for level in levels], np.uint64)

@@ -1,0 +1,48 @@
+"""Finds the optional C kernel of the priority tree."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import os
+
+from torchrl_dist.errors import ConfigurationError
+
+_VARIABLE = "TORCHRL_DIST_KERNEL"
+
+
+@functools.cache
+def _library() -> ctypes.PyDLL | None:
+    spec = importlib.util.find_spec("torchrl_dist.replay._kernel")
+    if spec is None or spec.origin is None:
+        return None
+    library = ctypes.PyDLL(spec.origin)
+    pointer, integer = ctypes.c_void_p, ctypes.c_int64
+    library.torchrl_dist_refresh.argtypes = (pointer, pointer, integer, pointer, integer, pointer)
+    library.torchrl_dist_refresh.restype = None
+    library.torchrl_dist_draw.argtypes = (
+        pointer, integer, integer, integer, pointer, integer, pointer, pointer,
+    )  # fmt: skip
+    library.torchrl_dist_draw.restype = ctypes.c_int
+    return library
+
+
+def find_kernel() -> ctypes.PyDLL | None:
+    """The library, or None where NumPy does the work.
+
+    The environment variable ``TORCHRL_DIST_KERNEL`` forces ``c`` or ``numpy``.
+
+    Raises:
+        ConfigurationError: ``c`` is asked for but was not built, or the variable is something else.
+    """
+    wanted = os.environ.get(_VARIABLE, "")
+    if wanted not in ("", "c", "numpy"):
+        raise ConfigurationError(f"{_VARIABLE} must be 'c' or 'numpy', got {wanted!r}")
+    library = None if wanted == "numpy" else _library()
+    if wanted == "c" and library is None:
+        raise ConfigurationError(
+            f"{_VARIABLE}=c, but the kernel was not built; install a C compiler and Python's "
+            "headers, then reinstall torchrl-dist"
+        )
+    return library
