@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -56,7 +56,9 @@ class Counter(gymnasium.Env):
 class NextStepVector(VectorEnv):
     """Counters behind next-step autoreset, with no way to reset only some of them."""
 
-    metadata: dict[str, Any] = {}  # as other people's vector envs: no autoreset mode declared
+    metadata: ClassVar[
+        dict[str, Any]
+    ] = {}  # as other people's vector envs: no autoreset mode declared
 
     def __init__(self, lengths: list[int], truncate: bool = False) -> None:
         self.inner = SyncVectorEnv(

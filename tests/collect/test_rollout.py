@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import gymnasium
@@ -257,7 +258,7 @@ class TestEpisodes:
         expected = []
         for env in range(3):
             borders = [0, *(np.flatnonzero(done[env]) + 1), 40]
-            for a, b in zip(borders[:-1], borders[1:], strict=True):
+            for a, b in itertools.pairwise(borders):
                 if a == b:
                     continue
                 (trajectory,) = set(all_ids[env, a:b].tolist())

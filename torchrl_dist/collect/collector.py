@@ -580,13 +580,15 @@ class RPCBatchedCollector(BaseCollector):
             if self._closed:
                 return
             self._closed = True
-            alive = [w for w in self._workers if not w.lost and w.failure is None]
+            alive = [w for w in self._workers if not isinstance(w.failure, PeerLostError)]
             self._cond.notify_all()
         limit_s = _SHUTDOWN_S if timeout is None else timeout
         futures: list[Future] = []
         for worker in alive:
             try:
-                futures.append(worker.handle.submit("close", timeout_s=limit_s))
+                futures.append(
+                    worker.handle.submit("close", step_limit_s=limit_s, timeout_s=limit_s)
+                )
             except ConfigurationError:
                 return  # the session has ended, and its processes with it
         wait_for_futures(futures, limit_s)

@@ -271,16 +271,17 @@ class RolloutWorker:
         self.config.replay_buffer.extend(rows.reshape(-1))
         return None, size_bytes
 
-    def close(self, timeout_s: float = 10.0) -> None:
+    def close(self, step_limit_s: float = 10.0) -> None:
         """Stop a running rollout after its current step, then close the envs. Idempotent.
 
         Raises:
-            DeadlineError: a single step lasts longer than ``timeout_s``; the envs stay open.
+            DeadlineError: that step lasts longer than ``step_limit_s``; the envs stay open.
         """
         self._rollout.stop()
-        if not self._lock.acquire(timeout=timeout_s):
+        if not self._lock.acquire(timeout=step_limit_s):
             raise DeadlineError(
-                f"worker {self.config.worker_index}: a rollout did not stop within {timeout_s} s"
+                f"worker {self.config.worker_index}: a rollout did not stop within "
+                f"{step_limit_s:g} s"
             )
         try:
             if not self._closed:

@@ -1,0 +1,329 @@
+"""The collector with its worker in this process."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictSequential
+from torch import nn
+from torchrl.collectors import BaseCollector
+from torchrl.data import LazyTensorStorage, MultiStep, OneHot, TensorDictReplayBuffer
+from torchrl.envs import GymEnv, SerialEnv
+from torchrl.modules import EGreedyModule, QValueActor
+
+from tests.collect.envs import Counter, mlp
+from torchrl_dist.collect import CollectReport, FirstReady, RPCBatchedCollector, WaitAll
+from torchrl_dist.errors import ConfigurationError, DeadlineError, RemoteError
+
+SPEC = OneHot(3)
+
+
+class Constant(nn.Module):
+    """Always the same action, which is a weight."""
+
+    def __init__(self, action: int) -> None:
+        super().__init__()
+        self.preference = nn.Parameter(nn.functional.one_hot(torch.tensor(action), 3).float())
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return self.preference.expand(*observation.shape[:-1], 3)
+
+
+def constant(action: int) -> QValueActor:
+    return QValueActor(Constant(action), in_keys=["observation"], spec=SPEC)
+
+
+@pytest.fixture
+def build() -> Iterator[Any]:
+    built = []
+
+    def make(*args: Any, **kwargs: Any) -> RPCBatchedCollector:
+        built.append(RPCBatchedCollector(*args, **kwargs))
+        return built[-1]
+
+    yield make
+    for collector in built:
+        collector.shutdown()
+    deadline = time.monotonic() + 5
+    names = [t.name for t in threading.enumerate()]
+    while any("rollout" in name for name in names) and time.monotonic() < deadline:
+        time.sleep(0.02)
+        names = [t.name for t in threading.enumerate()]
+    assert not any("rollout" in name for name in names)
+
+
+@pytest.mark.parametrize("readiness", [WaitAll(), FirstReady()])
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("total", [1, 3, 12, 50, 53])
+def test_total_frames_are_exact_and_trajectories_are_whole(
+    build: Any, readiness: Any, lag: int, total: int
+) -> None:
+    collector = build(
+        lambda: Counter(5),
+        None,
+        frames_per_batch=12,
+        total_frames=total,
+        num_envs=4,
+        readiness=readiness,
+        max_policy_lag=lag,
+    )
+    batches = list(collector)
+    assert sum(batch.numel() for batch in batches) == total == collector.report.total_frames
+    assert all(batch.shape == (4, 3) for batch in batches[: total // 12])
+    rows = torch.cat([batch.reshape(-1) for batch in batches])
+    for trajectory in rows["collector", "traj_ids"].unique():
+        one = rows[rows["collector", "traj_ids"] == trajectory]
+        first, last = one["observation"][0, 0], one["next", "observation"][-1, 0]
+        assert last - first == len(one) <= 5
+        assert not one["next", "done"][:-1].any()
+
+
+def test_it_is_a_torchrl_collector(build: Any) -> None:
+    collector = build(Counter, None, frames_per_batch=5, total_frames=20)
+    assert isinstance(collector, BaseCollector)
+    assert len(collector) == 4
+    assert [collector.next().numel() for _ in range(4)] == [5, 5, 5, 5]
+    assert collector.next() is None
+    assert collector.stats()["frames"] == 20
+    assert collector.stats()["completed"]
+
+
+def test_without_lag_every_row_comes_from_the_newest_weights(build: Any) -> None:
+    policy = constant(0)
+    collector = build(Counter, policy, frames_per_batch=6, total_frames=24, num_envs=2)
+    for number, batch in enumerate(collector):
+        assert (batch["policy_version"] == number).all()
+        assert batch["action"].argmax(-1).eq(number % 3).all()
+        assert collector.report.policy_lag == 0
+        policy.load_state_dict(constant((number + 1) % 3).state_dict())
+        collector.update_policy_weights_()
+        time.sleep(0.02)  # a rollout begun too early would have the old weights
+    assert collector.policy_version == 4
+
+
+def test_weights_may_be_given_as_a_module_or_a_tensordict(build: Any) -> None:
+    collector = build(Counter, constant(0), frames_per_batch=4, total_frames=12)
+    collector.update_policy_weights_(constant(1))
+    assert collector.next()["action"].argmax(-1).eq(1).all()
+    collector.update_policy_weights_(weights=TensorDict.from_module(constant(2)).data)
+    assert collector.next()["action"].argmax(-1).eq(2).all()
+    with pytest.raises(ConfigurationError, match="worker_ids"):
+        collector.update_policy_weights_(constant(1), worker_ids=[0])
+
+
+def test_the_learner_may_change_its_module_without_changing_the_workers(build: Any) -> None:
+    policy = constant(0)
+    collector = build(Counter, policy, frames_per_batch=4, total_frames=8)
+    policy.load_state_dict(constant(1).state_dict())
+    assert collector.next()["action"].argmax(-1).eq(0).all()
+
+
+@pytest.mark.parametrize("lag", [1, 3])
+def test_with_lag_k_a_worker_runs_k_rollouts_ahead_and_then_waits(build: Any, lag: int) -> None:
+    env = Counter(length=10**6)
+    collector = build(lambda: env, constant(0), frames_per_batch=10, max_policy_lag=lag)
+    for _ in range(4):
+        batch = collector.next()
+        collector.update_policy_weights_()
+    deadline = time.monotonic() + 5
+    while env.t < 40 + 10 * lag and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.1)  # room to go too far
+    assert env.t == 40 + 10 * lag
+    lags = []
+    for _ in range(6):
+        batch = collector.next()
+        lags.append(collector.report.policy_lag)
+        assert lags[-1] == collector.policy_version - batch["policy_version"].min()
+        collector.update_policy_weights_()
+    assert max(1, lag - 1) <= max(lags) <= lag
+
+
+def test_a_policy_factory_gets_the_learners_weights_and_keeps_its_own(build: Any) -> None:
+    def factory(worker_index: int, num_workers: int) -> nn.Module:
+        assert (worker_index, num_workers) == (0, 1)
+        return TensorDictSequential(constant(0), EGreedyModule(SPEC, eps_init=0.5, eps_end=0.5))
+
+    collector = build(
+        lambda: Counter(50), constant(2), policy_factory=factory, frames_per_batch=400
+    )
+    actions = collector.next()["action"].argmax(-1)
+    assert not actions.eq(0).all()  # the factory's own weights would prefer 0
+    assert 0.55 < actions.eq(2).float().mean() < 0.78  # 1 - 0.5 * 2 / 3
+
+
+def test_an_exception_of_the_env_arrives_with_place_and_traceback(build: Any) -> None:
+    class Broken(Counter):
+        def step(self, action: Any) -> Any:
+            if self.t == 3:
+                raise ZeroDivisionError("the pole is gone")
+            return super().step(action)
+
+    collector = build(Broken, None, frames_per_batch=10)
+    with pytest.raises(RemoteError, match="the pole is gone") as caught:
+        next(iter(collector))
+    assert "in step" in caught.value.remote_traceback
+    assert caught.value.host
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    with pytest.raises(ConfigurationError, match="shut down"):
+        next(iter(collector))
+
+
+def test_after_a_deadline_collection_goes_on_and_nothing_is_lost(build: Any) -> None:
+    gate = threading.Event()
+
+    class Slow(Counter):
+        def step(self, action: Any) -> Any:
+            if self.t == 7:
+                assert gate.wait(30)
+            return super().step(action)
+
+    collector = build(lambda: Slow(100), None, frames_per_batch=5, total_frames=20, timeout_s=0.3)
+    batches = [collector.next()]
+    begun = time.monotonic()
+    with pytest.raises(DeadlineError, match="worker 0"):
+        collector.next()
+    assert 0.25 < time.monotonic() - begun < 2
+    gate.set()
+    batches += list(collector)
+    rows = torch.cat(batches, 1)
+    assert rows["next", "observation"][0, :, 0].tolist() == [101.0 + t for t in range(20)]
+
+
+def test_shutdown_does_not_wait_for_a_stuck_env(build: Any) -> None:
+    gate = threading.Event()
+
+    class Stuck(Counter):
+        def step(self, action: Any) -> Any:
+            gate.wait(30)
+            return super().step(action)
+
+    collector = build(Stuck, None, frames_per_batch=5, timeout_s=0.1)
+    with pytest.raises(DeadlineError):
+        collector.next()
+    begun = time.monotonic()
+    collector.shutdown(timeout=0.5)
+    collector.shutdown()
+    assert time.monotonic() - begun < 3
+    gate.set()
+
+
+def test_with_a_replay_buffer_the_worker_writes_and_reports_come_back(build: Any) -> None:
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(1000), batch_size=8)
+    collector = build(
+        lambda: Counter(4),
+        None,
+        frames_per_batch=24,
+        total_frames=60,
+        num_envs=2,
+        replay_buffer=buffer,
+    )
+    reports = list(collector)
+    assert [report.frames for report in reports] == [24, 24, 12]
+    assert all(isinstance(report, CollectReport) for report in reports)
+    assert len(buffer) == 60
+    assert buffer.storage[:]["next", "done"].sum() == 2 * 7
+    returns = [r for report in reports for r in report.episode_returns]
+    lengths = [n for report in reports for n in report.episode_lengths]
+    assert returns == [1.0 + 2 + 3 + 4] * 14
+    assert lengths == [4] * 14
+    last = reports[-1]
+    assert last.total_frames == last.total_frames_by_worker[0] == 60
+    assert last.messages == 1 and last.data_bytes > 0 and last.lost_workers == ()
+
+
+@pytest.mark.parametrize("through_factory", [False, True])
+def test_postproc_makes_the_rows_before_they_are_written(build: Any, through_factory: bool) -> None:
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(100))
+    multi_step = MultiStep(gamma=0.5, n_steps=3)
+    policy = constant(1)
+
+    def factory(worker_policy: Any) -> Any:
+        def postproc(rollout: TensorDictBase) -> TensorDictBase:
+            rows = multi_step(rollout)
+            return rows.set("preference", worker_policy(rows.clone())["action_value"])
+
+        return postproc
+
+    chosen = {"postproc_factory": factory} if through_factory else {"postproc": multi_step}
+    collector = build(
+        lambda: Counter(4), policy, frames_per_batch=8, replay_buffer=buffer, **chosen
+    )
+    collector.next()
+    rows = buffer.storage[:]
+    expected = [1 + 1.0 + 0.75, 2 + 1.5 + 1, 3 + 2, 4]  # nothing crosses the reset
+    assert rows["next", "reward"].squeeze(-1).tolist() == expected * 2
+    assert ("preference" in rows.keys()) == through_factory
+
+
+def test_progress_is_resumed_with_new_trajectory_ids(build: Any) -> None:
+    first = build(lambda: Counter(3), constant(0), frames_per_batch=10, total_frames=35)
+    ids = set(first.next()["collector", "traj_ids"].flatten().tolist())
+    first.update_policy_weights_()
+    state = first.state_dict()
+    second = build(lambda: Counter(3), constant(0), frames_per_batch=10, total_frames=35)
+    second.load_state_dict(state)
+    batches = list(second)
+    assert sum(batch.numel() for batch in batches) == 25
+    assert second.report.total_frames == 35
+    assert all((batch["policy_version"] == 1).all() for batch in batches)
+    new = {i for batch in batches for i in batch["collector", "traj_ids"].flatten().tolist()}
+    assert not ids & new
+    with pytest.raises(ConfigurationError, match="before the first batch"):
+        second.load_state_dict(state)
+
+
+def test_seeds_are_those_of_torchrls_batched_envs(build: Any) -> None:
+    policy = QValueActor(mlp(4, 2), in_keys=["observation"], spec=OneHot(2))
+
+    def run() -> TensorDictBase:
+        collector = build(("CartPole-v1"), policy, frames_per_batch=60, num_envs=1, seed=11)
+        return collector.next()
+
+    assert torch.equal(run()["observation"], run()["observation"])
+    theirs = SerialEnv(3, lambda: GymEnv("CartPole-v1"))
+    collector = build(lambda: GymEnv("CartPole-v1"), policy, frames_per_batch=60, num_envs=3)
+    assert collector.set_seed(11) == theirs.set_seed(11)
+    theirs.close()
+
+
+def test_torchrl_envs_and_gymnasium_envs_give_rows_of_the_same_kind(build: Any) -> None:
+    batches = [
+        build(make, None, frames_per_batch=20, num_envs=2, seed=0).next()
+        for make in (lambda: GymEnv("CartPole-v1"), "CartPole-v1")
+    ]
+    for batch in batches:
+        assert batch.shape == (2, 10)
+        assert batch.names == [None, "time"]
+    a, b = ({k: (v.shape, v.dtype) for k, v in batch.items(True, True)} for batch in batches)
+    assert a == b
+
+
+def test_frames_per_batch_is_rounded_up_aloud(build: Any) -> None:
+    with pytest.warns(UserWarning, match="batches will have 12"):
+        collector = build(Counter, None, frames_per_batch=10, num_envs=4)
+    assert collector.next().shape == (4, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build(Counter, None, frames_per_batch=12, num_envs=4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"frames_per_batch": 0}, "frames_per_batch=0"),
+        ({"total_frames": 0}, "total_frames=0"),
+        ({"max_policy_lag": -1}, "max_policy_lag=-1"),
+        ({"min_workers": 2}, "min_workers=2"),
+    ],
+)
+def test_impossible_arguments_are_refused(arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        RPCBatchedCollector(Counter, None, **{"frames_per_batch": 4, **arguments})
