@@ -45,13 +45,15 @@ _PRELOAD = (
     "gymnasium",
     "torchrl_dist.runtime.local",
 )
-# Libraries start their threads when they are imported, unless told otherwise; and asking CUDA's
-# runtime whether it is there would make it unusable in the children.
+# Libraries start their threads when they are imported, unless told otherwise; asking CUDA's runtime
+# whether it is there would make it unusable in the children; TensorPipe's warnings about a lost
+# peer are the parent's to print, not once more by every child.
 _SERVER_ENV = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 _MAX_REPORT_BYTES = 64 * 1024
 _PR_SET_PDEATHSIG = 1

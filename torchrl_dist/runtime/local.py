@@ -15,6 +15,7 @@ import cloudpickle
 
 from ..errors import ConfigurationError, PeerLostError
 from .forkserver import ForkServer
+from .remote import require_no_session
 from .rendezvous import connect_store, keep_store
 from .roles import assign_roles
 from .session import Session, joined, session
@@ -59,6 +60,7 @@ def local_cluster(
         PeerLostError: a child died while starting.
         DeadlineError: not everybody was ready in time.
     """
+    require_no_session()
     if any(count < 0 for count in roles.values()) or not sum(roles.values()):
         raise ConfigurationError(f"roles={dict(roles)}: expected counts >= 0 and a process.")
     seats = assign_roles(roles, sum(roles.values()))
@@ -98,7 +100,8 @@ def local_cluster(
         ) as me:
             children.watch(me._peer_exited)
             yield me
-        children.wait_gone(_EXIT_S)
+        if me._everybody_left():  # else somebody hangs, and will not exit either
+            children.wait_gone(_EXIT_S)
 
 
 @dataclass(frozen=True)

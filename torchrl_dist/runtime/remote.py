@@ -89,6 +89,14 @@ def current_session() -> Session:
     return _current
 
 
+def require_no_session() -> None:
+    """Refuse to enter a session inside another: a process has one RPC agent."""
+    if _current is not None:
+        raise ConfigurationError(
+            f"This process is already in a session, as {_current.me.name}; leave that one first."
+        )
+
+
 def set_current(session: Session | None) -> None:
     global _current
     _current = session

@@ -18,7 +18,7 @@ from ..errors import ConfigurationError, DeadlineError, PeerLostError, RemoteErr
 from . import rendezvous, wire
 from .membership import Membership
 from .pool import DaemonPool
-from .remote import Peer, Remote, set_current
+from .remote import Peer, Remote, require_no_session, set_current
 from .roles import DEFAULT_ROLES
 from .signals import Latch, StopSignals, wait_any
 from .transport import Transport
@@ -71,9 +71,7 @@ class Session:
         self._lock = threading.Lock()
         self._in_flight: dict[int, set[Future]] = {p.global_rank: set() for p in self.peers}
         self._suspects: set[int] = set()
-        self._watchers: list[Callable[[tuple], None]] = []
-        self._leavers: list[Callable[[tuple], None]] = []
-        self._graceful = False
+        self._watchers: dict[int, Callable[[tuple], None]] = {}  # by the rank that watches us
         self._stop = Latch()
         self._end = Latch()  # the driver has ended the job, or is lost
         self._end_reason: str | None = None
@@ -326,7 +324,7 @@ class Session:
         if kind == "watch":  # answered when this process leaves; fails when it dies
             with self._lock:
                 if not self._ending:
-                    self._watchers.append(answer)
+                    self._watchers[args[0]] = answer
                     return
             answer((self._end_reason,))
         elif kind == "barrier":
@@ -336,20 +334,16 @@ class Session:
             if kind == "serving":
                 self._members.serve(*args)
             elif kind == "leaving":
-                self._left(*args, answer)
-                return
+                self._left(*args)
             elif kind == "lost":
                 self._lose(*args)
             answer(())
 
-    def _left(self, rank: int, reason: str | None, answer: Callable[[tuple], None]) -> None:
+    def _left(self, rank: int, reason: str | None) -> None:
         if reason is None or self._ending:
-            with self._lock:
-                self._leavers.append(answer)  # answered when all have come: _say_goodbye
             self._members.leave(rank)
         else:
             self._lose(rank, reason)
-            answer((False,))
 
     def _tell(self, peer: Peer, kind: str, *args: Any, timeout_s: float = _GOODBYE_S) -> Future:
         """Send a control message. The future never fails: it gives (answer, error)."""
@@ -374,12 +368,18 @@ class Session:
                 self._end_job(answer[0])
 
         assert self._transport is not None
-        self._transport.send(peer.global_rank, "watch", *wire.dumps(()), timeout_s=None, done=done)
+        self._transport.send(
+            peer.global_rank,
+            "watch",
+            *wire.dumps((self.me.global_rank,)),
+            timeout_s=None,
+            done=done,
+        )
 
     def _end_job(self, reason: str | None) -> None:
         self._end_reason = reason
+        self._stop.set()  # first: whoever comes out of serve() sees it
         self._end.set()
-        self._stop.set()
 
     # ---- waiting
 
@@ -387,6 +387,11 @@ class Session:
     def stop_requested(self) -> bool:
         """Whether SIGINT or SIGTERM came, or the driver ended the job: finish in order."""
         return self._stop.is_set()
+
+    @property
+    def stop_signal(self) -> int | None:
+        """The first of SIGINT and SIGTERM that this process received in its session, if any."""
+        return self._signals.received
 
     def wait_stop(self, timeout_s: float) -> bool:
         """Block until ``stop_requested``, at most ``timeout_s``; whether it is."""
@@ -490,11 +495,7 @@ class Session:
                     names = ", ".join(self.peers[rank].name for rank in sorted(busy))
                     warnings.warn(f"the job ends while {names} still work", stacklevel=4)
             self._answer_watchers(failure)
-            late = self._members.wait_until_all_left(_GOODBYE_S)
-            # All answers are in, so that the connections can be closed by all at once, silently.
-            self._graceful = not late and not self._members.lost()
-            for answer in self._leavers:
-                answer((self._graceful,))
+            self._members.wait_until_all_left(_GOODBYE_S)
             return
         if failure is None and not self._end.is_set():
             with contextlib.suppress(PeerLostError):
@@ -505,16 +506,21 @@ class Session:
         if self._members.why_lost(self._driver.global_rank) is None:
             told = self._tell(self._driver, "leaving", self.me.global_rank, failure)
             with contextlib.suppress(FutureTimeoutError):
-                answer, _ = told.result(_GOODBYE_S)
-                self._graceful = answer == (True,)
+                told.result(_GOODBYE_S)
+
+    def _everybody_left(self) -> bool:
+        return not self._members.wait_until_all_left(0)
 
     def _answer_watchers(self, reason: str | None) -> None:
+        assert self._transport is not None
+        self._transport.expect_broken_connections()
         with self._lock:
             self._ending = True
             self._end_reason = reason
-            watchers, self._watchers = self._watchers, []
-        for answer in watchers:
-            answer((reason,))
+            watchers, self._watchers = self._watchers, {}
+        for rank, answer in watchers.items():
+            if self._members.why_lost(rank) is None:
+                answer((reason,))
 
     def _tear_down(self) -> None:
         self._ending = self._closed = True
@@ -527,7 +533,7 @@ class Session:
             steps.callback(self._member.close)
             steps.callback(self._pool.close)
             if self._transport is not None:
-                steps.callback(self._transport.close, _GOODBYE_S if self._graceful else None)
+                steps.callback(self._transport.close)
             if self.process_group is not None:
                 steps.callback(dist.destroy_process_group)
         for rank, futures in self._in_flight.items():
@@ -563,6 +569,7 @@ def session(
         ConfigurationError: the environment or the roles cannot be right, or processes disagree.
         DeadlineError: not everybody joined in time; names the missing.
     """
+    require_no_session()
     world = World.from_env() if world is None else world
     roles = DEFAULT_ROLES if roles is None else roles
     store = rendezvous.launcher_store(world, timeout_s)

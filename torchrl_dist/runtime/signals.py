@@ -63,6 +63,7 @@ class StopSignals:
         self._latch = latch
         self._previous: dict[int, object] = {}
         self._interrupted = False
+        self.received: int | None = None  # the first one
 
     def install(self) -> None:
         if threading.current_thread() is threading.main_thread():
@@ -80,6 +81,8 @@ class StopSignals:
         self._previous.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received = number
         again = self._interrupted
         self._interrupted = self._interrupted or number == signal.SIGINT
         self._latch.set()

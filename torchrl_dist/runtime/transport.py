@@ -6,7 +6,7 @@ user code travel inside answers, so that an RPC error always means the transport
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
@@ -24,6 +24,7 @@ Handler = Callable[[str, bytes, list, Callable[[Answer], None]], None]
 _SCHEME = "torchrl-dist"
 # A request only hands work to a pool, so few threads do; facts: fewer are faster.
 _SERVER_THREADS = 4
+_LOG_ERRORS_ONLY = 2
 
 _handler: Handler | None = None
 _store_for_init: dist.Store | None = None
@@ -58,6 +59,8 @@ class Transport:
                 "it itself. Shut it down first."
             )
         _handler = handler
+        self._log_level = _find_log_level()
+        self._logged: int | None = None
         try:
             _init_rpc(store, names, global_rank, one_node, timeout_s)
         except BaseException:
@@ -98,20 +101,31 @@ class Transport:
         else:
             future.add_done_callback(arrived)
 
-    def close(self, together_s: float | None = None) -> None:
-        """Close all connections.
+    def expect_broken_connections(self) -> None:
+        """Called when the job ends: from now until ``close``, let C++ print errors only.
 
-        With ``together_s``, every rank closes now: wait for them this long, so that nobody logs
-        broken connections. Without, close at once; RPC would wait in vain for the dead.
+        TensorPipe warns twice per peer whose agent closes before ours. Its graceful shutdown does
+        not, but waits for the dead, and for every call that somebody still runs.
         """
+        if self._log_level is not None and self._logged is None:
+            self._logged, self._log_level.value = self._log_level.value, _LOG_ERRORS_ONLY
+
+    def close(self) -> None:
+        """Close all connections now, without waiting for anybody."""
         global _handler
+        self.expect_broken_connections()
         if rpc._is_current_rpc_agent_set():
-            if together_s is None:
-                rpc.shutdown(graceful=False)
-            else:
-                with contextlib.suppress(RuntimeError):  # somebody died meanwhile; closed anyhow
-                    rpc.shutdown(graceful=True, timeout=together_s)
+            rpc.shutdown(graceful=False)
         _handler = None
+        if self._log_level is not None and self._logged is not None:
+            self._log_level.value, self._logged = self._logged, None
+
+
+def _find_log_level() -> ctypes.c_int | None:
+    try:
+        return ctypes.c_int.in_dll(ctypes.CDLL("libc10.so"), "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):  # a build with another logger: it prints
+        return None
 
 
 @rpc.functions.async_execution

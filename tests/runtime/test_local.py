@@ -1,0 +1,323 @@
+"""local_cluster: the session over processes of this machine, and how it loses them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from tensordict import TensorDict
+
+from tests.runtime.helpers import Counter, listening_addresses
+from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
+from torchrl_dist.runtime import ForkServer, current_session, local_cluster
+
+ROLES = {"learner": 1, "collector": 2}
+
+
+@pytest.fixture
+def cluster(fork_server):
+    with local_cluster(ROLES, timeout_s=20, fork_server=fork_server) as me:
+        yield me
+
+
+def test_objects_live_in_their_peer_and_closures_travel(cluster):
+    first, second = cluster.of_role("collector")
+    start = 40
+    counter = cluster.remote(first, lambda: Counter(start))
+    assert counter.call("add", 2) == 42
+    assert counter.call("sleep", 0) == cluster.pid_of(first) != os.getpid()
+    # A handle is an argument like any other, and works from every process.
+    assert cluster.call(second, lambda handle: handle.call("add", 1), counter) == 43
+    # The driver can be called too.
+    mine = cluster.remote(cluster.me, Counter)
+    assert cluster.call(second, lambda handle: handle.call("sleep", 0), mine) == os.getpid()
+
+
+def test_tensordicts_cross_whole(cluster):
+    peer = cluster.of_role("collector")[0]
+    data = TensorDict(
+        {"pixels": torch.randint(0, 255, (8, 4, 20, 20), dtype=torch.uint8), "x": torch.rand(8, 3)},
+        [8],
+    )
+    for sent in (data, data[::2], data.consolidate()):
+        back = cluster.call(peer, lambda td: td.apply(lambda x: x + 1), sent)
+        assert (back == sent + 1).all() and back.batch_size == sent.batch_size
+
+
+def test_a_slow_call_does_not_hold_up_others(cluster):
+    counter = cluster.remote(cluster.of_role("collector")[0], Counter)
+    slow = [counter.submit("sleep", 1.0) for _ in range(8)]
+    start = time.monotonic()
+    assert counter.call("add", 1) == 1
+    assert time.monotonic() - start < 0.8
+    for future in slow:
+        future.result(10)
+    assert time.monotonic() - start < 4  # eight seconds of sleep, side by side
+
+
+def test_an_exception_arrives_with_role_host_traceback_and_cause(cluster):
+    peer = cluster.of_role("collector")[1]
+    with pytest.raises(RemoteError) as info:
+        cluster.remote(peer, Counter).call("fail")
+    error = info.value
+    assert (error.peer, error.host) == ("collector1", peer.host)
+    assert "ValueError: no such thing" in str(error) and "in fail" in error.remote_traceback
+    assert isinstance(error.__cause__, ValueError)
+
+
+def test_a_deadline_is_kept_and_names_whom_it_waited_for(cluster):
+    counter = cluster.remote(cluster.of_role("collector")[0], Counter)
+    start = time.monotonic()
+    with pytest.raises(DeadlineError, match=r"collector0 .* sleep within 0.3 s"):
+        counter.call("sleep", 2.0, timeout_s=0.3)
+    assert time.monotonic() - start < 1.5
+    assert counter.call("add", 1) == 1 and cluster.lost() == ()
+
+
+def test_a_killed_peer_fails_its_calls_at_once_and_the_others_go_on(fork_server):
+    with local_cluster(ROLES, timeout_s=20, fork_server=fork_server) as me:
+        dead, alive = (me.remote(peer, Counter) for peer in me.of_role("collector"))
+        pending = dead.submit("sleep", 15)
+        time.sleep(0.2)
+        start = time.monotonic()
+        os.kill(me.pid_of(dead.peer), signal.SIGKILL)
+        with pytest.raises(PeerLostError, match=r"collector0 .*killed by SIGKILL"):
+            pending.result(5)
+        assert time.monotonic() - start < 2
+        assert me.lost() == (dead.peer,) and "SIGKILL" in me.lost_reason(dead.peer)
+        start = time.monotonic()
+        with pytest.raises(PeerLostError):
+            dead.call("add", 1)
+        assert time.monotonic() - start < 0.1
+        assert alive.call("add", 1) == 1
+        deadline = time.monotonic() + 5  # the survivors are told, by a message of its own
+        while me.call(alive.peer, lambda: current_session().lost()) != (dead.peer,):
+            assert time.monotonic() < deadline
+        start = time.monotonic()
+    assert time.monotonic() - start < 3
+
+
+def test_a_child_that_leaves_by_itself_is_lost_with_its_exit_status(fork_server):
+    with local_cluster(ROLES, timeout_s=20, fork_server=fork_server) as me:
+        peer = me.of_role("collector")[0]
+        with pytest.raises(PeerLostError, match="exited with status 7"):
+            me.call(peer, os._exit, 7)
+
+
+def test_what_a_killed_child_started_ends_with_it(fork_server):
+    with local_cluster(ROLES, timeout_s=20, fork_server=fork_server) as me:
+        peer = me.of_role("collector")[0]
+        pid = me.call(peer, lambda: subprocess.Popen(["sleep", "60"]).pid)
+        grandchild = psutil.Process(pid)
+        os.kill(me.pid_of(peer), signal.SIGKILL)
+        psutil.wait_procs([grandchild], timeout=5)
+        assert not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_stopped_child_is_a_deadline_and_does_not_hold_up_the_end(fork_server):
+    with local_cluster(ROLES, timeout_s=20, fork_server=fork_server) as me:
+        counter = me.remote(me.of_role("collector")[0], Counter)
+        os.kill(me.pid_of(counter.peer), signal.SIGSTOP)
+        with pytest.raises(DeadlineError):
+            counter.call("add", 1, timeout_s=0.5)
+        start = time.monotonic()
+    assert time.monotonic() - start < 5
+
+
+def test_sigterm_to_a_child_lets_it_serve_for_a_while(cluster):
+    counter = cluster.remote(cluster.of_role("collector")[0], Counter)
+    os.kill(cluster.pid_of(counter.peer), signal.SIGTERM)
+    time.sleep(0.3)
+    assert counter.call("add", 1) == 1
+
+
+def test_a_failing_init_fn_raises_in_the_caller(fork_server):
+    def init() -> None:
+        raise LookupError("no such environment")
+
+    with pytest.raises(RemoteError, match=r"collector.*no such environment") as info:
+        with local_cluster(ROLES, init_fn=init, timeout_s=20, fork_server=fork_server):
+            pass
+    assert "in init" in info.value.remote_traceback
+
+
+def test_a_child_that_dies_in_init_fn_raises_in_the_caller(fork_server):
+    with pytest.raises(PeerLostError, match="died at start-up: killed by SIGKILL"):
+        with local_cluster(
+            ROLES,
+            init_fn=lambda: os.kill(os.getpid(), signal.SIGKILL),
+            timeout_s=20,
+            fork_server=fork_server,
+        ):
+            pass
+
+
+def test_an_init_fn_that_takes_too_long_is_a_deadline(fork_server):
+    with pytest.raises(DeadlineError, match=r"collector0, collector1 did not start within 0\.5 s"):
+        with local_cluster(
+            ROLES, init_fn=lambda: time.sleep(30), timeout_s=0.5, fork_server=fork_server
+        ):
+            pass
+
+
+def test_children_get_environment_directory_path_init_and_threads(
+    fork_server, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TORCHRL_DIST_A", "from the caller")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def init() -> None:
+        os.environ["TORCHRL_DIST_C"] = "by init_fn"
+
+    def look() -> tuple:
+        names = ("TORCHRL_DIST_A", "TORCHRL_DIST_B", "TORCHRL_DIST_C")
+        values = [os.environ[name] for name in names]
+        return (*values, os.getcwd(), sys.path[0], torch.get_num_threads())
+
+    with local_cluster(
+        ROLES,
+        init_fn=init,
+        env={"TORCHRL_DIST_B": "by env"},
+        timeout_s=20,
+        threads_per_process=2,
+        fork_server=fork_server,
+    ) as me:
+        seen = me.call(me.of_role("collector")[1], look)
+    assert seen[:3] == ("from the caller", "by env", "by init_fn")
+    assert seen[3:] == (str(tmp_path), str(tmp_path), 2)
+
+
+def test_children_draw_different_random_numbers(cluster):
+    import numpy
+
+    # Not numpy.random.rand itself: a bound method would bring this process's generator along.
+    peers = cluster.of_role("collector")
+    draws = {cluster.call(peer, lambda: numpy.random.rand()) for peer in peers}
+    assert len(draws) == 2
+
+
+def test_everything_listens_on_loopback_only(fork_server):
+    before = listening_addresses([os.getpid()])
+    with local_cluster(
+        {"learner": 2, "collector": 1},
+        timeout_s=20,
+        process_group="gloo",
+        fork_server=fork_server,
+    ) as me:
+        pids = [me.pid_of(peer) for peer in me.peers]
+        addresses = listening_addresses(pids) - before
+        # A gloo group of each role: this process's one has both learners.
+        assert torch.distributed.get_world_size() == 2
+    assert addresses == {"0100007F"}  # 127.0.0.1, as the kernel prints it
+
+
+def test_no_file_descriptor_is_left(fork_server):
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    with local_cluster(ROLES, timeout_s=20, fork_server=fork_server):
+        pass  # the first one opens what stays
+    before = count()
+    for _ in range(2):
+        with local_cluster(ROLES, timeout_s=20, fork_server=fork_server) as me:
+            me.remote(me.peers[1], Counter).call("add", 1)
+    deadline = time.monotonic() + 5  # the store's thread closes its sockets when it notices
+    while count() > before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert count() <= before
+
+
+def test_an_exception_in_the_caller_ends_the_children_quickly(fork_server):
+    with pytest.raises(ZeroDivisionError):
+        with local_cluster(ROLES, timeout_s=20, fork_server=fork_server) as me:
+            pids = [me.pid_of(peer) for peer in me.peers[1:]]
+            me.remote(me.peers[1], Counter).submit("sleep", 30)
+            start = time.monotonic()
+            raise ZeroDivisionError
+    assert time.monotonic() - start < 8
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_roles_that_cannot_be_are_refused():
+    for roles in ({"learner": 1, "collector": -1}, {}, {"learner": 0}):
+        with pytest.raises(ConfigurationError), local_cluster(roles):
+            pass
+
+
+def test_a_cluster_of_one_starts_nothing():
+    before = psutil.Process().children()
+    with local_cluster({"learner": 1}) as me:
+        assert me.peers == (me.me,) and me.call(me.me, os.getpid) == os.getpid()
+        assert psutil.Process().children() == before
+
+
+def test_a_killed_fork_server_takes_its_children_and_the_caller_is_told():
+    with ForkServer() as server, local_cluster(ROLES, timeout_s=20, fork_server=server) as me:
+        children = [psutil.Process(me.pid_of(peer)) for peer in me.peers[1:]]
+        counter = me.remote(me.peers[1], Counter)
+        pending = counter.submit("sleep", 15)
+        os.kill(server.pid, signal.SIGKILL)
+        with pytest.raises(PeerLostError):
+            pending.result(5)
+        deadline = time.monotonic() + 5
+        while len(me.lost()) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        _, alive = psutil.wait_procs(children, timeout=5)
+        assert all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
+
+
+STARTER = """
+import os, signal, sys, time
+from torchrl_dist.runtime import local_cluster
+
+def wait_for_stop(seconds):
+    time.sleep(seconds)
+
+with local_cluster({"learner": 1, "collector": 2}, timeout_s=30) as me:
+    print(os.getpid(), *(me.pid_of(peer) for peer in me.peers[1:]), flush=True)
+    me.submit(me.peers[1], wait_for_stop, 25)
+    stopped = me.wait_stop(25)
+    print("stopped", stopped, [peer.name for peer in me.lost()], flush=True)
+"""
+
+
+def start_script(tmp_path: Path) -> tuple[subprocess.Popen, list[psutil.Process]]:
+    script = tmp_path / "starter.py"
+    script.write_text(STARTER)
+    starter = subprocess.Popen(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    starter_pid, *children = map(int, starter.stdout.readline().split())
+    server = psutil.Process(children[0]).parent()
+    assert server.ppid() == starter_pid
+    return starter, [psutil.Process(pid) for pid in children] + [server]
+
+
+def test_kill_9_of_the_caller_ends_everything_within_seconds(tmp_path):
+    starter, others = start_script(tmp_path)
+    starter.kill()
+    starter.wait(5)
+    _, alive = psutil.wait_procs(others, timeout=5)
+    starter.stdout.close()
+    assert not alive
+
+
+def test_an_interrupt_of_the_caller_is_a_request_and_the_children_stay_until_the_end(tmp_path):
+    starter, others = start_script(tmp_path)
+    starter.send_signal(signal.SIGINT)
+    output, _ = starter.communicate(timeout=15)
+    assert output.strip() == "stopped True []" and starter.returncode == 0
+    _, alive = psutil.wait_procs(others, timeout=1)
+    assert not alive

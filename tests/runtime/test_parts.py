@@ -1,0 +1,169 @@
+"""The parts of the runtime that need no second process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from torchrl_dist.errors import ConfigurationError, RemoteError
+from torchrl_dist.runtime import session, wire
+from torchrl_dist.runtime.membership import Membership
+from torchrl_dist.runtime.pool import DaemonPool
+from torchrl_dist.runtime.signals import Latch, wait_any
+
+
+def test_tensors_stay_outside_the_bytes_and_closures_go_inside():
+    factor = 3
+    data = TensorDict({"a": torch.arange(100_000), "b": {"c": torch.zeros(4, 2)}}, [])
+    body, tensors = wire.dumps((lambda x: x * factor, data))
+    assert len(body) < 4_000 and len(tensors) == 2
+    triple, back = wire.loads(body, tensors)
+    assert triple(2) == 6 and (back == data).all()
+
+
+def test_nested_unpickling_keeps_the_outer_tensors():
+    class Inner:
+        def __reduce__(self):
+            return wire.loads, wire.dumps("inner")
+
+    one, inner, two = wire.loads(*wire.dumps((torch.ones(1), Inner(), torch.zeros(1))))
+    assert (one.item(), inner, two.item()) == (1, "inner", 0)
+
+
+def test_two_dtypes_over_one_storage_are_sent_as_two_storages():
+    whole = torch.zeros(16, dtype=torch.uint8)
+    _, tensors = wire.dumps((whole, whole.view(torch.float32)))
+    assert tensors[0].data_ptr() != tensors[1].data_ptr()
+
+
+def test_a_tensor_outside_cpu_memory_is_refused_before_it_is_sent():
+    with pytest.raises(TypeError, match="meta"):
+        wire.dumps(torch.empty(1, device="meta"))
+
+
+def test_the_pool_runs_as_many_calls_at_once_as_it_may_and_queues_the_rest():
+    pool = DaemonPool(2, "test")
+    gate, started = threading.Event(), threading.Semaphore(0)
+
+    def work():
+        started.release()
+        gate.wait(10)
+
+    for _ in range(3):
+        pool.submit(work)
+    assert started.acquire(timeout=5) and started.acquire(timeout=5)
+    assert not started.acquire(timeout=0.1)
+    gate.set()
+    assert started.acquire(timeout=5)
+    pool.close()
+
+
+def test_an_idle_thread_of_the_pool_is_used_again():
+    pool = DaemonPool(8, "test")
+    seen, done = set(), threading.Semaphore(0)
+    for _ in range(5):
+        pool.submit(lambda: (seen.add(threading.get_ident()), done.release()))
+        assert done.acquire(timeout=5)
+        time.sleep(0.02)  # let it count itself as idle
+    pool.close()
+    assert len(seen) == 1
+
+
+def test_any_of_several_latches_ends_a_wait():
+    first, second = Latch(), Latch()
+    assert not wait_any((first, second), 0.01)
+    threading.Timer(0.05, second.set).start()
+    assert wait_any((first, second), 5) and second.is_set() and not first.is_set()
+    for latch in (first, second):
+        latch.close()
+
+
+def test_a_barrier_counts_neither_the_serving_nor_the_lost():
+    members, released = Membership(4, me=0), []
+    members.serve(1)
+    members.arrive(0, 0, lambda: released.append(0))
+    members.arrive(0, 2, lambda: released.append(2))
+    assert not released and members.missing(0) == {3}
+    members.lose(3, "killed")
+    assert sorted(released) == [0, 2]
+
+
+def test_a_barrier_waits_for_its_keeper():
+    members, released = Membership(2, me=0), []
+    members.arrive(0, 1, lambda: released.append(1))
+    assert not released
+    members.arrive(0, 0, lambda: released.append(0))
+    assert sorted(released) == [0, 1]
+
+
+def test_who_left_in_order_is_not_lost():
+    members = Membership(3, me=0)
+    members.leave(1)
+    assert not members.lose(1, "gone") and members.lose(2, "gone")
+    assert members.lost() == {2: "gone"} and members.wait_until_all_left(0) == set()
+
+
+class Counter:
+    def __init__(self, start: int) -> None:
+        self.value = start
+
+    def add(self, n: int) -> int:
+        self.value += n
+        return self.value
+
+
+def test_a_single_process_calls_itself_directly():
+    with session({"learner": 1, "collector": -1}, timeout_s=5) as me:
+        assert me.of_role("collector") == () and me.lost() == () and me.role == "learner"
+        counter = me.remote(me.me, Counter, 2)
+        assert counter.call("add", 3) == 5
+        assert counter.submit("add", 1).result(5) == 6
+        assert me.call(me.me, threading.get_ident) == threading.get_ident()
+        with pytest.raises(RemoteError, match="learner0") as info:
+            counter.call("add", "x")
+        assert isinstance(info.value.__cause__, TypeError)
+        me.barrier()
+    with pytest.raises(ConfigurationError, match="no session"):
+        counter.call("add", 1)
+    with session(timeout_s=5), pytest.raises(ConfigurationError, match="has ended"):
+        counter.call("add", 1)
+
+
+def test_a_deadline_that_is_none_is_refused():
+    with session(timeout_s=5) as me, pytest.raises(ConfigurationError, match="timeout_s"):
+        me.call(me.me, int, timeout_s=0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_requests_a_stop_and_the_previous_handler_comes_back(number):
+    before = signal.getsignal(number)
+    with session(timeout_s=5) as me:
+        assert not me.stop_requested and not me.wait_stop(0.01)
+        os.kill(os.getpid(), number)
+        assert me.wait_stop(5) and me.stop_requested
+    assert signal.getsignal(number) == before
+
+
+def test_a_second_interrupt_raises():
+    with pytest.raises(KeyboardInterrupt), session(timeout_s=5):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+
+
+def test_a_session_inside_another_is_refused():
+    with session(timeout_s=5), pytest.raises(ConfigurationError, match="already"):
+        with session(timeout_s=5):
+            pass
+
+
+def test_a_process_group_is_made_and_destroyed():
+    with session(timeout_s=5, process_group="gloo") as me:
+        assert torch.distributed.get_world_size(me.process_group) == 1
+    assert not torch.distributed.is_initialized()

@@ -1,0 +1,218 @@
+"""The session in the ranks of torchrun, and in processes that look like SLURM's."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.runtime.helpers import Counter, listening_addresses
+from tests.spawn import run_job, spawn
+from torchrl_dist.errors import ConfigurationError, PeerLostError
+from torchrl_dist.runtime import session
+
+ROLES = {"learner": 1, "collector": -1}
+
+
+@spawn(nproc=3)
+def test_the_driver_calls_and_the_others_serve_until_it_is_done():
+    with session(ROLES, timeout_s=30) as me:
+        assert me.world.launcher == "torchrun" and me.world.world_size == 3
+        if me.role == "learner":
+            counters = [me.remote(peer, Counter, 10) for peer in me.of_role("collector")]
+            assert [counter.call("add", 1) for counter in counters] == [11, 11]
+            assert counters[1].call("sleep", 0) == me.pid_of(counters[1].peer)
+            # The store is torchrun's and listens everywhere; what the session opened does not.
+            assert listening_addresses([me.pid_of(peer) for peer in me.peers]) == {"0100007F"}
+        else:
+            me.serve()
+            assert me.stop_requested
+
+
+@spawn(nproc=3)
+def test_ranks_with_code_of_their_own_meet_at_barriers_and_wait_for_the_slowest():
+    with session(timeout_s=30) as me:
+        counter = me.remote(me.me, Counter)
+        start = time.monotonic()
+        time.sleep(0.3 * me.me.index)
+        me.barrier()
+        assert time.monotonic() - start > 0.55
+        # Rank 0 leaves first, and still answers the others.
+        if me.me.index:
+            time.sleep(0.5)
+            assert me.call(me.peers[0], os.getpid) == me.pid_of(me.peers[0])
+        assert counter.call("add", 1) == 1
+
+
+@spawn(nproc=2)
+def test_one_session_may_follow_another():
+    for round_number in range(3):
+        with session(ROLES, timeout_s=30) as me:
+            if me.role == "learner":
+                assert me.call(me.peers[1], lambda n=round_number: n) == round_number
+
+
+@spawn(nproc=3)
+def test_each_role_gets_a_process_group_of_its_own():
+    with session({"learner": 2, "collector": 1}, timeout_s=30, process_group="gloo") as me:
+        total = torch.ones(1)
+        dist.all_reduce(total, group=me.process_group)
+        assert total.item() == len(me.of_role(me.role))
+    assert not dist.is_initialized()
+
+
+@spawn(nproc=2)
+def test_ranks_that_disagree_about_roles_are_told():
+    mine = {"a": 1, "b": 1} if os.environ["RANK"] == "0" else {"a": 2}
+    with pytest.raises(ConfigurationError, match="entered the session with roles"):
+        with session(mine, timeout_s=30):
+            pass
+
+
+def the_driver_fails() -> None:
+    with session(ROLES, timeout_s=30) as me:
+        if me.role == "learner":
+            raise ValueError("the driver's own mistake")
+        try:
+            me.serve()
+        except PeerLostError as error:
+            print("told:", error, flush=True)
+            raise
+
+
+def test_an_exception_in_the_driver_ends_the_others():
+    job = run_job(the_driver_fails, nproc=3)
+    assert job.returncode != 0 and job.seconds < 40
+    assert "ValueError: the driver's own mistake" in job.log(0)
+
+
+def a_peer_is_killed_once() -> None:
+    with session(ROLES, timeout_s=30) as me:
+        if me.role != "learner":
+            me.serve()
+            return
+        assert me.call(me.peers[1], os.getpid) == me.pid_of(me.peers[1])
+        if me.world.restart_count == 0:
+            os.kill(me.pid_of(me.peers[2]), signal.SIGKILL)
+            assert me.wait_stop(20)  # torchrun's SIGTERM
+            print("stopping", [peer.name for peer in me.lost()], flush=True)
+        else:
+            print("finished", me.world.job_id, flush=True)
+
+
+def test_after_a_lost_rank_torchrun_restarts_all_and_they_meet_again():
+    job = run_job(a_peer_is_killed_once, nproc=3, max_restarts=1)
+    assert job.returncode == 0, job
+    assert "stopping ['collector1']" in job.log(0, restart=0), job
+    assert "finished" in job.log(0, restart=1), job
+
+
+def the_driver_is_killed() -> None:
+    with session(ROLES, timeout_s=30) as me:
+        if me.role == "learner":
+            os.kill(os.getpid(), signal.SIGKILL)
+        me.serve()
+
+
+def test_a_killed_driver_ends_the_job():
+    job = run_job(the_driver_is_killed, nproc=2)
+    assert job.returncode != 0 and job.seconds < 40
+
+
+def the_driver_waits_for_a_stop(folder: str) -> None:
+    with session(ROLES, timeout_s=30) as me:
+        if me.role == "learner":
+            Path(folder, "ready").touch()
+            assert me.wait_stop(40)
+            answer = me.call(me.peers[1], os.getpid)
+            Path(folder, "answer").write_text(str(answer == me.pid_of(me.peers[1])))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_torchrun_lets_the_driver_finish_through_the_others(tmp_path, number):
+    def interrupt(agent: subprocess.Popen) -> None:
+        def when_ready() -> None:
+            while not (tmp_path / "ready").exists() and agent.poll() is None:
+                time.sleep(0.05)
+            agent.send_signal(number)
+
+        threading.Thread(target=when_ready, daemon=True).start()
+
+    job = run_job(the_driver_waits_for_a_stop, {"folder": str(tmp_path)}, nproc=2,
+                  on_start=interrupt)  # fmt: skip
+    assert (tmp_path / "answer").read_text() == "True", job
+    assert job.seconds < 40
+
+
+SLURM_TASK = """
+import os, signal, sys
+from torchrl_dist.runtime import session
+with session({"learner": 1, "collector": -1}, timeout_s=30) as me:
+    assert me.world.launcher == "slurm" and me.world.job_id == "77.0", me.world
+    if me.role == "learner":
+        print("called", me.call(me.peers[1], os.getpid) == me.pid_of(me.peers[1]), flush=True)
+        if sys.argv[1] == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def start_slurm_tasks(argument: str) -> list[subprocess.Popen]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    tasks = []
+    for rank in range(2):
+        env = {
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(rank),
+            "SLURM_NTASKS": "2",
+            "SLURM_NODEID": "0",
+            "SLURM_JOB_ID": "77",
+            "SLURM_STEP_ID": "0",
+            "SLURM_STEP_NODELIST": "localhost",
+            "SLURM_STEP_TASKS_PER_NODE": "2",
+            "MASTER_PORT": str(port),
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
+        tasks.append(
+            subprocess.Popen(
+                [sys.executable, "-c", SLURM_TASK, argument],
+                env={**os.environ, **env},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    return tasks
+
+
+def test_slurm_tasks_meet_at_rank_0():
+    tasks = start_slurm_tasks("live")
+    output = [task.communicate(timeout=60) for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], output
+    assert output[0][0].strip() == "called True"
+    assert output[0][1] == output[1][1] == ""  # an orderly end is a silent one
+
+
+def test_a_slurm_task_ends_soon_after_its_driver_was_killed():
+    driver, other = start_slurm_tasks("die")
+    try:
+        driver.communicate(timeout=60)
+        assert driver.returncode == -signal.SIGKILL
+        start = time.monotonic()
+        other.communicate(timeout=20)
+        assert time.monotonic() - start < 10
+    finally:
+        for task in (driver, other):
+            if psutil.pid_exists(task.pid) and task.poll() is None:
+                task.kill()

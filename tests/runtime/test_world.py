@@ -1,0 +1,122 @@
+"""World.from_env: which process is this, from what torchrun, SLURM or nobody says."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.runtime.roles import assign_roles
+from torchrl_dist.runtime.world import World, expand_hosts, process_stamp
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "1234",
+    "TORCHELASTIC_RUN_ID": "job7",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "7",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_JOB_ID": "99",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "gpu[03-04]",
+    "SLURM_STEP_TASKS_PER_NODE": "4,3",
+}
+
+
+def test_torchrun_environment_is_read_completely():
+    world = World.from_env(TORCHRUN)
+    assert (world.global_rank, world.world_size, world.local_rank) == (5, 8, 1)
+    assert (world.local_world_size, world.node_rank, world.restart_count) == (4, 1, 2)
+    assert (world.master_addr, world.master_port, world.job_id) == ("node0", 1234, "job7")
+    assert world.launcher == "torchrun" and not world.one_node
+
+
+def test_slurm_environment_is_read_completely():
+    world = World.from_env(SLURM)
+    assert (world.global_rank, world.world_size, world.local_rank) == (5, 7, 1)
+    assert (world.local_world_size, world.node_rank, world.job_id) == (3, 1, "99.0")
+    assert (world.master_addr, world.launcher) == ("gpu03", "slurm")
+    assert 20_000 <= world.master_port < 32_000
+    assert World.from_env({**SLURM, "SLURM_PROCID": "0"}).master_port == world.master_port
+    assert World.from_env({**SLURM, "SLURM_JOB_ID": "100"}).master_port != world.master_port
+
+
+def test_torchrun_inside_slurm_is_torchrun():
+    assert World.from_env({**SLURM, **TORCHRUN}).launcher == "torchrun"
+
+
+def test_an_sbatch_script_is_a_single_process_though_it_has_slurm_variables():
+    batch = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}
+    assert World.from_env(batch).launcher == "single"
+
+
+def test_a_process_that_nobody_launched_is_a_world_of_one():
+    world = World.from_env({})
+    assert (world.world_size, world.global_rank, world.master_port) == (1, 0, None)
+    assert world.launcher == "single" and world.one_node
+    assert world.job_id == process_stamp(os.getpid())
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
+def test_a_half_set_torchrun_environment_is_refused_by_name(name):
+    env = {key: value for key, value in TORCHRUN.items() if key != name}
+    with pytest.raises(ConfigurationError, match=name):
+        World.from_env(env)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"RANK": "8"}, {"RANK": "x"}, {"LOCAL_RANK": "4"}, {"WORLD_SIZE": "0"}, {"MASTER_PORT": "0"}],
+)
+def test_a_torchrun_environment_that_cannot_be_right_is_refused(change):
+    with pytest.raises(ConfigurationError):
+        World.from_env({**TORCHRUN, **change})
+
+
+def test_a_half_set_slurm_environment_is_refused_by_name():
+    env = {key: value for key, value in SLURM.items() if key != "SLURM_LOCALID"}
+    with pytest.raises(ConfigurationError, match="SLURM_LOCALID"):
+        World.from_env(env)
+
+
+def test_torchruns_default_run_id_does_not_name_two_jobs_alike():
+    world = World.from_env({**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"})
+    assert world.job_id == process_stamp(os.getppid())
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("n1", ["n1"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("n[08-10,12],gpu3", ["n08", "n09", "n10", "n12", "gpu3"]),
+        ("r[1-2]n[1-2].x", ["r1n1.x", "r1n2.x", "r2n1.x", "r2n2.x"]),
+    ],
+)
+def test_host_lists_expand(text, hosts):
+    assert expand_hosts(text) == hosts
+
+
+def test_roles_are_assigned_in_rank_order_and_one_takes_the_rest():
+    assert assign_roles({"learner": 1, "collector": -1}, 3) == [
+        ("learner", 0),
+        ("collector", 0),
+        ("collector", 1),
+    ]
+    assert assign_roles({"learner": 1, "collector": -1}, 1) == [("learner", 0)]
+
+
+@pytest.mark.parametrize("roles", [{"a": 1, "b": 1}, {"a": 4}, {"a": -1, "b": -1}, {"a": -2}])
+def test_roles_that_do_not_fit_the_world_are_refused(roles):
+    with pytest.raises(ConfigurationError):
+        assign_roles(roles, 3)

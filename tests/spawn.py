@@ -1,0 +1,182 @@
+"""Run a test's body in the ranks of a real torchrun job.
+
+    @spawn(nproc=4)
+    def test_every_rank_sees_every_row(tmp_path):
+        ...                                  # runs in each of the four ranks; asserts count there
+
+or, for jobs that are meant to fail, ``run_job(body, nproc=2, max_restarts=1)`` and look at its
+result. No port is chosen by anybody: torchrun rendezvouses on a free one. A job that outlives
+``timeout_s`` or leaves a process behind is a failure.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+_MARK = "TORCHRL_DIST_TEST_JOB"
+
+
+@dataclass(frozen=True)
+class Job:
+    """How a torchrun job ended. ``logs[restart][rank]`` holds what the rank printed."""
+
+    returncode: int
+    agent: str
+    logs: list[dict[int, str]]
+    seconds: float
+
+    def log(self, rank: int, restart: int = -1) -> str:
+        return self.logs[restart][rank]
+
+    def __str__(self) -> str:
+        parts = [f"torchrun returned {self.returncode} after {self.seconds:.1f} s"]
+        for restart, ranks in enumerate(self.logs):
+            for rank, text in sorted(ranks.items()):
+                parts.append(f"--- rank {rank}, start {restart} ---\n{text[-4000:]}")
+        return "\n".join([*parts, f"--- torchrun ---\n{self.agent[-4000:]}"])
+
+
+def spawn(nproc: int, *, timeout_s: float = 60.0, max_restarts: int = 0) -> Callable:
+    """Decorate a test: its body runs in ``nproc`` ranks, with the test's fixtures pickled."""
+
+    def decorate(body: Callable) -> Callable:
+        @functools.wraps(body)
+        def test(**fixtures: Any) -> None:
+            job = run_job(
+                body, fixtures, nproc=nproc, timeout_s=timeout_s, max_restarts=max_restarts
+            )
+            assert job.returncode == 0, str(job)
+
+        test.__signature__ = inspect.signature(body)  # pytest asks it for the fixtures
+        return test
+
+    return decorate
+
+
+def run_job(
+    body: Callable | list[str],
+    arguments: dict[str, Any] | None = None,
+    *,
+    nproc: int,
+    timeout_s: float = 60.0,
+    max_restarts: int = 0,
+    env: dict[str, str] | None = None,
+    on_start: Callable[[subprocess.Popen], None] | None = None,
+) -> Job:
+    """Run ``body(**arguments)`` (a module-level function), or a script or ``-m module`` with its
+    arguments (a list), in ``nproc`` ranks under torchrun; block until the job has ended.
+
+    ``on_start`` is called once with the agent's process, to disturb the job.
+    """
+    mark = uuid.uuid4().hex
+    with tempfile.TemporaryDirectory() as directory:
+        if callable(body):
+            call = Path(directory, "call.pickle")
+            path = inspect.getsourcefile(inspect.unwrap(body))
+            call.write_bytes(pickle.dumps((path, body.__name__, arguments or {})))
+            body = [__file__, str(call)]
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1"]
+        command += [f"--nproc-per-node={nproc}", f"--max-restarts={max_restarts}"]
+        command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=localhost"]
+        command += ["--monitor-interval=0.1", f"--log-dir={directory}/logs", "--redirects=3"]
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", _MARK: mark, **(env or {})}
+        variables["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+        start = time.monotonic()
+        with open(f"{directory}/agent", "w+") as output:
+            agent = subprocess.Popen(
+                [*command, *body],
+                env=variables,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                if on_start is not None:
+                    on_start(agent)
+                agent.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                agent.send_signal(signal.SIGTERM)
+                raise AssertionError(
+                    f"the job did not end within {timeout_s:g} s\n{_read_logs(directory)}"
+                ) from None
+            finally:
+                left = end_marked(_MARK, mark, grace_s=3.0 if agent.poll() is not None else 0.0)
+                agent.wait(10)
+            output.seek(0)
+            job = Job(
+                agent.returncode, output.read(), _read_logs(directory), time.monotonic() - start
+            )
+    assert not left, f"the job left processes behind: {left}\n{job}"
+    return job
+
+
+def end_marked(variable: str, value: str, *, grace_s: float) -> list[str]:
+    """Kill the processes that started with this environment variable and are still there after
+    ``grace_s``; returns their command lines."""
+    processes = [p for p in psutil.process_iter() if _has_mark(p, variable, value)]
+    _, alive = psutil.wait_procs(processes, timeout=grace_s)
+    names = []
+    for process in alive:
+        try:
+            names.append(f"{process.pid}: {' '.join(process.cmdline())[:200]}")
+            process.kill()
+        except psutil.Error:
+            continue
+    psutil.wait_procs(alive, timeout=5)
+    return names
+
+
+def _has_mark(process: psutil.Process, variable: str, value: str) -> bool:
+    try:
+        return (
+            process.environ().get(variable) == value
+            and process.pid != os.getpid()
+            and process.status() != psutil.STATUS_ZOMBIE
+            # Python's own helper of multiprocessing ends when its parent does.
+            and "multiprocessing.resource_tracker" not in " ".join(process.cmdline())
+        )
+    except (psutil.Error, OSError):
+        return False
+
+
+def _read_logs(directory: str) -> list[dict[int, str]]:
+    attempts = sorted(Path(directory, "logs").glob("*/attempt_*"))
+    return [
+        {
+            int(rank.name): "".join(p.read_text(errors="replace") for p in sorted(rank.iterdir()))
+            for rank in attempt.iterdir()
+            if rank.name.isdigit()
+        }
+        for attempt in attempts
+    ]
+
+
+def _run_rank(call: str) -> None:
+    path, name, arguments = pickle.loads(Path(call).read_bytes())
+    # Like pytest, which puts a test's folder on the path and imports it by its bare name.
+    sys.path.insert(0, str(Path(path).parent))
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    inspect.unwrap(getattr(module, name))(**arguments)
+
+
+if __name__ == "__main__":
+    _run_rank(sys.argv[1])
