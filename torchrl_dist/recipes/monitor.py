@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -64,7 +65,12 @@ class Monitor:
                 CSVLogger("csv", log_dir=str(output)),
             )
         watched = sys.stderr.isatty()
-        self._bar = tqdm(
+
+        class Bar(tqdm):
+            """tqdm's own lock is a semaphore of multiprocessing, and that starts a process."""
+
+        Bar.set_lock(threading.RLock())
+        self._bar = Bar(
             total=total_frames,
             initial=min(self.frames, total_frames),
             unit=" frames",
