@@ -96,8 +96,8 @@ class RPCBatchedCollector(BaseCollector):
         postproc_factory: ``policy of the worker -> postproc``, called there once.
         seed: of all envs and of the workers' random numbers; default: drawn from torch's.
         min_workers: with fewer living workers, iteration raises.
-        timeout_s: bounds the wait for each batch as a whole, and every other call; default the
-            session's.
+        timeout_s: bounds the wait for each batch as a whole, and other calls; default the
+            session's, which also bounds building the workers.
         categorical_action_encoding: as in TorchRL's ``GymEnv``; for gymnasium envs.
 
     Raises:
@@ -198,6 +198,8 @@ class RPCBatchedCollector(BaseCollector):
     # ---- start
 
     def _start(self, session: Session | None, peers: Sequence[Peer], config: WorkerConfig) -> None:
+        limit_s = self.timeout_s if session is None else max(self.timeout_s, session.timeout_s)
+
         def build(index: int) -> _Worker:
             own = WorkerConfig(**{**vars(config), "worker_index": index})
             if not peers:
@@ -207,9 +209,9 @@ class RPCBatchedCollector(BaseCollector):
                 assert session is not None
                 peer = peers[index]
                 own = WorkerConfig(**{**vars(own), "own_process": peer != session.me})
-                handle = session.remote(peer, RolloutWorker, own, timeout_s=self.timeout_s)
+                handle = session.remote(peer, RolloutWorker, own, timeout_s=limit_s)
                 name = peer.name
-            info = handle.call("describe", timeout_s=self.timeout_s)
+            info = handle.call("describe", timeout_s=limit_s)
             return _Worker(index, name, handle, info.num_envs, info.steps)
 
         count = len(peers) or 1

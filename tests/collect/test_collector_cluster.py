@@ -1,0 +1,306 @@
+"""The collector with workers in other processes: who is waited for, and what a death costs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from tensordict import TensorDictBase
+from torchrl.data import OneHot
+from torchrl.envs import GymEnv, SerialEnv
+from torchrl.modules import QValueActor
+
+from tests.collect.envs import Counter, mlp
+from torchrl_dist.collect import FirstReady, RPCBatchedCollector, WaitAll
+from torchrl_dist.errors import DeadlineError, PeerLostError, RemoteError
+from torchrl_dist.runtime import ForkServer, Session, local_cluster
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Paced(Counter):
+    """Steps take ``step_s`` seconds."""
+
+    def __init__(self, length: int = 5, step_s: float = 0.001) -> None:
+        super().__init__(length)
+        self.step_s = step_s
+
+    def step(self, action: Any) -> Any:
+        time.sleep(self.step_s)
+        return super().step(action)
+
+
+class Rows:
+    """As much of a replay buffer as a worker needs: a file per extend, in a shared directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def extend(self, rows: TensorDictBase) -> None:
+        assert rows.ndim == 1
+        name = f"{os.getpid()}-{time.monotonic_ns()}.npy"
+        np.save(self.directory / name, rows["collector", "traj_ids"].numpy())
+
+    def read(self) -> dict[int, int]:
+        """Rows by the pid that wrote them."""
+        counts: dict[int, int] = {}
+        for path in self.directory.glob("*.npy"):
+            pid = int(path.name.split("-")[0])
+            counts[pid] = counts.get(pid, 0) + len(np.load(path))
+        return counts
+
+
+def kill(session: Session, index: int, sig: int = signal.SIGKILL) -> None:
+    os.kill(session.pid_of(session.of_role("collector")[index]), sig)
+
+
+def cartpole_policy() -> QValueActor:
+    return QValueActor(mlp(4, 2), in_keys=["observation"], spec=OneHot(2))
+
+
+def test_a_batch_joins_one_rollout_of_every_worker(fork_server: ForkServer) -> None:
+    with local_cluster({"learner": 1, "collector": 3}, fork_server=fork_server) as session:
+        collector = RPCBatchedCollector(
+            lambda: Counter(7),
+            None,
+            session=session,
+            frames_per_batch=120,
+            total_frames=500,
+            num_envs=2,
+        )
+        batches = list(collector)
+        full = batches[0]
+        assert full.shape == (6, 20)
+        assert full.names == [None, "time"]
+        assert full["collector", "worker_index"][:, 0].tolist() == [0, 0, 1, 1, 2, 2]
+        assert sum(batch.numel() for batch in batches) == 500
+        assert collector.report.total_frames_by_worker.keys() == {0, 1, 2}
+        rows = torch.cat([batch.reshape(-1) for batch in batches])
+        for trajectory in rows["collector", "traj_ids"].unique():
+            one = rows[rows["collector", "traj_ids"] == trajectory]
+            assert len(set(one["collector", "worker_index"].tolist())) == 1
+            assert len(one) <= 7
+        collector.shutdown()
+
+
+def test_the_same_envs_give_the_same_data_however_they_are_split(fork_server: ForkServer) -> None:
+    policy = cartpole_policy()
+
+    def first_batch(session: Session | None, num_envs: int) -> TensorDictBase:
+        with RPCBatchedCollector(
+            lambda: GymEnv("CartPole-v1").env,  # a plain gymnasium.Env
+            policy,
+            session=session,
+            frames_per_batch=160,
+            num_envs=num_envs,
+            seed=7,
+        ) as collector:
+            return collector.next()
+
+    with local_cluster({"learner": 1, "collector": 2}, fork_server=fork_server) as session:
+        split = first_batch(session, 2)
+    whole = first_batch(None, 4)
+    assert torch.equal(split["next", "observation"], whole["next", "observation"])
+    assert torch.equal(split["action"], whole["action"])
+    env = SerialEnv(4, lambda: GymEnv("CartPole-v1"))
+    env.set_seed(7)  # resets with the seeds
+    seeds_of_torchrl = torch.stack([torch.as_tensor(e.unwrapped.state) for e in env._envs])
+    env.close()
+    assert torch.allclose(whole["observation"][:, 0].double(), seeds_of_torchrl, atol=1e-6)
+
+
+def test_workers_explore_with_different_random_numbers(fork_server: ForkServer) -> None:
+    with (
+        local_cluster({"learner": 1, "collector": 2}, fork_server=fork_server) as session,
+        RPCBatchedCollector(
+            lambda: GymEnv("CartPole-v1"), None, session=session, frames_per_batch=80
+        ) as collector,
+    ):
+        actions = collector.next()["action"]
+        assert not torch.equal(actions[0], actions[1])
+
+
+def test_first_ready_does_not_wait_for_the_slow(fork_server: ForkServer) -> None:
+    with local_cluster({"learner": 1, "collector": 2}, fork_server=fork_server) as session:
+        slow_pid = session.pid_of(session.of_role("collector")[1])
+
+        def make() -> Paced:
+            return Paced(step_s=0.05 if os.getpid() == slow_pid else 0.0005)
+
+        with RPCBatchedCollector(
+            make,
+            None,
+            session=session,
+            frames_per_batch=10,
+            total_frames=300,
+            readiness=FirstReady(),
+            max_policy_lag=1,
+        ) as collector:
+            sources = [batch["collector", "worker_index"][0, 0].item() for batch in collector]
+            shares = collector.report.total_frames_by_worker
+    assert sum(shares.values()) == 300
+    assert shares[0] > 4 * shares[1]
+    assert sources[:3] == [0, 0, 0]
+
+
+def test_workers_write_into_the_buffer_themselves(fork_server: ForkServer, tmp_path: Path) -> None:
+    rows = Rows(tmp_path)
+    with local_cluster({"learner": 1, "collector": 2}, fork_server=fork_server) as session:
+        pids = {session.pid_of(peer) for peer in session.of_role("collector")}
+        with RPCBatchedCollector(
+            Counter,
+            None,
+            session=session,
+            frames_per_batch=40,
+            total_frames=130,
+            num_envs=4,
+            replay_buffer=rows,
+            max_policy_lag=1,
+        ) as collector:
+            reports = list(collector)
+    assert sum(report.frames for report in reports) == 130 == sum(rows.read().values())
+    assert set(rows.read()) == pids
+    assert sum(len(report.episode_returns) for report in reports) == 8 * 3
+
+
+def test_an_exception_names_the_worker_and_its_host(fork_server: ForkServer) -> None:
+    with local_cluster({"learner": 1, "collector": 2}, fork_server=fork_server) as session:
+        broken_pid = session.pid_of(session.of_role("collector")[1])
+
+        class Broken(Counter):
+            def step(self, action: Any) -> Any:
+                if os.getpid() == broken_pid and self.t == 3:
+                    raise ZeroDivisionError("the pole is gone")
+                return super().step(action)
+
+        collector = RPCBatchedCollector(Broken, None, session=session, frames_per_batch=20)
+        with pytest.raises(RemoteError, match="the pole is gone") as caught:
+            next(iter(collector))
+        assert caught.value.peer == "collector1"
+        assert caught.value.host == session.peers[2].host
+        assert "in step" in caught.value.remote_traceback
+
+
+def test_an_env_that_cannot_be_built_is_an_error_at_once(fork_server: ForkServer) -> None:
+    def make() -> Any:
+        raise ImportError("no simulator here")
+
+    with (
+        local_cluster({"learner": 1, "collector": 2}, fork_server=fork_server) as session,
+        pytest.raises(RemoteError, match="no simulator here"),
+    ):
+        RPCBatchedCollector(make, None, session=session, frames_per_batch=20)
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("readiness", [WaitAll(), FirstReady()])
+def test_when_a_worker_is_killed_the_others_collect_its_frames(
+    fork_server: ForkServer, readiness: Any, lag: int
+) -> None:
+    with (
+        local_cluster({"learner": 1, "collector": 3}, fork_server=fork_server) as session,
+        RPCBatchedCollector(
+            Paced,
+            None,
+            session=session,
+            frames_per_batch=60,
+            total_frames=601,
+            num_envs=2,
+            readiness=readiness,
+            max_policy_lag=lag,
+        ) as collector,
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        frames, frames_of_the_dead = 0, []
+        for number, batch in enumerate(collector):
+            if number == 1:
+                kill(session, 1)
+            frames += batch.numel()
+            frames_of_the_dead.append(collector.report.frames_by_worker.get(1, 0))
+        assert frames == 601 == collector.report.total_frames
+        assert collector.report.lost_workers == ("collector1",)
+        assert frames_of_the_dead[-3:] == [0, 0, 0]
+        assert len([w for w in caught if "collector1" in str(w.message)]) == 1
+
+
+def test_below_min_workers_collection_ends(fork_server: ForkServer) -> None:
+    with (
+        local_cluster({"learner": 1, "collector": 3}, fork_server=fork_server) as session,
+        RPCBatchedCollector(
+            Paced, None, session=session, frames_per_batch=60, min_workers=3
+        ) as collector,
+    ):
+        batches = iter(collector)
+        next(batches)
+        kill(session, 0)
+        with pytest.raises(PeerLostError, match="min_workers=3"):
+            for _ in batches:
+                pass
+
+
+def test_a_paused_worker_is_named_at_the_deadline_and_its_rows_come_later(
+    fork_server: ForkServer,
+) -> None:
+    with (
+        local_cluster({"learner": 1, "collector": 2}, fork_server=fork_server) as session,
+        RPCBatchedCollector(
+            lambda: Counter(10**6),
+            None,
+            session=session,
+            frames_per_batch=20,
+            total_frames=100,
+            timeout_s=1.0,
+        ) as collector,
+    ):
+        batches = [collector.next()]
+        kill(session, 1, signal.SIGSTOP)
+        paused = psutil.Process(session.pid_of(session.of_role("collector")[1]))
+        try:
+            while paused.status() != psutil.STATUS_STOPPED:
+                time.sleep(0.01)
+            begun = time.monotonic()
+            with pytest.raises(DeadlineError, match="collector1") as caught:
+                collector.next()
+            assert 0.9 < time.monotonic() - begun < 3
+            assert "collector0" not in str(caught.value)
+        finally:
+            kill(session, 1, signal.SIGCONT)
+        batches += list(collector)
+        rows = torch.cat(batches, 1)
+        assert rows.shape == (2, 50)
+        for env in range(2):
+            assert rows["next", "observation"][env, :, 0].tolist() == [101 + t for t in range(50)]
+
+
+def test_shutdown_is_quick_while_a_rollout_runs_and_after_a_death(
+    fork_server: ForkServer,
+) -> None:
+    with local_cluster({"learner": 1, "collector": 3}, fork_server=fork_server) as session:
+        collector = RPCBatchedCollector(
+            lambda: Paced(step_s=0.01),
+            None,
+            session=session,
+            frames_per_batch=30_000,  # 100 s per rollout
+            timeout_s=0.3,
+        )
+        with pytest.raises(DeadlineError):
+            collector.next()
+        kill(session, 2)
+        begun = time.monotonic()
+        collector.shutdown()
+        collector.shutdown()
+        assert time.monotonic() - begun < 5
+        again = RPCBatchedCollector(
+            Counter, None, session=session, workers=session.of_role("collector")[:2],
+            frames_per_batch=10, total_frames=20,
+        )  # fmt: skip
+        assert sum(batch.numel() for batch in again) == 20
