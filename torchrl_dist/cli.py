@@ -11,6 +11,7 @@ by SIGINT and SIGTERM (the checkpoint is written, the result is printed).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -105,7 +106,7 @@ def _add_train_apex(recipes: argparse._SubParsersAction) -> None:
 
 
 def _train_apex(options: argparse.Namespace) -> int:
-    from .recipes.apex_config import ApexConfig
+    from .recipes.apex_config import ApexConfig, config_to_resume
     from .recipes.options import given_options
 
     given = given_options(options, ApexConfig)
@@ -115,7 +116,7 @@ def _train_apex(options: argparse.Namespace) -> int:
     world = World.from_env()
     launched = world.launcher in ("torchrun", "slurm")
     if launched and world.global_rank > 0:
-        return _collect_for_rank_zero()
+        return _collect_for_rank_zero(config.timeout_s)
     if launched:
         _check_collectors(given, world.world_size - 1)
     from .recipes.environments import discrete_task
@@ -129,31 +130,35 @@ def _train_apex(options: argparse.Namespace) -> int:
         restart_count=world.restart_count,
         resume=options.resume,
     )
-    from .recipes.apex import config_to_resume, run
-    from .runtime import local_cluster, session
-
     if resume:
         config = config_to_resume(config.checkpoint_path, given)
-    if launched and world.world_size > 1:
-        opened = session({"learner": 1, "collector": -1}, timeout_s=config.timeout_s)
-    elif config.collectors == 0 or launched:
-        opened = session({"learner": 1}, timeout_s=config.timeout_s)
-    else:
-        opened = local_cluster(
-            {"learner": 1, "collector": config.collectors}, timeout_s=config.timeout_s
-        )
-    with opened as job:
+    from .runtime import ForkServer, local_cluster, session
+
+    with contextlib.ExitStack() as stack:
+        # Started first, because it imports what we import below: on two cores at the same time.
+        server = None if launched or config.collectors == 0 else stack.enter_context(ForkServer())
+        from .recipes.apex import run
+
+        if launched:
+            opened = session({"learner": 1, "collector": -1}, timeout_s=config.timeout_s)
+        else:
+            opened = local_cluster(
+                {"learner": 1, "collector": config.collectors},
+                timeout_s=config.timeout_s,
+                fork_server=server,
+            )
+        job = stack.enter_context(opened)
         result = run(config, job, resume=resume)
     return _print_result(result)
 
 
-def _collect_for_rank_zero() -> int:
+def _collect_for_rank_zero(timeout_s: float) -> int:
     import torch
 
     from .runtime import session
 
     torch.set_num_threads(1)
-    with session({"learner": 1, "collector": -1}) as job:
+    with session({"learner": 1, "collector": -1}, timeout_s=timeout_s) as job:
         job.serve()
     return 0
 

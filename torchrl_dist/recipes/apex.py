@@ -6,6 +6,7 @@ serve. Environments: gymnasium's with flat Box observations and Discrete actions
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import signal
 import time
@@ -29,18 +30,16 @@ from ..replay import (
 )
 from ..runtime import Session
 from .apex_actor import EpsilonGreedy, RowsWithPriority, actor_epsilons
-from .apex_config import FIXED_ON_RESUME, ApexConfig
+from .apex_config import RECIPE, ApexConfig
 from .dqn_learner import DQNLearner
 from .environments import DiscreteTask, discrete_task
 from .evaluate import evaluate
 from .monitor import Monitor
-from .options import flag, from_plain
 from .plots import Evaluation
 from .q_network import QNetwork
 
-__all__ = ["ApexConfig", "build", "config_to_resume", "run"]
+__all__ = ["ApexConfig", "build", "run"]
 
-RECIPE = "apex"
 _FINAL = 2**20  # numbers the final evaluations apart from those during training
 
 
@@ -132,23 +131,6 @@ def build(
     return Apex(learned, learner, buffer, collector)
 
 
-def config_to_resume(path: Path, given: dict[str, Any]) -> ApexConfig:
-    """The configuration in the checkpoint ``path``, with the ``given`` fields replaced.
-
-    Raises:
-        CheckpointError: the checkpoint is missing or damaged.
-        ConfigurationError: a given field would not fit the weights or rows on disk.
-    """
-    before = from_plain(ApexConfig, load_checkpoint(path, recipe=RECIPE).config)
-    for name in FIXED_ON_RESUME:
-        if name in given and given[name] != getattr(before, name):
-            raise ConfigurationError(
-                f"{flag(name)}: got {given[name]}, but the run to resume has "
-                f"{getattr(before, name)}, which cannot change; leave it out"
-            )
-    return from_plain(ApexConfig, {**before.as_plain(), **given})
-
-
 def run(config: ApexConfig, session: Session, *, resume: bool = False) -> dict[str, Any]:
     """Train, and return the result as plain values. Called by the learner's process; blocks.
 
@@ -167,17 +149,18 @@ def run(config: ApexConfig, session: Session, *, resume: bool = False) -> dict[s
             f"has {session.world.world_size} processes of which "
             f"{session.world.local_world_size} are here; start it on one node"
         )
-    torch.set_num_threads(1)
-    training = Training(config, session, resume=resume)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the matrices are small, and the collectors need the cores
     try:
-        try:
-            training.train()
-        except PeerLostError:
-            training.save()
-            raise
-        return training.finish()
+        with contextlib.closing(Training(config, session, resume=resume)) as training:
+            try:
+                training.train()
+            except PeerLostError:
+                training.save()
+                raise
+            return training.finish()
     finally:
-        training.close()
+        torch.set_num_threads(threads)
 
 
 class Training:

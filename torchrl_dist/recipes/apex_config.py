@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigurationError
-from .options import check_options, option
+from .options import check_options, flag, from_plain, option
+
+RECIPE = "apex"
 
 JOB = "job"
 LEARNING = "learning"
@@ -132,3 +134,22 @@ class ApexConfig:
     def as_plain(self) -> dict[str, Any]:
         """Plain values for a checkpoint."""
         return dataclasses.asdict(self)
+
+
+def config_to_resume(path: Path, given: dict[str, Any]) -> ApexConfig:
+    """The configuration in the checkpoint ``path``, with the ``given`` fields replaced.
+
+    Raises:
+        CheckpointError: the checkpoint is missing or damaged.
+        ConfigurationError: a given field would not fit the weights or rows on disk.
+    """
+    from ..checkpoint import load_checkpoint  # needs torch
+
+    before = from_plain(ApexConfig, load_checkpoint(path, recipe=RECIPE).config)
+    for name in FIXED_ON_RESUME:
+        if name in given and given[name] != getattr(before, name):
+            raise ConfigurationError(
+                f"{flag(name)}: got {given[name]}, but the run to resume has "
+                f"{getattr(before, name)}, which cannot change; leave it out"
+            )
+    return from_plain(ApexConfig, {**before.as_plain(), **given})

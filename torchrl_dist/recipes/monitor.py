@@ -126,16 +126,17 @@ class Monitor:
         if elapsed < _LOG_INTERVAL_S and not force:
             return
         frames, updates = self._window
-        sps = (self.frames - frames) / max(elapsed, 1e-9)
-        per_second = (self.updates - updates) / max(elapsed, 1e-9)
-        self._window, self._window_started = (self.frames, self.updates), now
         values = {
-            "train/sps": sps,
-            "train/updates_per_second": per_second,
             "train/updates": float(self.updates),
-            "train/policy_lag": self._lag,
+            "train/policy_lag": float(self._lag),
             **scalars,
         }
+        shown: dict[str, str] = {}
+        if self.frames > frames:
+            sps = values["train/sps"] = (self.frames - frames) / elapsed
+            per_second = values["train/updates_per_second"] = (self.updates - updates) / elapsed
+            shown |= {"SPS": f"{sps:.0f}", "updates/s": f"{per_second:.0f}"}
+        self._window, self._window_started = (self.frames, self.updates), now
         if self._loss is not None:
             values["train/loss"] = float(self._loss)
         if self._window_returns:
@@ -143,7 +144,6 @@ class Monitor:
             self.training.append((float(self.frames), values["train/return"]))
             self._window_returns = []
         self._log(values)
-        shown = {"SPS": f"{sps:.0f}", "updates/s": f"{per_second:.0f}"}
         if self._recent:
             shown["return"] = f"{fmean(self._recent):.1f}"
         if self.evaluations:

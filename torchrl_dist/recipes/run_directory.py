@@ -36,7 +36,7 @@ def claim(output: Path, *, checkpoint: Path, job_id: str, restart_count: int, re
             raise ConfigurationError(
                 f"--resume: there is no {checkpoint}; leave --resume out to start a new run"
             )
-    elif output.is_dir() and any(output.iterdir()):
+    elif output.is_dir() and any(path.name != _NOTE for path in output.iterdir()):
         raise ConfigurationError(
             f"--output-dir: {output} is not empty; add --resume to continue the run in it, or "
             "choose another folder"
