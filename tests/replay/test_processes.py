@@ -170,15 +170,15 @@ def test_no_sampled_row_is_torn_while_writers_lap_the_ring(folder: Path, uniform
     ):
         wait_until(lambda: rb.write_count > 2 * capacity)
         laps = rb.write_count
-        deadline = time.monotonic() + 4
-        while time.monotonic() < deadline:
+        deadline = time.monotonic() + 60
+        while seen < 5_000 or rb.write_count < laps + 10 * capacity:
+            assert time.monotonic() < deadline, (seen, rb.write_count - laps)
             batch = rb.sample()
             bad += torn(batch) + torn(rb[torch.arange(0, capacity, 5)]) + torn(rb[:])
             seen += 64
             batch["td_error"] = torch.rand(64)
             rb.update_tensordict_priority(batch)
-        assert rb.write_count > laps + 10 * capacity, "the writers did not disturb the reader"
-    assert bad == 0 and seen > 1000
+    assert bad == 0
     assert rb.storage.directory.counters["reread_rows"] > 0
     rb.extend(make_rows(range(capacity), width))  # takes over what the killed writers held
     assert_consistent(rb)
@@ -382,6 +382,8 @@ def test_killed_at_any_point_the_others_go_on(folder: Path, point: str) -> None:
     for round_ in range(3):
 
         def victim(seed: int) -> None:
+            if point == "tree refresh":  # inside it, which only works in Python
+                os.environ["TORCHRL_DIST_KERNEL"] = "numpy"
             mine = attach(folder, capacity)
             random.seed(seed)
             die_at(point, mine)

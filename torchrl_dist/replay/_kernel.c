@@ -56,6 +56,14 @@ void torchrl_dist_refresh(double **sums, double **minima, int64_t levels, uint8_
             if (words[word]) ((uint64_t *)marks)[word] = 0;
 }
 
+static void prefetch_block(const double *block) {
+#if defined(__GNUC__)
+    for (int line = 0; line < FANOUT; line += 8) __builtin_prefetch(block + line);
+#else
+    (void)block;
+#endif
+}
+
 /* Slots at the quantiles uniforms[0 .. n-1]; returns 0, or -1 if all leaves are 0.
  * top: nodes of the highest level, at most 1024. */
 int torchrl_dist_draw(double **sums, int64_t levels, int64_t top, int64_t capacity,
@@ -64,6 +72,8 @@ int torchrl_dist_draw(double **sums, int64_t levels, int64_t top, int64_t capaci
     const double *highest = sums[levels - 1];
     for (int64_t i = 0; i < top; i++) cumulative[i] = running += highest[i];
     if (!(running > 0.0)) return -1;
+    /* level by level over all queries, so that the cache misses of a level overlap;
+     * leaves[i] carries what is left of the mass below slots[i], the node reached so far */
     for (int64_t i = 0; i < n; i++) {
         double mass = uniforms[i] * running;
         int64_t low = 0, high = top - 1; /* the first node with cumulative > mass */
@@ -72,19 +82,24 @@ int torchrl_dist_draw(double **sums, int64_t levels, int64_t top, int64_t capaci
             if (cumulative[middle] > mass) high = middle;
             else low = middle + 1;
         }
-        int64_t node = low;
-        mass -= cumulative[node] - highest[node];
-        for (int64_t level = levels - 2; level >= 0; level--) {
-            const double *child = sums[level] + node * FANOUT;
-            double sum = child[0];
+        slots[i] = low;
+        leaves[i] = mass - (cumulative[low] - highest[low]);
+        prefetch_block(sums[levels - 2] + low * FANOUT);
+    }
+    for (int64_t level = levels - 2; level >= 0; level--) {
+        for (int64_t i = 0; i < n; i++) {
+            const double *child = sums[level] + slots[i] * FANOUT;
+            double mass = leaves[i], sum = child[0];
             int k = 0;
             while (k < FANOUT - 1 && sum <= mass) sum += child[++k];
-            mass -= sum - child[k];
-            node = node * FANOUT + k;
+            slots[i] = slots[i] * FANOUT + k;
+            leaves[i] = mass - (sum - child[k]);
+            if (level > 0) prefetch_block(sums[level - 1] + slots[i] * FANOUT);
         }
-        if (node >= capacity) node = capacity - 1;
-        slots[i] = node;
-        leaves[i] = sums[0][node];
+    }
+    for (int64_t i = 0; i < n; i++) {
+        if (slots[i] >= capacity) slots[i] = capacity - 1;
+        leaves[i] = sums[0][slots[i]];
     }
     return 0;
 }

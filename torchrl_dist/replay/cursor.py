@@ -84,20 +84,11 @@ class SharedCursor:
     def _try_reserve(self, count: int) -> Reservation | None:
         directory = self._directory
         words, claims = directory.words, directory.claims
-        active = np.flatnonzero(claims[:, CLAIM_COUNT]).tolist()
-        live: list[tuple[int, int]] = []
-        for row in active:
-            if directory.is_alive(int(claims[row, CLAIM_MEMBER])):
-                live.append((int(claims[row, CLAIM_FIRST]), int(claims[row, CLAIM_COUNT])))
-            else:
-                # its slots are unpublished, and free without a claim
-                claims[row, CLAIM_COUNT] = 0
-                directory.count(Word.TAKEN_OVER_CLAIMS)
+        live = [(first, rows) for _, first, rows in self._live_claims()]
         ticket = first_free_ticket(int(words[Word.CURSOR]), count, live, directory.capacity)
-        free = np.flatnonzero(claims[:, CLAIM_COUNT] == 0)
-        if ticket is None or not free.size:
+        row = self._free_row()
+        if ticket is None or row is None:
             return None
-        row = int(free[0])
         reservation = Reservation(
             row, ticket, count, tuple(slot_ranges(ticket, count, directory.capacity))
         )
@@ -203,18 +194,13 @@ class SharedCursor:
     def _try_claim_run(self, start: int, count: int) -> Reservation | None:
         directory = self._directory
         claims = directory.claims
-        for row in np.flatnonzero(claims[:, CLAIM_COUNT]).tolist():
-            first, rows = int(claims[row, CLAIM_FIRST]), int(claims[row, CLAIM_COUNT])
+        for _, first, rows in self._live_claims():
             ranges = slot_ranges(first, rows, directory.capacity)
             if any(low < start + count and start < high for low, high in ranges):
-                if directory.is_alive(int(claims[row, CLAIM_MEMBER])):
-                    return None
-                claims[row, CLAIM_COUNT] = 0
-                directory.count(Word.TAKEN_OVER_CLAIMS)
-        free = np.flatnonzero(claims[:, CLAIM_COUNT] == 0)
-        if not free.size:
+                return None
+        row = self._free_row()
+        if row is None:
             return None
-        row = int(free[0])
         directory.begin()
         claims[row, CLAIM_FIRST] = start
         claims[row, CLAIM_MEMBER] = directory.member
@@ -223,6 +209,35 @@ class SharedCursor:
         _unpublish(directory, start, start + count)
         directory.commit()
         return Reservation(row, start, count, ((start, start + count),))
+
+    def _live_claims(self) -> list[tuple[int, int, int]]:
+        """``(row, first ticket, count)`` of each; those of dead members end here, since their
+        slots are unpublished, and free without a claim. Called under the lock."""
+        directory = self._directory
+        live = []
+        for row, (count, first, member, _) in enumerate(
+            directory.claims[: directory.words[Word.CLAIM_ROWS]].tolist()
+        ):
+            if not count:
+                continue
+            if directory.is_alive(member):
+                live.append((row, first, count))
+            else:
+                directory.claims[row, CLAIM_COUNT] = 0
+                directory.count(Word.TAKEN_OVER_CLAIMS)
+        return live
+
+    def _free_row(self) -> int | None:
+        """A row of the claim table that nobody uses. Called under the lock."""
+        claims, words = self._directory.claims, self._directory.words
+        used = int(words[Word.CLAIM_ROWS])
+        for row in range(used):
+            if not claims[row, CLAIM_COUNT]:
+                return row
+        if used == len(claims):
+            return None
+        words[Word.CLAIM_ROWS] = used + 1
+        return used
 
     def _owns(self, reservation: Reservation) -> bool:
         claim = self._directory.claims[reservation.row]

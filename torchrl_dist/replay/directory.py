@@ -83,6 +83,7 @@ class Word(enum.IntEnum):
     MAX_PRIORITY = 9  # float64, raw; NaN before the first priority
     MAX_SLOT = 10  # where it was seen, -1 if not known
     JOINS = 11  # members ever; makes member ids unique although rows of the table are reused
+    CLAIM_ROWS = 13  # rows of the claim table that were ever used
     KEEP = 12  # do not remove the directory when the last member leaves
     # counters, see ReplayDirectory.counters
     REREAD_ROWS = 16

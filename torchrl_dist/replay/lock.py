@@ -56,8 +56,15 @@ def _record(kind: int, byte: int) -> _Flock:
     return _Flock(l_type=kind, l_whence=os.SEEK_SET, l_start=byte, l_len=1)
 
 
+_SETLK = fcntl.F_SETLK
+
+
 def _try(fd: int, record: _Flock) -> bool:
-    if _fcntl(fd, fcntl.F_SETLK, ctypes.byref(record)) == 0:
+    return _try_at(fd, ctypes.addressof(record))
+
+
+def _try_at(fd: int, address: int) -> bool:
+    if _fcntl(fd, _SETLK, address) == 0:
         return True
     code = ctypes.get_errno()
     if code in (errno.EACCES, errno.EAGAIN, errno.EINTR):
@@ -106,8 +113,16 @@ class FairLock:
         self.timeout_s = timeout_s
         self._name = name
         self._threads = threading.Lock()
-        self._take = {byte: _record(fcntl.F_WRLCK, byte) for byte in (_TURNSTILE, _MUTEX)}
-        self._give = {byte: _record(fcntl.F_UNLCK, byte) for byte in (_TURNSTILE, _MUTEX)}
+        self._records = [
+            _record(kind, byte)
+            for kind in (fcntl.F_WRLCK, fcntl.F_UNLCK)
+            for byte in (_TURNSTILE, _MUTEX)
+        ]  # kept alive for the addresses, which ctypes passes fastest
+        take_turnstile, take_mutex, give_turnstile, give_mutex = map(
+            ctypes.addressof, self._records
+        )
+        self._take = {_TURNSTILE: take_turnstile, _MUTEX: take_mutex}
+        self._give = {_TURNSTILE: give_turnstile, _MUTEX: give_mutex}
 
     def __enter__(self) -> FairLock:
         deadline = None
@@ -119,13 +134,13 @@ class FairLock:
                     f"{self._name}"
                 )
         try:
-            if not _try(self._fd, self._take[_TURNSTILE]):
+            if not _try_at(self._fd, self._take[_TURNSTILE]):
                 deadline = self._wait(_TURNSTILE, deadline)
             try:
-                if not _try(self._fd, self._take[_MUTEX]):
+                if not _try_at(self._fd, self._take[_MUTEX]):
                     self._wait(_MUTEX, deadline)
             finally:
-                _try(self._fd, self._give[_TURNSTILE])
+                _try_at(self._fd, self._give[_TURNSTILE])
         except BaseException:
             self._threads.release()
             raise
@@ -137,7 +152,7 @@ class FairLock:
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        _try(self._fd, self._give[_MUTEX])
+        _try_at(self._fd, self._give[_MUTEX])
         self._threads.release()
 
     def _wait(self, byte: int, deadline: float | None) -> float:
@@ -146,12 +161,12 @@ class FairLock:
             deadline = time.monotonic() + self.timeout_s
         take = self._take[byte]
         for _ in range(_SPINS):
-            if _try(self._fd, take):
+            if _try_at(self._fd, take):
                 return deadline
         attempt = 0
         while True:
             time.sleep(_SLEEPS_S[min(attempt // 8, len(_SLEEPS_S) - 1)])
-            if _try(self._fd, take):
+            if _try_at(self._fd, take):
                 return deadline
             attempt += 1
             if time.monotonic() > deadline:

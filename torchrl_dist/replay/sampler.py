@@ -51,9 +51,10 @@ class _Generations:
             if not batches:
                 return None
             for known, generation in batches:
-                if known is index:
+                if known is index or len(batches) == 1:
                     return generation
-            return torch.stack([generation for _, generation in batches]).amin(0)
+            oldest = np.minimum.reduce([generation.numpy() for _, generation in batches])
+            return torch.from_numpy(oldest)
 
 
 class _SharedSampler(Sampler):

@@ -83,9 +83,17 @@ class PriorityTree:
         self._kernel = find_kernel()
         if self._kernel is not None:
             # a process that shares the buffer has it at another address: tables are per process
-            self._sum_table = _addresses(self._sums)
-            self._minimum_table = _addresses(self._minima)
-            self._scratch = np.empty(self._marks.size, dtype=np.int64)
+            self._tables = (
+                _addresses(self._sums),
+                _addresses(self._minima),
+                np.empty(self._marks.size, dtype=np.int64),
+            )
+            sums, minima, scratch = map(_address, self._tables)
+            levels, blocks = len(self._sums), self._marks.size
+            self._refresh_arguments = (
+                sums, minima, levels, _address(self._marks), blocks, scratch
+            )  # fmt: skip
+            self._draw_arguments = (sums, levels, self._sums[-1].size, capacity)
         self.leaves: np.ndarray = self._padded_leaves[:capacity]
         """float64 [capacity]; read freely, write through the methods."""
 
@@ -114,14 +122,7 @@ class PriorityTree:
     def refresh(self) -> None:
         """Recompute what was written since the last call. Cost: the blocks touched."""
         if self._kernel is not None:
-            self._kernel.torchrl_dist_refresh(
-                self._sum_table.ctypes.data,
-                self._minimum_table.ctypes.data,
-                len(self._sums),
-                self._marks.ctypes.data,
-                self._marks.size,
-                self._scratch.ctypes.data,
-            )
+            self._kernel.torchrl_dist_refresh(*self._refresh_arguments)
             return
         if not self._mark_words.any():
             return
@@ -190,19 +191,20 @@ class PriorityTree:
         slots = np.empty(uniforms.size, dtype=np.int64)
         leaves = np.empty(uniforms.size, dtype=np.float64)
         failed = self._kernel.torchrl_dist_draw(
-            self._sum_table.ctypes.data,
-            len(self._sums),
-            self._sums[-1].size,
-            self.capacity,
-            uniforms.ctypes.data,
+            *self._draw_arguments,
+            _address(uniforms),
             uniforms.size,
-            slots.ctypes.data,
-            leaves.ctypes.data,
+            _address(slots),
+            _address(leaves),
         )
         if failed:
             raise ValueError("cannot draw: no leaf is above 0")
         return slots, leaves
 
 
+def _address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
+
+
 def _addresses(levels: list[np.ndarray | None]) -> np.ndarray:
-    return np.array([0 if level is None else level.ctypes.data for level in levels], np.uint64)
+    return np.array([0 if level is None else _address(level) for level in levels], np.uint64)
