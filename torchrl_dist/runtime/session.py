@@ -79,6 +79,10 @@ class Session:
         self._ending = False
         self._closed = False
         self._signals = StopSignals(self._stop)
+        self._opened = threading.Event()
+        if supervised:  # by local_cluster, whose children do nothing but serve
+            for peer in self.peers[1:]:
+                self._members.serve(peer.global_rank)
 
     # ---- who
 
@@ -235,6 +239,8 @@ class Session:
 
     def _run_for_peer(self, body: bytes, tensors: list, answer: Callable[[tuple], None]) -> None:
         try:
+            # RPC is up before this process has left _open.
+            self._opened.wait(self.timeout_s)
             reply = (True, *wire.dumps(self._execute(wire.loads(body, tensors))))
         except BaseException as error:  # also SystemExit: it is the caller's business, not ours
             reply = (False, *_dump_error(error))
@@ -298,7 +304,7 @@ class Session:
             return
         if peer == self._driver:
             self._end_job(f"{peer} is lost: {reason}")
-        elif self.is_driver:
+        elif self.is_driver and self._transport is not None:
             for other in self.peers[1:]:
                 if other != peer and self._members.why_lost(other.global_rank) is None:
                     self._tell(other, "lost", rank, reason)
@@ -466,6 +472,7 @@ class Session:
         )
         set_current(self)
         self._signals.install()
+        self._opened.set()
 
     def close(self) -> None:
         """Leave the job. Idempotent; never hangs on a dead peer.
