@@ -53,6 +53,20 @@ class Counter(gymnasium.Env):
         return self._observe(), float(self.t), end and not self.truncate, end and self.truncate, {}
 
 
+class Tally(Counter):
+    """Counts the steps of all envs in its process, so that others can ask how far they are."""
+
+    steps = 0
+
+    def step(self, action: Any) -> Any:
+        Tally.steps += 1
+        return super().step(action)
+
+
+def steps_taken() -> int:
+    return Tally.steps
+
+
 class NextStepVector(VectorEnv):
     """Counters behind next-step autoreset, with no way to reset only some of them."""
 

@@ -18,7 +18,7 @@ from torchrl.data import OneHot
 from torchrl.envs import GymEnv, SerialEnv
 from torchrl.modules import QValueActor
 
-from tests.collect.envs import Counter, mlp
+from tests.collect.envs import Counter, Tally, mlp, steps_taken
 from torchrl_dist.collect import FirstReady, RPCBatchedCollector, WaitAll
 from torchrl_dist.errors import DeadlineError, PeerLostError, RemoteError
 from torchrl_dist.runtime import ForkServer, Session, local_cluster
@@ -126,6 +126,39 @@ def test_workers_explore_with_different_random_numbers(fork_server: ForkServer) 
     ):
         actions = collector.next()["action"]
         assert not torch.equal(actions[0], actions[1])
+
+
+@pytest.mark.parametrize("lag", [1, 3])
+def test_with_lag_k_a_worker_runs_k_rollouts_ahead_and_then_waits(
+    fork_server: ForkServer, lag: int
+) -> None:
+    policy = QValueActor(mlp(2, 3), in_keys=["observation"], spec=OneHot(3))
+    with (
+        local_cluster({"learner": 1, "collector": 1}, fork_server=fork_server) as session,
+        RPCBatchedCollector(
+            lambda: Tally(10**6),
+            policy,
+            session=session,
+            frames_per_batch=10,
+            max_policy_lag=lag,
+        ) as collector,
+    ):
+        (peer,) = session.of_role("collector")
+        for _ in range(4):
+            collector.next()
+            collector.update_policy_weights_()
+        deadline = time.monotonic() + 10
+        while session.call(peer, steps_taken) < 40 + 10 * lag and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.1)  # room to go too far
+        assert session.call(peer, steps_taken) == 40 + 10 * lag
+        lags = []
+        for _ in range(6):
+            batch = collector.next()
+            lags.append(collector.report.policy_lag)
+            assert lags[-1] == collector.policy_version - batch["policy_version"].min()
+            collector.update_policy_weights_()
+        assert max(1, lag - 1) <= max(lags) <= lag
 
 
 def test_first_ready_does_not_wait_for_the_slow(fork_server: ForkServer) -> None:

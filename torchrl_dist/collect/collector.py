@@ -10,7 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -46,6 +46,7 @@ class _Worker:
     handle: Handle
     num_envs: int
     steps: int
+    max_ahead: int
     next_round: int = 0
     in_flight: _Request | None = None
     inbox: deque[tuple[_Request, RolloutStats, TensorDict | None]] = field(default_factory=deque)
@@ -90,7 +91,9 @@ class RPCBatchedCollector(BaseCollector):
         readiness: when a batch is complete: ``WaitAll()`` or ``FirstReady()``.
         max_policy_lag: 0: while the caller has a batch no new rollout begins, so that (with
             ``WaitAll``) all data come from the newest weights. k: meanwhile every worker may
-            collect up to k rollouts ahead and then waits; a batch is at most k versions old.
+            collect up to k rollouts ahead and then waits; with ``WaitAll`` and one update per
+            batch, data are at most k versions old. A worker of the caller's own process never runs
+            ahead: TorchRL's exploration type, which it sets, is one per process.
         replay_buffer: pickled to the workers, where ``extend(rows.reshape(-1))`` is called.
         postproc: rollout ``[N, T]`` -> rows, run on the worker.
         postproc_factory: ``policy of the worker -> postproc``, called there once.
@@ -201,18 +204,16 @@ class RPCBatchedCollector(BaseCollector):
         limit_s = self.timeout_s if session is None else max(self.timeout_s, session.timeout_s)
 
         def build(index: int) -> _Worker:
-            own = WorkerConfig(**{**vars(config), "worker_index": index})
-            if not peers:
+            own = replace(config, worker_index=index)
+            if session is None or peers[index] == session.me:
                 handle: Handle = LocalHandle(own)
-                name = "worker 0 (this process)"
+                name, max_ahead = f"worker {index} (this process)", 0
             else:
-                assert session is not None
-                peer = peers[index]
-                own = WorkerConfig(**{**vars(own), "own_process": peer != session.me})
-                handle = session.remote(peer, RolloutWorker, own, timeout_s=limit_s)
-                name = peer.name
+                own = replace(own, own_process=True)
+                handle = session.remote(peers[index], RolloutWorker, own, timeout_s=limit_s)
+                name, max_ahead = peers[index].name, self.max_policy_lag
             info = handle.call("describe", timeout_s=limit_s)
-            return _Worker(index, name, handle, info.num_envs, info.steps)
+            return _Worker(index, name, handle, info.num_envs, info.steps, max_ahead)
 
         count = len(peers) or 1
         with ThreadPoolExecutor(count) as pool:
@@ -415,7 +416,7 @@ class RPCBatchedCollector(BaseCollector):
 
     def _request(self, worker: _Worker) -> None:
         """Ask for the next rollout if the policy lag allows; called with the condition held."""
-        ahead = self.max_policy_lag + (1 if self._waiting else 0)
+        ahead = worker.max_ahead + (1 if self._waiting else 0)
         if (
             self._closed
             or worker.lost
@@ -433,14 +434,18 @@ class RPCBatchedCollector(BaseCollector):
             weights = self._packed
             worker.sent_version = weights.version
         request = _Request(round_, share, time.monotonic())
+        try:
+            future = worker.handle.submit(
+                "collect",
+                steps=share.steps,
+                num_envs=share.num_envs,
+                weights=weights,
+                timeout_s=_ROLLOUT_LIMIT_S,
+            )
+        except ConfigurationError as error:  # the session is closed; raised at the next batch
+            worker.failure = error
+            return
         worker.in_flight = request
-        future = worker.handle.submit(
-            "collect",
-            steps=share.steps,
-            num_envs=share.num_envs,
-            weights=weights,
-            timeout_s=_ROLLOUT_LIMIT_S,
-        )
         future.add_done_callback(partial(self._arrived, worker, request))
 
     def _next_share(self, worker: _Worker) -> tuple[int, Share] | None:

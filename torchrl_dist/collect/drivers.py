@@ -62,23 +62,31 @@ class EnvListDriver:
     def reset(self, seeds: Sequence[int] | None, current: Arrays) -> None:
         for i, env in enumerate(self.envs):
             observation, _ = env.reset(seed=None if seeds is None else seeds[i])
-            for leaf, out in zip(self.leaves, current, strict=True):
-                leaf.write(out[i, ...], observation)
+            self._write(current, i, observation)
 
     def step(self, actions: np.ndarray, following: Arrays, current: Arrays) -> StepResult:
         per_env = actions.tolist() if self._scalar_action else actions
+        plain = len(self.leaves) == 1 and self.leaves[0].plain  # saves a tenth of a CartPole step
         for i, env in enumerate(self.envs):
             observation, reward, terminated, truncated, _ = env.step(per_env[i])
             self._reward[i] = reward
             self._terminated[i] = terminated
             self._truncated[i] = truncated
-            for leaf, out in zip(self.leaves, following, strict=True):
-                leaf.write(out[i, ...], observation)
+            if plain:
+                following[0][i] = observation
+            else:
+                self._write(following, i, observation)
             if terminated or truncated:
                 observation, _ = env.reset()
-            for leaf, out in zip(self.leaves, current, strict=True):
-                leaf.write(out[i, ...], observation)
+            if plain:
+                current[0][i] = observation
+            else:
+                self._write(current, i, observation)
         return self._reward, self._terminated, self._truncated
+
+    def _write(self, outs: Arrays, i: int, observation: Any) -> None:
+        for leaf, out in zip(self.leaves, outs, strict=True):
+            leaf.write(out[i, ...], observation)
 
     def close(self) -> None:
         for env in self.envs:

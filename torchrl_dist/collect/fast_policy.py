@@ -15,6 +15,7 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 
 Policy = Callable[[TensorDictBase], Any]
+Key = str | tuple[str, ...]
 
 
 def fast_policy(policy: Policy | None) -> Policy | None:
@@ -25,18 +26,36 @@ def fast_policy(policy: Policy | None) -> Policy | None:
     """
     if not isinstance(policy, TensorDictModule):
         return policy
-    return FastPolicy(_calls(policy), list(policy.out_keys))
+    return FastPolicy(_calls(policy), list(policy.in_keys), list(policy.out_keys))
 
 
 class FastPolicy:
-    def __init__(self, calls: list[Policy], out_keys: list[Any]) -> None:
-        self.calls = calls
+    """A chain of calls on one TensorDict.
+
+    Attributes:
+        in_keys, out_keys: as the policy's.
+        plain: the chain needs no TensorDict; then ``on_tensors`` may be used as well.
+    """
+
+    def __init__(self, calls: list[Policy], in_keys: list[Key], out_keys: list[Key]) -> None:
+        self.in_keys = in_keys
         self.out_keys = out_keys
+        self.plain = all(isinstance(call, _Direct) for call in calls)
+        self._calls = calls
 
     def __call__(self, td: TensorDictBase) -> TensorDictBase:
-        for call in self.calls:
+        for call in self._calls:
             td = call(td)
         return td
+
+    def on_tensors(self, values: dict[Key, Tensor]) -> dict[Key, Tensor]:
+        """Inputs and everything that the policy makes of them; ``values`` is not changed."""
+        values = dict(values)
+        for call in self._calls:
+            assert isinstance(call, _Direct)
+            out = call.run([values[key] for key in call.in_keys])
+            values.update(zip(call.out_keys, out, strict=True))
+        return values
 
 
 def _calls(module: nn.Module) -> list[Policy]:
@@ -60,7 +79,7 @@ def _calls(module: nn.Module) -> list[Policy]:
         and not module.method_kwargs
         and "_" not in module.out_keys_source
     ):
-        return [_direct(module)]
+        return [_Direct(module)]
     return [module]
 
 
@@ -68,25 +87,29 @@ def _has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def _direct(module: TensorDictModule) -> Policy:
-    function, in_keys, out_keys = module.module, list(module.in_keys), module.out_keys_source
-    write = module._write_to_tensordict
+class _Direct:
+    """A plain TensorDictModule, called past its ``__call__``."""
 
-    def call(td: TensorDictBase) -> TensorDictBase:
-        inputs = [td.get(key) for key in in_keys]
+    def __init__(self, module: TensorDictModule) -> None:
+        self.in_keys = list(module.in_keys)
+        self.out_keys = list(module.out_keys_source)
+        self._module = module
+        self._function = module.module
+
+    def __call__(self, td: TensorDictBase) -> TensorDictBase:
+        inputs = [td.get(key) for key in self.in_keys]
         if any(value is None for value in inputs):
-            return module(td)  # its own error names what is missing
-        out = function(*inputs)
-        if isinstance(out, Tensor):
-            out = (out,)
-        elif isinstance(out, (dict, TensorDictBase)) and all(key in out for key in out_keys):
-            out = tuple(out.get(key) for key in out_keys)
-        elif not isinstance(out, tuple):
-            out = () if out is None else (out,)
-        if len(out) != len(out_keys) or not all(isinstance(value, Tensor) for value in out):
-            return write(td, out, td)
-        for key, value in zip(out_keys, out, strict=True):
+            return self._module(td)  # its own error names what is missing
+        for key, value in zip(self.out_keys, self.run(inputs), strict=True):
             td.set(key, value)
         return td
 
-    return call
+    def run(self, inputs: list[Tensor]) -> tuple[Any, ...]:
+        out = self._function(*inputs)
+        if isinstance(out, Tensor):
+            return (out,)
+        if isinstance(out, (dict, TensorDictBase)) and all(key in out for key in self.out_keys):
+            return tuple(out.get(key) for key in self.out_keys)
+        if isinstance(out, tuple):
+            return out
+        return () if out is None else (out,)

@@ -20,6 +20,7 @@ from torchrl.envs import EnvBase, SerialEnv
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_dist.collect.drivers import EnvDriver, make_driver
+from torchrl_dist.collect.fast_policy import FastPolicy
 from torchrl_dist.collect.spaces import Key, action_codec, observation_leaves
 from torchrl_dist.errors import ConfigurationError
 
@@ -157,10 +158,16 @@ class GymnasiumRollout:
         self._current = [inputs[leaf.key].numpy() for leaf in leaves]
         inputs |= {key: torch.zeros(n, 1, dtype=torch.bool) for key in _DONE_KEYS}
         self._input = _nested(inputs, [n])
+        self._tensors = inputs
         self._input_keys = set(inputs)
         # A policy that overwrites its input must get a new (shallow) copy of it every step.
         written = {_key(k) for k in getattr(policy, "out_keys", ())}
         self._copies_input = bool(written & self._input_keys)
+        self._on_tensors = (
+            isinstance(policy, FastPolicy)
+            and policy.plain
+            and {_key(k) for k in policy.in_keys} <= self._input_keys
+        )
         self._surplus: list[TensorDict | None] = [None] * n
         self._started = False
 
@@ -189,7 +196,7 @@ class GymnasiumRollout:
             return self._run_ragged(steps)
 
     def _run(self, steps: int) -> tuple[TensorDict, np.ndarray | None]:
-        n, driver, td, policy = self.num_envs, self.driver, self._input, self._policy
+        n, driver = self.num_envs, self.driver
         to_env = self._codec.to_env
         root = [np.empty((n, steps, *leaf.shape), leaf.dtype) for leaf in self._leaves]
         following = [np.empty_like(array) for array in root]
@@ -200,21 +207,20 @@ class GymnasiumRollout:
         pairs = list(zip(root, self._current, strict=True))
         recorded: dict[Key, Tensor] = {}
         slots: list[tuple[Key, tuple[Tensor, ...]]] = []
+        actions: tuple[Tensor, ...] = ()
         for t in range(steps):
             for array, current in pairs:
                 array[:, t] = current
-            if self._copies_input:
-                td = self._input.copy()
-            out = policy(td)
-            if out is not td and isinstance(out, TensorDictBase):
-                td.update(out)
+            out = self._act()
             if t == 0:
-                recorded = self._allocate(td, steps)
+                recorded = self._allocate(out, steps)
                 slots = [(key, store.unbind(1)) for key, store in recorded.items()]
+                actions = recorded["action"].unbind(1)
             for key, views in slots:
-                views[t].copy_(td.get(key))
+                views[t].copy_(out.get(key))
+            # The copy, not the policy's own tensor, which it may reuse.
             r, done, cut = driver.step(
-                to_env(td.get("action").numpy()), [f[:, t] for f in following], self._current
+                to_env(actions[t].numpy()), [f[:, t] for f in following], self._current
             )
             reward[:, t, 0] = r
             terminated[:, t, 0] = done
@@ -240,9 +246,22 @@ class GymnasiumRollout:
         data["policy_version"] = torch.full((n, steps), self.policy_version)
         return _nested(data, [n, steps], names=[None, "time"]), valid
 
-    def _allocate(self, td: TensorDictBase, steps: int) -> dict[Key, Tensor]:
+    def _act(self) -> TensorDictBase | dict[Key, Tensor]:
+        """Everything that the policy makes of the current observations, by key."""
+        policy, td = self._policy, self._input
+        if self._on_tensors:
+            assert isinstance(policy, FastPolicy)
+            return policy.on_tensors(self._tensors)
+        if self._copies_input:
+            td = td.copy()
+        out = policy(td)
+        if out is not td and isinstance(out, TensorDictBase):
+            td.update(out)
+        return td
+
+    def _allocate(self, out: TensorDictBase | dict[Key, Tensor], steps: int) -> dict[Key, Tensor]:
         """Room for everything that the policy wrote; checks the action once per rollout."""
-        action = td.get("action", None)
+        action = out.get("action", None)
         expected = (self.num_envs, *self._codec.shape)
         if action is None or tuple(action.shape) != expected:
             got = "nothing" if action is None else f"shape {tuple(action.shape)}"
@@ -251,7 +270,8 @@ class GymnasiumRollout:
                 f"{self.driver.single_action_space} and {self.num_envs} envs{self._codec.hint}"
             )
         found: dict[Key, Tensor] = {}
-        for raw, value in td.items(include_nested=True, leaves_only=True):
+        items = out.items(True, True) if isinstance(out, TensorDictBase) else out.items()
+        for raw, value in items:
             key = _key(raw)
             if isinstance(value, Tensor) and (key not in self._input_keys or self._copies_input):
                 found[key] = torch.empty(

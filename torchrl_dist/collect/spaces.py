@@ -39,6 +39,11 @@ class ObservationLeaf:
     one_hot: int = 0
     start: int = 0
 
+    @property
+    def plain(self) -> bool:
+        """Whether the env's observation is this tensor as it is."""
+        return not (self.path or self.one_hot or self.start or self.shape == (1,))
+
     def read(self, observation: Any) -> Any:
         for name in self.path:
             observation = observation[name]

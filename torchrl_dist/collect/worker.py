@@ -10,8 +10,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,6 +27,10 @@ from torchrl_dist.errors import ConfigurationError, DeadlineError
 from torchrl_dist.weights import PackedWeights, unpack
 
 Postproc = Callable[[TensorDictBase], TensorDictBase]
+
+# TorchRL's exploration type is one per process (tensordict 0.14.3), so two collectors that share a
+# process take turns.
+_ONE_ROLLOUT = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,7 @@ class RolloutWorker:
         Raises:
             ConfigurationError: there is no module here that they fit.
         """
-        with self._exclusive():
+        with self._lock:
             self._take_weights(packed)
 
     def _take_weights(self, packed: PackedWeights) -> None:
@@ -173,7 +176,7 @@ class RolloutWorker:
         Returns:
             the seed that comes after all envs of the job.
         """
-        with self._exclusive():
+        with self._lock:
             total = self.num_envs * self.config.num_workers
             first = self.num_envs * self.config.worker_index
             self._rollout.seed(env_seeds(seed, first, self.num_envs, static_seed))
@@ -193,7 +196,7 @@ class RolloutWorker:
 
     def set_trajectory_base(self, base: int) -> None:
         """Number the trajectories that begin from now on from ``base`` upwards."""
-        with self._exclusive():
+        with self._lock:
             self._episodes.base = base
             self._episodes.restart()
 
@@ -214,7 +217,7 @@ class RolloutWorker:
             the rows (``None`` if they went to the replay buffer or the worker was closed), stats.
         """
         index = self.config.worker_index
-        with self._exclusive():
+        with _ONE_ROLLOUT, self._lock:
             if self._closed:
                 return None, RolloutStats(index, 0)
             if weights is not None:
@@ -292,8 +295,3 @@ class RolloutWorker:
                 self.config = replace(self.config, replay_buffer=None, policy=None, postproc=None)
         finally:
             self._lock.release()
-
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        with self._lock:
-            yield
