@@ -16,7 +16,7 @@ from tensordict import TensorDict
 
 from tests.runtime.helpers import Counter, listening_addresses
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
-from torchrl_dist.runtime import ForkServer, current_session, local_cluster
+from torchrl_dist.runtime import ForkServer, World, current_session, local_cluster
 
 ROLES = {"learner": 1, "collector": 2}
 
@@ -159,6 +159,18 @@ def test_a_child_that_dies_in_init_fn_raises_in_the_caller(fork_server):
             pass
 
 
+def test_a_child_that_fails_between_init_fn_and_rpc_raises_in_the_caller(fork_server):
+    def init() -> None:
+        def fail(*args, **kwargs):
+            raise OSError("no network today")
+
+        sys.modules["torchrl_dist.runtime.local"].joined = fail
+
+    with pytest.raises(RemoteError, match="no network today"):
+        with local_cluster(ROLES, init_fn=init, timeout_s=2, fork_server=fork_server):
+            pass
+
+
 def test_an_init_fn_that_takes_too_long_is_a_deadline(fork_server):
     with pytest.raises(DeadlineError, match=r"collector0, collector1 did not start within 0\.5 s"):
         with local_cluster(
@@ -193,6 +205,11 @@ def test_children_get_environment_directory_path_init_and_threads(
         seen = me.call(me.of_role("collector")[1], look)
     assert seen[:3] == ("from the caller", "by env", "by init_fn")
     assert seen[3:] == (str(tmp_path), str(tmp_path), 2)
+
+
+def test_children_belong_to_the_job_of_the_caller(cluster):
+    job_id = cluster.call(cluster.peers[1], lambda: World.from_env().job_id)
+    assert job_id == cluster.world.job_id == World.from_env().job_id
 
 
 def test_children_draw_different_random_numbers(cluster):

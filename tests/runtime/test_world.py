@@ -67,6 +67,10 @@ def test_a_process_that_nobody_launched_is_a_world_of_one():
     assert world.job_id == process_stamp(os.getpid())
 
 
+def test_what_a_child_of_local_cluster_starts_belongs_to_its_job():
+    assert World.from_env({"TORCHRL_DIST_JOB_ID": "12-34"}).job_id == "12-34"
+
+
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
 def test_a_half_set_torchrun_environment_is_refused_by_name(name):
     env = {key: value for key, value in TORCHRUN.items() if key != name}

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-from ..errors import DeadlineError, PeerLostError, RemoteError
+from ..errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
 
 _PRELOAD = (
     "numpy",
@@ -178,7 +178,8 @@ class ForkServer:
         """Fork one child per rank, each running ``job.run(rank, ready)``; does not wait for them.
 
         Raises:
-            PeerLostError: the server died, or another cluster's children still run.
+            PeerLostError: the server died.
+            ConfigurationError: another cluster's children still run.
             DeadlineError: the server did not come up.
         """
         if not self._up.wait(_BOOT_TIMEOUT_S):
@@ -186,7 +187,10 @@ class ForkServer:
         if self._error is not None:
             raise PeerLostError(f"the fork server (pid {self.pid}) is gone: {self._error}")
         if self._children is not None and not self._children.wait_gone(0):
-            raise PeerLostError("this fork server's children of another cluster still run")
+            raise ConfigurationError(
+                "This fork server's children of another cluster still run; leave that cluster "
+                "first, or use a fork server for each."
+            )
         self._jobs += 1
         self._children = Children(self._jobs, {rank: ChildState() for rank in ranks})
         self._send((self._jobs, list(ranks), pickle.dumps(job)))

@@ -13,13 +13,13 @@ from typing import Any
 
 import cloudpickle
 
-from ..errors import ConfigurationError, PeerLostError
+from ..errors import ConfigurationError, PeerLostError, TorchRLDistError
 from .forkserver import ForkServer
 from .remote import require_no_session
 from .rendezvous import connect_store, keep_store
 from .roles import assign_roles
 from .session import Session, joined, session
-from .world import World, process_stamp
+from .world import JOB_ID_VARIABLE, World
 
 _LOOPBACK = "127.0.0.1"
 # The children of a session that has ended run their exit functions for at most this long.
@@ -65,12 +65,12 @@ def local_cluster(
         raise ConfigurationError(f"roles={dict(roles)}: expected counts >= 0 and a process.")
     seats = assign_roles(roles, sum(roles.values()))
     host = socket.gethostname()
-    store, port = keep_store(_LOOPBACK, 0, timeout_s)
+    store, port = keep_store(_LOOPBACK, 0, timeout_s) if len(seats) > 1 else (None, None)
     job = _Job(
         roles=dict(roles),
         host=host,
         port=port,
-        job_id=process_stamp(os.getpid()),
+        job_id=World.from_env({}).job_id,
         environment={**os.environ, "OMP_NUM_THREADS": str(threads_per_process), **(env or {})},
         directory=os.getcwd(),
         path=list(sys.path),
@@ -89,15 +89,26 @@ def local_cluster(
         server = fork_server or stack.enter_context(ForkServer())
         children = server.start(job, range(1, len(seats)))
         stack.callback(server.kill_children)
-        children.wait_ready(timeout_s, lambda rank: ("{}{}".format(*seats[rank]), host))
-        with joined(
+
+        def describe(rank: int) -> tuple[str, str]:
+            role, index = seats[rank]
+            return f"{role}{index}", host
+
+        children.wait_ready(timeout_s, describe)
+        membership = joined(
             job.world(0),
             roles,
             store,
             timeout_s=timeout_s,
             process_group=process_group,
             supervised=True,
-        ) as me:
+        )
+        with contextlib.ExitStack() as inside:
+            try:
+                me = inside.enter_context(membership)
+            except TorchRLDistError:
+                children.wait_ready(0, describe)  # a child's own error says more, if there is one
+                raise
             children.watch(me._peer_exited)
             yield me
         if me._everybody_left():  # else somebody hangs, and will not exit either
@@ -110,7 +121,7 @@ class _Job:
 
     roles: dict[str, int]
     host: str
-    port: int
+    port: int | None
     job_id: str
     environment: dict[str, str]
     directory: str
@@ -141,6 +152,7 @@ class _Job:
         self._set_up()
         if self.init_fn is not None:
             cloudpickle.loads(self.init_fn)()
+        assert self.port is not None
         store = connect_store(_LOOPBACK, self.port, self.timeout_s)
         ready()
         with contextlib.suppress(PeerLostError):  # the driver failed and says so itself
@@ -162,6 +174,7 @@ class _Job:
 
         os.environ.clear()
         os.environ.update(self.environment)
+        os.environ[JOB_ID_VARIABLE] = self.job_id  # for whoever asks World.from_env()
         os.chdir(self.directory)
         sys.path[:] = self.path
         torch.set_num_threads(self.threads)

@@ -38,10 +38,11 @@ class Remote(Generic[T]):
     """A handle to an object of another process (or of this one), made by ``Session.remote``.
 
     It pickles: any process of the same session may call the object. Calls run concurrently, each
-    in a thread of the object's process, and in no particular order: the object does its own
-    locking. Arguments and results are copies, except within one process. Tensors are read while
-    they are being sent: leave those of an argument unchanged until the answer is there, and
-    return copies of what the object goes on changing. The object lives until the session ends.
+    in a thread of the object's process (64 at once, more queue), and in no particular order: the
+    object does its own locking. Arguments and results are copies, except within one process.
+    Tensors are read while they are being sent: leave those of an argument unchanged until the
+    answer is there, and return copies of what the object goes on changing. The object lives until
+    the session ends.
     """
 
     peer: Peer

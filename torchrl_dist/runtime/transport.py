@@ -40,6 +40,9 @@ class Transport:
             message; must not block, and calls ``answer`` exactly once, in any thread.
 
     Blocks until every rank is connected, at most about ``timeout_s``.
+
+    Raises:
+        DeadlineError, PeerLostError: not every rank connected.
     """
 
     def __init__(
@@ -63,6 +66,9 @@ class Transport:
         self._logged: int | None = None
         try:
             _init_rpc(store, names, global_rank, one_node, timeout_s)
+        except RuntimeError as error:
+            self.close()
+            raise _translate(error, timeout_s) from error
         except BaseException:
             self.close()
             raise
@@ -140,8 +146,8 @@ def _receive(kind: str, body: bytes, tensors: list) -> torch.futures.Future:
 
 def _translate(error: Exception, timeout_s: float | None) -> Exception:
     text = str(error)
-    if "set timeout" in text or "timed out" in text:
-        return DeadlineError(f"no answer within {timeout_s} s")
+    if any(words in text.lower() for words in ("set timeout", "timed out", "wait timeout")):
+        return DeadlineError(f"no answer within {timeout_s} s: {text.splitlines()[0]}")
     return PeerLostError(text.splitlines()[0] if text else repr(error))
 
 

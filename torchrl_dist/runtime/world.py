@@ -14,6 +14,9 @@ from pathlib import Path
 
 from ..errors import ConfigurationError
 
+# Set in the children of local_cluster, and so in what they start: the job of their driver.
+JOB_ID_VARIABLE = "TORCHRL_DIST_JOB_ID"
+
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_JOB_ID")
 
@@ -60,26 +63,9 @@ class World:
         elif "SLURM_PROCID" in env and "SLURM_STEP_ID" in env:
             world = _from_slurm(env)
         else:
-            world = single_world()
+            world = _single(env)
         _check(world)
         return world
-
-
-def single_world() -> World:
-    """The world of a process that nobody launched."""
-    return World(
-        global_rank=0,
-        world_size=1,
-        local_rank=0,
-        local_world_size=1,
-        node_rank=0,
-        host=socket.gethostname(),
-        master_addr="127.0.0.1",
-        master_port=None,
-        job_id=process_stamp(os.getpid()),
-        restart_count=0,
-        launcher="single",
-    )
 
 
 def process_stamp(pid: int) -> str:
@@ -111,6 +97,22 @@ def _expand_item(item: str) -> list[str]:
         width = len(first)
         numbers += [f"{n:0{width}d}" for n in range(int(first), int(last or first) + 1)]
     return [head + number + rest for number in numbers for rest in _expand_item(tail)]
+
+
+def _single(env: Mapping[str, str]) -> World:
+    return World(
+        global_rank=0,
+        world_size=1,
+        local_rank=0,
+        local_world_size=1,
+        node_rank=0,
+        host=socket.gethostname(),
+        master_addr="127.0.0.1",
+        master_port=None,
+        job_id=env.get(JOB_ID_VARIABLE) or process_stamp(os.getpid()),
+        restart_count=0,
+        launcher="single",
+    )
 
 
 def _from_torchrun(env: Mapping[str, str]) -> World:
