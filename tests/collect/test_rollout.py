@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
@@ -190,6 +190,14 @@ class TestVectorEnvs:
         singles = [collect(lambda n=n: Counter(n, truncate), None, 7, batches=3) for n in lengths]
         assert_equal_data(got.exclude("action"), torch.cat(singles, 0).exclude("action"))
 
+    @pytest.mark.parametrize("mode", list(AutoresetMode))
+    def test_dict_observations(self, mode: AutoresetMode) -> None:
+        got = collect(
+            lambda: SyncVectorEnv([DictEnv] * 2, autoreset_mode=mode), None, 2 * 11, batches=2
+        )
+        single = collect(DictEnv, None, 11, batches=2)
+        assert_equal_data(got.exclude("action"), torch.cat([single] * 2, 0).exclude("action"))
+
     @pytest.mark.parametrize("shared_memory", [True, False])
     def test_processes_of_an_async_vector_env(self, shared_memory: bool) -> None:
         lengths = [2, 3]
@@ -231,6 +239,19 @@ class TestVectorEnvs:
         assert both["observation"][1, :, 0].tolist() == [100 + t for t in range(10)]
         assert (first["policy_version"] == 0).all()
         assert second["policy_version"][1].tolist() == [0, 0, 0, 0, 1]  # made ahead, and says so
+
+    def test_envs_that_drift_apart_are_reported_and_then_refused(self) -> None:
+        rollout = make_rollout(lambda: NextStepVector([1, 50]), None, frames=10)
+        with pytest.warns(UserWarning, match="same-step autoreset"):
+            for _ in range(10):
+                rollout.run(5)
+        with pytest.raises(ConfigurationError, match="same-step autoreset"):
+            for _ in range(1000):
+                rollout.run(5)
+
+    def test_an_id_may_name_the_module_that_registers_it(self) -> None:
+        data = collect("gymnasium.envs.classic_control:CartPole-v1", None, 6, num_envs=2)
+        assert data["observation"].shape == (2, 3, 4)
 
 
 def assert_no_broken_transition(data: TensorDictBase) -> None:

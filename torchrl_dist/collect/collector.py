@@ -143,6 +143,7 @@ class RPCBatchedCollector(BaseCollector):
         self._closed = False
         self._waiting = False
         self._workers: list[_Worker] = []
+        self._never_started: list[str] = []
         peers = _choose_peers(session, workers)
         num_workers = len(peers) or 1
         _check(
@@ -190,11 +191,12 @@ class RPCBatchedCollector(BaseCollector):
         self._plans: dict[int, dict[int, Share]] = {}
         self._arrivals: list[int] = []
         self._start(session, peers, config)
-        self.frames_per_batch = self._batch_frames(rollouts)
+        first = self._workers[0]
+        self.frames_per_batch = rollouts * first.num_envs * first.steps
         if self.frames_per_batch > frames_per_batch:
             warnings.warn(
                 f"frames_per_batch={frames_per_batch} is no multiple of {rollouts} rollouts x "
-                f"{self._workers[0].num_envs} envs: batches will have {self.frames_per_batch}",
+                f"{first.num_envs} envs: batches will have {self.frames_per_batch}",
                 stacklevel=2,
             )
 
@@ -224,7 +226,8 @@ class RPCBatchedCollector(BaseCollector):
             if error is None:
                 self._workers.append(building.result())
             elif isinstance(error, PeerLostError):
-                warnings.warn(f"{peers[index].name} is lost before it began: {error}", stacklevel=3)
+                self._never_started.append(peers[index].name)
+                warnings.warn(f"a worker is lost before it began: {error}", stacklevel=3)
             else:
                 errors.append(error)
         sizes = {worker.name: worker.num_envs for worker in self._workers}
@@ -242,10 +245,6 @@ class RPCBatchedCollector(BaseCollector):
         if errors:
             self.shutdown()
             raise errors[0]
-
-    def _batch_frames(self, rollouts: int) -> int:
-        first = self._workers[0]
-        return rollouts * first.num_envs * first.steps
 
     # ---- weights
 
@@ -332,7 +331,7 @@ class RPCBatchedCollector(BaseCollector):
             total_frames_by_worker={w.index: w.frames for w in self._workers},
             policy_version=self._version,
             wait_s=time.monotonic() - begun,
-            lost_workers=[w.name for w in self._workers if w.lost],
+            lost_workers=self._never_started + [w.name for w in self._workers if w.lost],
         )
         if self.replay_buffer is not None:
             return self.report

@@ -106,6 +106,9 @@ class _VectorDriver:
         self.leaves: tuple[ObservationLeaf, ...] = ()
         self._one_seed_only = not isinstance(env.unwrapped, SyncVectorEnv | AsyncVectorEnv)
 
+    def __repr__(self) -> str:
+        return repr(self.env)
+
     def _write(self, observation: Any, outs: Arrays) -> None:
         for leaf, out in zip(self.leaves, outs, strict=True):
             leaf.write(out, observation)

@@ -7,6 +7,7 @@ reused, results written into preallocated tensors. TorchRL envs go through Torch
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -26,6 +27,9 @@ from torchrl_dist.errors import ConfigurationError
 
 Policy = Callable[[TensorDictBase], Any]
 _DONE_KEYS = ("done", "terminated", "truncated")
+# With next-step autoreset envs drift apart, like a random walk if they are alike: slowly.
+_WARN_ROLLOUTS_AHEAD = 4
+_MAX_ROLLOUTS_AHEAD = 200
 
 
 class RolloutStopped(Exception):
@@ -170,6 +174,7 @@ class GymnasiumRollout:
         )
         self._surplus: list[TensorDict | None] = [None] * n
         self._started = False
+        self._warned = False
 
     def _random_policy(self, td: TensorDictBase) -> TensorDictBase:
         return td.set("action", self._codec.sample(self._rng, self.num_envs))
@@ -296,7 +301,22 @@ class GymnasiumRollout:
         out = torch.stack([part[:steps] for part in self._surplus], 0)
         self._surplus = [part[steps:].clone() for part in self._surplus]
         out.names = [None, "time"]
+        self._check_surplus(max(have) - steps)
         return out
+
+    def _check_surplus(self, rows: int) -> None:
+        ahead = rows / self.steps
+        advice = (
+            f"{self.driver} resets its envs in steps of their own (next-step autoreset), and the "
+            f"envs that end episodes least often are {rows} steps ahead of the others: their rows "
+            f"wait for {ahead:.0f} rollouts. Build the vector env with same-step autoreset, or "
+            "with autoreset disabled, if it can"
+        )
+        if ahead > _MAX_ROLLOUTS_AHEAD:
+            raise ConfigurationError(advice)
+        if ahead > _WARN_ROLLOUTS_AHEAD and not self._warned:
+            self._warned = True
+            warnings.warn(advice, stacklevel=2)
 
 
 class TorchRLRollout:
