@@ -62,11 +62,18 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("--no-such-option 1", ["--no-such-option"]),
         ("--output-dir /dev/null", ["--output-dir", "/dev/null"]),
         ("--output-dir /proc/nowhere", ["--output-dir", "/proc/nowhere"]),
+        ("--output-dir runs/x --replay-dir /proc/no/where", ["--replay-dir", "/proc/no"]),
+        ("--output-dir runs/x --replay-dir /dev/null", ["--replay-dir", "/dev/null"]),
     ],
 )
 def test_a_wrong_argument_gets_one_line_that_names_it(
-    arguments: str, names: list[str], capsys: pytest.CaptureFixture[str]
+    arguments: str,
+    names: list[str],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     line = refused(["train", "apex", *arguments.split()], capsys)
     for name in names:
         assert name in line

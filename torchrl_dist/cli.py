@@ -126,6 +126,7 @@ def _train_apex(options: argparse.Namespace) -> int:
     resume = claim(
         config.output_path,
         checkpoint=config.checkpoint_path,
+        replay=config.replay_path,
         job_id=world.job_id,
         restart_count=world.restart_count,
         resume=options.resume,

@@ -16,6 +16,9 @@ from typing import Any
 
 import psutil
 
+from torchrl_dist.checkpoint import load_checkpoint
+from torchrl_dist.errors import CheckpointError
+
 TOY = [
     *("--env", "CartPole-v1", "--envs-per-collector", "4", "--frames-per-batch", "128"),
     *("--total-frames", "3000", "--learning-starts", "200", "--capacity", "2000"),
@@ -24,7 +27,7 @@ TOY = [
 ]
 ENDLESS = [*TOY, "--total-frames", "100_000_000"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-DEADLINE_S = 60.0
+DEADLINE_S = 100.0
 
 
 @dataclass
@@ -128,12 +131,11 @@ def assert_gone(processes: Sequence[psutil.Process], timeout_s: float = 10.0) ->
 
 
 def progress(output: Path) -> Callable[[], bool]:
-    """Whether the run in ``output`` has done gradient steps."""
+    """Whether the run in ``output`` has saved gradient steps."""
 
     def learning() -> bool:
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            rows = (output / "csv/scalars/train/updates.csv").read_text().split()
-            return float(rows[-1].split(",")[1]) > 0
+        with contextlib.suppress(CheckpointError):
+            return load_checkpoint(output / "checkpoint.pt").counters["updates"] > 0
         return False
 
     return learning

@@ -132,7 +132,7 @@ def test_a_stop_signal_leaves_a_checkpoint_and_no_process_and_resumes(
 
 
 def test_training_ends_well_without_a_collector_that_was_killed(tmp_path: Path) -> None:
-    arguments = [*RUN, *TOY, "--total-frames", "40_000", "--collectors", "3"]
+    arguments = [*RUN, *TOY, "--total-frames", "20_000", "--collectors", "3"]
     with started(arguments, tmp_path) as job:
         job.until(progress(tmp_path / "run"), "progress")
         everybody = job.descendants()
@@ -140,7 +140,7 @@ def test_training_ends_well_without_a_collector_that_was_killed(tmp_path: Path) 
         assert job.wait() == 0, job.said()
         assert_gone(everybody)
     result = job.result
-    assert result["frames"] == 40_000
+    assert result["frames"] == 20_000
     assert len(result["lost_collectors"]) == 1
     assert f"{result['lost_collectors'][0]} is lost" in job.stderr.read_text()
     assert "Traceback" not in job.stderr.read_text(), job.said()
@@ -170,7 +170,7 @@ def test_torchrun_restarts_a_job_that_lost_a_rank_and_it_goes_on(
     tmp_path: Path, victim: str
 ) -> None:
     launcher = [*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "1"]
-    arguments = [*RUN, *TOY, "--total-frames", "40_000"]
+    arguments = [*RUN, *TOY, "--total-frames", "20_000"]
     with started(arguments, tmp_path, launcher=launcher) as job:
         job.until(progress(tmp_path / "run"), "progress")
         everybody = job.descendants()
@@ -180,4 +180,4 @@ def test_torchrun_restarts_a_job_that_lost_a_rank_and_it_goes_on(
         assert_gone(everybody)
     result = job.result
     assert result["resumes"] == 1, job.said()
-    assert result["frames"] == 40_000
+    assert result["frames"] == 20_000

@@ -16,10 +16,18 @@ from torchrl_dist.recipes.plots import Evaluation, draw_learning_curve
 from torchrl_dist.recipes.run_directory import claim
 
 
-def claim_in(folder: Path, *, job: str = "a", restarts: int = 0, resume: bool = False) -> bool:
+def claim_in(
+    folder: Path,
+    *,
+    job: str = "a",
+    restarts: int = 0,
+    resume: bool = False,
+    replay: Path | None = None,
+) -> bool:
     return claim(
         folder,
         checkpoint=folder / "checkpoint.pt",
+        replay=replay or folder / "replay",
         job_id=job,
         restart_count=restarts,
         resume=resume,
@@ -51,6 +59,15 @@ def test_resume_takes_the_run_over_for_later_restarts(tmp_path: Path) -> None:
 def test_a_run_that_was_stopped_before_it_began_can_be_started_again(tmp_path: Path) -> None:
     assert claim_in(tmp_path / "run", job="a") is False
     assert claim_in(tmp_path / "run", job="b") is False
+
+
+def test_a_buffer_of_an_earlier_run_is_not_taken_by_a_fresh_one(tmp_path: Path) -> None:
+    (tmp_path / "buffer").mkdir()
+    assert claim_in(tmp_path / "one", replay=tmp_path / "buffer") is False
+    (tmp_path / "buffer/header.json").touch()
+    with pytest.raises(ConfigurationError, match="--replay-dir.*earlier run"):
+        claim_in(tmp_path / "two", replay=tmp_path / "buffer")
+    assert not (tmp_path / "two").exists()
 
 
 def hold_right(observation: torch.Tensor) -> torch.Tensor:

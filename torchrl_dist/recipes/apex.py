@@ -193,8 +193,11 @@ class Training:
             threshold=self.task.reward_threshold,
             history=history,
         )
+        if before is not None and len(self.apex.buffer) == 0:
+            self.monitor.say(
+                f"the replay directory {config.replay_path} was gone: the buffer fills anew"
+            )
         self._next_evaluation = self.monitor.frames + config.eval_interval_frames
-        self._saved_at = time.monotonic()
         self.save()
 
     def train(self) -> None:

@@ -11,8 +11,16 @@ from ..errors import ConfigurationError
 _NOTE = "run.json"
 
 
-def claim(output: Path, *, checkpoint: Path, job_id: str, restart_count: int, resume: bool) -> bool:
-    """Take the folder for this job and say whether to continue from ``checkpoint``.
+def claim(
+    output: Path,
+    *,
+    checkpoint: Path,
+    replay: Path,
+    job_id: str,
+    restart_count: int,
+    resume: bool,
+) -> bool:
+    """Take the folders for this job and say whether to continue from ``checkpoint``.
 
     A restart by the launcher (``restart_count > 0``) continues its own job's run without being
     asked to, and begins anew if that had written no checkpoint yet.
@@ -20,12 +28,14 @@ def claim(output: Path, *, checkpoint: Path, job_id: str, restart_count: int, re
     Args:
         output: the folder; created if it does not exist.
         checkpoint: where the run's checkpoint is, if it has one.
+        replay: folder of the replay buffer, in ``output`` or elsewhere; its parent is created.
         job_id: the same before and after a restart of this job, different in any other.
         restart_count: how often the launcher has restarted this job.
         resume: the user asked to continue.
 
     Raises:
-        ConfigurationError: a fresh run in a folder with files, or nothing to resume.
+        ConfigurationError: a fresh run in a folder with files, nothing to resume, or a folder
+            that cannot be written.
     """
     if output.exists() and not output.is_dir():
         raise ConfigurationError(f"--output-dir: {output} is a file, expected a folder")
@@ -41,13 +51,21 @@ def claim(output: Path, *, checkpoint: Path, job_id: str, restart_count: int, re
             f"--output-dir: {output} is not empty; add --resume to continue the run in it, or "
             "choose another folder"
         )
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        _write(output / _NOTE, {"job_id": job_id})
-    except OSError as error:
+    elif replay.exists() and not (replay.is_dir() and not any(replay.iterdir())):
         raise ConfigurationError(
-            f"--output-dir: cannot write to {output} ({error.strerror})"
-        ) from error
+            f"--replay-dir: {replay} is in use or was left by an earlier run; remove it or choose "
+            "another folder"
+        )
+    for folder, option in ((output, "--output-dir"), (replay.parent, "--replay-dir")):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK):
+                raise PermissionError(13, "Permission denied")
+        except OSError as error:
+            raise ConfigurationError(
+                f"{option}: cannot write to {folder} ({error.strerror})"
+            ) from error
+    _write(output / _NOTE, {"job_id": job_id})
     return resume
 
 
