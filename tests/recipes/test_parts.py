@@ -138,3 +138,13 @@ def test_a_monitor_goes_on_where_the_resumed_one_stopped(tmp_path: Path) -> None
     assert second.solved == first.evaluations[0]
     assert (tmp_path / "csv/scalars/eval/return.csv").read_text() == "30,11.0\n"
     assert (tmp_path / "csv/scalars/train/loss.csv").read_text() == "30,0.5\n"
+
+
+def test_of_equally_good_policies_the_one_after_a_good_one_ranks_higher(tmp_path: Path) -> None:
+    monitor = Monitor(tmp_path, total_frames=100, title="t", threshold=None)
+    seen = []
+    for mean in (300.0, 500.0, 500.0, 388.0, 500.0, 450.0):
+        monitor.collected(10, [], lag=0)
+        seen.append(monitor.evaluated([mean]))
+    monitor.close()
+    assert max(seen, key=monitor.rank) is seen[2]

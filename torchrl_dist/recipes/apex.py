@@ -220,7 +220,8 @@ class Training:
     def finish(self) -> dict[str, Any]:
         """Evaluate, save, draw; returns the result."""
         stopped = self.session.stop_requested
-        if not stopped:
+        seen = self.monitor.evaluations
+        if not stopped and not (seen and seen[-1].frames == self.monitor.frames):
             self._evaluate()
         self.monitor.show(force=True)
         seconds = self.monitor.seconds
@@ -239,7 +240,7 @@ class Training:
             Checkpoint(
                 recipe=RECIPE,
                 config=self.config.as_plain(),
-                policy=self.best_weights,
+                policy=self.best_weights if self.best else self.apex.network.state_dict(),
                 policy_info={
                     "env": self.config.env,
                     "observation_size": self.task.observation_size,
@@ -303,8 +304,9 @@ class Training:
     def _evaluate(self) -> None:
         weights = self.apex.network.state_dict()
         number = len(self.monitor.evaluations) + 1
-        evaluation = self.monitor.evaluated(self._play(weights, number))
-        if self.best is None or evaluation.mean >= self.best.mean:
+        monitor = self.monitor
+        evaluation = monitor.evaluated(self._play(weights, number))
+        if self.best is None or monitor.rank(evaluation) >= monitor.rank(self.best):
             self.best, self.best_weights = evaluation, copy.deepcopy(weights)
         self._next_evaluation = self.monitor.frames + self.config.eval_interval_frames
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import threading
 import time
@@ -91,6 +92,15 @@ class Monitor:
         if self.threshold is None:
             return None
         return next((e for e in self.evaluations if e.mean >= self.threshold), None)
+
+    def rank(self, evaluation: Evaluation) -> tuple[float, float]:
+        """To compare evaluations: by mean; of equal ones, by the mean of the evaluation before.
+
+        Many reach the highest possible return. One that follows a good one is less likely to
+        have been lucky with its few episodes.
+        """
+        before = [e.mean for e in self.evaluations if e.frames < evaluation.frames]
+        return evaluation.mean, before[-1] if before else -math.inf
 
     def collected(self, frames: int, returns: Sequence[float], *, lag: float) -> None:
         """``frames`` more, in which episodes with these returns ended."""
