@@ -36,7 +36,7 @@ _HOMES = {
 
 __all__ = ["__version__", *_HOMES]
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the same names, for type checkers  # ruff: noqa: F401
     from torchrl_dist.collect import (
         CollectReport,
         FirstReady,
