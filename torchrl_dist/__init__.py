@@ -3,6 +3,7 @@
 Names are imported on first use, so that ``import torchrl_dist`` costs nothing beside torch.
 """
 
+# ruff: noqa: F401
 from __future__ import annotations
 
 import importlib
@@ -36,7 +37,7 @@ _HOMES = {
 
 __all__ = ["__version__", *_HOMES]
 
-if TYPE_CHECKING:  # the same names, for type checkers  # ruff: noqa: F401
+if TYPE_CHECKING:  # the same names, for type checkers
     from torchrl_dist.collect import (
         CollectReport,
         FirstReady,
