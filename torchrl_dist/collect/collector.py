@@ -20,8 +20,9 @@ from torch import nn
 from torchrl.collectors import BaseCollector
 from torchrl.envs.utils import ExplorationType
 
+from torchrl_dist.collect.budget import FrameBudget, Share
 from torchrl_dist.collect.handles import Handle, LocalHandle
-from torchrl_dist.collect.readiness import Readiness, Share, WaitAll, plan_shares
+from torchrl_dist.collect.readiness import Readiness, WaitAll
 from torchrl_dist.collect.report import CollectReport, summarize
 from torchrl_dist.collect.worker import Postproc, RolloutStats, RolloutWorker, WorkerConfig
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError
@@ -47,7 +48,6 @@ class _Worker:
     num_envs: int
     steps: int
     max_ahead: int
-    next_round: int = 0
     in_flight: _Request | None = None
     inbox: deque[tuple[_Request, RolloutStats, TensorDict | None]] = field(default_factory=deque)
     failure: BaseException | None = None
@@ -186,9 +186,9 @@ class RPCBatchedCollector(BaseCollector):
         self._frames = 0
         self._iter = -1  # as TorchRL counts: batches delivered, less one
         self._run = 0
-        self._unassigned = total_frames if total_frames >= 0 else None
-        self._round = 0
-        self._plans: dict[int, dict[int, Share]] = {}
+        self._budget = FrameBudget(
+            total_frames if total_frames >= 0 else None, self.readiness.in_rounds
+        )
         self._arrivals: list[int] = []
         self._start(session, peers, config)
         first = self._workers[0]
@@ -387,14 +387,11 @@ class RPCBatchedCollector(BaseCollector):
         if not self.readiness.in_rounds:
             expected = [w.index for w in self._workers if w.inbox or w.in_flight]
             return list(dict.fromkeys(self._arrivals)), expected
-        while (plan := self._plans.get(self._round)) is not None and not plan:
-            del self._plans[self._round]  # all of this round have died
-            self._round += 1
-        if plan is None:
-            return [], []
-        here = {w.index for w in self._workers if w.inbox and w.inbox[0][0].round == self._round}
+        expected = self._budget.expected()
+        round_ = self._budget.round
+        here = {w.index for w in self._workers if w.inbox and w.inbox[0][0].round == round_}
         arrived = dict.fromkeys(self._arrivals)  # a worker that is ahead is in it several times
-        return [index for index in arrived if index in here], list(plan)
+        return [index for index in arrived if index in here], expected
 
     def _take(self, chosen: Sequence[int]) -> list[tuple[RolloutStats, TensorDict | None]]:
         taken = []
@@ -407,8 +404,7 @@ class RPCBatchedCollector(BaseCollector):
             self._frames += stats.frames
             taken.append((stats, rows))
         if self.readiness.in_rounds:
-            del self._plans[self._round]
-            self._round += 1
+            self._budget.finish_round()
         return taken
 
     # ---- requests
@@ -424,7 +420,8 @@ class RPCBatchedCollector(BaseCollector):
             or len(worker.inbox) >= ahead
         ):
             return
-        planned = self._next_share(worker)
+        alive = {w.index: w.num_envs for w in self._workers if w.failure is None}
+        planned = self._budget.next_share(worker.index, alive, worker.steps)
         if planned is None:
             return
         round_, share = planned
@@ -447,34 +444,6 @@ class RPCBatchedCollector(BaseCollector):
         worker.in_flight = request
         future.add_done_callback(partial(self._arrived, worker, request))
 
-    def _next_share(self, worker: _Worker) -> tuple[int, Share] | None:
-        if not self.readiness.in_rounds:
-            share = self._assign({worker.index: worker.num_envs}, worker.steps).get(worker.index)
-            if share is None:
-                return None
-            worker.next_round += 1
-            return worker.next_round - 1, share
-        round_ = max(worker.next_round, self._round)
-        while True:
-            plan = self._plans.get(round_)
-            if plan is None:
-                alive = {w.index: w.num_envs for w in self._workers if not w.lost}
-                plan = self._assign(alive, worker.steps)
-                if not plan:
-                    return None
-                self._plans[round_] = plan
-            round_ += 1
-            share = plan.get(worker.index)
-            if share is not None:
-                worker.next_round = round_
-                return round_ - 1, share
-
-    def _assign(self, workers: Mapping[int, int], steps: int) -> dict[int, Share]:
-        shares = plan_shares(self._unassigned, workers, steps)
-        if self._unassigned is not None:
-            self._unassigned -= sum(share.frames for share in shares.values())
-        return shares
-
     def _arrived(self, worker: _Worker, request: _Request, future: Future) -> None:
         """Called in a thread of the transport when a rollout is here or has failed."""
         with self._cond:
@@ -483,7 +452,7 @@ class RPCBatchedCollector(BaseCollector):
             if error is not None:
                 worker.failure = error
                 if isinstance(error, PeerLostError):
-                    self._give_back(worker, request.round, request.share)
+                    self._budget.give_back(worker.index, request.round, request.share)
             else:
                 rows, stats = future.result()
                 if stats.frames:  # else it was closed meanwhile
@@ -491,18 +460,6 @@ class RPCBatchedCollector(BaseCollector):
                     self._arrivals.append(worker.index)
                 self._request(worker)
             self._cond.notify_all()
-
-    def _give_back(self, worker: _Worker, round_: int, share: Share) -> None:
-        """Frames that a dead worker will not deliver are there for the others."""
-        freed = [share]
-        if self.readiness.in_rounds:
-            freed = [
-                plan.pop(worker.index)
-                for number, plan in self._plans.items()
-                if number >= round_ and worker.index in plan
-            ]
-        if self._unassigned is not None:
-            self._unassigned += sum(each.frames for each in freed)
 
     def _note_failures(self) -> bool:
         """Turn new failures into a warning or an error; whether there were any."""
@@ -562,14 +519,14 @@ class RPCBatchedCollector(BaseCollector):
             ConfigurationError: this collector has been iterated already.
         """
         with self._cond:
-            if self._iter >= 0 or self._plans:
+            if self._budget.begun:
                 raise ConfigurationError("load_state_dict comes before the first batch")
             self._frames = int(state_dict["frames"])
             self._iter = int(state_dict["batches"]) - 1
             self._version = int(state_dict["policy_version"])
             self._run = max(int(state_dict["run"]) + 1, int(time.time()) - _RUN_EPOCH_S)
             if self.total_frames >= 0:
-                self._unassigned = max(0, self.total_frames - self._frames)
+                self._budget.remaining = max(0, self.total_frames - self._frames)
             if isinstance(self.policy, nn.Module):
                 self._packed = pack(self.policy, self._version)
         self._ask_all("set_trajectory_base", self._run << _RUN_SHIFT)

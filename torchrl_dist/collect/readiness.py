@@ -7,7 +7,7 @@ whole call, however many workers there are. What is not taken now belongs to a l
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -73,41 +73,3 @@ class FirstReady:
         self, arrived: Sequence[int], expected: Sequence[int], waited_s: float
     ) -> tuple[int, ...]:
         return tuple(arrived[:1])
-
-
-@dataclass(frozen=True)
-class Share:
-    """What one worker contributes: ``steps`` steps of its first ``num_envs`` envs."""
-
-    num_envs: int
-    steps: int
-
-    @property
-    def frames(self) -> int:
-        return self.num_envs * self.steps
-
-
-def plan_shares(remaining: int | None, workers: Mapping[int, int], steps: int) -> dict[int, Share]:
-    """Divide the frames that may still be collected among workers, exactly and rectangularly.
-
-    Everybody gets ``steps`` steps while the budget allows. Then a shorter rollout of equal length
-    for all, and at the very end one step of as many envs as there are frames left.
-
-    Args:
-        remaining: frames, or None for no limit.
-        workers: number of envs of each worker.
-
-    Returns:
-        the share of each worker that gets one; never more than ``remaining`` frames together.
-    """
-    per_step = sum(workers.values())
-    if remaining is None or remaining >= per_step:
-        length = steps if remaining is None else min(steps, remaining // per_step)
-        return {worker: Share(envs, length) for worker, envs in workers.items()}
-    shares = {}
-    for worker, envs in workers.items():
-        granted = min(envs, remaining)
-        if granted > 0:
-            shares[worker] = Share(granted, 1)
-        remaining -= granted
-    return shares

@@ -1,0 +1,125 @@
+"""Who collects how many of the job's frames: decided before they are collected. Pure arithmetic.
+
+So the total is exact without cutting away anything that was collected, and the share of a worker
+that dies is there for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one worker contributes: ``steps`` steps of its first ``num_envs`` envs."""
+
+    num_envs: int
+    steps: int
+
+    @property
+    def frames(self) -> int:
+        return self.num_envs * self.steps
+
+
+def plan_shares(remaining: int | None, workers: Mapping[int, int], steps: int) -> dict[int, Share]:
+    """Divide the frames that may still be collected among workers, exactly and rectangularly.
+
+    Everybody gets ``steps`` steps while the budget allows. Then a shorter rollout of equal length
+    for all, and at the very end one step of as many envs as there are frames left.
+
+    Args:
+        remaining: frames, or None for no limit.
+        workers: number of envs of each worker.
+
+    Returns:
+        the share of each worker that gets one; never more than ``remaining`` frames together.
+    """
+    per_step = sum(workers.values())
+    if remaining is None or remaining >= per_step:
+        length = steps if remaining is None else min(steps, remaining // per_step)
+        return {worker: Share(envs, length) for worker, envs in workers.items()}
+    shares = {}
+    for worker, envs in workers.items():
+        granted = min(envs, remaining)
+        if granted > 0:
+            shares[worker] = Share(granted, 1)
+        remaining -= granted
+    return shares
+
+
+@dataclass
+class FrameBudget:
+    """Hands out shares until the frames are used up.
+
+    Attributes:
+        remaining: frames that nobody was asked for yet; None: no limit.
+        in_rounds: all workers' shares of one round are of one length, since they make one batch.
+        round: the round that is delivered next, if ``in_rounds``.
+    """
+
+    remaining: int | None
+    in_rounds: bool
+    round: int = 0
+    _plans: dict[int, dict[int, Share]] = field(default_factory=dict)
+    _next_round: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def begun(self) -> bool:
+        return bool(self._next_round)
+
+    def next_share(
+        self, worker: int, alive: Mapping[int, int], steps: int
+    ) -> tuple[int, Share] | None:
+        """The worker's next round and its share of it; None: no frames are left.
+
+        Args:
+            alive: number of envs of each living worker, this one included.
+            steps: usual length of a rollout.
+        """
+        round_ = self._next_round.get(worker, 0)
+        if not self.in_rounds:
+            share = self._assign({worker: alive[worker]}, steps).get(worker)
+        else:
+            round_ = max(round_, self.round)
+            share = None
+            while share is None:  # ends with the last round: nobody is left out of a full one
+                if round_ not in self._plans:
+                    plan = self._assign(alive, steps)
+                    if not plan:
+                        break
+                    self._plans[round_] = plan
+                share = self._plans[round_].get(worker)
+                round_ += share is None
+        if share is None:
+            return None
+        self._next_round[worker] = round_ + 1
+        return round_, share
+
+    def _assign(self, workers: Mapping[int, int], steps: int) -> dict[int, Share]:
+        shares = plan_shares(self.remaining, workers, steps)
+        if self.remaining is not None:
+            self.remaining -= sum(share.frames for share in shares.values())
+        return shares
+
+    def give_back(self, worker: int, round_: int, share: Share) -> None:
+        """A dead worker will not deliver its share of ``round_``, nor of later rounds."""
+        freed = [share]
+        if self.in_rounds:
+            freed = [
+                plan.pop(worker)
+                for number, plan in self._plans.items()
+                if number >= round_ and worker in plan
+            ]
+        if self.remaining is not None:
+            self.remaining += sum(each.frames for each in freed)
+
+    def expected(self) -> list[int]:
+        """Workers that have delivered or shall deliver in the current round; empty at the end."""
+        while (plan := self._plans.get(self.round)) is not None and not plan:
+            self.finish_round()  # all of it have died
+        return list(plan or ())
+
+    def finish_round(self) -> None:
+        del self._plans[self.round]
+        self.round += 1
