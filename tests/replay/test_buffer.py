@@ -197,6 +197,17 @@ def test_rows_with_a_priority_key_are_extended_with_that_priority(make_buffer) -
     assert rb.storage.directory.counters["unverified_updates"] == 0
 
 
+def test_priorities_of_an_extend_count_on_every_lap_of_the_ring(make_buffer) -> None:
+    rb = make_buffer(8, alpha=1.0)
+    for lap in range(3):  # the same slots each time: only the index tensor tells the laps apart
+        rows = make_rows(range(8 * lap, 8 * lap + 8))
+        rows["td_error"] = torch.arange(1.0, 9.0) + lap
+        rb.extend(rows)
+        expected = np.arange(1, 9) + lap
+        np.testing.assert_allclose(rb.storage.directory.tree.leaves, expected, rtol=1e-6)
+    assert rb.storage.directory.counters["stale_updates"] == 0
+
+
 @pytest.mark.parametrize("through", ["batch", "clone", "plain index"])
 def test_late_priority_for_a_recycled_slot_is_dropped(make_buffer, through) -> None:
     rb = make_buffer(16, alpha=1.0)

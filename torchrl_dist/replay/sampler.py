@@ -44,10 +44,15 @@ class _Generations:
                 self._batches.popitem(last=False)
             del self._batches[key][:-4]
 
-    def recall(self, index: torch.Tensor) -> torch.Tensor | None:
-        """The generations meant; of several batches with these slots, the oldest ones."""
+    def recall(self, index: int | torch.Tensor) -> torch.Tensor | None:
+        """The generations meant, if known.
+
+        Of several batches with the values of a cloned index, the oldest: rather drop a priority
+        than give it to a row that it was not computed for.
+        """
+        key = torch.as_tensor(index, dtype=torch.int64).detach().cpu().numpy().tobytes()
         with self._lock:
-            batches = self._batches.get(index.numpy().tobytes())
+            batches = self._batches.get(key)
             if not batches:
                 return None
             for known, generation in batches:
@@ -102,7 +107,8 @@ class _SharedSampler(Sampler):
         pass
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
+        # PrioritizedSampler refuses to be spawned: its trees would be copies, ours are shared
+        state = Sampler.__getstate__(self)
         for name in ("_directory", "_random", "_random_pid", "_recent"):
             state.pop(name, None)
         return state
@@ -383,9 +389,9 @@ class SharedPrioritizedSampler(_SharedSampler, PrioritizedSampler):
             for buffer in _torchrl.buffers_over(storage)
         ):
             return  # a process that joins must not reset what the others share
-        index = torch.as_tensor(index, dtype=torch.int64).detach().cpu()
         if generation is None:
             generation = self._recent.recall(index)
+        index = torch.as_tensor(index, dtype=torch.int64).detach().cpu()
         values = torch.as_tensor(priority).detach().to("cpu", torch.float64)
         if values.numel() > 1 and values.shape != index.shape:
             if values.numel() != index.numel():

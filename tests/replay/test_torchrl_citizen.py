@@ -1,0 +1,234 @@
+"""The shared parts beside TorchRL's: same numbers, schedulers, pickling, the buffer of #1397."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data.replay_buffers.samplers import PrioritizedSampler
+from torchrl.data.replay_buffers.scheduler import LambdaScheduler, LinearScheduler, StepScheduler
+
+from tests.replay.conftest import make_rows
+from torchrl_dist import (
+    DirectoryError,
+    SharedCursorWriter,
+    SharedMemmapStorage,
+    SharedPrioritizedSampler,
+)
+
+_FORK = multiprocessing.get_context("fork")
+
+
+def torchrl_buffer(capacity: int, **kwargs) -> TensorDictReplayBuffer:
+    try:
+        sampler = PrioritizedSampler(capacity, alpha=0.7, beta=0.5, **kwargs)
+    except RuntimeError as error:
+        if "SegmentTree" not in str(error):
+            raise
+        pytest.skip("TorchRL's compiled priority trees do not load with this torch")
+    return TensorDictReplayBuffer(
+        storage=LazyTensorStorage(capacity), sampler=sampler, batch_size=16
+    )
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_the_same_operations_give_the_tree_and_weights_of_torchrl(folder: Path, within) -> None:
+    capacity = 40
+    peer = torchrl_buffer(capacity, max_priority_within_buffer=within)
+    ours = TensorDictReplayBuffer(
+        storage=SharedMemmapStorage(capacity, scratch_dir=folder, job_id="test"),
+        sampler=SharedPrioritizedSampler(
+            capacity, alpha=0.7, beta=0.5, max_priority_within_buffer=within
+        ),
+        writer=SharedCursorWriter(),
+        batch_size=16,
+    )
+    random = np.random.default_rng(0)
+    for step in range(30):
+        rows = make_rows(range(10 * step, 10 * step + 5))
+        if step % 3 == 0:
+            rows["td_error"] = torch.from_numpy(random.random(5))
+        index = torch.from_numpy(random.integers(0, min(5 * step + 5, capacity), 6)).unique()
+        priority = torch.from_numpy(random.exponential(size=index.numel())).float()
+        for buffer in (peer, ours):
+            given = rows.clone() if step >= 1 else rows.clone().set("td_error", torch.ones(5))
+            if "td_error" not in given:
+                given["td_error"] = torch.full((5,), float(buffer.sampler.default_priority))
+            buffer.extend(given.set("td_error", given["td_error"].float()))
+            buffer.update_priority(index, priority)
+        theirs = torch.as_tensor([peer.sampler._sum_tree[i] for i in range(len(peer))])
+        np.testing.assert_allclose(
+            ours.storage.directory.tree.leaves[: len(peer)], theirs.numpy(), rtol=1e-6
+        )
+        assert float(ours.sampler.default_priority) == pytest.approx(
+            float(peer.sampler.default_priority), rel=1e-6
+        )
+    leaves = ours.storage.directory.tree.leaves
+    for buffer in (peer, ours):
+        batch = buffer.sample(4000)
+        expected = (leaves[batch["index"].numpy()] / leaves.min()) ** -0.5
+        np.testing.assert_allclose(batch["priority_weight"].numpy(), expected, rtol=1e-4)
+        counts = np.bincount(batch["index"], minlength=capacity)
+        assert chisquare(counts, leaves / leaves.sum() * 4000).pvalue > 1e-5
+    ours.storage.close()
+
+
+def test_torchrls_schedulers_move_beta_and_alpha(make_buffer) -> None:
+    rb = make_buffer(16, alpha=1.0, beta=0.4)
+    rb.extend(make_rows(range(16)))
+    rb.update_priority(torch.arange(16), torch.arange(1.0, 17.0))
+    linear = LinearScheduler(rb, "beta", final_value=1.0, num_steps=10)
+    for _ in range(5):
+        linear.step()
+    assert float(rb.sampler.beta) == pytest.approx(0.7)
+    StepScheduler(rb, "beta", gamma=0.5, n_steps=1).step()
+    assert float(rb.sampler.beta) == pytest.approx(0.35)
+    LambdaScheduler(rb, "alpha", lambda step: 0.5).step()
+    np.testing.assert_allclose(rb.storage.directory.tree.leaves, np.arange(1, 17) ** 0.5, rtol=1e-6)
+    rb.sample()
+
+
+class ScheduledBuffer(TensorDictReplayBuffer):
+    """The buffer of pytorch/rl#1397: beta is annealed by hand, can_sample is overridden."""
+
+    def __init__(self, beta_start: float, beta_end: float, beta_steps: int, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.beta_end = beta_end
+        self._beta_current = beta_start
+        self._beta_step_size = (beta_end - beta_start) / beta_steps
+
+    def can_sample(self) -> bool:
+        return len(self) >= self.batch_size
+
+    def step(self) -> None:
+        self._beta_current = min(self._beta_current + self._beta_step_size, self.beta_end)
+        self._sampler._beta = self._beta_current
+
+
+def test_the_scheduled_buffer_of_1397_works_unchanged(folder: Path) -> None:
+    rb = ScheduledBuffer(
+        0.4, 1.0, 100,
+        storage=SharedMemmapStorage(1000, scratch_dir=folder, job_id="test"),
+        sampler=SharedPrioritizedSampler(1000, alpha=0.6, beta=0.4),
+        writer=SharedCursorWriter(),
+        batch_size=128 // 4, prefetch=128, priority_key="priority",
+        pin_memory=torch.cuda.is_available(),
+    )  # fmt: skip
+    rb.extend(make_rows(range(20)))
+    assert not rb.can_sample()
+    rb.extend(make_rows(range(20, 200)))
+    assert rb.can_sample()
+    for _ in range(300):
+        batch = rb.sample()
+        batch["priority"] = torch.rand(32)
+        rb.update_tensordict_priority(batch)
+        rb.step()
+    assert rb.sampler.beta == pytest.approx(1.0)
+    assert rb.storage.directory.counters["unverified_updates"] == 0
+    rb.storage.close()
+
+
+@pytest.mark.parametrize(("reduction", "expected"), [("max", 3.0), ("min", 1.0), ("mean", 2.0)])
+def test_priorities_of_several_elements_are_reduced_as_asked(folder, reduction, expected) -> None:
+    rb = TensorDictReplayBuffer(
+        storage=SharedMemmapStorage(8, scratch_dir=folder, job_id="test"),
+        sampler=SharedPrioritizedSampler(8, 1.0, 0.4, reduction=reduction),
+        writer=SharedCursorWriter(),
+        batch_size=4,
+    )
+    rb.extend(make_rows(range(8)))
+    batch = rb.sample()
+    batch["td_error"] = torch.tensor([[1.0, 2.0, 3.0]]).expand(4, 3)
+    rb.update_tensordict_priority(batch)
+    leaves = rb.storage.directory.tree.leaves[batch["index"]]
+    np.testing.assert_allclose(leaves, expected, rtol=1e-6)
+    rb.storage.close()
+
+
+def _write_in_a_spawned_process(rb: TensorDictReplayBuffer) -> None:
+    rb.extend(make_rows(range(100, 110)))
+
+
+def test_a_spawned_process_gets_the_buffer_itself(make_buffer) -> None:
+    rb = make_buffer(64)
+    rb.extend(make_rows(range(10)))
+    process = multiprocessing.get_context("spawn").Process(
+        target=_write_in_a_spawned_process, args=(rb,)
+    )
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert len(rb) == 20 and set(rb[:]["id"].tolist()) == {*range(10), *range(100, 110)}
+
+
+@pytest.mark.parametrize("name", ["_allocate", "_write_json", "_map"])
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_killed_while_the_directory_is_created_the_next_one_creates_it(
+    folder: Path, name: str, call: int
+) -> None:
+    def create_and_die() -> None:
+        from torchrl_dist.replay import directory
+
+        original: Callable = getattr(directory, name)
+        calls = 0
+
+        def die(*args):
+            nonlocal calls
+            calls += 1
+            if calls == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args)
+
+        setattr(directory, name, die)
+        storage = SharedMemmapStorage(64, scratch_dir=folder, job_id="test")
+        storage.append(make_rows(range(8)))
+        os._exit(0)
+
+    process = _FORK.Process(target=create_and_die)
+    process.start()
+    process.join(20)
+    assert process.exitcode in (-signal.SIGKILL, 0)
+    storage = SharedMemmapStorage(64, scratch_dir=folder, job_id="test")
+    before = len(storage)
+    assert before in (0, 8)
+    storage.append(make_rows(range(8, 16)))
+    assert storage[:]["id"].tolist() == [*range(before), *range(8, 16)]
+    storage.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    point = tmp_path / "disk"
+    point.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(point)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("needs root and the right to mount a small tmpfs")
+    yield point
+    subprocess.run(["umount", "-l", str(point)], check=True)
+
+
+def test_a_disk_that_fills_up_is_an_error_and_the_rows_of_others_stay(small_disk: Path) -> None:
+    first = SharedMemmapStorage(64, scratch_dir=small_disk / "a", job_id="test")
+    first.append(make_rows(range(8)))
+    second = SharedMemmapStorage(4096, scratch_dir=small_disk / "b", job_id="test")
+    big = TensorDict({"x": torch.zeros(4, 1024)}, [4])
+    with pytest.raises(DirectoryError, match="16 MiB for 4096 rows"):
+        second.append(big)
+    assert len(second) == 0 and not (small_disk / "b" / "data").exists()
+    with pytest.raises(DirectoryError, match="could not allocate the tables"):
+        SharedMemmapStorage(10_000_000, scratch_dir=small_disk / "c", job_id="test")
+    first.append(make_rows(range(8, 16)))
+    assert first[:]["id"].tolist() == list(range(16))
+    first.close()
+    second.close()
