@@ -291,6 +291,10 @@ class Training:
             end=config.beta_end,
             steps=config.total_frames,
         )
+        share = min(1.0, self.monitor.frames / config.total_frames)
+        learner.set_learning_rate(
+            config.learning_rate + share * (config.learning_rate_end - config.learning_rate)
+        )
         before = learner.updates
         for _ in range(config.updates_per_batch):
             batch = buffer.sample()

@@ -63,7 +63,10 @@ class ApexConfig:
         32, "gradient steps per batch of frames", minimum=1, group=LEARNING
     )
     batch_size: int = option(256, "rows per gradient step", minimum=1, group=LEARNING)
-    learning_rate: float = option(1e-3, "step size of Adam", above=0, group=LEARNING)
+    learning_rate: float = option(1e-3, "step size of Adam at the start", above=0, group=LEARNING)
+    learning_rate_end: float = option(
+        1e-4, "the same at the end; a straight line between", above=0, group=LEARNING
+    )
     max_grad_norm: float = option(10.0, "gradients are clipped to it", above=0, group=LEARNING)
     gamma: float = option(0.99, "discount per step", above=0, maximum=1, group=LEARNING)
     n_steps: int = option(5, "rewards summed before the bootstrap", minimum=1, group=LEARNING)

@@ -68,6 +68,11 @@ class DQNLearner:
         self._max_grad_norm = max_grad_norm
         self.updates = 0
 
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """From the next update on."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+
     def update(self, batch: TensorDictBase) -> Tensor:
         """One step on ``batch`` ``[B]``; returns the loss.
 
