@@ -20,8 +20,9 @@ LAYERS = {
     "replay": 3,
     "collect": 3,
     "recipes": 4,
-    "cli": 5,
-    "__main__": 6,
+    "bench": 5,
+    "cli": 6,
+    "__main__": 7,
 }
 PUBLIC_NAMES = """
     CollectReport ConfigurationError DeadlineError DirectoryError FirstReady Peer PeerLostError

@@ -65,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_train(commands)
     _add_play(commands)
+    _add_bench(commands)
     return parser
 
 
@@ -208,3 +209,15 @@ def _play(options: argparse.Namespace) -> int:
             render=options.render,
         )
     )
+
+
+# ---- bench
+
+
+def _add_bench(commands: argparse._SubParsersAction) -> None:
+    from .bench import replay
+
+    bench = commands.add_parser("bench", help="measure", description="Run a benchmark.")
+    questions = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
+    summary = "the shared replay buffer beside other buffers"
+    replay.add_options(questions.add_parser("replay", help=summary))

@@ -1,0 +1,156 @@
+"""The replay benchmark at toy size."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from torchrl_dist.bench import replay
+from torchrl_dist.bench.processes import Launcher, MeasurementError
+from torchrl_dist.bench.replay_peers import PEERS
+from torchrl_dist.bench.table import Table
+from torchrl_dist.errors import ConfigurationError, DeadlineError
+
+pytest.importorskip("rich")
+
+TOY = ["--rounds", "1", "--seconds", "0.1", "--capacity", "4096", "--kinds", "S"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_in_memory() -> Iterator[None]:
+    yield
+    left = [name for name in os.listdir("/dev/shm") if name.startswith("torchrl_dist-bench-")]
+    assert not left
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.timeout(60)
+def test_two_peers_give_cells_with_sane_content(tmp_path: Path, capsys) -> None:
+    json_file, png = tmp_path / "cells.jsonl", tmp_path / "rates.png"
+    options = ["--peers", "ours-numpy,floor", "--ops", "write,sample+update,mixed,lock,cursor"]
+    options += ["--writers", "2", "--batches", "32", "--json", str(json_file), "--plot", str(png)]
+    assert replay.main([*TOY, *options]) == 0
+
+    latencies = {cell["op"]: cell for cell in read(json_file) if cell["unit"] == "calls/s"}
+    cells = [cell for cell in read(json_file) if cell["unit"] != "calls/s"]
+    found = {(cell["peer"], cell["op"], cell["batch"], cell["processes"]) for cell in cells}
+    lines = {
+        ("write", 32, 2),
+        ("sample+update", 256, 1),
+        ("mixed-write", 64, 2),
+        ("mixed-learn", 256, 1),
+    }
+    assert found == {(peer, *line) for peer in ("ours-numpy", "floor") for line in lines}
+    for cell in [*cells, *latencies.values()]:
+        assert cell["bench"] == "replay" and cell["kind"] == "S"
+        assert cell["rate"] > 0 and 0 < cell["p50_ms"] <= cell["p99_ms"]
+        assert {"torch", "torchrl", "python"} <= set(cell["versions"])
+    for cell in cells:
+        assert cell["unit"] == ("rows/s" if "write" in cell["op"] else "batches/s")
+        assert cell["floor_rate"] > 0 and cell["ratio_to_ours"] > 0
+        assert (cell["page_faults_per_call"] is None) == ("write" in cell["op"])
+        # rate and p50 describe the same calls: half of them take at least p50
+        calls = cell["rate"] / (cell["batch"] if cell["unit"] == "rows/s" else 1)
+        assert calls * cell["p50_ms"] / 1e3 < 2.5 * cell["processes"]
+    p50 = {op: cell["p50_ms"] for op, cell in latencies.items()}
+    assert p50["lock-bare"] < p50["lock-ours"] < p50["cursor-shared"] < p50["cursor-rpc"]
+    assert {"lock-wait", "lock-wait-busy", "cursor-tcpstore"} <= set(p50)
+    assert png.read_bytes().startswith(b"\x89PNG")
+    shown = capsys.readouterr().out
+    assert "ours-numpy" in shown and "floor" in shown and "× 1.00" in shown
+
+
+def test_a_capacity_too_small_for_the_batches_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="--capacity: got 100, expected at least"):
+        replay.main(["--capacity", "100"])
+
+
+def test_what_cannot_be_measured_is_named_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.setattr(PEERS["ray"], "missing", classmethod(lambda cls: "not installed"))
+    assert replay._available(["ours-numpy", "ray"]) == ["ours-numpy"]
+    assert "skipped ray: not installed" in capsys.readouterr().err
+
+
+def test_writers_of_a_buffer_in_one_process_are_not_measured_together() -> None:
+    options = replay.argparse.ArgumentParser()
+    replay.add_options(options)
+    groups = replay.plan(options.parse_args([]), ["ours-c", "torchrl", "floor"])
+    measured = {(cell.peer, cell.op, cell.processes) for group in groups for cell in group}
+    assert ("torchrl", "write", 1) in measured and ("ours-c", "write", 4) in measured
+    assert ("torchrl", "write", 4) not in measured and ("torchrl", "mixed", 2) not in measured
+    assert not {peer for peer, op, _ in measured if op == "cursor"} - {"ours-c"}
+
+
+def test_medians_and_ratios_are_over_rounds_and_lines() -> None:
+    table = Table()
+    from torchrl_dist.bench.replay_cells import Result
+
+    for peer, rates in {"ours-c": [100, 300, 200], "other": [50, 60, 900], "floor": [400]}.items():
+        for rate in rates:
+            table.add("S", peer, Result("sample", 256, 1, rate, "batches/s", 1.0, 2.0, 0.5))
+    cells = {cell["peer"]: cell for cell in table.cells("replay", ["ours-c"], "floor")}
+    assert cells["ours-c"]["rate"] == 200 and cells["ours-c"]["ratio_to_ours"] == 1
+    assert cells["other"]["rate"] == 60 and cells["other"]["ratio_to_ours"] == 0.3
+    assert cells["other"]["floor_rate"] == 400 and cells["other"]["rates"] == [50, 60, 900]
+
+
+# ---- failures
+
+
+def fail() -> None:
+    print("about to fail")
+    raise ValueError("as asked")
+
+
+def hang_with_a_child() -> None:
+    if not os.fork():
+        time.sleep(60)
+    time.sleep(60)
+
+
+def answer() -> int:
+    return 42
+
+
+@pytest.mark.timeout(60)
+def test_a_measurement_that_fails_or_hangs_is_reported_and_ended(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / name).mkdir()
+    with Launcher() as launcher:
+        with pytest.raises(MeasurementError, match="(?s)ValueError: as asked.*about to fail"):
+            launcher.run(fail, folder=tmp_path / "a", timeout_s=20)
+        with pytest.raises(DeadlineError):
+            launcher.run(hang_with_a_child, folder=tmp_path / "b", timeout_s=0.5)
+        assert launcher.run(answer, folder=tmp_path / "c", timeout_s=20) == 42
+    # that the forked child of the hanging one is gone is checked for every test, by conftest
+
+
+@pytest.mark.timeout(60)
+def test_ctrl_c_ends_everything_and_prints_what_was_measured() -> None:
+    command = [sys.executable, "-m", "torchrl_dist", "bench", "replay", *TOY]
+    command += ["--peers", "floor", "--ops", "sample", "--rounds", "10000"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            line = process.stderr.readline()
+            assert "floor: sample" in line, line
+            os.killpg(process.pid, signal.SIGINT)
+            out, err = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert process.returncode == 130, err
+    assert "sample" in out

@@ -1,0 +1,284 @@
+"""How fast is the shared replay buffer, beside everything else that can be shared?
+
+    torchrl-dist bench replay --json replay.jsonl --plot replay.png
+
+Workloads S (45 B per row, 1M rows) and L (28 KB, 50k rows); batches of 256, alpha 0.6. Each
+measurement runs in fresh processes with one torch thread each; rounds go over all peers in turn, so
+that a slow minute of the machine hits all of them; the table shows medians over rounds.
+
+Operations:
+
+- ``write``: rows/s of 1 and 4 processes, in batches of 64 and 512.
+- ``sample``, ``sample+update``: batches/s of a learner that does not write.
+- ``mixed``: 2 writers (batches of 64) beside a learner that samples and updates.
+- ``lock``: how long a reader waits for our lock beside a writer in a tight loop (``lock-wait``),
+  and beside one whose process runs a busy Python thread as well (``lock-wait-busy``).
+- ``cursor``: what an ``extend`` pays for its slots (pytorch/rl#1397): a reservation in shared
+  memory, a fetch-add of a TCPStore, a call by RPC; with a bare record lock and unlock for scale.
+
+The peer ``floor`` copies between tensors without lock, tree or TensorDict: the distance to it is
+what a buffer costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torchrl_dist.bench.replay_cells import Cell, measure
+from torchrl_dist.bench.replay_peers import PEERS, SAMPLE_BATCH, versions
+from torchrl_dist.bench.workloads import KINDS
+from torchrl_dist.errors import ConfigurationError, TorchRLDistError
+
+OPS = ("write", "sample", "sample+update", "mixed", "lock", "cursor")
+_OURS = ("ours-c", "ours-numpy", "ours-c-2t")  # ratios are to the first of them that was measured
+_MIXED_WRITERS, _MIXED_BATCH = 2, 64
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and its options."""
+    parser.description = __doc__
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+
+    def names(known: Sequence[str]) -> Any:
+        def parse(text: str) -> list[str]:
+            chosen = [name for name in text.split(",") if name]
+            unknown = [name for name in chosen if name not in known]
+            if unknown or not chosen:
+                raise argparse.ArgumentTypeError(
+                    f"got {text!r}, expected some of {','.join(known)}"
+                )
+            return chosen
+
+        return parse
+
+    def counts(text: str) -> list[int]:
+        chosen = [int(number) for number in text.split(",")]
+        if min(chosen) < 1:
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected numbers above 0")
+        return chosen
+
+    def above_zero(kind: type) -> Any:
+        def parse(text: str) -> Any:
+            if kind(text) <= 0:
+                raise argparse.ArgumentTypeError(f"got {text!r}, expected a number above 0")
+            return kind(text)
+
+        return parse
+
+    for option, known in (("--peers", list(PEERS)), ("--kinds", list(KINDS)), ("--ops", OPS)):
+        parser.add_argument(
+            option,
+            type=names(known),
+            default=list(known),
+            metavar="A,B",
+            help=f"some of {','.join(known)} (default: all)",
+        )
+    parser.add_argument("--rounds", type=above_zero(int), default=3, help="(default: 3)")
+    parser.add_argument(
+        "--seconds", type=above_zero(float), default=2.0, help="per measurement (default: 2)"
+    )
+    parser.add_argument(
+        "--batches", type=counts, default=[64, 512], metavar="N,M", help="of writers (64,512)"
+    )
+    parser.add_argument(
+        "--writers", type=counts, default=[1, 4], metavar="N,M", help="writing processes (1,4)"
+    )
+    parser.add_argument(
+        "--capacity", type=above_zero(int), help="in rows (default: 1000000 for S, 50000 for L)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append a line per result")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the rates")
+    parser.add_argument(
+        "--timeout-s",
+        type=above_zero(float),
+        default=180.0,
+        help="longest duration of one measurement, filling the buffer included (default: 180)",
+    )
+    parser.add_argument(
+        "--scratch-dir",
+        type=Path,
+        default=Path("/dev/shm"),
+        help="where buffers lie during a measurement (default: /dev/shm)",
+    )
+    parser.set_defaults(command=run)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse ``argv`` and :func:`run`."""
+    parser = argparse.ArgumentParser(prog="torchrl-dist bench replay")
+    add_options(parser)
+    return run(parser.parse_args(argv))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print a table. Blocks for minutes; Ctrl-C ends it in order and prints what is
+    there.
+
+    Returns:
+        0; 1 if a measurement failed; 130 or 143 after SIGINT or SIGTERM.
+
+    Raises:
+        ConfigurationError: nothing of what was asked for can be measured.
+    """
+    try:
+        import rich  # noqa: F401
+    except ImportError:
+        raise ConfigurationError("the benchmarks need: pip install torchrl-dist[bench]") from None
+    from torchrl_dist.bench.table import Table, append_json, plot, print_rates
+
+    for path in (options.json, options.plot):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigurationError(f"{path}: there is no folder {path.absolute().parent}")
+    least = 2 * max(SAMPLE_BATCH, *options.batches) * max(_MIXED_WRITERS, *options.writers)
+    if options.capacity is not None and options.capacity < least:
+        raise ConfigurationError(
+            f"--capacity: got {options.capacity}, expected at least {least} rows: two "
+            "batches per writer"
+        )
+    peers = _available(options.peers)
+    table = Table()
+    status = 0
+    try:
+        with _terminable():
+            status = _measure_all(options, peers, table)
+    except KeyboardInterrupt:
+        status = 128 + signal.SIGINT
+    except _TerminatedError:
+        status = 128 + signal.SIGTERM
+    cells = table.cells("replay", _OURS, "floor")
+    print_rates(cells, peers)
+    if options.json is not None:
+        append_json(
+            options.json,
+            cells,
+            {"seconds": options.seconds, "cpus": os.cpu_count(), "versions": versions(peers)},
+        )
+    if options.plot is not None:
+        title = f"median of {options.rounds} rounds, {os.cpu_count()} cores"
+        plot(options.plot, cells, title)
+    return status
+
+
+def _available(names: list[str]) -> list[str]:
+    available = []
+    for name in names:
+        reason = PEERS[name].missing()
+        if reason is None:
+            available.append(name)
+        else:
+            _say(f"skipped {name}: {reason}")
+    if not available:
+        raise ConfigurationError("none of the peers can be measured here")
+    return available
+
+
+def plan(options: argparse.Namespace, peers: list[str]) -> list[list[Cell]]:
+    """What one round measures: groups of cells that differ by the peer only."""
+    groups = []
+    for kind in options.kinds:
+        capacity = options.capacity or KINDS[kind].capacity
+        for op in options.ops:
+            base = Cell("", kind, op, 0, 1, capacity, options.seconds, options.timeout_s)
+            if op == "write":
+                sizes = itertools.product(options.writers, options.batches)
+                cells = [replace(base, batch=b, processes=n) for n, b in sizes]
+            elif op == "mixed":
+                cells = [replace(base, batch=_MIXED_BATCH, processes=_MIXED_WRITERS)]
+            elif op in ("lock", "cursor"):
+                cells = [replace(base, batch=_MIXED_BATCH)]
+            else:
+                cells = [replace(base, batch=SAMPLE_BATCH)]
+            for cell in cells:
+                groups.append([replace(cell, peer=p) for p in peers if _can(p, cell)])
+    return groups
+
+
+def _can(peer: str, cell: Cell) -> bool:
+    if cell.op in ("lock", "cursor"):  # about our own parts, once
+        return peer in ("ours-numpy", "ours-c") and cell.kind == "S"
+    return not PEERS[peer].in_one_process or (cell.op != "mixed" and cell.processes == 1)
+
+
+def _measure_all(options: argparse.Namespace, peers: list[str], table: Any) -> int:
+    from torchrl_dist.bench.processes import Launcher
+
+    failed: set[Cell] = set()
+    groups = plan(options, peers)
+    with Launcher() as launcher:
+        for round_, group in itertools.product(range(options.rounds), groups):
+            shift = round_ % max(1, len(group))  # nobody is always the first
+            for cell in group[shift:] + group[:shift]:
+                if cell in failed:
+                    continue
+                label = f"{cell.kind} {cell.op} b{cell.batch} x{cell.processes} {cell.peer}"
+                try:
+                    with _folder(options.scratch_dir) as folder:
+                        results = launcher.run(
+                            measure,
+                            cell,
+                            str(folder),
+                            folder=folder,
+                            timeout_s=cell.timeout_s,
+                            environment=PEERS[cell.peer].environment,
+                        )
+                except TorchRLDistError as error:
+                    failed.add(cell)
+                    _say(f"round {round_ + 1}: {label}: failed: {error}")
+                    continue
+                for result in results:
+                    table.add(cell.kind, cell.peer, result)
+                    _say(
+                        f"round {round_ + 1}: {label}: {result.op} {result.rate:,.0f} "
+                        f"{result.unit}, p50 {result.p50_ms:.3f} ms, p99 {result.p99_ms:.3f} ms"
+                    )
+    return 1 if failed else 0
+
+
+@contextlib.contextmanager
+def _folder(parent: Path) -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="torchrl_dist-bench-", dir=parent))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class _TerminatedError(BaseException):
+    """SIGTERM arrived."""
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM unwind the stack, like Ctrl-C, so that processes and folders are cleared."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def terminate(*_: object) -> None:
+        raise _TerminatedError
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,403 @@
+"""What is measured about one replay buffer; runs in the measurement's own processes.
+
+The process that calls :func:`measure` is the learner: it samples and updates. Its workers write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchrl_dist.bench.processes import MeasurementError
+from torchrl_dist.bench.replay_peers import PEERS, SAMPLE_BATCH, Peer
+from torchrl_dist.bench.workloads import KINDS, make_rows
+
+_PREPARED_BATCHES = 4
+_LEAD_S = 0.5  # all loops run this long before they count, so that all are running then
+_LATE_S = 0.5
+_WARM_S = 2.0
+_PRIORITIES = 16
+_PAUSE_S = 2e-4  # between two entries of the reader that measures its waits
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement: a peer, an operation, a size."""
+
+    peer: str
+    kind: str
+    op: str
+    batch: int
+    processes: int
+    capacity: int
+    seconds: float
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came out; ``rate`` in ``unit``, percentiles over calls, in milliseconds."""
+
+    op: str
+    batch: int
+    processes: int
+    rate: float
+    unit: str
+    p50_ms: float
+    p99_ms: float
+    page_faults_per_call: float | None = None
+
+
+def measure(cell: Cell, folder: str) -> list[Result]:
+    """Run one cell; blocks for about the time that filling takes and ``seconds``."""
+    import torch
+
+    torch.set_num_threads(1)
+    if cell.op == "cursor":
+        return _cursors(cell, folder)
+    peer = PEERS[cell.peer](cell.kind, cell.capacity, folder)
+    with contextlib.ExitStack() as stack:
+        stack.callback(peer.close)
+        peer.open(0 if peer.in_one_process else cell.processes)
+        _fill(peer, cell)
+        return _OPERATIONS[cell.op](peer, cell)
+
+
+def _fill(peer: Peer, cell: Cell) -> None:
+    """Write the buffer full once, each worker its part: their pages are mapped then."""
+    if not peer.workers:
+        fill(peer, cell.kind, cell.capacity, cell.capacity, cell.batch, 0)
+        return
+    share = -(-cell.capacity // len(peer.workers))
+    pending = [
+        worker.submit(fill, cell.kind, share, cell.capacity, cell.batch, index)
+        for index, worker in enumerate(peer.workers)
+    ]
+    for each in pending:
+        each.result(cell.timeout_s)
+
+
+def fill(peer: Peer, kind: str, rows: int, capacity: int, batch: int, seed: int) -> None:
+    """Write ``rows`` rows, and prepare the batches for :func:`write`.
+
+    A writer meets every page of the ring for the first time once. So it goes on, up to the whole
+    capacity, unless that takes long.
+    """
+    size = max(1, min(KINDS[kind].fill_batch, capacity // 16))
+    several = peer.prepare(make_rows(kind, size, seed))
+    begin = time.monotonic()
+    for done in range(0, capacity, size):
+        if done >= rows and time.monotonic() - begin > _WARM_S:
+            break
+        peer.extend(several)
+    first = seed * _PREPARED_BATCHES
+    peer.batches = [
+        peer.prepare(make_rows(kind, batch, first + i)) for i in range(_PREPARED_BATCHES)
+    ]
+
+
+# ---- loops
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What one loop counted between start and stop."""
+
+    calls: int
+    seconds: float
+    durations_s: Any  # float32 [calls]
+    page_faults: int
+
+
+@dataclass(frozen=True)
+class Window:
+    """When loops count, on the clock that all processes of a machine share."""
+
+    start: float
+    stop: float
+
+    @classmethod
+    def soon(cls, seconds: float) -> Window:
+        start = time.monotonic() + min(_LEAD_S, seconds)
+        return cls(start, start + seconds)
+
+    def count(self, call: Callable[[], Any]) -> Tally:
+        """Call until the window closes, at least once.
+
+        Raises:
+            MeasurementError: when it was half over before counting could begin.
+        """
+        import numpy as np
+
+        call()
+        while time.monotonic() < self.start:
+            call()
+        durations = []
+        faults = _page_faults()
+        begin = last = time.monotonic()
+        if begin - self.start > max(_LATE_S, (self.stop - self.start) / 2):
+            raise MeasurementError(
+                f"a process began to count {begin - self.start:.1f} s after the others were to "
+                f"begin, of {self.stop - self.start:.1f} s: take longer with --seconds"
+            )
+        while last < self.stop or not durations:
+            call()
+            now = time.monotonic()
+            durations.append(now - last)
+            last = now
+        faults = _page_faults() - faults
+        return Tally(len(durations), last - begin, np.array(durations, np.float32), faults)
+
+
+def _page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def write(peer: Peer, window: Window, busy: bool) -> Tally:
+    """A worker's loop. ``busy``: beside a Python thread that computes all the time."""
+    stop = threading.Event()
+    if busy:
+        threading.Thread(target=_compute, args=(stop, window.stop), daemon=True).start()
+    calls = 0
+
+    def extend() -> None:
+        nonlocal calls
+        peer.extend(peer.batches[calls % _PREPARED_BATCHES])
+        calls += 1
+
+    tally = window.count(extend)
+    stop.set()
+    return tally
+
+
+def _compute(stop: threading.Event, until: float) -> None:
+    while not stop.is_set() and time.monotonic() < until:
+        sum(range(1000))
+
+
+def learn(peer: Peer, window: Window, *, update: bool) -> Tally:
+    """The learner's loop."""
+    import torch
+
+    priorities = [torch.rand(SAMPLE_BATCH) for _ in range(_PRIORITIES)]
+    calls = 0
+
+    def step() -> None:
+        nonlocal calls
+        batch = peer.sample()
+        if update:
+            peer.update(batch, priorities[calls % _PRIORITIES])
+        calls += 1
+
+    return window.count(step)
+
+
+def _warm_learner(peer: Peer, cell: Cell) -> None:
+    """Sample until about every page was met, or for a while; TorchRL's shared buffer catches up
+    with what was written in the first call."""
+    end = time.monotonic() + _WARM_S
+    for _ in range(-(-cell.capacity // SAMPLE_BATCH)):
+        peer.sample()
+        if time.monotonic() > end:
+            break
+
+
+# ---- operations
+
+
+def _write(peer: Peer, cell: Cell) -> list[Result]:
+    window = Window.soon(cell.seconds)
+    if peer.in_one_process:
+        return [_written(cell, [write(peer, window, False)])]
+    return [_written(cell, _collect(_start_writers(peer, window), cell))]
+
+
+def _start_writers(peer: Peer, window: Window, busy: bool = False) -> list[Any]:
+    return [worker.submit(write, window, busy) for worker in peer.workers]
+
+
+def _collect(pending: list[Any], cell: Cell) -> list[Tally]:
+    return [each.result(cell.timeout_s) for each in pending]
+
+
+def _written(cell: Cell, tallies: list[Tally], op: str | None = None) -> Result:
+    import numpy as np
+
+    return Result(
+        op=op or cell.op,
+        batch=cell.batch,
+        processes=cell.processes,
+        rate=sum(tally.calls * cell.batch / tally.seconds for tally in tallies),
+        unit="rows/s",
+        **_percentiles(np.concatenate([tally.durations_s for tally in tallies])),
+    )
+
+
+def _percentiles(durations_s: Any) -> dict[str, float]:
+    import numpy as np
+
+    p50, p99 = np.percentile(durations_s, (50, 99)) * 1e3
+    return {"p50_ms": float(p50), "p99_ms": float(p99)}
+
+
+def _learned(tally: Tally, op: str, unit: str = "batches/s") -> Result:
+    return Result(
+        op=op,
+        batch=SAMPLE_BATCH,
+        processes=1,
+        rate=tally.calls / tally.seconds,
+        unit=unit,
+        **_percentiles(tally.durations_s),
+        page_faults_per_call=tally.page_faults / tally.calls,
+    )
+
+
+def _sample(peer: Peer, cell: Cell) -> list[Result]:
+    _warm_learner(peer, cell)
+    return [_learned(learn(peer, Window.soon(cell.seconds), update=False), cell.op)]
+
+
+def _sample_update(peer: Peer, cell: Cell) -> list[Result]:
+    _warm_learner(peer, cell)
+    return [_learned(learn(peer, Window.soon(cell.seconds), update=True), cell.op)]
+
+
+def _mixed(peer: Peer, cell: Cell) -> list[Result]:
+    _warm_learner(peer, cell)
+    window = Window.soon(cell.seconds)
+    pending = _start_writers(peer, window)
+    tally = learn(peer, window, update=True)
+    return [
+        _written(cell, _collect(pending, cell), "mixed-write"),
+        _learned(tally, "mixed-learn"),
+    ]
+
+
+def _lock(peer: Peer, cell: Cell) -> list[Result]:
+    """How long a reader waits for our lock beside a writer in a tight loop."""
+    directory = peer.buffer.storage.directory  # type: ignore[attr-defined]
+    results = []
+    for op, busy in (("lock-wait", False), ("lock-wait-busy", True)):
+        window = Window.soon(cell.seconds)
+        pending = _start_writers(peer, window, busy)
+        waits = []
+        while time.monotonic() < window.stop:
+            time.sleep(_PAUSE_S)
+            begin = time.monotonic()
+            with directory.lock():
+                end = time.monotonic()
+            if begin >= window.start:
+                waits.append(end - begin)
+        _collect(pending, cell)
+        results.append(_latency(op, 0, waits))
+    return results
+
+
+def _latency(op: str, batch: int, durations_s: Any) -> Result:
+    import numpy as np
+
+    durations = np.array(durations_s)
+    return Result(op, batch, 1, float(1 / durations.mean()), "calls/s", **_percentiles(durations))
+
+
+_OPERATIONS: dict[str, Callable[[Peer, Cell], list[Result]]] = {
+    "write": _write,
+    "sample": _sample,
+    "sample+update": _sample_update,
+    "mixed": _mixed,
+    "lock": _lock,
+}
+
+
+# ---- what a cursor costs per extend (pytorch/rl#1397)
+
+
+def _cursors(cell: Cell, folder: str) -> list[Result]:
+    """A reservation in shared memory against a fetch-add over TCP and a call by RPC."""
+    from torchrl_dist.replay.cursor import SharedCursor
+
+    peer: Any = PEERS[cell.peer](cell.kind, cell.capacity, folder)
+    with contextlib.ExitStack() as stack:
+        stack.callback(peer.close)
+        peer.open(1)
+        _fill(peer, cell)
+        cursor = SharedCursor(peer.buffer.storage.directory)
+        share = cell.seconds / 5
+        reservations = []
+        end = time.monotonic() + share
+        while time.monotonic() < end:
+            begin = time.monotonic()
+            reservation = cursor.reserve(cell.batch)
+            reservations.append(time.monotonic() - begin)
+            cursor.abandon(reservation)
+        results = [_latency("cursor-shared", cell.batch, reservations)]
+        lock = peer.buffer.storage.directory.lock
+
+        def enter() -> None:
+            with lock():
+                pass
+
+        results.append(_latency("lock-ours", 0, _durations(enter, share)))
+    results.append(_latency("lock-bare", 0, _bare_lock(folder, share)))
+    with contextlib.ExitStack() as stack:
+        for op, call in _remote_cursors(stack, cell.batch):
+            results.append(_latency(op, cell.batch, _durations(call, share)))
+    return results
+
+
+def _durations(call: Callable[[], Any], seconds: float) -> Any:
+    now = time.monotonic()
+    return Window(now, now + seconds).count(call).durations_s
+
+
+def _bare_lock(folder: str, seconds: float) -> Any:
+    """One record lock taken and given back, as plainly as Python can."""
+    import fcntl
+
+    with Path(folder, "bare-lock").open("w") as file:
+
+        def call() -> None:
+            fcntl.lockf(file, fcntl.LOCK_EX)
+            fcntl.lockf(file, fcntl.LOCK_UN)
+
+        return _durations(call, seconds)
+
+
+def _remote_cursors(stack: contextlib.ExitStack, batch: int) -> list[tuple[str, Callable[[], Any]]]:
+    """A TCPStore and an RPC peer in a process of their own."""
+    from torchrl_dist.runtime import local_cluster
+    from torchrl_dist.runtime.rendezvous import connect_store
+
+    session = stack.enter_context(local_cluster({"learner": 1, "owner": 1}, timeout_s=60.0))
+    owner = session.remote(session.of_role("owner")[0], _Owner)
+    store = connect_store("127.0.0.1", owner.call("keep_store"), 60.0)
+    return [
+        ("cursor-tcpstore", lambda: store.add("cursor", batch)),
+        ("cursor-rpc", lambda: owner.call("reserve", batch)),
+    ]
+
+
+class _Owner:
+    """What a central cursor would be: a number in another process."""
+
+    def __init__(self) -> None:
+        self._cursor = 0
+        self._lock = threading.Lock()
+
+    def keep_store(self) -> int:
+        from torchrl_dist.runtime.rendezvous import keep_store
+
+        self._store, port = keep_store("127.0.0.1", 0, 60.0)
+        return port
+
+    def reserve(self, count: int) -> int:
+        with self._lock:
+            first = self._cursor
+            self._cursor += count
+        return first

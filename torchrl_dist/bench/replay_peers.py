@@ -1,0 +1,541 @@
+"""The replay buffers that are compared: one class each, with the same four methods.
+
+A peer is built in the learner's process; ``open`` starts its workers, which write. TorchRL and the
+others are imported when a peer is opened, so that this module costs nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torchrl_dist.bench.processes import ForkedWorker, Host, Pending, Worker, die_with_parent
+from torchrl_dist.bench.workloads import KINDS, make_rows
+
+ALPHA, BETA = 0.6, 0.4
+SAMPLE_BATCH = 256
+_CALL_S = 60.0
+_QUEUED_CALLS = 16
+
+
+@dataclass
+class Peer:
+    """A replay buffer under measurement; this base class is also each worker's view of it.
+
+    Args:
+        kind: of the rows, a key of ``KINDS``.
+        capacity: in rows.
+        folder: an empty folder in memory, removed afterwards.
+    """
+
+    name: ClassVar[str]
+    in_one_process: ClassVar[bool] = False
+    """Whether the learner itself has to write, because nobody else can."""
+    environment: ClassVar[Mapping[str, str]] = {}
+    """Variables of all its processes."""
+
+    kind: str
+    capacity: int
+    folder: str
+    workers: list[Worker] = field(default_factory=list, init=False, repr=False)
+    batches: list[Any] = field(default_factory=list, init=False, repr=False)
+    """Prepared rows that this process writes again and again."""
+
+    @classmethod
+    def missing(cls) -> str | None:
+        """Why this peer cannot be measured here, or None. Imports what it needs."""
+        return None
+
+    def open(self, workers: int) -> None:
+        """Start the processes that write."""
+        self.workers = [ForkedWorker(self) for _ in range(workers)]
+
+    def prepare(self, rows: Any) -> Any:
+        """What a writer has to hand over for these rows, a TensorDict."""
+        return rows
+
+    def extend(self, rows: Any) -> None:
+        """Write a prepared batch."""
+        raise NotImplementedError
+
+    def sample(self) -> Any:
+        """A batch of 256 rows with their indices and weights."""
+        raise NotImplementedError
+
+    def update(self, batch: Any, priorities: Any) -> None:
+        """New priorities (float32 tensor [256]) for the rows of a sampled batch."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End the workers and the buffer."""
+        for worker in self.workers:
+            worker.close()
+
+
+class _TorchRLBuffer(Peer):
+    """Whatever has the methods of TorchRL's TensorDictReplayBuffer."""
+
+    buffer: Any
+
+    def extend(self, rows: Any) -> None:
+        self.buffer.extend(rows)
+
+    def sample(self) -> Any:
+        return self.buffer.sample()
+
+    def update(self, batch: Any, priorities: Any) -> None:
+        batch.set("td_error", priorities)
+        self.buffer.update_tensordict_priority(batch)
+
+
+# ---- ours
+
+
+class Ours(_TorchRLBuffer):
+    """The shared buffer, attached to by each process on its own; nothing crosses the fork."""
+
+    name = "ours-numpy"
+    environment: ClassVar[Mapping[str, str]] = {"TORCHRL_DIST_KERNEL": "numpy"}
+    gather_threads: ClassVar[int] = 1
+
+    @functools.cached_property
+    def buffer(self) -> Any:
+        from torchrl.data import TensorDictReplayBuffer
+
+        from torchrl_dist.replay import (
+            SharedCursorWriter,
+            SharedMemmapStorage,
+            SharedPrioritizedSampler,
+        )
+
+        return TensorDictReplayBuffer(
+            storage=SharedMemmapStorage(
+                self.capacity, scratch_dir=f"{self.folder}/replay", job_id="bench"
+            ),
+            sampler=SharedPrioritizedSampler(self.capacity, alpha=ALPHA, beta=BETA),
+            writer=SharedCursorWriter(),
+            batch_size=SAMPLE_BATCH,
+            priority_key="td_error",
+        )
+
+    def open(self, workers: int) -> None:
+        super().open(workers)
+        if self.gather_threads > 1:
+            import torch
+
+            torch.set_num_threads(self.gather_threads)
+
+    def close(self) -> None:
+        super().close()
+        if "buffer" in self.__dict__:
+            self.buffer.storage.close()
+
+
+class OursWithKernel(Ours):
+    """With the priority tree's loops in C."""
+
+    name = "ours-c"
+    environment: ClassVar[Mapping[str, str]] = {"TORCHRL_DIST_KERNEL": "c"}
+
+    @classmethod
+    def missing(cls) -> str | None:
+        if importlib.util.find_spec("torchrl_dist.replay._kernel") is None:
+            return "the C kernel was not built: reinstall torchrl-dist where a C compiler is"
+        return None
+
+
+class OursWithTwoThreads(OursWithKernel):
+    """The learner gathers rows on two threads."""
+
+    name = "ours-c-2t"
+    gather_threads: ClassVar[int] = 2
+
+
+# ---- TorchRL
+
+
+def _no_trees() -> str | None:
+    from torchrl.data.replay_buffers.samplers import PrioritizedSampler
+
+    try:
+        PrioritizedSampler(1, ALPHA, BETA)
+    except RuntimeError:
+        import torch
+        import torchrl
+
+        return (
+            f"torchrl {torchrl.__version__}'s compiled extension does not load with torch "
+            f"{torch.__version__}: install a torch release that matches it"
+        )
+    return None
+
+
+def _prioritized_buffer(storage: Any, **options: Any) -> Any:
+    from torchrl.data import TensorDictPrioritizedReplayBuffer
+
+    return TensorDictPrioritizedReplayBuffer(
+        alpha=ALPHA, beta=BETA, storage=storage, batch_size=SAMPLE_BATCH, **options
+    )
+
+
+class TorchRL(_TorchRLBuffer):
+    """TensorDictPrioritizedReplayBuffer in the learner's process."""
+
+    name = "torchrl"
+    in_one_process = True
+
+    @classmethod
+    def missing(cls) -> str | None:
+        return _no_trees()
+
+    def open(self, workers: int) -> None:
+        from torchrl.data import LazyTensorStorage
+
+        self.buffer = _prioritized_buffer(LazyTensorStorage(self.capacity))
+
+
+class TorchRLShared(_TorchRLBuffer):
+    """``shared=True, sync=False``: writers inherit a lock, the learner keeps the priorities."""
+
+    name = "torchrl-shared"
+
+    @classmethod
+    def missing(cls) -> str | None:
+        return _no_trees()
+
+    def open(self, workers: int) -> None:
+        from torchrl.data import LazyMemmapStorage
+
+        storage = LazyMemmapStorage(
+            self.capacity, scratch_dir=f"{self.folder}/torchrl", shared_init=True
+        )
+        self.buffer = _prioritized_buffer(storage, shared=True, sync=False)
+        super().open(workers)
+
+
+class TorchRLQueue(Peer):
+    """A multiprocessing queue into a process that owns a TorchRL buffer."""
+
+    name = "torchrl-queue"
+
+    @classmethod
+    def missing(cls) -> str | None:
+        return _no_trees()
+
+    def open(self, workers: int) -> None:
+        import torch.multiprocessing
+
+        context = torch.multiprocessing.get_context("fork")
+        self._requests = context.Queue(_QUEUED_CALLS)
+        self._batches = context.Queue()
+        self._owner = context.Process(target=self._own, daemon=True)
+        self._owner.start()
+        super().open(workers)
+
+    def _own(self) -> None:
+        from torchrl.data import LazyTensorStorage
+
+        die_with_parent()
+        buffer = _prioritized_buffer(LazyTensorStorage(self.capacity))
+        while (request := self._requests.get()) is not None:
+            operation, data = request
+            if operation == "extend":
+                buffer.extend(data)
+            elif operation == "update":
+                buffer.update_tensordict_priority(data)
+            else:
+                self._batches.put(buffer.sample())
+
+    def extend(self, rows: Any) -> None:
+        self._requests.put(("extend", rows), timeout=_CALL_S)
+
+    def sample(self) -> Any:
+        self._requests.put(("sample", None), timeout=_CALL_S)
+        return self._batches.get(timeout=_CALL_S)
+
+    def update(self, batch: Any, priorities: Any) -> None:
+        update = batch.select("index")
+        update.set("td_error", priorities)
+        self._requests.put(("update", update), timeout=_CALL_S)
+
+    def close(self) -> None:
+        if self.workers:  # the learner, not one of its workers; these end after the owner, because
+            # a queued tensor is fetched from the process that sent it
+            self._requests.put(None, timeout=_CALL_S)
+            self._owner.join(_CALL_S)
+        super().close()
+
+
+class TorchRLRemote(_TorchRLBuffer):
+    """RemoteTensorDictReplayBuffer in a process of its own, called by torch.distributed.rpc."""
+
+    name = "torchrl-rpc"
+
+    @classmethod
+    def missing(cls) -> str | None:
+        return _no_trees()
+
+    def open(self, workers: int) -> None:
+        from torchrl_dist.runtime import local_cluster
+
+        self._end = contextlib.ExitStack()
+        roles = {"learner": 1, "owner": 1, "writer": workers}
+        session = self._end.enter_context(local_cluster(roles, timeout_s=_CALL_S))
+        owner = session.remote(session.of_role("owner")[0], _remote_buffer, self.capacity)
+        self.buffer = _Calls(owner)
+        for writer in session.of_role("writer"):
+            view = TorchRLRemote(self.kind, self.capacity, self.folder)
+            view.buffer = self.buffer
+            self.workers.append(_RPCWorker(session.remote(writer, Host, view)))
+
+    def close(self) -> None:
+        self._end.close()
+
+
+def _remote_buffer(capacity: int) -> Any:
+    from torchrl.data import LazyTensorStorage, RemoteTensorDictReplayBuffer
+    from torchrl.data.replay_buffers.samplers import PrioritizedSampler
+
+    return RemoteTensorDictReplayBuffer(
+        storage=LazyTensorStorage(capacity),
+        sampler=PrioritizedSampler(capacity, ALPHA, BETA),
+        batch_size=SAMPLE_BATCH,
+        priority_key="td_error",
+    )
+
+
+@dataclass
+class _Calls:
+    """A buffer's methods, each one call of a Remote."""
+
+    remote: Any
+
+    def extend(self, rows: Any) -> None:
+        self.remote.call("extend", rows)
+
+    def sample(self) -> Any:
+        return self.remote.call("sample")
+
+    def update_tensordict_priority(self, batch: Any) -> None:
+        self.remote.call("update_tensordict_priority", batch.select("index", "td_error"))
+
+
+@dataclass
+class _RPCWorker:
+    remote: Any
+
+    def submit(self, function: Any, *args: Any) -> Pending:
+        return self.remote.submit("run", function, *args)
+
+
+# ---- others
+
+
+class CPPRB(Peer):
+    """cpprb's MPPrioritizedReplayBuffer: NumPy arrays in shared memory, trees in C++."""
+
+    name = "cpprb"
+
+    @classmethod
+    def missing(cls) -> str | None:
+        return _not_installed("cpprb", "torchrl-dist[bench]")
+
+    def open(self, workers: int) -> None:
+        import multiprocessing
+
+        cpprb = importlib.import_module("cpprb")
+        arrays = self.prepare(make_rows(self.kind, 1))
+        spec = {
+            key: {"dtype": array.dtype, "shape": array.shape[1:] or 1}
+            for key, array in arrays.items()
+        }
+        self.buffer = cpprb.MPPrioritizedReplayBuffer(
+            self.capacity, spec, alpha=ALPHA, ctx=multiprocessing.get_context("fork")
+        )
+        super().open(workers)
+
+    def prepare(self, rows: Any) -> Any:
+        leaves = rows.items(include_nested=True, leaves_only=True)
+        return {
+            key if isinstance(key, str) else "_".join(key): value.numpy() for key, value in leaves
+        }
+
+    def extend(self, rows: Any) -> None:
+        self.buffer.add(**rows)
+
+    def sample(self) -> Any:
+        return self.buffer.sample(SAMPLE_BATCH, beta=BETA)
+
+    def update(self, batch: Any, priorities: Any) -> None:
+        self.buffer.update_priorities(batch["indexes"], priorities.numpy())
+
+
+class Ray(_TorchRLBuffer):
+    """TorchRL's RayReplayBuffer: the buffer is a Ray actor."""
+
+    name = "ray"
+    environment: ClassVar[Mapping[str, str]] = {
+        "RAY_AUTH_MODE": "disabled",  # or Ray writes a token into the home folder
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DEDUP_LOGS": "0",
+    }
+
+    @classmethod
+    def missing(cls) -> str | None:
+        return _not_installed("ray", "ray") or _no_trees()
+
+    def open(self, workers: int) -> None:
+        from torchrl.data import LazyTensorStorage, RayReplayBuffer, TensorDictReplayBuffer
+        from torchrl.data.replay_buffers.samplers import PrioritizedSampler
+
+        self._ray = importlib.import_module("ray")
+        self.buffer = RayReplayBuffer(
+            replay_buffer_cls=TensorDictReplayBuffer,
+            storage=functools.partial(LazyTensorStorage, self.capacity),
+            sampler=functools.partial(PrioritizedSampler, self.capacity, ALPHA, BETA),
+            batch_size=SAMPLE_BATCH,
+            priority_key="td_error",
+            remote_config={"num_cpus": 0},
+            ray_init_config={
+                "num_cpus": 1,
+                "object_store_memory": 2**29,
+                "include_dashboard": False,
+                "log_to_driver": False,
+                "_temp_dir": f"{self.folder}/ray",
+                "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}},
+            },
+        )
+        remote = self._ray.remote(num_cpus=0)(Host)
+        for _ in range(workers):
+            view = _TorchRLBuffer(self.kind, self.capacity, self.folder)
+            view.buffer = self.buffer.client()
+            self.workers.append(_RayWorker(self._ray, remote.remote(view)))
+
+    def close(self) -> None:
+        self.buffer.close()
+        self._ray.shutdown()
+
+
+@dataclass
+class _RayWorker:
+    ray: Any
+    actor: Any
+    call: Any = None
+
+    def submit(self, function: Any, *args: Any) -> Pending:
+        self.call = self.actor.run.remote(function, *args)
+        return self
+
+    def result(self, timeout: float | None = None) -> Any:
+        return self.ray.get(self.call, timeout=timeout)
+
+
+class Reverb(Peer):
+    """Named so that a table says why it is not there."""
+
+    name = "reverb"
+
+    @classmethod
+    def missing(cls) -> str | None:
+        return _not_installed("reverb", "dm-reverb[tensorflow]") or "no adapter was written for it"
+
+
+def _not_installed(module: str, requirement: str) -> str | None:
+    if importlib.util.find_spec(module) is None:
+        return f"not installed: pip install '{requirement}'"
+    return None
+
+
+# ---- the floor
+
+
+class Floor(Peer):
+    """What memory alone allows: plain copies between tensors, without lock, tree or TensorDict."""
+
+    name = "floor"
+
+    def open(self, workers: int) -> None:
+        import numpy as np
+        import torch
+
+        rows = self.prepare(make_rows(self.kind, 1))
+        self._ring = [
+            torch.zeros(self.capacity, *leaf.shape[1:], dtype=leaf.dtype).share_memory_()
+            for leaf in rows
+        ]
+        self._batch = [
+            torch.empty(SAMPLE_BATCH, *leaf.shape[1:], dtype=leaf.dtype) for leaf in rows
+        ]
+        self._priorities = torch.zeros(self.capacity)
+        self._random = np.random.default_rng()
+        share = self.capacity // max(1, workers)
+        started = []
+        for index in range(workers):  # each in a part of its own, mapped when it was filled once
+            self._part = range(index * share, (index + 1) * share)
+            self._at = self._part.start
+            started.append(ForkedWorker(self))
+        self.workers = started
+
+    def prepare(self, rows: Any) -> Any:
+        return list(rows.values(include_nested=True, leaves_only=True))
+
+    def extend(self, rows: Any) -> None:
+        count = len(rows[0])
+        if self._at + count > self._part.stop:
+            self._at = self._part.start
+        for ring, leaf in zip(self._ring, rows, strict=True):
+            ring[self._at : self._at + count].copy_(leaf)
+        self._at += count
+
+    def sample(self) -> Any:
+        import torch
+
+        index = torch.from_numpy(self._random.integers(0, self.capacity, SAMPLE_BATCH))
+        for ring, out in zip(self._ring, self._batch, strict=True):
+            torch.index_select(ring, 0, index, out=out)
+        return index
+
+    def update(self, batch: Any, priorities: Any) -> None:
+        self._priorities.index_copy_(0, batch, priorities)
+
+
+PEERS: dict[str, type[Peer]] = {
+    peer.name: peer
+    for peer in (
+        Ours,
+        OursWithKernel,
+        OursWithTwoThreads,
+        TorchRL,
+        TorchRLShared,
+        TorchRLQueue,
+        TorchRLRemote,
+        CPPRB,
+        Ray,
+        Reverb,
+        Floor,
+    )
+}
+
+
+def versions(names: Iterator[str] | list[str]) -> dict[str, str]:
+    """Versions of what the named peers run on."""
+    import platform
+
+    wanted = ["torchrl-dist", "torch", "torchrl", "tensordict", "numpy"]
+    wanted += [name for name in ("cpprb", "ray") if name in set(names)]
+    found = {"python": platform.python_version()}
+    for package in wanted:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+__all__ = ["ALPHA", "BETA", "KINDS", "PEERS", "SAMPLE_BATCH", "Peer", "versions"]

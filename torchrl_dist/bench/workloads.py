@@ -1,0 +1,55 @@
+"""The rows that the replay benchmarks write and sample."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of row, and how many of them a buffer holds unless told otherwise."""
+
+    name: str
+    capacity: int
+    row_bytes: int
+    fill_batch: int
+    """Rows per call when a buffer is filled before a measurement."""
+
+
+KINDS = {
+    "S": Kind("S", capacity=1_000_000, row_bytes=45, fill_batch=4096),
+    "L": Kind("L", capacity=50_000, row_bytes=28_237, fill_batch=256),
+}
+
+
+def make_rows(kind: str, count: int, seed: int = 0) -> TensorDict:
+    """S: a CartPole transition. L: four stacked 84 x 84 frames, with action, reward and done.
+
+    Returns:
+        A TensorDict [count], laid out as TorchRL's collectors give it.
+    """
+    import torch
+    from tensordict import TensorDict
+
+    random = torch.Generator().manual_seed(seed)
+    if kind == "S":
+        observation = torch.rand(count, 4, generator=random)
+        following = {"observation": torch.rand(count, 4, generator=random)}
+    else:
+        shape = (count, 4, 84, 84)
+        observation = torch.randint(0, 256, shape, dtype=torch.uint8, generator=random)
+        following = {}
+    following["reward"] = torch.rand(count, generator=random)
+    following["done"] = torch.zeros(count, dtype=torch.bool)
+    return TensorDict(
+        {
+            "observation": observation,
+            "action": torch.zeros(count, dtype=torch.int64),
+            "next": TensorDict(following, [count]),
+        },
+        [count],
+    )
