@@ -25,8 +25,9 @@ LAYERS = {
     "__main__": 7,
 }
 PUBLIC_NAMES = """
-    CollectReport ConfigurationError DeadlineError DirectoryError FirstReady Peer PeerLostError
-    RPCBatchedCollector Remote RemoteError Session SharedCursorWriter SharedMemmapStorage
+    CheckpointError CollectReport ConfigurationError DeadlineError DirectoryError FirstReady Peer
+    PeerLostError RPCBatchedCollector Remote RemoteError Session SharedCursorWriter
+    SharedMemmapStorage
     SharedPrioritizedSampler SharedRandomSampler TorchRLDistError WaitAll World anneal_beta
     local_cluster session __version__
 """.split()

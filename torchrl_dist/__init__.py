@@ -27,6 +27,7 @@ _HOMES = {
     "World": "runtime",
     "local_cluster": "runtime",
     "session": "runtime",
+    "CheckpointError": "errors",
     "ConfigurationError": "errors",
     "DeadlineError": "errors",
     "DirectoryError": "errors",
@@ -45,6 +46,7 @@ if TYPE_CHECKING:  # the same names, for type checkers
         WaitAll,
     )
     from torchrl_dist.errors import (
+        CheckpointError,
         ConfigurationError,
         DeadlineError,
         DirectoryError,

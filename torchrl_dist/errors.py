@@ -55,9 +55,7 @@ class RemoteError(TorchRLDistError):
         return _rebuild_remote_error, (self.message, self.peer, self.host, self.remote_traceback)
 
 
-def _rebuild_remote_error(
-    message: str, peer: str, host: str, remote_traceback: str
-) -> RemoteError:
+def _rebuild_remote_error(message: str, peer: str, host: str, remote_traceback: str) -> RemoteError:
     return RemoteError(message, peer=peer, host=host, remote_traceback=remote_traceback)
 
 

@@ -19,8 +19,6 @@ from torchrl_dist.bench.replay_peers import PEERS
 from torchrl_dist.bench.table import Table
 from torchrl_dist.errors import ConfigurationError, DeadlineError
 
-pytest.importorskip("rich")
-
 TOY = ["--rounds", "1", "--seconds", "0.1", "--capacity", "4096", "--kinds", "S"]
 
 

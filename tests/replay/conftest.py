@@ -54,7 +54,9 @@ def make_buffer(folder: Path) -> Iterator[Callable[..., TensorDictReplayBuffer]]
         **kwargs,
     ) -> TensorDictReplayBuffer:
         storage_arguments = {
-            name: kwargs.pop(name) for name in ("resume", "keep", "timeout_s") if name in kwargs
+            name: kwargs.pop(name)
+            for name in ("resume", "keep", "timeout_s", "gather_threads")
+            if name in kwargs
         }
         buffer = TensorDictReplayBuffer(
             storage=SharedMemmapStorage(

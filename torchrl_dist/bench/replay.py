@@ -132,10 +132,6 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ConfigurationError: nothing of what was asked for can be measured.
     """
-    try:
-        import rich  # noqa: F401
-    except ImportError:
-        raise ConfigurationError("the benchmarks need: pip install torchrl-dist[bench]") from None
     from torchrl_dist.bench.table import Table, append_json, plot, print_rates
 
     for path in (options.json, options.plot):

@@ -118,20 +118,16 @@ class Ours(_TorchRLBuffer):
 
         return TensorDictReplayBuffer(
             storage=SharedMemmapStorage(
-                self.capacity, scratch_dir=f"{self.folder}/replay", job_id="bench"
+                self.capacity,
+                scratch_dir=f"{self.folder}/replay",
+                job_id="bench",
+                gather_threads=self.gather_threads,
             ),
             sampler=SharedPrioritizedSampler(self.capacity, alpha=ALPHA, beta=BETA),
             writer=SharedCursorWriter(),
             batch_size=SAMPLE_BATCH,
             priority_key="td_error",
         )
-
-    def open(self, workers: int) -> None:
-        super().open(workers)
-        if self.gather_threads > 1:
-            import torch
-
-            torch.set_num_threads(self.gather_threads)
 
     def close(self) -> None:
         super().close()

@@ -7,6 +7,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torchrl.data.replay_buffers.storages import TensorStorage
 
 from torchrl_dist.errors import ConfigurationError, DeadlineError
 from torchrl_dist.replay import rows
+from torchrl_dist.replay.batch_memory import BatchMemory
 from torchrl_dist.replay.cursor import Reservation, SharedCursor, empty, repair
 from torchrl_dist.replay.directory import (
     ReplayDirectory,
@@ -28,6 +30,7 @@ from torchrl_dist.replay.placement import split_rows
 
 _REDRAWS = 8
 _RETRY_S = 2e-4
+_THREADED_BYTES = 2**20  # below this handing a part to a thread costs more than the copy
 _SNAPSHOT_BYTES = 2**24  # rows copied under one hold of the lock
 # A reader compares versions before and after its copy. That is sound where loads are not
 # reordered with loads and stores not with stores, as on x86-64; elsewhere it copies under the lock.
@@ -57,6 +60,8 @@ class SharedMemmapStorage(TensorStorage):
         keep: leave the directory when the last process ends. Without it that process removes it
             at a clean end, and leaves it after a signal or an unhandled exception.
         timeout_s: longest wait for another process, in seconds.
+        gather_threads: threads that copy sampled rows where a batch has more than 1 MiB; two
+            nearly double the rate for images, if a core is free.
 
     Raises:
         DirectoryError: the directory belongs to another job, has another capacity, lies on a
@@ -74,6 +79,7 @@ class SharedMemmapStorage(TensorStorage):
         resume: bool = False,
         keep: bool = False,
         timeout_s: float = 60.0,
+        gather_threads: int = 1,
         device: torch.device | str = "cpu",
         ndim: int = 1,
         compilable: bool = False,
@@ -88,7 +94,11 @@ class SharedMemmapStorage(TensorStorage):
                 f"SharedMemmapStorage supports ndim=1 and compilable=False, got ndim={ndim}, "
                 f"compilable={compilable}; store trajectories flat, with a trajectory id per row"
             )
-        self._attach(int(max_size), os.fspath(scratch_dir), job_id, resume, keep, timeout_s)
+        if gather_threads < 1:
+            raise ConfigurationError(f"gather_threads must be at least 1, got {gather_threads}")
+        self._attach(
+            int(max_size), os.fspath(scratch_dir), job_id, resume, keep, timeout_s, gather_threads
+        )
 
     def _attach(
         self,
@@ -98,6 +108,7 @@ class SharedMemmapStorage(TensorStorage):
         resume: bool,
         keep: bool,
         timeout_s: float,
+        gather_threads: int,
     ) -> None:
         self._directory = open_directory(
             scratch_dir,
@@ -115,6 +126,9 @@ class SharedMemmapStorage(TensorStorage):
         self.scratch_dir = str(self._directory.path)
         self._cursor = SharedCursor(self._directory)
         self._handed = threading.local()
+        self._memory = BatchMemory()
+        self._threads = gather_threads
+        self._pool: tuple[int, ThreadPoolExecutor] | None = None
         self._closed = False
 
     @property
@@ -414,7 +428,29 @@ class SharedMemmapStorage(TensorStorage):
 
     def _gather(self, index: torch.Tensor) -> list[torch.Tensor]:
         # index_select gathers large rows seven times faster than advanced indexing
-        return [tensor.index_select(0, index) for tensor in self._directory.tensors]
+        leaves = []
+        for tensor in self._directory.tensors:
+            out = self._memory.empty((index.numel(), *tensor.shape[1:]), tensor.dtype)
+            if self._threads > 1 and out.nbytes >= _THREADED_BYTES:
+                self._gather_in_threads(tensor, index, out)
+            else:
+                torch.index_select(tensor, 0, index, out=out)
+            leaves.append(out)
+        return leaves
+
+    def _gather_in_threads(
+        self, tensor: torch.Tensor, index: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        if self._pool is None or self._pool[0] != os.getpid():  # threads do not survive a fork
+            self._pool = os.getpid(), ThreadPoolExecutor(self._threads - 1, "torchrl_dist-gather")
+        targets, parts = out.tensor_split(self._threads), index.tensor_split(self._threads)
+        others = [
+            self._pool[1].submit(torch.index_select, tensor, 0, part, out=target)
+            for target, part in zip(targets[1:], parts[1:], strict=True)
+        ]
+        torch.index_select(tensor, 0, parts[0], out=targets[0])
+        for other in others:
+            other.result(self._directory.timeout_s)
 
     def _regather(
         self, leaves: list[torch.Tensor], part: torch.Tensor, index: torch.Tensor
@@ -534,6 +570,7 @@ class SharedMemmapStorage(TensorStorage):
             "scratch_dir": self.scratch_dir,
             "job_id": directory.job_id,
             "timeout_s": directory.timeout_s,
+            "gather_threads": self._threads,
             "attached": self._attached_entities_list,
         }
 

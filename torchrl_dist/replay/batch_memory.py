@@ -1,0 +1,45 @@
+"""Memory for sampled batches that is used again once the caller has dropped the batch.
+
+A new 7 MiB tensor per batch costs 1,800 page faults, more than the copy into it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import numpy as np
+import torch
+
+_SMALLEST_BYTES = 2**16  # below this the allocator recycles by itself
+_BLOCKS_PER_SIZE = 16
+# What sys.getrefcount reports of a block that only the pool knows: the pool's list, the loop
+# variable, the argument.
+_UNUSED = 3
+
+
+class BatchMemory:
+    """Hands out tensors over blocks that nobody refers to any more. Thread-safe.
+
+    A tensor over a NumPy array keeps the array alive as long as the tensor, a view of it, or a
+    batch that holds either, so the array's reference count says exactly when the block is free.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, list[np.ndarray]] = {}
+        self._lock = threading.Lock()
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialized tensor, like ``torch.empty``."""
+        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        if size < _SMALLEST_BYTES:
+            return torch.empty(shape, dtype=dtype)
+        with self._lock:
+            blocks = self._blocks.setdefault(size, [])
+            for block in blocks:
+                if sys.getrefcount(block) == _UNUSED:
+                    return torch.from_numpy(block).view(dtype).reshape(shape)
+            block = np.empty(size, dtype=np.uint8)
+            if len(blocks) < _BLOCKS_PER_SIZE:
+                blocks.append(block)
+            return torch.from_numpy(block).view(dtype).reshape(shape)
