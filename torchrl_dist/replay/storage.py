@@ -119,9 +119,13 @@ class SharedMemmapStorage(TensorStorage):
             timeout_s=timeout_s,
             repair=repair,
         )
-        # TensorStorage.__init__ would set up process-local lengths and tensors
-        super(TensorStorage, self).__init__(max_size, compilable=False)
+        # The base classes' __init__ would set up a length, a revision and a cursor of this process,
+        # in semaphores that a killed process leaves in /dev/shm; ours lie in the directory.
+        self.max_size = max_size
         self.ndim = 1
+        self.checkpointer = None
+        self._compilable = False
+        self._attached_entities_list: list[Any] = []
         self.device = torch.device("cpu")
         self.scratch_dir = str(self._directory.path)
         self._cursor = SharedCursor(self._directory)
@@ -179,6 +183,9 @@ class SharedMemmapStorage(TensorStorage):
         # samplers that cache what they derive from the rows compare this number
         words = self._directory.words
         return int(words[Word.CURSOR] + words[Word.BASE] + words[Word.WRITE_COUNT])
+
+    def _bump_mutation_revision(self) -> None:
+        pass  # every write moves what ``_mutation_revision`` counts
 
     @property
     def _last_cursor_index(self) -> int | None:
