@@ -257,7 +257,10 @@ class _TerminatedError(BaseException):
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """Let SIGTERM unwind the stack, like Ctrl-C, so that processes and folders are cleared."""
+    """Let SIGTERM and SIGINT unwind the stack, so that processes and folders are cleared.
+
+    SIGINT does so by itself, but not in what a shell script started with ``&``: it is ignored there.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -265,11 +268,15 @@ def _terminable() -> Iterator[None]:
     def terminate(*_: object) -> None:
         raise _TerminatedError
 
-    before = signal.signal(signal.SIGTERM, terminate)
+    before = {
+        signal.SIGTERM: signal.signal(signal.SIGTERM, terminate),
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
+    }
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _say(text: str) -> None:
