@@ -259,7 +259,7 @@ class _TerminatedError(BaseException):
 def _terminable() -> Iterator[None]:
     """Let SIGTERM and SIGINT unwind the stack, so that processes and folders are cleared.
 
-    SIGINT does so by itself, but not in what a shell script started with ``&``: it is ignored there.
+    SIGINT does so by itself, but is ignored in what a shell script started with ``&``.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
