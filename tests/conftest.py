@@ -47,7 +47,12 @@ def no_process_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
 def _end_children_of_server() -> list[str]:
     if _server is None or not psutil.pid_exists(_server.pid):
         return []
-    children = psutil.Process(_server.pid).children(recursive=True)
+    # all but Python's own helper, which the server keeps for its children
+    children = [
+        child
+        for child in psutil.Process(_server.pid).children(recursive=True)
+        if "multiprocessing.resource_tracker" not in " ".join(child.cmdline())
+    ]
     _, alive = psutil.wait_procs(children, timeout=_GRACE_S)
     for process in alive:
         process.kill()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 
 from tests.replay.conftest import make_rows
-from torchrl_dist.errors import ConfigurationError, DirectoryError
+from torchrl_dist.errors import ConfigurationError, DeadlineError, DirectoryError
 from torchrl_dist.replay import (
     SharedCursorWriter,
     SharedMemmapStorage,
@@ -462,3 +464,137 @@ def test_a_uniform_sampler_sees_every_row_equally_often(make_buffer) -> None:
     counts = np.bincount(rb.sample(64_000)["index"], minlength=32)
     assert chisquare(counts).pvalue > 1e-4
     assert isinstance(rb.sampler, SharedRandomSampler)
+
+
+# --- what reviews found --------------------------------------------------------------------------
+
+
+def test_a_snapshot_is_restored_at_a_quiet_moment_only(make_buffer) -> None:
+    rb = make_buffer(64, timeout_s=0.5)
+    rb.extend(make_rows(range(64)))
+    state = rb.state_dict()
+    writing = rb.storage._cursor.reserve(8)
+    with pytest.raises(DeadlineError, match="were writing rows"):
+        rb.load_state_dict(state)
+    rb.storage._cursor.publish(writing)
+    rb.load_state_dict(state)
+    assert len(rb) == 64 and rb[:]["id"].tolist() == list(range(64))
+
+
+def test_a_snapshot_taken_while_the_last_slot_is_written_restores_the_others(make_buffer) -> None:
+    rb = make_buffer(64, uniform=True)
+    rb.extend(make_rows(range(64)))
+    rb.extend(make_rows(range(64, 120)))
+    writing = rb.storage._cursor.reserve(8)
+    state = rb.state_dict()
+    rb.storage._cursor.publish(writing)
+    rb.load_state_dict(state)
+    assert len(rb) == 56 and rb.storage.directory.high == 64
+    assert set(rb.sample(500)["id"].tolist()) <= set(range(64, 120))
+
+
+def test_rows_that_were_being_written_when_the_buffer_was_emptied_are_dropped(make_buffer) -> None:
+    rb = make_buffer(64)
+    rb.extend(make_rows(range(16)))
+    writing = rb.storage._cursor.reserve(8)
+    rb.empty()
+    assert (rb.storage._cursor.publish(writing) == -1).all()
+    assert len(rb) == 0
+    rb.extend(make_rows(range(8)))
+    assert rb[:]["id"].tolist() == list(range(8))
+
+
+def test_many_separate_slots_are_written_in_place(make_buffer) -> None:
+    rb = make_buffer(4096)
+    rb.extend(make_rows(range(4096)))
+    rb.storage[torch.arange(0, 4096, 2)] = make_rows(range(10_000, 12_048))
+    assert len(rb) == 4096
+    assert rb[:]["id"][::2].tolist() == list(range(10_000, 12_048))
+    assert rb[:]["id"][1::2].tolist() == list(range(1, 4096, 2))
+
+
+def test_slices_and_negative_slots_mean_the_same_for_reading_and_writing(make_buffer) -> None:
+    rb = make_buffer(100, uniform=True)
+    rb.storage[torch.arange(10)] = make_rows(range(10))
+    assert len(rb) == 10 and set(rb.sample(200)["id"].tolist()) <= set(range(10))
+    rb.storage[-3:] = make_rows([70, 80, 90])
+    rb.storage[-4] = make_rows([60])[0]
+    assert len(rb) == 10 and rb[-4:]["id"].tolist() == [60, 70, 80, 90]
+    rb.storage[:] = make_rows(range(10))
+    assert rb[:]["id"].tolist() == list(range(10))
+
+
+def test_rows_that_require_grad_are_stored_without_it(make_buffer) -> None:
+    rb = make_buffer(16)
+    rows = make_rows(range(8))
+    rows["obs"] = rows["obs"].requires_grad_() * 1.0
+    rb.extend(rows)
+    rb.extend(rows)
+    assert not rb.sample()["obs"].requires_grad
+
+
+def test_a_default_device_does_not_reach_into_the_buffer(make_buffer) -> None:
+    rb = make_buffer(16, batch_size=16)
+    rb.extend(make_rows(range(16), 2048))
+    torch.set_default_device("meta")
+    try:
+        batch = rb.sample()
+    finally:
+        torch.set_default_device(None)
+    assert batch.device is None and batch["obs"].device.type == "cpu"
+
+
+def test_priorities_set_by_hand_count_although_the_slots_were_written_before(make_buffer) -> None:
+    rb = make_buffer(16, alpha=1.0)
+    for lap in range(3):
+        rb.extend(make_rows(range(16 * lap, 16 * lap + 8)))
+        rb.extend(make_rows(range(16 * lap + 8, 16 * lap + 16)))
+    rb.update_priority(torch.arange(8), torch.full((8,), 3.0))
+    np.testing.assert_allclose(rb.storage.directory.tree.leaves, [3] * 8 + [1] * 8, rtol=1e-6)
+
+
+def test_a_priority_whose_sum_would_overflow_is_refused(make_buffer) -> None:
+    rb = make_buffer(8, alpha=1.0)
+    rb.extend(make_rows(range(8)))
+    with pytest.raises(ConfigurationError, match="finite"):
+        rb.update_priority(torch.arange(8), torch.full((8,), 1e308, dtype=torch.float64))
+    rb.sample()
+
+
+def test_interrupts_do_not_leave_the_lock_taken(make_buffer) -> None:
+    rb = make_buffer(64, timeout_s=5)
+    rb.extend(make_rows(range(64)))
+    rows = make_rows(range(4))
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    random = np.random.default_rng(0)
+    interrupts = 0
+    try:
+        for _ in range(200):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, random.uniform(5e-5, 1e-3))
+                while True:
+                    rb.storage.append(rows)
+            except KeyboardInterrupt:
+                interrupts += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupts == 200
+    for _ in range(20):
+        rb.extend(make_rows(range(8)))
+        assert len(rb.sample()) == 16
+
+
+def test_a_process_that_was_left_behind_does_not_remove_the_directory_of_others(folder) -> None:
+    old = SharedMemmapStorage(64, scratch_dir=folder, job_id="test")
+    shutil.rmtree(folder)
+    new = SharedMemmapStorage(64, scratch_dir=folder, job_id="test")
+    new.append(make_rows(range(8)))
+    old.close()
+    assert folder.exists() and len(new) == 8
+    new.close()
+    assert not folder.exists()

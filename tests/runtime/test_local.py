@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -16,7 +18,7 @@ from tensordict import TensorDict
 
 from tests.runtime.helpers import Counter, listening_addresses
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
-from torchrl_dist.runtime import ForkServer, World, current_session, local_cluster
+from torchrl_dist.runtime import ForkServer, World, current_session, local_cluster, session
 
 ROLES = {"learner": 1, "collector": 2}
 
@@ -340,3 +342,32 @@ def test_an_interrupt_of_the_caller_is_a_request_and_the_children_stay_until_the
     assert output.strip() == "stopped True []" and starter.returncode == 0
     _, alive = psutil.wait_procs(others, timeout=1)
     assert not alive
+
+
+_KEPT = []
+
+
+def _make_semaphore() -> str:
+    lock = multiprocessing.get_context("spawn").Lock()
+    _KEPT.append(lock)
+    return f"/dev/shm/sem.{lock._semlock.name[1:]}"
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_semaphores_of_children_that_are_killed_are_unlinked(killed):
+    with contextlib.suppress(ZeroDivisionError), local_cluster({"a": 1, "b": 1}) as job:
+        there = job.of_role("b")[0]
+        path = job.call(there, _make_semaphore)
+        assert os.path.exists(path)
+        if killed:
+            os.kill(job.pid_of(there), signal.SIGKILL)
+        raise ZeroDivisionError
+    deadline = time.monotonic() + 20
+    while os.path.exists(path):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_the_driver_is_told_that_it_does_not_serve():
+    with session() as alone, pytest.raises(ConfigurationError, match="driver"):
+        alone.serve()

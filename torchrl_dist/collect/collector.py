@@ -18,6 +18,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 from torchrl.collectors import BaseCollector
+from torchrl.data import ReplayBuffer
 from torchrl.envs.utils import ExplorationType
 
 from torchrl_dist.collect.budget import FrameBudget, Share
@@ -94,7 +95,8 @@ class RPCBatchedCollector(BaseCollector):
             collect up to k rollouts ahead and then waits; with ``WaitAll`` and one update per
             batch, data are at most k versions old. A worker of the caller's own process never runs
             ahead: TorchRL's exploration type, which it sets, is one per process.
-        replay_buffer: pickled to the workers, where ``extend(rows.reshape(-1))`` is called.
+        replay_buffer: pickled to the workers, where ``extend(rows.reshape(-1))`` is called; over a
+            ``SharedMemmapStorage``, unless the worker is this process.
         postproc: rollout ``[N, T]`` -> rows, run on the worker.
         postproc_factory: ``policy of the worker -> postproc``, called there once.
         seed: of all envs and of the workers' random numbers; default: drawn from torch's.
@@ -155,6 +157,15 @@ class RPCBatchedCollector(BaseCollector):
             num_workers=num_workers,
         )
         self.readiness: Readiness = WaitAll() if readiness is None else readiness
+        if isinstance(self.readiness, type):
+            raise ConfigurationError(f"readiness={readiness.__name__}: pass an instance of it")
+        if not isinstance(make_env, str) and not callable(make_env):
+            raise ConfigurationError(
+                f"make_env is {make_env!r}; expected a gymnasium id or a function that makes the "
+                "env on the worker, such as lambda: env_class()"
+            )
+        if any(session is not None and peer != session.me for peer in peers):
+            _require_shared(replay_buffer)
         self.max_policy_lag = max_policy_lag
         self.min_workers = min_workers
         self.timeout_s = timeout_s or (60.0 if session is None else session.timeout_s)
@@ -583,6 +594,19 @@ def _choose_peers(session: Session | None, workers: Sequence[Peer] | None) -> tu
     return session.of_role("collector") or (session.me,)
 
 
+def _require_shared(replay_buffer: Any) -> None:
+    """Refuse a buffer of which each worker would fill a copy of its own."""
+    if not isinstance(replay_buffer, ReplayBuffer):
+        return  # None, or an object of the user's that knows how to travel
+    storage = replay_buffer.storage
+    if not getattr(storage, "attaches_when_pickled", False):
+        raise ConfigurationError(
+            f"replay_buffer: its {type(storage).__name__} belongs to this process, and the workers "
+            "would write to copies that nobody reads; build it with SharedMemmapStorage and "
+            "SharedCursorWriter"
+        )
+
+
 def _check(
     *,
     frames_per_batch: int,
@@ -592,6 +616,11 @@ def _check(
     min_workers: int,
     num_workers: int,
 ) -> None:
+    whole = {"frames_per_batch": frames_per_batch, "total_frames": total_frames}
+    whole |= {"num_envs": num_envs, "max_policy_lag": max_policy_lag, "min_workers": min_workers}
+    for name, value in whole.items():
+        if not isinstance(value, int):
+            raise ConfigurationError(f"{name}={value!r}: expected a whole number")
     if frames_per_batch < 1 or num_envs < 1:
         raise ConfigurationError(
             f"expected at least 1: frames_per_batch={frames_per_batch}, num_envs={num_envs}"

@@ -269,10 +269,12 @@ class GymnasiumRollout:
         action = out.get("action", None)
         expected = (self.num_envs, *self._codec.shape)
         if action is None or tuple(action.shape) != expected:
-            got = "nothing" if action is None else f"shape {tuple(action.shape)}"
+            got, hint = "nothing", "; it is called with a TensorDict of the observations"
+            if action is not None:
+                got, hint = f"shape {tuple(action.shape)}", self._codec.hint
             raise ConfigurationError(
                 f"the policy wrote {got} as 'action'; expected {expected} for "
-                f"{self.driver.single_action_space} and {self.num_envs} envs{self._codec.hint}"
+                f"{self.driver.single_action_space} and {self.num_envs} envs{hint}"
             )
         found: dict[Key, Tensor] = {}
         items = out.items(True, True) if isinstance(out, TensorDictBase) else out.items()

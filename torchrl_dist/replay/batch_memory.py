@@ -13,6 +13,7 @@ import torch
 
 _SMALLEST_BYTES = 2**16  # below this the allocator recycles by itself
 _BLOCKS_PER_SIZE = 16
+_SIZES = 16
 # What sys.getrefcount reports of a block that only the pool knows: the pool's list, the loop
 # variable, the argument.
 _UNUSED = 3
@@ -33,9 +34,12 @@ class BatchMemory:
         """An uninitialized tensor, like ``torch.empty``."""
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         if size < _SMALLEST_BYTES:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         with self._lock:
-            blocks = self._blocks.setdefault(size, [])
+            blocks = self._blocks.pop(size, [])
+            self._blocks[size] = blocks  # the sizes used last come last
+            if len(self._blocks) > _SIZES:  # blocks in use live on in their tensors
+                del self._blocks[next(iter(self._blocks))]
             for block in blocks:
                 if sys.getrefcount(block) == _UNUSED:
                     return torch.from_numpy(block).view(dtype).reshape(shape)

@@ -12,7 +12,10 @@ The order of the stores inside each step is what :func:`repair` relies on.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +23,7 @@ import numpy as np
 from torchrl_dist.errors import DeadlineError
 from torchrl_dist.replay.directory import (
     CLAIM_COUNT,
+    CLAIM_DISCARDED,
     CLAIM_FIRST,
     CLAIM_MEMBER,
     CLAIM_PUBLISHING,
@@ -97,6 +101,7 @@ class SharedCursor:
         claims[row, CLAIM_FIRST] = ticket
         claims[row, CLAIM_MEMBER] = directory.member
         claims[row, CLAIM_STATE] = CLAIM_WRITING
+        directory.held.setdefault(threading.get_ident(), []).append(reservation)
         claims[row, CLAIM_COUNT] = count  # last: the claim holds from here on
         for start, stop in reservation.ranges:
             _unpublish(directory, start, stop)
@@ -114,7 +119,8 @@ class SharedCursor:
                 directory's default priority if left out.
 
         Returns:
-            The generation of each row, int64 [count].
+            The generation of each row, int64 [count]; -1 if the buffer was emptied since the
+            reservation, which drops these rows too.
         """
         directory = self._directory
         words = directory.words
@@ -127,6 +133,10 @@ class SharedCursor:
                     "taken over: this process's locks on the directory were dropped. Does some "
                     "code open and close the file 'lock' in it?"
                 )
+            if directory.claims[reservation.row, CLAIM_STATE] == CLAIM_DISCARDED:
+                directory.claims[reservation.row, CLAIM_COUNT] = 0
+                self._forget(reservation)
+                return np.full(reservation.count, -1, dtype=np.int64)
             directory.begin()
             directory.claims[reservation.row, CLAIM_STATE] = CLAIM_PUBLISHING
             done = 0
@@ -145,6 +155,7 @@ class SharedCursor:
             words[Word.WRITE_COUNT] += reservation.count
             directory.claims[reservation.row, CLAIM_COUNT] = 0
             directory.commit()
+        self._forget(reservation)
         generations //= 2
         return generations
 
@@ -153,6 +164,20 @@ class SharedCursor:
         with self._directory.lock():
             if self._owns(reservation):
                 self._directory.claims[reservation.row, CLAIM_COUNT] = 0
+        self._forget(reservation)
+
+    def drop_interrupted(self) -> None:
+        """Abandon what an interrupt (Ctrl-C) between two instructions left of this thread.
+
+        Called before a write begins, when the thread holds no reservation unless one was lost.
+        """
+        for reservation in list(self._directory.held.get(threading.get_ident(), ())):
+            self.abandon(reservation)
+
+    def _forget(self, reservation: Reservation) -> None:
+        held = self._directory.held.get(threading.get_ident(), [])
+        if reservation in held:
+            held.remove(reservation)
 
     def claim_slots(self, slots: np.ndarray) -> list[Reservation]:
         """Reserve given slots for writing them in place; they keep their position in the ring.
@@ -202,13 +227,39 @@ class SharedCursor:
         if row is None:
             return None
         directory.begin()
+        if start + count > directory.high:  # written in place before the ring came there
+            words = directory.words
+            words[Word.BASE] = words[Word.CURSOR] - (start + count)
+        reservation = Reservation(row, start, count, ((start, start + count),))
         claims[row, CLAIM_FIRST] = start
         claims[row, CLAIM_MEMBER] = directory.member
         claims[row, CLAIM_STATE] = CLAIM_WRITING
+        directory.held.setdefault(threading.get_ident(), []).append(reservation)
         claims[row, CLAIM_COUNT] = count
         _unpublish(directory, start, start + count)
         directory.commit()
-        return Reservation(row, start, count, ((start, start + count),))
+        return reservation
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """The directory's lock at a moment when nobody is writing rows.
+
+        Raises:
+            DeadlineError: if live processes hold reservations all the time.
+        """
+        directory = self._directory
+        deadline = time.monotonic() + directory.timeout_s
+        while True:
+            with directory.lock():
+                if not self._live_claims():
+                    yield
+                    return
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"other processes were writing rows of {directory.path} for "
+                    f"{directory.timeout_s:g} s without a pause; stop them first"
+                )
+            time.sleep(_RETRY_S)
 
     def _live_claims(self) -> list[tuple[int, int, int]]:
         """``(row, first ticket, count)`` of each; those of dead members end here, since their
@@ -252,16 +303,22 @@ def empty(directory: ReplayDirectory, *, reset_write_count: bool = True) -> None
     """Unpublish every row. Generations go on, so handles from before are stale for ever."""
     with directory.lock():
         directory.begin()
-        _unpublish(directory, 0, directory.capacity)
-        words = directory.words
-        lap = -int(words[Word.CURSOR]) % directory.capacity
-        words[Word.CURSOR] += lap  # the next row goes to slot 0
-        words[Word.BASE] = words[Word.CURSOR]
+        empty_locked(directory)
         if reset_write_count:
-            words[Word.WRITE_COUNT] = 0
-        directory.set_float(Word.MAX_PRIORITY, float("nan"))
-        words[Word.MAX_SLOT] = -1
+            directory.words[Word.WRITE_COUNT] = 0
         directory.commit()
+
+
+def empty_locked(directory: ReplayDirectory) -> None:
+    """The body of :func:`empty`, for a caller that holds the lock and has begun a change."""
+    words, claims = directory.words, directory.claims
+    claims[claims[:, CLAIM_COUNT] > 0, CLAIM_STATE] = CLAIM_DISCARDED
+    _unpublish(directory, 0, directory.capacity)
+    lap = -int(words[Word.CURSOR]) % directory.capacity
+    words[Word.CURSOR] += lap  # the next row goes to slot 0
+    words[Word.BASE] = words[Word.CURSOR]
+    directory.set_float(Word.MAX_PRIORITY, float("nan"))
+    words[Word.MAX_SLOT] = -1
 
 
 def default_leaf(directory: ReplayDirectory) -> float:

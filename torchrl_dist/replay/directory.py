@@ -29,6 +29,7 @@ import contextlib
 import enum
 import json
 import mmap
+import multiprocessing.util
 import os
 import shutil
 import sys
@@ -59,7 +60,7 @@ _CONTROL_WORDS = 64
 
 # columns of the claim table, int64 [MAX_CLAIMS, 4]
 CLAIM_COUNT, CLAIM_FIRST, CLAIM_MEMBER, CLAIM_STATE = range(4)
-CLAIM_WRITING, CLAIM_PUBLISHING = 1, 2
+CLAIM_WRITING, CLAIM_PUBLISHING, CLAIM_DISCARDED = 1, 2, 3
 # columns of the member table, int64 [MAX_MEMBERS, 2]
 MEMBER_PID, MEMBER_SERIAL = range(2)
 
@@ -173,6 +174,8 @@ class ReplayDirectory:
         self._rows: RowSpec | None = None
         self._tensors: list[torch.Tensor] = []
         self._repair: Callable[[ReplayDirectory], None] = _no_repair
+        self.held: dict[int, list[Any]] = {}
+        """Reservations of this process by thread, for ``SharedCursor.drop_interrupted``."""
 
     # --- lock --------------------------------------------------------------------------------
 
@@ -313,7 +316,8 @@ class ReplayDirectory:
                 tensors.append(torch.empty(shape, dtype=leaf.dtype))
                 continue
             buffer = _map(self.path / "data" / leaf.file_name, self.capacity * leaf.row_bytes)
-            tensors.append(torch.frombuffer(buffer, dtype=leaf.dtype).reshape(shape))
+            with torch.inference_mode(False):  # else later writes outside that mode would fail
+                tensors.append(torch.frombuffer(buffer, dtype=leaf.dtype).reshape(shape))
         self._tensors = tensors
         self._rows = spec
 
@@ -353,26 +357,47 @@ class ReplayDirectory:
 
     def _join_after_fork(self) -> None:
         """A forked child inherits the mappings but no record lock: it joins as a new member."""
-        old = self._fd
-        self._pid = os.getpid()
-        self._open_lock()
-        os.close(old)  # drops what this process holds on the file: nothing yet
-        with self._fair_lock:
-            self._take_member_byte()
+        with _FORK_LOCK:
+            if self._pid == os.getpid():
+                return  # another thread did it
+            old, old_lock = self._fd, self._fair_lock
+            self._open_lock()
+            if not self._is_at_path():
+                os.close(self._fd)
+                self._fd, self._fair_lock = old, old_lock
+                raise DirectoryError(f"replay directory {self.path} was removed before the fork")
+            os.close(old)  # drops what this process holds on the file: nothing yet
+            with self._fair_lock:
+                self._take_member_byte()
+            self.held.clear()
+            self._pid = os.getpid()
+            _leave_at_exit()
+
+    def _is_at_path(self) -> bool:
+        """Whether the directory at our path is still the one that we have open."""
+        try:
+            return os.path.samestat(os.fstat(self._fd), os.stat(self.path / "lock"))
+        except OSError:
+            return False
 
     def _leave(self, clean: bool) -> None:
         """End this process's membership; the last one to leave at a clean end removes all."""
         if self._closed or self._pid != os.getpid():
             return
         remove = False
-        if (self.path / "lock").exists():
+        if self._is_at_path():
             try:
                 with self.lock():
                     index = self.member % MAX_MEMBERS
                     self.members[index] = 0
                     unlock_byte(self._fd, MEMBER_BYTES + index)
                     self.member = -1
-                    remove = clean and not self.words[Word.KEEP] and not self.live_members()
+                    remove = (
+                        clean
+                        and not self.words[Word.KEEP]
+                        and not self.live_members()
+                        and self._is_at_path()
+                    )
                     if remove:
                         # under the lock: whoever opens the path now makes a new directory
                         doomed = self.path.with_name(f".{self.path.name}.removed-{os.getpid()}")
@@ -392,23 +417,34 @@ def _no_repair(directory: ReplayDirectory) -> None:
 _OPEN: dict[tuple[int, int], ReplayDirectory] = {}
 """One view, hence one descriptor of the lock file, per directory and process."""
 _OPEN_LOCK = threading.Lock()
+_FORK_LOCK = threading.Lock()
 
 
 def _forget_locks_after_fork() -> None:
-    global _OPEN_LOCK
-    _OPEN_LOCK = threading.Lock()
+    global _OPEN_LOCK, _FORK_LOCK
+    _OPEN_LOCK, _FORK_LOCK = threading.Lock(), threading.Lock()
 
 
 os.register_at_fork(after_in_child=_forget_locks_after_fork)
 
 
-@atexit.register
+def _leave_at_exit() -> None:
+    """Have this process leave its directories when it ends.
+
+    Processes of ``multiprocessing`` run its finalizers only, others run ``atexit`` functions too.
+    """
+    multiprocessing.util.Finalize(None, _leave_all, exitpriority=-100)
+
+
 def _leave_all() -> None:
     """At the end of the process; after an unhandled exception nothing is removed."""
-    clean = getattr(sys, "last_value", None) is None
+    clean = getattr(sys, "last_value", None) is None and sys.exc_info()[1] is None
     for view in list(_OPEN.values()):
         view._leave(clean)
     _OPEN.clear()
+
+
+atexit.register(_leave_all)
 
 
 def open_directory(
@@ -470,10 +506,15 @@ def close_directory(directory: ReplayDirectory, *, clean: bool = True) -> None:
 
 
 def _joined_view(folder: Path, capacity: int, job: str) -> ReplayDirectory | None:
-    status = folder.stat()
+    try:
+        status = folder.stat()
+    except FileNotFoundError:
+        return None  # removed by its last member since it was made
     view = _OPEN.get((status.st_dev, status.st_ino))
-    if view is None or view._closed or view._pid != os.getpid():
+    if view is None or view._closed:
         return None
+    if view._pid != os.getpid():
+        view._join_after_fork()  # a second view's descriptor would cost the first one its locks
     _check_capacity(view, capacity)
     if view.job_id != job:
         raise DirectoryError(
@@ -522,8 +563,9 @@ def _join(
     finally:
         if not joined:
             os.close(view._fd)
-    status = folder.stat()
+    status = os.stat(folder)
     _OPEN[(status.st_dev, status.st_ino)] = view
+    _leave_at_exit()
     return view
 
 

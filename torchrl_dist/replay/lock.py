@@ -112,7 +112,9 @@ class FairLock:
         self._fd = fd
         self.timeout_s = timeout_s
         self._name = name
-        self._threads = threading.Lock()
+        # Reentrant, so that a thread gets in again after an interrupt (Ctrl-C) hit it between two
+        # instructions of entering or leaving.
+        self._threads = threading.RLock()
         self._records = [
             _record(kind, byte)
             for kind in (fcntl.F_WRLCK, fcntl.F_UNLCK)
@@ -142,7 +144,8 @@ class FairLock:
             finally:
                 _try_at(self._fd, self._give[_TURNSTILE])
         except BaseException:
-            self._threads.release()
+            _try_at(self._fd, self._give[_MUTEX])
+            self._leave_threads()
             raise
         return self
 
@@ -153,7 +156,11 @@ class FairLock:
         traceback: TracebackType | None,
     ) -> None:
         _try_at(self._fd, self._give[_MUTEX])
-        self._threads.release()
+        self._leave_threads()
+
+    def _leave_threads(self) -> None:
+        while self._threads._is_owned():  # once, but for what an interrupt left behind
+            self._threads.release()
 
     def _wait(self, byte: int, deadline: float | None) -> float:
         """Retry with growing pauses; a blocking ``F_SETLKW`` could not be given a deadline."""

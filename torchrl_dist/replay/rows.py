@@ -43,7 +43,7 @@ def leaves_of(data: TensorDictBase) -> dict[tuple[str, ...], torch.Tensor]:
                 f"key {_name(path)!r} holds a {type(value).__name__}; only tensors can lie in "
                 "shared memory: encode it as a tensor or drop it"
             )
-        leaves[path] = value
+        leaves[path] = value.detach()
     if not leaves:
         raise ConfigurationError("a row needs at least one tensor, got an empty TensorDict")
     return leaves

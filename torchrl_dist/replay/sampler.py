@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import threading
@@ -20,7 +21,9 @@ from torchrl_dist.replay.directory import ReplayDirectory, Word
 from torchrl_dist.replay.storage import SharedMemmapStorage
 
 _EMPTY = "Cannot sample from an empty storage."
-_RECENT_BATCHES = 1024
+_RECENT_ROWS = 2**19  # 8 MiB of slots and generations
+_SAME_VALUES = 4
+_LARGEST_LEAF = 1e200  # sums of these stay finite
 
 
 class _Generations:
@@ -32,34 +35,53 @@ class _Generations:
     """
 
     def __init__(self) -> None:
-        self._batches: OrderedDict[bytes, list[tuple[torch.Tensor, torch.Tensor]]] = OrderedDict()
+        self._batches: OrderedDict[bytes, list[tuple[torch.Tensor, torch.Tensor, bool]]] = (
+            OrderedDict()
+        )
+        self._rows = 0
         self._lock = threading.Lock()
 
-    def remember(self, index: torch.Tensor, generation: torch.Tensor) -> None:
-        key = index.numpy().tobytes()
+    def remember(self, index: torch.Tensor, generation: torch.Tensor, *, written: bool) -> None:
+        key = _digest(index)
         with self._lock:
-            self._batches.setdefault(key, []).append((index, generation))
+            batches = self._batches.setdefault(key, [])
             self._batches.move_to_end(key)
-            if len(self._batches) > _RECENT_BATCHES:
-                self._batches.popitem(last=False)
-            del self._batches[key][:-4]
+            batches.append((index, generation, written))
+            self._rows += index.numel()
+            if len(batches) > _SAME_VALUES:
+                self._rows -= batches.pop(0)[0].numel()
+            while self._rows > _RECENT_ROWS and len(self._batches) > 1:
+                _, dropped = self._batches.popitem(last=False)
+                self._rows -= sum(old.numel() for old, _, _ in dropped)
 
     def recall(self, index: int | torch.Tensor) -> torch.Tensor | None:
         """The generations meant, if known.
 
-        Of several batches with the values of a cloned index, the oldest: rather drop a priority
-        than give it to a row that it was not computed for.
+        Of several draws with the values of a cloned index, the oldest: rather drop a priority
+        than give it to a row that it was not computed for. What was drawn before this process
+        itself wrote these slots again is gone in any case.
         """
-        key = torch.as_tensor(index, dtype=torch.int64).detach().cpu().numpy().tobytes()
+        key = _digest(torch.as_tensor(index, dtype=torch.int64).detach().cpu())
         with self._lock:
             batches = self._batches.get(key)
             if not batches:
                 return None
-            for known, generation in batches:
-                if known is index or len(batches) == 1:
+            candidates: list[torch.Tensor] = []
+            for known, generation, _ in batches:
+                if known is index:
                     return generation
-            oldest = np.minimum.reduce([generation.numpy() for _, generation in batches])
+            for _, generation, written in reversed(batches):
+                candidates.append(generation)
+                if written:
+                    break
+            if len(candidates) == 1:
+                return candidates[0]
+            oldest = np.minimum.reduce([generation.numpy() for generation in candidates])
             return torch.from_numpy(oldest)
+
+
+def _digest(index: torch.Tensor) -> bytes:
+    return hashlib.blake2b(np.ascontiguousarray(index.numpy()), digest_size=16).digest()
 
 
 class _SharedSampler(Sampler):
@@ -92,7 +114,9 @@ class _SharedSampler(Sampler):
     def _uniforms(self, count: int) -> np.ndarray:
         """float64 [count] in [0, 1)."""
         if self._rng is not None:
-            return torch.rand(count, generator=self._rng, dtype=torch.float64).numpy()
+            device = self._rng.device
+            drawn = torch.rand(count, generator=self._rng, dtype=torch.float64, device=device)
+            return drawn.cpu().numpy()
         if self._random_pid != os.getpid():  # a forked child must not repeat its parent's draws
             self._random, self._random_pid = np.random.default_rng(), os.getpid()
         return self._random.random(count)
@@ -343,14 +367,14 @@ class SharedPrioritizedSampler(_SharedSampler, PrioritizedSampler):
 
         index, generation, drawn, leaves = storage.read_drawn(draw, batch_size)
         storage.hand_over(index, generation, leaves)
-        self._recent.remember(index, generation)
+        self._recent.remember(index, generation, written=False)
         weight = torch.from_numpy((drawn / smallest) ** -float(self._beta)).to(torch.float32)
         return index, {"priority_weight": weight}
 
     # --- priorities --------------------------------------------------------------------------
 
     def note_written(self, index: torch.Tensor, generation: torch.Tensor) -> None:
-        self._recent.remember(index, generation)
+        self._recent.remember(index, generation, written=True)
 
     def add(self, index: torch.Tensor | int) -> None:
         pass  # publishing did it
@@ -409,8 +433,8 @@ class SharedPrioritizedSampler(_SharedSampler, PrioritizedSampler):
     def _apply(self, slots: np.ndarray, raw: np.ndarray, generation: np.ndarray | None) -> None:
         directory = self._directory
         assert directory is not None
-        if not (np.isfinite(raw).all() and (raw >= 0).all()):
-            wrong = raw[~(np.isfinite(raw) & (raw >= 0))]
+        if not ((raw >= 0).all() and (raw <= _LARGEST_LEAF).all()):  # NaN fails too
+            wrong = raw[~((raw >= 0) & (raw <= _LARGEST_LEAF))]
             raise ConfigurationError(
                 f"priorities must be finite and >= 0, got {wrong[:4].tolist()} among "
                 f"{raw.size}; none was applied"
@@ -436,8 +460,13 @@ class SharedPrioritizedSampler(_SharedSampler, PrioritizedSampler):
             if not slots.size:
                 return
             alpha, eps = directory.get_float(Word.ALPHA), directory.get_float(Word.EPS)
+            leaves = (raw + eps) ** alpha
+            if not leaves.max() <= _LARGEST_LEAF:
+                raise ConfigurationError(
+                    f"priority {raw.max():g} ** alpha {alpha:g} is too large; scale priorities down"
+                )
             directory.begin()
-            directory.tree.set(slots, (raw + eps) ** alpha)
+            directory.tree.set(slots, leaves)
             self._track_maximum(slots, raw)
             directory.commit()
 

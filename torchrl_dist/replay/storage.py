@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import threading
@@ -18,7 +19,13 @@ from torchrl.data.replay_buffers.storages import TensorStorage
 from torchrl_dist.errors import ConfigurationError, DeadlineError
 from torchrl_dist.replay import rows
 from torchrl_dist.replay.batch_memory import BatchMemory
-from torchrl_dist.replay.cursor import Reservation, SharedCursor, empty, repair
+from torchrl_dist.replay.cursor import (
+    Reservation,
+    SharedCursor,
+    empty,
+    empty_locked,
+    repair,
+)
 from torchrl_dist.replay.directory import (
     ReplayDirectory,
     RowSpec,
@@ -30,6 +37,7 @@ from torchrl_dist.replay.placement import split_rows
 
 _REDRAWS = 8
 _RETRY_S = 2e-4
+_RUNS_AT_ONCE = 32
 _THREADED_BYTES = 2**20  # below this handing a part to a thread costs more than the copy
 _SNAPSHOT_BYTES = 2**24  # rows copied under one hold of the lock
 # A reader compares versions before and after its copy. That is sound where loads are not
@@ -69,6 +77,9 @@ class SharedMemmapStorage(TensorStorage):
         ConfigurationError: from writes, if rows do not match those that are stored.
         DeadlineError: from any operation that waited ``timeout_s`` for another process.
     """
+
+    attaches_when_pickled = True
+    """A copy in another process has the same rows; collectors ask before they write there."""
 
     def __init__(
         self,
@@ -220,12 +231,15 @@ class SharedMemmapStorage(TensorStorage):
         source = self._checked(data)
         index = np.full(count, -1, dtype=np.int64)
         generation = np.full(count, -1, dtype=np.int64)
+        self._cursor.drop_interrupted()
         for start, stop in split_rows(count, self.max_size):
             reservation = self._cursor.reserve(stop - start)
             part = None if leaf is None else leaf[start:stop]
-            generation[start:stop] = self._fill(reservation, source, start, part)
-            first = reservation.first_ticket
-            index[start:stop] = np.arange(first, first + stop - start) % self.max_size
+            published = self._fill(reservation, source, start, part)
+            generation[start:stop] = published
+            if published[0] >= 0:  # else the buffer was emptied meanwhile
+                first = reservation.first_ticket
+                index[start:stop] = np.arange(first, first + stop - start) % self.max_size
         return torch.from_numpy(index), torch.from_numpy(generation)
 
     def write_at(self, index: torch.Tensor, data: TensorDictBase) -> torch.Tensor:
@@ -248,18 +262,23 @@ class SharedMemmapStorage(TensorStorage):
         unique, last = np.unique(slots[::-1], return_index=True)
         order = slots.size - 1 - last
         source = [value[torch.from_numpy(order)] for value in source]
-        taken = self._cursor.claim_slots(unique)
+        self._cursor.drop_interrupted()
         generations = np.empty(unique.size, dtype=np.int64)
-        done = 0
-        for position, reservation in enumerate(taken):
-            stop = done + reservation.count
-            try:
-                generations[done:stop] = self._fill(reservation, source, done, None)
-            except BaseException:
-                for rest in taken[position + 1 :]:
-                    self._cursor.abandon(rest)
-                raise
-            done = stop
+        # a few runs of neighbours at a time: claims are a table of limited size that all share
+        edges = np.flatnonzero(np.diff(unique) != 1) + 1
+        starts = [0, *edges[_RUNS_AT_ONCE - 1 :: _RUNS_AT_ONCE].tolist(), unique.size]
+        for first, last in itertools.pairwise(starts):
+            taken = self._cursor.claim_slots(unique[first:last])
+            done = first
+            for position, reservation in enumerate(taken):
+                stop = done + reservation.count
+                try:
+                    generations[done:stop] = self._fill(reservation, source, done, None)
+                except BaseException:
+                    for rest in taken[position + 1 :]:
+                        self._cursor.abandon(rest)
+                    raise
+                done = stop
         return torch.from_numpy(generations[np.searchsorted(unique, slots)])
 
     def _checked(self, data: TensorDictBase) -> list[torch.Tensor]:
@@ -296,13 +315,16 @@ class SharedMemmapStorage(TensorStorage):
         if isinstance(data, (list, tuple)):
             data = torch.stack(list(data))
         if isinstance(cursor, (int, np.integer)):
-            cursor, data = torch.tensor([int(cursor)]), data.unsqueeze(0)
+            cursor, data = torch.tensor([int(cursor)], device="cpu"), data.unsqueeze(0)
         elif isinstance(cursor, (slice, range)):
-            span = range(*cursor.indices(self.max_size)) if isinstance(cursor, slice) else cursor
-            cursor = torch.arange(span.start, span.stop, span.step)
-        cursor = torch.as_tensor(cursor)
+            # a slice means what it means for reading, but for the first rows of all
+            high = self._directory.high or self.max_size
+            span = range(*cursor.indices(high)) if isinstance(cursor, slice) else cursor
+            cursor = torch.arange(span.start, span.stop, span.step, device="cpu")
+        cursor = torch.as_tensor(cursor, device="cpu")
         if cursor.dtype == torch.bool:
             cursor = cursor.nonzero().squeeze(-1)
+        cursor = torch.where(cursor < 0, cursor + self._directory.high, cursor)
         self.write_at(cursor, data.expand(cursor.numel(), *data.batch_size[1:]))
 
     def empty(self, *, reset_write_count: bool = True) -> None:
@@ -406,7 +428,7 @@ class SharedMemmapStorage(TensorStorage):
             )
         index = torch.from_numpy(slots)
         versions = directory.versions[slots]
-        leaves = self._gather(index)
+        leaves = [tensor.index_select(0, index) for tensor in directory.tensors]
         ok = (versions & 1 == 0) & (versions > 0) & (directory.versions[slots] == versions)
         todo = np.flatnonzero(~ok) if _ORDERED_LOADS else np.arange(slots.size)
         deadline = time.monotonic() + directory.timeout_s
@@ -486,7 +508,11 @@ class SharedMemmapStorage(TensorStorage):
                 found = start + np.flatnonzero((versions & 1 == 0) & (versions > 0))
                 index = torch.from_numpy(found)
                 part = {
-                    "rows": rows.build(self._gather(index), spec, (found.size,)),
+                    "rows": rows.build(
+                        [tensor.index_select(0, index) for tensor in directory.tensors],
+                        spec,
+                        (found.size,),
+                    ),
                     "slot": index,
                     "version": torch.from_numpy(directory.versions[found]),
                     "leaf": torch.from_numpy(directory.tree.leaves[found]),
@@ -496,6 +522,7 @@ class SharedMemmapStorage(TensorStorage):
         state = {
             "capacity": torch.tensor(self.max_size),
             "cursor": torch.tensor(int(words[Word.CURSOR])),
+            "high": torch.tensor(directory.high),
             "write_count": torch.tensor(int(words[Word.WRITE_COUNT])),
             "max_priority": torch.tensor(directory.get_float(Word.MAX_PRIORITY)).double(),
             "alpha": torch.tensor(directory.get_float(Word.ALPHA)).double(),
@@ -516,15 +543,15 @@ class SharedMemmapStorage(TensorStorage):
             )
         slots = state["slots"]
         source = self._checked(slots["rows"])
-        empty(directory)
         index = slots["slot"]
         where = index.numpy()
         leaf = slots["leaf"].double().numpy()
         saved, alpha = float(state["alpha"]), directory.get_float(Word.ALPHA)
         if saved > 0 and alpha > 0:
             leaf = leaf ** (alpha / saved)
-        with directory.lock():
+        with self._cursor.quiet():
             directory.begin()
+            empty_locked(directory)
             for tensor, value in zip(directory.tensors, source, strict=True):
                 tensor.index_copy_(0, index, value)
             words = directory.words
@@ -533,12 +560,11 @@ class SharedMemmapStorage(TensorStorage):
                 directory.versions[where] + 1, slots["version"].numpy()
             )
             words[Word.LENGTH] = where.size
-            cursor = max(int(words[Word.CURSOR]), int(state["cursor"]))
-            words[Word.CURSOR] = cursor + (int(state["cursor"]) - cursor) % self.max_size
-            full = where.size and int(where.max()) + 1 == self.max_size
-            words[Word.BASE] = words[Word.CURSOR] - (
-                self.max_size if full else int(words[Word.CURSOR]) % self.max_size
-            )
+            # tickets do not go back: the first one beyond both that falls on the saved slot
+            cursor = int(words[Word.CURSOR])
+            cursor += (int(state["cursor"]) - cursor) % self.max_size
+            words[Word.CURSOR] = max(cursor, int(state["cursor"]))
+            words[Word.BASE] = words[Word.CURSOR] - int(state["high"])
             words[Word.WRITE_COUNT] = int(state["write_count"])
             directory.set_float(Word.MAX_PRIORITY, float(state["max_priority"]))
             words[Word.MAX_SLOT] = -1

@@ -28,6 +28,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
@@ -297,6 +298,9 @@ def serve(command_fd: int, report_fd: int, parent_pid: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in _PRELOAD:
         importlib.import_module(name)
+    # Shared by all children: their own would be killed with their process groups, and what it was
+    # to unlink (semaphores of env processes, say) would stay in /dev/shm.
+    resource_tracker.ensure_running()
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
         raise RuntimeError(

@@ -410,10 +410,13 @@ class Session:
 
         Raises:
             PeerLostError: the driver failed or died.
+            ConfigurationError: this process is the driver, for which nobody would end the wait.
         """
         if self.is_driver:
-            wait_any((self._stop,), None)
-            return
+            raise ConfigurationError(
+                f"serve() was called by {self.me.name}, the driver of the job: the first process "
+                "of the first role does the work, the others serve"
+            )
         if not self._serving:
             self._serving = True
             self._tell(self._driver, "serving", self.me.global_rank)
