@@ -14,13 +14,13 @@ import psutil
 import pytest
 import torch
 from tensordict import TensorDictBase
-from torchrl.data import OneHot
+from torchrl.data import LazyTensorStorage, OneHot, TensorDictReplayBuffer
 from torchrl.envs import GymEnv, SerialEnv
 from torchrl.modules import QValueActor
 
 from tests.collect.envs import Counter, Tally, mlp, steps_taken
 from torchrl_dist.collect import FirstReady, RPCBatchedCollector, WaitAll
-from torchrl_dist.errors import DeadlineError, PeerLostError, RemoteError
+from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
 from torchrl_dist.runtime import ForkServer, Session, local_cluster
 
 pytestmark = pytest.mark.timeout(60)
@@ -337,3 +337,25 @@ def test_shutdown_is_quick_while_a_rollout_runs_and_after_a_death(
             frames_per_batch=10, total_frames=20,
         )  # fmt: skip
         assert sum(batch.numel() for batch in again) == 20
+
+
+def test_a_buffer_that_would_be_copied_to_the_workers_is_refused(fork_server: ForkServer) -> None:
+    with local_cluster({"learner": 1, "collector": 1}, fork_server=fork_server) as session:
+        private = TensorDictReplayBuffer(storage=LazyTensorStorage(100), batch_size=8)
+        with pytest.raises(ConfigurationError, match="LazyTensorStorage belongs to this process"):
+            RPCBatchedCollector(
+                "CartPole-v1", session=session, frames_per_batch=8, replay_buffer=private
+            )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"readiness": FirstReady}, "pass an instance"),
+        ({"make_env": 3}, "gymnasium id or a function"),
+        ({"frames_per_batch": 64.0}, "frames_per_batch=64.0: expected a whole number"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_named(arguments: dict, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        RPCBatchedCollector(**{"make_env": "CartPole-v1", "frames_per_batch": 8, **arguments})

@@ -155,9 +155,11 @@ def run(config: ApexConfig, session: Session, *, resume: bool = False) -> dict[s
         with contextlib.closing(Training(config, session, resume=resume)) as training:
             try:
                 training.train()
-            except PeerLostError:
+            except PeerLostError as error:
                 training.save()
-                raise
+                raise PeerLostError(
+                    f"{error}. {config.checkpoint_path} was written; --resume goes on from it"
+                ) from error
             return training.finish()
     finally:
         torch.set_num_threads(threads)
