@@ -232,3 +232,25 @@ def test_a_disk_that_fills_up_is_an_error_and_the_rows_of_others_stay(small_disk
     assert first[:]["id"].tolist() == list(range(16))
     first.close()
     second.close()
+
+
+def _write_and(fail: bool, folder: Path) -> None:
+    SharedMemmapStorage(64, scratch_dir=folder, job_id="test").append(make_rows(range(8)))
+    if fail:
+        raise ArithmeticError("on purpose")
+
+
+@pytest.mark.parametrize("fail", [False, True])
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_the_last_process_removes_the_directory_at_a_clean_end_only(
+    folder: Path, method: str, fail: bool
+) -> None:
+    process = multiprocessing.get_context(method).Process(target=_write_and, args=(fail, folder))
+    process.start()
+    process.join(60)
+    assert process.exitcode == int(fail)
+    assert folder.exists() == fail
+    if fail:  # what torchrun would restart finds the rows
+        storage = SharedMemmapStorage(64, scratch_dir=folder, job_id="test")
+        assert storage[:]["id"].tolist() == list(range(8))
+        storage.close()
