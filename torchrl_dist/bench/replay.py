@@ -31,6 +31,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +44,7 @@ from torchrl_dist.errors import ConfigurationError, TorchRLDistError
 
 OPS = ("write", "sample", "sample+update", "mixed", "lock", "cursor")
 _OURS = ("ours-c", "ours-numpy", "ours-c-2t")  # ratios are to the first of them that was measured
+_REMOVAL_S = 5.0
 _MIXED_WRITERS, _MIXED_BATCH = 2, 64
 
 
@@ -244,11 +246,29 @@ def _measure_all(options: argparse.Namespace, peers: list[str], table: Any) -> i
 
 @contextlib.contextmanager
 def _folder(parent: Path) -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="torchrl_dist-bench-", dir=parent))
+    """A folder for one measurement, removed afterwards, also if Ctrl-C comes in this function."""
+    stops = {signal.SIGINT, signal.SIGTERM}
     try:
-        yield folder
+        signal.pthread_sigmask(signal.SIG_BLOCK, stops)
+        folder = Path(tempfile.mkdtemp(prefix="torchrl_dist-bench-", dir=parent))
+        try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, stops)  # what came meanwhile raises here
+            yield folder
+        finally:
+            try:
+                signal.pthread_sigmask(signal.SIG_BLOCK, stops)
+            finally:
+                _remove(folder)
     finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, stops)
+
+
+def _remove(folder: Path) -> None:
+    """Remove it although processes that were killed a moment ago may still write to it."""
+    deadline = time.monotonic() + _REMOVAL_S
+    while folder.exists() and time.monotonic() < deadline:
         shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.01)
 
 
 class _TerminatedError(BaseException):
