@@ -6,7 +6,7 @@ Record locks have two traps of their own, which callers must respect:
 
 - Any ``close()`` of the file, through whichever descriptor, drops all locks of the process on
   it. So there is one descriptor per process and file (see ``directory._OPEN``).
-- They do not exclude threads of one process. A ``threading.Lock`` does that here.
+- They do not exclude threads of one process. A ``threading.RLock`` does that here.
 
 Two bytes make the lock: the *turnstile*, which whoever wants in takes first, and the *mutex*.
 Without the turnstile a process that unlocks and locks again in a loop starves the others (p50
@@ -97,7 +97,8 @@ def byte_holder(fd: int, byte: int) -> int | None:
 class FairLock:
     """Mutual exclusion between all threads of all processes that have the file open.
 
-    Used as a context manager. Not reentrant. Entering blocks at most ``timeout_s``.
+    Used as a context manager. A thread that is inside must not enter again: leaving once leaves
+    for good. Entering blocks at most ``timeout_s``.
 
     Args:
         fd: the process's only descriptor of the lock file, open for writing.
