@@ -1,0 +1,341 @@
+"""The law of a sharded batch, checked against the law of one buffer that holds every row."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from scipy.stats import chi2_contingency, chisquare
+
+from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.replay.shard_law import (
+    KnownMasses,
+    choose_shards,
+    correct_shards,
+    global_index,
+    importance_weights,
+    largest_priority,
+    number_rows,
+    shares,
+    spare_rows,
+    split_index,
+)
+
+CAPACITY = 8  # rows per shard in these tests
+
+
+class Shards:
+    """Tables of leaves in place of shards, and a client that asks them as the module says."""
+
+    def __init__(self, leaves: list[np.ndarray], seed: int = 0) -> None:
+        self.leaves = leaves
+        self.random = np.random.default_rng(seed)
+        self.known = KnownMasses(len(leaves))
+        self.second_rounds = 0
+
+    @property
+    def masses(self) -> np.ndarray:
+        return np.array([leaves.sum() for leaves in self.leaves])
+
+    def law(self) -> np.ndarray:
+        everything = np.concatenate(self.leaves)
+        return everything / everything.sum()
+
+    def reply(self, shard: int, count: int) -> np.ndarray:
+        leaves = self.leaves[shard]
+        if not count:
+            return np.empty(0, dtype=np.int64)
+        return self.random.choice(leaves.size, count, p=leaves / leaves.sum())
+
+    def sample(self, batch_size: int, *, believed: np.ndarray | None = None) -> np.ndarray:
+        """Global indices of one batch; ``believed`` replaces the masses that are known."""
+        if believed is not None:
+            self.known.masses = np.asarray(believed, dtype=float)
+        if not self.known.has_mass:
+            self.known.learn(self.masses)
+        request = self.known.plan(batch_size, self.random.random)
+        masses = self.masses
+        asked = np.where(masses > 0, request.rows, 0)
+        replies = [self.reply(shard, count) for shard, count in enumerate(asked)]
+        self.known.learn(masses, request)
+        shards = request.correct(masses, self.random.random)
+        row, missing = number_rows(shards, asked)
+        if missing.any():
+            self.second_rounds += 1
+            replies = [
+                np.append(rows, self.reply(shard, missing[shard]))
+                for shard, rows in enumerate(replies)
+            ]
+            row, missing = number_rows(shards, asked + missing)
+        assert not missing.any() and (row >= 0).all()
+        slots = np.array([replies[shard][k] for shard, k in zip(shards, row, strict=True)])
+        return global_index(shards, slots, CAPACITY)
+
+
+def tables(scales: list[float], seed: int = 1) -> list[np.ndarray]:
+    random = np.random.default_rng(seed)
+    return [scale * random.exponential(size=CAPACITY) for scale in scales]
+
+
+def assert_follows(counts: np.ndarray, law: np.ndarray) -> None:
+    assert counts[law == 0].sum() == 0
+    expected = law * counts.sum()
+    rare = expected < 5  # together one cell: the statistic needs a few counts in each
+    cells = [np.append(values[~rare], values[rare].sum()) for values in (counts, expected)]
+    present = cells[1] > 0
+    if present.sum() > 1:
+        assert chisquare(cells[0][present], cells[1][present]).pvalue > 1e-4
+
+
+CASES = {
+    "one shard": ([1.0], [7.0]),
+    "two equal": ([1.0] * 2, [1.0] * 2),
+    "two, stale ten times": ([1.0] * 2, [1000.0, 100.0]),
+    "two, very unequal": ([1.0, 500.0], [3.0, 40.0]),
+    "four equal": ([1.0] * 4, [2.0, 1.0, 1.0, 2.0]),
+    "four, one was empty": ([1.0, 2.0, 3.0, 4.0], [1.0, 0.0, 3.0, 4.0]),
+    "four, one is lost": ([1.0, 2.0, 0.0, 4.0], [1.0, 2.0, 3.0, 4.0]),
+    "eight, unequal and stale": (
+        [1.0, 1e3, 2.0, 0.0, 5.0, 1e-3, 10.0, 300.0],
+        [10.0, 1e2, 0.2, 3.0, 5.0, 1.0, 10.0, 0.0],
+    ),
+    "eight, first batch": ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0], None),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_batch_has_the_law_of_the_masses_in_the_replies(name: str) -> None:
+    scales, believed = CASES[name]
+    shards = Shards(tables(scales))
+    counts = np.zeros(len(scales) * CAPACITY)
+    for _ in range(300):
+        if believed is None:
+            shards.known = KnownMasses(len(scales))
+        drawn = shards.sample(256, believed=None if believed is None else np.array(believed))
+        counts += np.bincount(drawn, minlength=counts.size)
+    assert_follows(counts, shards.law())
+
+
+def test_a_uniform_buffer_is_the_case_of_the_length_as_mass() -> None:
+    lengths = [8, 3, 0, 5]
+    shards = Shards([np.ones(length) for length in lengths])
+    counts = np.zeros((4, CAPACITY))
+    for _ in range(200):
+        drawn = shards.sample(256, believed=np.array([2, 8, 1, 0], dtype=np.int64))
+        counts += np.bincount(drawn, minlength=counts.size).reshape(counts.shape)
+    published = np.arange(CAPACITY) < np.array(lengths)[:, None]
+    assert_follows(counts.ravel(), (published / 16).ravel())
+
+
+def test_without_the_correction_stale_masses_shift_the_law_by_a_variation_of_0_41() -> None:
+    random = np.random.default_rng(0)
+    old, new, draws = np.array([1000.0, 100.0]), np.array([100.0, 100.0]), 200_000
+    naive = choose_shards(old, draws, random.random)
+    corrected = correct_shards(naive, old, new, random.random)
+
+    def distance(chosen: np.ndarray) -> float:
+        return abs(np.bincount(chosen, minlength=2) / draws - 0.5).sum() / 2
+
+    assert distance(naive) == pytest.approx(0.41, abs=0.005)
+    assert distance(corrected) < 0.005
+    assert (corrected != naive).mean() == pytest.approx(9 / 22, abs=0.005)  # no more than needed
+
+
+@pytest.mark.parametrize("believed", [[1.0, 1.0], [30.0, 1.0], [1.0, 30.0]])
+def test_two_draws_of_one_batch_are_independent_in_shard_and_row(believed: list[float]) -> None:
+    """The table of (row of draw a, row of draw b) over many batches is the product of the laws."""
+    shards = Shards([np.array([4.0, 1.0]), np.array([1.0, 2.0, 3.0])])
+    batches = np.stack([shards.sample(3, believed=np.array(believed)) for _ in range(8_000)])
+    assert shards.second_rounds > 0  # their rows are part of what is tested
+    code = np.full(2 * CAPACITY, -1)
+    code[[0, 1, 8, 9, 10]] = np.arange(5)
+    rows = code[batches]
+    law = np.array([4, 1, 1, 2, 3]) / 11
+    for a, b in ((0, 1), (0, 2), (1, 2)):
+        table = np.zeros((5, 5))
+        np.add.at(table, (rows[:, a], rows[:, b]), 1)
+        assert chi2_contingency(table).pvalue > 1e-4
+        assert_follows(table.ravel(), np.outer(law, law).ravel())
+
+
+def test_whether_a_draw_kept_its_shard_says_nothing_about_its_row() -> None:
+    shards = Shards([np.array([4.0, 1.0]), np.array([1.0, 3.0])])
+    believed = np.array([1.0, 20.0])
+    table = np.zeros((2, 2))  # (kept, row) of the draws that end in shard 0
+    for _ in range(3000):
+        shards.known.masses = believed
+        request = shards.known.plan(16, shards.random.random)
+        final = request.correct(shards.masses, shards.random.random)
+        row, missing = number_rows(final, request.rows)
+        reply = shards.reply(0, int(request.rows[0] + missing[0]))
+        row, _ = number_rows(final, request.rows + missing)
+        mine = final == 0
+        kept = (request.shards[mine] == 0).astype(int)
+        np.add.at(table, (kept, reply[row[mine]]), 1)
+    assert table.min() > 200
+    assert chi2_contingency(table).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("shard_count", [2, 4, 8])
+@pytest.mark.parametrize("step", [0.0, 0.0005, 0.02], ids=["still", "slow", "fast"])
+def test_a_second_round_is_rare_while_masses_drift(shard_count: int, step: float) -> None:
+    """Masses walk at random, by ``step`` of themselves per batch: spare rows keep up."""
+    random = np.random.default_rng(shard_count)
+    masses, known = np.full(shard_count, 1e5), KnownMasses(shard_count)
+    known.learn(masses)
+    batches, second_rounds, asked = 3000, 0, 0
+    for _ in range(batches):
+        request = known.plan(256, random.random)
+        asked += request.rows.sum()
+        masses = masses * np.exp(step * random.standard_normal(shard_count))
+        known.learn(masses, request)
+        _, missing = number_rows(request.correct(masses, random.random), request.rows)
+        second_rounds += missing.any()
+    assert second_rounds / batches < 0.01
+    assert asked / (batches * 256) < 1 + 0.02 * shard_count + 4 * step * shard_count
+
+
+def test_a_jump_of_the_masses_costs_one_second_round_and_fades() -> None:
+    random, known = np.random.default_rng(0), KnownMasses(2)
+    known.learn(np.array([1000.0, 100.0]))
+    second_rounds, asked = [], []
+    for _ in range(150):
+        request = known.plan(256, random.random)
+        asked.append(request.rows.sum() - 256)
+        masses = np.array([100.0, 100.0])
+        known.learn(masses, request)
+        _, missing = number_rows(request.correct(masses, random.random), request.rows)
+        second_rounds.append(bool(missing.any()))
+    assert second_rounds[0] and not any(second_rounds[1:])
+    assert asked[1] > 50 and asked[-1] <= 6
+
+
+@pytest.mark.parametrize("expected", [0.001, 0.05, 0.5, 1.0, 10.0, 100.0])
+def test_spare_rows_are_too_few_in_one_batch_of_a_thousand_at_most(expected: float) -> None:
+    random = np.random.default_rng(0)
+    needed = random.binomial(256, expected / 256, size=1_000_000)
+    assert (needed > spare_rows(np.array([expected]))[0]).mean() < 1.1e-3
+
+
+def test_no_spare_rows_where_no_share_can_rise() -> None:
+    assert spare_rows(np.zeros(3)).tolist() == [0, 0, 0]
+    known = KnownMasses(1)
+    known.learn(np.array([5.0]))
+    assert known.plan(64, np.random.default_rng(0).random).rows.tolist() == [64]
+
+
+masses_of = st.integers(1, 8).flatmap(
+    lambda shards: st.tuples(
+        *[
+            arrays(np.float64, shards, elements=st.floats(0, 1e300, allow_subnormal=True)).filter(
+                lambda masses: masses.max() > 0
+            )
+        ]
+        * 2
+    )
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(masses_of, st.integers(0, 300), st.integers(0, 2**32 - 1))
+def test_any_masses_give_a_whole_batch_from_shards_that_hold_rows(masses, batch_size, seed) -> None:
+    old, new = masses
+    random = np.random.default_rng(seed)
+    known = KnownMasses(old.size)
+    known.learn(old)
+    request = known.plan(batch_size, random.random)
+    assert (request.rows <= batch_size).all() and request.rows.sum() >= batch_size
+    assert (old[request.shards] > 0).all()
+    known.learn(new, request)
+    final = request.correct(new, random.random)
+    assert final.dtype == np.int64 and (new[final] > 0).all()
+    before, after = shares(old), shares(new)
+    changed = final != request.shards
+    slack = 1e-15
+    assert (after <= before + slack)[request.shards[changed]].all()
+    assert (after >= before - slack)[final[changed]].all()
+    received = np.minimum(request.rows, random.integers(0, batch_size + 1, old.size))
+    row, missing = number_rows(final, received)
+    assert missing.sum() == (row < 0).sum()
+    taken = list(zip(final[row >= 0].tolist(), row[row >= 0].tolist(), strict=True))
+    assert len(set(taken)) == len(taken)  # no row serves two draws
+    assert (row < received[final]).all()
+    known.plan(batch_size, random.random)
+
+
+@settings(deadline=None, max_examples=50)
+@given(masses_of)
+def test_the_corrected_shares_are_the_new_ones_by_arithmetic(masses) -> None:
+    """No chance in it: every combination of two quantiles from a fine grid, counted."""
+    old, new = masses
+    grid = (np.arange(400) + 0.5) / 400
+    start = np.repeat(choose_shards(old, 400, lambda n: grid), 400)
+    answers = iter([np.tile(grid, 400)])
+
+    def uniforms(count: int) -> np.ndarray:
+        # the refused ones: any spread over [0, 1) that does not depend on where they come from
+        return next(answers, (np.arange(count) * 0.6180339887498949) % 1.0)
+
+    final = correct_shards(start, old, new, uniforms)
+    reached = np.bincount(final, minlength=new.size) / final.size
+    assert abs(reached - shares(new)).max() < 0.01
+
+
+def test_the_last_quantile_meets_a_shard_that_holds_rows() -> None:
+    masses = np.array([0.0, 0.1, 0.2, 0.7, 0.0])
+    last = np.nextafter(1.0, 0.0)
+    ends = choose_shards(masses, 2, lambda n: np.array([0.0, last]))
+    assert ends.tolist() == [1, 3]
+
+
+def test_lengths_beyond_2_31_and_sums_beyond_the_largest_float_are_shares() -> None:
+    assert shares(np.array([2**40, 3 * 2**40])).tolist() == [0.25, 0.75]
+    assert shares(np.array([1.5e308, 1.5e308])).tolist() == [0.5, 0.5]
+    assert shares(np.array([5e-324, 0.0])).tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("masses", [[1.0, -1.0], [np.nan, 1.0], [np.inf, 1.0]])
+def test_masses_that_cannot_be_are_refused(masses: list[float]) -> None:
+    with pytest.raises(ConfigurationError, match="finite and >= 0"):
+        shares(np.array(masses))
+
+
+def test_no_rows_anywhere_is_an_error_and_recovers() -> None:
+    known = KnownMasses(2)
+    assert not known.has_mass
+    with pytest.raises(ConfigurationError, match="all 2 shards have mass 0"):
+        known.plan(4, np.random.default_rng(0).random)
+    known.learn(np.array([0.0, 3.0]))
+    request = known.plan(4, np.random.default_rng(0).random)
+    known.learn(np.zeros(2), request)  # both were lost while they were asked
+    with pytest.raises(ConfigurationError, match="cannot draw"):
+        request.correct(np.zeros(2), np.random.default_rng(0).random)
+    assert not known.has_mass
+    with pytest.raises(ConfigurationError, match="shard_count"):
+        KnownMasses(0)
+
+
+def test_weights_equal_those_of_one_buffer_with_all_rows() -> None:
+    leaves = np.concatenate(tables([1.0, 50.0, 1e-3]))
+    minima = np.array([part.min() for part in tables([1.0, 50.0, 1e-3])] + [np.inf])
+    for beta in (0.0, 0.4, 1.0):
+        weights = importance_weights(leaves, minima, beta)
+        assert weights.dtype == np.float32 and weights.max() == 1.0
+        np.testing.assert_allclose(weights, (leaves / leaves.min()) ** -beta, rtol=1e-6)
+
+
+def test_the_largest_priority_travels_past_shards_that_have_none() -> None:
+    assert np.isnan(largest_priority(np.array([np.nan, np.nan]), float("nan")))
+    assert largest_priority(np.array([np.nan, 2.0]), 3.0) == 3.0
+    assert largest_priority(np.array([np.nan, 4.0]), float("nan")) == 4.0
+
+
+@given(st.integers(1, 2**40), st.integers(0, 2**20), st.data())
+def test_a_global_index_names_shard_and_slot(capacity: int, shard: int, data) -> None:
+    slot = np.array([data.draw(st.integers(0, capacity - 1))])
+    index = global_index(shard, slot, capacity)
+    assert index.dtype == np.int64 and index[0] == shard * capacity + slot[0]
+    assert [int(part[0]) for part in split_index(index, capacity)] == [shard, slot[0]]
+    assert split_index(np.array([-1]), capacity)[0].tolist() == [-1]
