@@ -34,7 +34,7 @@ only, and would make weights above 1.)
 
 *One batch*, with ``uniforms(n)`` giving float64 [n] in [0, 1)::
 
-    if not known.has_mass: ask every shard for 0 rows; known.learn(masses)     # the very first batch
+    if not known.has_mass: ask every shard for 0 rows; known.learn(masses)  # the first batch
     request = known.plan(batch_size, uniforms)
     ask shard s for request.rows[s] rows, for every s                     # also where it is 0
     known.learn(masses, request)          # of the replies; 0 for a shard that did not answer
