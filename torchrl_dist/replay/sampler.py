@@ -7,6 +7,7 @@ import math
 import os
 import threading
 from collections import OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,26 @@ def _digest(index: torch.Tensor) -> bytes:
     return hashlib.blake2b(np.ascontiguousarray(index.numpy()), digest_size=16).digest()
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """Rows that were drawn and copied.
+
+    Attributes:
+        index, generation: int64 [n], slot and generation of each row.
+        leaf: float64 [n], the mass of each row: ``p ** alpha``, 1 in uniform sampling.
+        tensors: the rows, one tensor [n, ...] per leaf of the row spec.
+        minimum: the smallest mass of a row in the directory at the time.
+        mass: the sum over all rows of the directory at the time of the first draw.
+    """
+
+    index: torch.Tensor
+    generation: torch.Tensor
+    leaf: np.ndarray
+    tensors: list[torch.Tensor]
+    minimum: float
+    mass: float
+
+
 class _SharedSampler(Sampler):
     """What both samplers have in common: the directory behind the storage, and the random numbers.
 
@@ -159,8 +180,15 @@ class SharedRandomSampler(_SharedSampler, RandomSampler):
         Raises:
             RuntimeError: if no row is published.
         """
+        drawn = self.draw(storage, batch_size)
+        storage.hand_over(drawn.index, drawn.generation, drawn.tensors)
+        return drawn.index, {}
+
+    def draw(self, storage: Storage, count: int) -> Drawn:
+        """What ``sample`` does, with all that is known about the rows; ``mass`` is their number."""
         directory = self.attach(storage)
         assert isinstance(storage, SharedMemmapStorage)
+        mass = directory.length
 
         def draw(count: int, locked: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             slots = np.empty(count, dtype=np.int64)
@@ -175,7 +203,7 @@ class SharedRandomSampler(_SharedSampler, RandomSampler):
                 now = versions[todo]
                 todo = todo[(now & 1 == 1) | (now == 0)]
                 if not todo.size:
-                    return slots, versions, np.empty(count, dtype=np.int8)
+                    return slots, versions, np.ones(count)
             # nearly every slot is being rewritten: choose among those that are not
             now = directory.versions.copy()
             published = np.flatnonzero((now & 1 == 0) & (now > 0))
@@ -183,11 +211,10 @@ class SharedRandomSampler(_SharedSampler, RandomSampler):
                 raise RuntimeError(_EMPTY)
             slots[todo] = published[(self._uniforms(todo.size) * published.size).astype(np.int64)]
             versions[todo] = now[slots[todo]]
-            return slots, versions, np.empty(count, dtype=np.int8)
+            return slots, versions, np.ones(count)
 
-        index, generation, _, leaves = storage.read_drawn(draw, batch_size)
-        storage.hand_over(index, generation, leaves)
-        return index, {}
+        index, generation, leaf, tensors = storage.read_drawn(draw, count)
+        return Drawn(index, generation, leaf, tensors, 1.0, float(mass))
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -343,15 +370,25 @@ class SharedPrioritizedSampler(_SharedSampler, PrioritizedSampler):
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict]:
         """Returns ``(index, {"priority_weight": weight})``: int64 and float32, [batch_size]."""
+        drawn = self.draw(storage, batch_size, with_mass=False)
+        storage.hand_over(drawn.index, drawn.generation, drawn.tensors)
+        self._recent.remember(drawn.index, drawn.generation, written=False)
+        weight = torch.from_numpy((drawn.leaf / drawn.minimum) ** -float(self._beta))
+        return drawn.index, {"priority_weight": weight.to(torch.float32)}
+
+    def draw(self, storage: Storage, count: int, *, with_mass: bool = True) -> Drawn:
+        """What ``sample`` does, with all that is known about the rows."""
         directory = self.attach(storage)
         assert isinstance(storage, SharedMemmapStorage)
-        smallest = math.inf
+        smallest, mass = math.inf, math.nan
 
         def draw_locked(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-            nonlocal smallest
+            nonlocal smallest, mass
             if not directory.length:
                 raise RuntimeError(_EMPTY)
             directory.tree.refresh()
+            if with_mass and mass != mass:
+                mass = directory.tree.total
             slots, leaves = directory.tree.draw(self._uniforms(count))
             while not leaves.all():  # rounding at the edge of a node
                 again = np.flatnonzero(leaves == 0)
@@ -365,11 +402,8 @@ class SharedPrioritizedSampler(_SharedSampler, PrioritizedSampler):
             with directory.lock():
                 return draw_locked(count)
 
-        index, generation, drawn, leaves = storage.read_drawn(draw, batch_size)
-        storage.hand_over(index, generation, leaves)
-        self._recent.remember(index, generation, written=False)
-        weight = torch.from_numpy((drawn / smallest) ** -float(self._beta)).to(torch.float32)
-        return index, {"priority_weight": weight}
+        index, generation, leaf, tensors = storage.read_drawn(draw, count)
+        return Drawn(index, generation, leaf, tensors, smallest, mass)
 
     # --- priorities --------------------------------------------------------------------------
 
