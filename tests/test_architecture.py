@@ -27,9 +27,8 @@ LAYERS = {
 PUBLIC_NAMES = """
     CheckpointError CollectReport ConfigurationError DeadlineError DirectoryError FirstReady Peer
     PeerLostError RPCBatchedCollector Remote RemoteError Session SharedCursorWriter
-    SharedMemmapStorage
-    SharedPrioritizedSampler SharedRandomSampler TorchRLDistError WaitAll World anneal_beta
-    local_cluster session __version__
+    SharedMemmapStorage SharedPrioritizedSampler SharedRandomSampler SharedReplayBuffer
+    TorchRLDistError WaitAll World anneal_beta local_cluster session __version__
 """.split()
 MODULES = [
     path for path in sorted(ROOT.rglob("*.py")) if path != ROOT / "__init__.py"

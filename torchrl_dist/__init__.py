@@ -20,6 +20,7 @@ _HOMES = {
     "SharedMemmapStorage": "replay",
     "SharedPrioritizedSampler": "replay",
     "SharedRandomSampler": "replay",
+    "SharedReplayBuffer": "replay",
     "anneal_beta": "replay",
     "Peer": "runtime",
     "Remote": "runtime",
@@ -59,6 +60,7 @@ if TYPE_CHECKING:  # the same names, for type checkers
         SharedMemmapStorage,
         SharedPrioritizedSampler,
         SharedRandomSampler,
+        SharedReplayBuffer,
         anneal_beta,
     )
     from torchrl_dist.runtime import Peer, Remote, Session, World, local_cluster, session

@@ -19,12 +19,15 @@ from torchrl_dist import (
     SharedMemmapStorage,
     SharedPrioritizedSampler,
     SharedRandomSampler,
+    SharedReplayBuffer,
 )
 
 CAPACITY = 24
 
 
-@pytest.fixture(params=["torchrl", "shared uniform", "shared prioritized", "attached by pickle"])
+@pytest.fixture(
+    params=["torchrl", "shared uniform", "shared prioritized", "exact", "attached by pickle"]
+)
 def buffer(request: pytest.FixtureRequest, folder: Path) -> Iterator[TensorDictReplayBuffer]:  # noqa: F811
     if request.param == "torchrl":
         yield TensorDictReplayBuffer(
@@ -35,7 +38,8 @@ def buffer(request: pytest.FixtureRequest, folder: Path) -> Iterator[TensorDictR
         )
         return
     uniform = request.param == "shared uniform"
-    rb = TensorDictReplayBuffer(
+    kind = SharedReplayBuffer if request.param == "exact" else TensorDictReplayBuffer
+    rb = kind(
         storage=SharedMemmapStorage(CAPACITY, scratch_dir=folder, job_id="test"),
         sampler=SharedRandomSampler() if uniform else SharedPrioritizedSampler(CAPACITY, 0.6, 0.4),
         writer=SharedCursorWriter(),

@@ -51,6 +51,7 @@ def make_buffer(folder: Path) -> Iterator[Callable[..., TensorDictReplayBuffer]]
         uniform: bool = False,
         alpha: float = 0.6,
         beta: float = 0.4,
+        kind: type[TensorDictReplayBuffer] = TensorDictReplayBuffer,
         **kwargs,
     ) -> TensorDictReplayBuffer:
         storage_arguments = {
@@ -58,7 +59,7 @@ def make_buffer(folder: Path) -> Iterator[Callable[..., TensorDictReplayBuffer]]
             for name in ("resume", "keep", "timeout_s", "gather_threads")
             if name in kwargs
         }
-        buffer = TensorDictReplayBuffer(
+        buffer = kind(
             storage=SharedMemmapStorage(
                 capacity, scratch_dir=folder, job_id="test", **storage_arguments
             ),

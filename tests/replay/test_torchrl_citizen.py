@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,10 +21,12 @@ from torchrl.data.replay_buffers.scheduler import LambdaScheduler, LinearSchedul
 
 from tests.replay.conftest import make_rows
 from torchrl_dist import (
+    ConfigurationError,
     DirectoryError,
     SharedCursorWriter,
     SharedMemmapStorage,
     SharedPrioritizedSampler,
+    SharedReplayBuffer,
 )
 
 _FORK = multiprocessing.get_context("fork")
@@ -153,6 +156,131 @@ def test_priorities_of_several_elements_are_reduced_as_asked(folder, reduction, 
     leaves = rb.storage.directory.tree.leaves[batch["index"]]
     np.testing.assert_allclose(leaves, expected, rtol=1e-6)
     rb.storage.close()
+
+
+BUFFERS = pytest.mark.parametrize("kind", [TensorDictReplayBuffer, SharedReplayBuffer])
+
+
+@BUFFERS
+@pytest.mark.parametrize("part", ["all", "clone", "sorted", "some", "one"])
+def test_a_late_priority_for_a_recycled_slot_is_dropped(make_buffer, kind, part) -> None:
+    rb = make_buffer(16, alpha=1.0, kind=kind)
+    rb.extend(make_rows(range(16)))
+    batch = rb.sample(8)
+    batch["td_error"] = torch.full((8,), 100.0)
+    _in_a_forked_process(lambda: rb.extend(make_rows(range(16, 24))))  # slots 0 to 7
+    late = {
+        "all": batch,
+        "clone": batch.clone(),
+        "sorted": batch[batch["index"].argsort(stable=True)],
+        "some": batch[2:6],
+        "one": batch[3],
+    }[part]
+    rb.update_tensordict_priority(late)
+    counters = rb.storage.directory.counters
+    stale = int((late["index"] < 8).sum())
+    leaves = rb.storage.directory.tree.leaves
+    fresh = np.unique(late["index"][late["index"] >= 8].numpy())
+    np.testing.assert_allclose(leaves[fresh], 100.0)
+    if kind is SharedReplayBuffer or part in ("all", "clone"):
+        assert counters["stale_updates"] == stale and counters["unverified_updates"] == 0
+        np.testing.assert_allclose(np.delete(leaves, fresh), 1.0)
+    else:  # TorchRL's class passes slots only: a part of a batch is not recognised, but counted
+        assert counters["unverified_updates"] == late.numel()
+
+
+def _in_a_forked_process(work: Callable[[], object]) -> None:
+    process = _FORK.Process(target=work)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+
+
+def test_generations_of_is_the_same_number_in_every_process(make_buffer) -> None:
+    rb = make_buffer(16)
+    rb.extend(make_rows(range(12)))
+    before = rb.writer.generations_of(torch.arange(16))
+    assert before.tolist() == [1] * 12 + [-1] * 4
+    _in_a_forked_process(lambda: rb.extend(make_rows(range(12))))
+    now = rb.writer.generations_of(torch.tensor([0, 7, 8, 15, -1]))
+    assert now.tolist() == [2, 2, 1, 1, -1]
+    index = torch.tensor([[0, 8], [15, 11]])
+    assert rb.writer.generations_of(index).tolist() == [[2, 1], [1, 1]]
+
+
+@BUFFERS
+def test_the_handles_of_a_sample_that_is_written_again_stay_those_of_its_draw(
+    make_buffer, kind
+) -> None:
+    rb = make_buffer(16, alpha=1.0, kind=kind)
+    first = rb.extend(make_rows(range(8)))
+    batch = rb.sample(8)  # as in relabelling: sampled, changed, written as new rows
+    second = rb.extend(batch.set("obs", -batch["obs"]))
+    batch["td_error"] = torch.full((8,), 5.0)
+    rb.update_tensordict_priority(batch)
+    drawn = set(batch["index"].tolist())
+    expected = [5.0 if slot in drawn else 1.0 for slot in first.tolist()]
+    np.testing.assert_allclose(rb.storage.directory.tree.leaves[first], expected)
+    rb.update_priority(second, torch.full((8,), 9.0))
+    np.testing.assert_allclose(rb.storage.directory.tree.leaves[second], 9.0)
+    np.testing.assert_allclose(rb.storage.directory.tree.leaves[first], expected)
+
+
+def test_rows_appear_with_their_own_priority_in_one_publication(make_buffer, monkeypatch) -> None:
+    rb = make_buffer(64, alpha=1.0, kind=SharedReplayBuffer)
+    rb.extend(make_rows(range(64)).set("td_error", torch.full((64,), 7.0)))
+    directory = rb.storage.directory
+    original, entries = type(directory).commit, []
+
+    def look(self) -> None:
+        published = self.versions & 1 == 0
+        entries.append(set(self.tree.leaves[published].tolist()))
+        original(self)
+
+    monkeypatch.setattr(type(directory), "commit", look)
+    rb.extend(make_rows(range(8)).set("td_error", torch.full((8,), 3.0)))
+    assert [{round(leaf, 6) for leaf in leaves} for leaves in entries] == [{7.0}, {3.0, 7.0}]
+    rb.add(make_rows(range(1))[0].set("td_error", torch.tensor(11.0)))
+    rb.extend(make_rows(range(2)).set("td_error", torch.ones(2)), update_priority=False)
+    assert directory.tree.leaves[8:11] == pytest.approx([11.0] * 3)  # the largest one seen
+
+
+def test_rows_with_bad_priorities_are_refused_before_they_are_written(make_buffer) -> None:
+    rb = make_buffer(8, kind=SharedReplayBuffer)
+    rb.extend(make_rows(range(3)).set("td_error", torch.ones(3)))
+    with pytest.raises(ConfigurationError, match="finite"):
+        rb.extend(make_rows(range(2)).set("td_error", torch.tensor([1.0, torch.nan])))
+    assert len(rb) == 3 and rb.write_count == 3
+    with pytest.raises(ConfigurationError, match="no 'index'"):
+        rb.update_tensordict_priority(make_rows(range(2)))
+    with pytest.raises(ConfigurationError, match="to_tensordict"):
+        rb.extend([make_rows(range(2))])
+
+
+def test_another_threads_sampling_does_not_hold_up_writes_and_updates(make_buffer) -> None:
+    rb = make_buffer(64, kind=SharedReplayBuffer)
+    rb.extend(make_rows(range(32)))
+    batch = rb.sample(8).set("td_error", torch.ones(8))
+    inside, leave = threading.Event(), threading.Event()
+    original = rb.storage.hand_over
+
+    def stay_inside(*args) -> None:
+        inside.set()
+        assert leave.wait(30)
+        original(*args)
+
+    rb.storage.hand_over = stay_inside
+    sampling = threading.Thread(target=rb.sample)
+    sampling.start()
+    try:
+        assert inside.wait(30)
+        rb.extend(make_rows(range(32, 40)))
+        rb.add(make_rows(range(1))[0])
+        rb.update_tensordict_priority(batch)
+        assert rb.write_count == 41 and sampling.is_alive()
+    finally:
+        leave.set()
+        sampling.join(30)
 
 
 def _write_in_a_spawned_process(rb: TensorDictReplayBuffer) -> None:

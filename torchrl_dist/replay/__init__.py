@@ -1,5 +1,6 @@
 """Replay buffers that many processes share."""
 
+from torchrl_dist.replay.buffer import SharedReplayBuffer
 from torchrl_dist.replay.sampler import (
     SharedPrioritizedSampler,
     SharedRandomSampler,
@@ -13,5 +14,6 @@ __all__ = [
     "SharedMemmapStorage",
     "SharedPrioritizedSampler",
     "SharedRandomSampler",
+    "SharedReplayBuffer",
     "anneal_beta",
 ]

@@ -25,3 +25,9 @@ def is_being_built(buffer: Any) -> bool:
     the priorities that all the others share, so such calls must have no effect.
     """
     return getattr(buffer, "_init_storage", None) is not None
+
+
+def initialize(buffer: Any) -> None:
+    """Build the parts of a buffer with ``delayed_init``, as each of its public methods does."""
+    if not buffer.initialized:
+        buffer._init()

@@ -33,6 +33,7 @@ from torchrl_dist.replay.directory import (
     Word,
 )
 from torchrl_dist.replay.placement import first_free_ticket, largest_reservation, slot_ranges
+from torchrl_dist.replay.priorities import default_leaf, leaves_of, track_maximum
 
 _RETRY_S = 1e-3
 
@@ -108,15 +109,13 @@ class SharedCursor:
         directory.commit()
         return reservation
 
-    def publish(
-        self, reservation: Reservation, leaf: float | np.ndarray | None = None
-    ) -> np.ndarray:
+    def publish(self, reservation: Reservation, priority: np.ndarray | None = None) -> np.ndarray:
         """Make the written rows visible to every process, all or (for a lost claim) none.
 
         Args:
             reservation: from :meth:`reserve`; its rows are written.
-            leaf: tree values, ``(priority + eps) ** alpha``, one or ``count`` of them; the
-                directory's default priority if left out.
+            priority: float64 [count], checked, before alpha and eps; without it the rows get the
+                largest priority seen.
 
         Returns:
             The generation of each row, int64 [count]; -1 if the buffer was emptied since the
@@ -137,6 +136,7 @@ class SharedCursor:
                 directory.claims[reservation.row, CLAIM_COUNT] = 0
                 self._forget(reservation)
                 return np.full(reservation.count, -1, dtype=np.int64)
+            leaves = None if priority is None else leaves_of(directory, priority)
             directory.begin()
             directory.claims[reservation.row, CLAIM_STATE] = CLAIM_PUBLISHING
             done = 0
@@ -145,12 +145,15 @@ class SharedCursor:
                 versions = directory.versions[start:stop]
                 versions += 1
                 generations[done : done + rows] = versions
-                if leaf is None or np.ndim(leaf) == 0:
-                    value = default_leaf(directory) if leaf is None else leaf
-                    directory.tree.set_range(start, stop, value)
+                if leaves is None:
+                    directory.tree.set_range(start, stop, default_leaf(directory))
                 else:
-                    directory.tree.set_range(start, stop, leaf[done : done + rows])
+                    directory.tree.set_range(start, stop, leaves[done : done + rows])
                 done += rows
+            if priority is not None:
+                first = reservation.first_ticket
+                slots = np.arange(first, first + reservation.count) % directory.capacity
+                track_maximum(directory, slots, priority)
             words[Word.LENGTH] += reservation.count
             words[Word.WRITE_COUNT] += reservation.count
             directory.claims[reservation.row, CLAIM_COUNT] = 0
@@ -319,19 +322,6 @@ def empty_locked(directory: ReplayDirectory) -> None:
     words[Word.BASE] = words[Word.CURSOR]
     directory.set_float(Word.MAX_PRIORITY, float("nan"))
     words[Word.MAX_SLOT] = -1
-
-
-def default_leaf(directory: ReplayDirectory) -> float:
-    """Tree value of a new row: the largest priority seen, so that it is soon drawn once.
-
-    Before any sampler has set alpha the largest priority is 1, whose power is 1 for every alpha.
-    """
-    if not directory.words[Word.ALPHA_SET]:
-        return 1.0
-    raw = directory.get_float(Word.MAX_PRIORITY)
-    if raw != raw:
-        raw = 1.0
-    return (raw + directory.get_float(Word.EPS)) ** directory.get_float(Word.ALPHA)
 
 
 def _unpublish(directory: ReplayDirectory, start: int, stop: int) -> None:

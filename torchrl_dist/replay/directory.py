@@ -86,6 +86,7 @@ class Word(enum.IntEnum):
     JOINS = 11  # members ever; makes member ids unique although rows of the table are reused
     CLAIM_ROWS = 13  # rows of the claim table that were ever used
     KEEP = 12  # do not remove the directory when the last member leaves
+    MAX_WITHIN = 14  # MAX_PRIORITY is the largest among the rows present, not ever
     # counters, see ReplayDirectory.counters
     REREAD_ROWS = 16
     LOCKED_READS = 17

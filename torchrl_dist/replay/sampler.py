@@ -19,12 +19,12 @@ from torchrl.data.replay_buffers.storages import Storage
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay import _torchrl
 from torchrl_dist.replay.directory import ReplayDirectory, Word
+from torchrl_dist.replay.priorities import check_priorities, leaves_of, track_maximum
 from torchrl_dist.replay.storage import SharedMemmapStorage
 
 _EMPTY = "Cannot sample from an empty storage."
 _RECENT_ROWS = 2**19  # 8 MiB of slots and generations
 _SAME_VALUES = 4
-_LARGEST_LEAF = 1e200  # sums of these stay finite
 
 
 class _Generations:
@@ -242,7 +242,7 @@ class SharedPrioritizedSampler(_SharedSampler, PrioritizedSampler):
         eps: added to every priority, so that none is 0.
         reduction: how ``TensorDictReplayBuffer`` reduces priorities of several elements per row.
         max_priority_within_buffer: new rows get the largest priority among the rows present
-            instead of the largest ever seen.
+            instead of the largest ever seen; shared by all processes, like alpha.
 
     Raises:
         ConfigurationError: another alpha or eps than the directory's, a wrong capacity, or
@@ -271,7 +271,7 @@ class SharedPrioritizedSampler(_SharedSampler, PrioritizedSampler):
         self._eps = float(eps)
         self.dtype = dtype
         self.reduction = reduction
-        self._max_priority_within_buffer = max_priority_within_buffer
+        self._max_priority_within_buffer = bool(max_priority_within_buffer)
         self._setup()
 
     def _setup(self) -> None:
@@ -295,15 +295,18 @@ class SharedPrioritizedSampler(_SharedSampler, PrioritizedSampler):
                 directory.begin()
                 directory.set_float(Word.ALPHA, self._alpha)
                 directory.set_float(Word.EPS, self._eps)
+                words[Word.MAX_WITHIN] = self._max_priority_within_buffer
                 words[Word.ALPHA_SET] = 1
                 directory.commit()
             shared = directory.get_float(Word.ALPHA), directory.get_float(Word.EPS)
-        if shared != (self._alpha, self._eps):
+            within = bool(words[Word.MAX_WITHIN])
+        if (*shared, within) != (self._alpha, self._eps, self._max_priority_within_buffer):
             self._directory = None
             raise ConfigurationError(
-                f"the sampler has alpha={self._alpha}, eps={self._eps}; the processes that share "
-                f"{directory.path} use alpha={shared[0]}, eps={shared[1]}: pass these, and set "
-                "sampler.alpha afterwards to change it for all of them"
+                f"the sampler has alpha={self._alpha}, eps={self._eps}, max_priority_within_buffer="
+                f"{self._max_priority_within_buffer}; the processes that share {directory.path} "
+                f"use alpha={shared[0]}, eps={shared[1]}, max_priority_within_buffer={within}: "
+                "pass these, and set sampler.alpha afterwards to change it for all of them"
             )
         return directory
 
@@ -467,12 +470,7 @@ class SharedPrioritizedSampler(_SharedSampler, PrioritizedSampler):
     def _apply(self, slots: np.ndarray, raw: np.ndarray, generation: np.ndarray | None) -> None:
         directory = self._directory
         assert directory is not None
-        if not ((raw >= 0).all() and (raw <= _LARGEST_LEAF).all()):  # NaN fails too
-            wrong = raw[~((raw >= 0) & (raw <= _LARGEST_LEAF))]
-            raise ConfigurationError(
-                f"priorities must be finite and >= 0, got {wrong[:4].tolist()} among "
-                f"{raw.size}; none was applied"
-            )
+        check_priorities(raw)
         if slots.size and slots.max() >= directory.capacity:
             raise IndexError(f"slot {slots.max()} is beyond the capacity {directory.capacity}")
         valid = slots >= 0
@@ -493,33 +491,11 @@ class SharedPrioritizedSampler(_SharedSampler, PrioritizedSampler):
                 slots, raw = slots[fresh], raw[fresh]
             if not slots.size:
                 return
-            alpha, eps = directory.get_float(Word.ALPHA), directory.get_float(Word.EPS)
-            leaves = (raw + eps) ** alpha
-            if not leaves.max() <= _LARGEST_LEAF:
-                raise ConfigurationError(
-                    f"priority {raw.max():g} ** alpha {alpha:g} is too large; scale priorities down"
-                )
+            leaves = leaves_of(directory, raw)
             directory.begin()
             directory.tree.set(slots, leaves)
-            self._track_maximum(slots, raw)
+            track_maximum(directory, slots, raw)
             directory.commit()
-
-    def _track_maximum(self, slots: np.ndarray, raw: np.ndarray) -> None:
-        """Called under the lock, after the leaves were stored."""
-        directory = self._directory
-        assert directory is not None
-        best = int(raw.argmax())
-        current, where = directory.get_float(Word.MAX_PRIORITY), int(directory.words[Word.MAX_SLOT])
-        if not current >= raw[best]:
-            directory.set_float(Word.MAX_PRIORITY, float(raw[best]))
-            directory.words[Word.MAX_SLOT] = slots[best]
-        elif self._max_priority_within_buffer and (where < 0 or (slots == where).any()):
-            alpha, eps = directory.get_float(Word.ALPHA), directory.get_float(Word.EPS)
-            if alpha > 0:
-                top = int(directory.tree.leaves.argmax())
-                value = max(0.0, float(directory.tree.leaves[top]) ** (1 / alpha) - eps)
-                directory.set_float(Word.MAX_PRIORITY, value)
-                directory.words[Word.MAX_SLOT] = top
 
     def mark_update(self, index: int | torch.Tensor, *, storage: Storage | None = None) -> None:
         """Give rows the default priority, as after a change of their content."""

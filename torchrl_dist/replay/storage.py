@@ -34,6 +34,7 @@ from torchrl_dist.replay.directory import (
     open_directory,
 )
 from torchrl_dist.replay.placement import split_rows
+from torchrl_dist.replay.priorities import check_priorities
 
 _REDRAWS = 8
 _RETRY_S = 2e-4
@@ -216,25 +217,28 @@ class SharedMemmapStorage(TensorStorage):
     # --- writing -----------------------------------------------------------------------------
 
     def append(
-        self, data: TensorDictBase, leaf: np.ndarray | None = None
+        self, data: TensorDictBase, priority: np.ndarray | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a batch at the shared cursor and publish it; what the writer calls.
 
         Args:
             data: ``[n, ...]``. Longer than the capacity, only its last ``max_size`` rows are kept.
-            leaf: float64 [n], tree values of the rows; the default priority if left out.
+            priority: float64 [n], finite and >= 0, before alpha and eps; without it the rows get
+                the largest priority seen.
 
         Returns:
             ``(index, generation)``, int64 [n] each; -1 for rows that were not kept.
         """
-        count = data.batch_size[0]
         source = self._checked(data)
+        count = data.batch_size[0]
+        if priority is not None:
+            check_priorities(priority)
         index = np.full(count, -1, dtype=np.int64)
         generation = np.full(count, -1, dtype=np.int64)
         self._cursor.drop_interrupted()
         for start, stop in split_rows(count, self.max_size):
             reservation = self._cursor.reserve(stop - start)
-            part = None if leaf is None else leaf[start:stop]
+            part = None if priority is None else priority[start:stop]
             published = self._fill(reservation, source, start, part)
             generation[start:stop] = published
             if published[0] >= 0:  # else the buffer was emptied meanwhile
@@ -296,7 +300,7 @@ class SharedMemmapStorage(TensorStorage):
         reservation: Reservation,
         source: Sequence[torch.Tensor],
         offset: int,
-        leaf: np.ndarray | None,
+        priority: np.ndarray | None,
     ) -> np.ndarray:
         """Copy rows ``offset ...`` of the source into the reserved slots and publish them."""
         try:
@@ -305,7 +309,7 @@ class SharedMemmapStorage(TensorStorage):
                 for target, value in zip(self._directory.tensors, source, strict=True):
                     target[start:stop].copy_(value[done : done + stop - start])
                 done += stop - start
-            return self._cursor.publish(reservation, leaf)
+            return self._cursor.publish(reservation, priority)
         except BaseException:
             self._cursor.abandon(reservation)
             raise

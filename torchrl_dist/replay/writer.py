@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torchrl.data.replay_buffers.storages import Storage
@@ -26,8 +27,7 @@ class SharedCursorWriter(Writer):
     told apart.
 
     An extend of more than ``max_size`` rows keeps the last ``max_size``; the index of the others
-    is -1. The batch itself is not changed, but for the ``"index"`` that
-    ``TensorDictReplayBuffer`` sets.
+    is -1. The batch itself is not changed.
 
     Raises:
         ConfigurationError: if the storage is not a :class:`SharedMemmapStorage`, or rows do not
@@ -52,12 +52,21 @@ class SharedCursorWriter(Writer):
             if attach is not None:
                 attach(storage)
 
-    def extend(self, data: Sequence) -> torch.Tensor:
+    def extend(self, data: Sequence, *, priority: np.ndarray | None = None) -> torch.Tensor:
+        """Write a batch; each row appears with its priority at once.
+
+        Args:
+            data: ``[n, ...]``.
+            priority: float64 [n], finite and >= 0; the largest one seen if left out.
+
+        Returns:
+            The slots, int64 [n]; -1 for rows that were not kept.
+        """
         if isinstance(data, (list, tuple)):
             data = torch.stack(list(data))
         if not len(data):
             raise ConfigurationError("extend needs at least one row, got an empty batch")
-        index, generation = self._storage.append(data)
+        index, generation = self._storage.append(data, priority)
         self._announce(index, generation)
         return index
 
@@ -83,13 +92,18 @@ class SharedCursorWriter(Writer):
                 buffer.mark_update(index)
 
     def generations_of(self, index: int | torch.Tensor) -> torch.Tensor:
-        """How often each slot was written, over all processes; -1 where no row is published."""
+        """How often each slot was written, over all processes.
+
+        -1 for a slot without a published row, and for an index of -1.
+        """
         handed = self._storage.handed_generation(index)
         if handed is not None:
             return handed
         index = torch.as_tensor(index)
-        versions = torch.from_numpy(self._storage.directory.versions)[index.cpu().long()]
-        stamps = torch.where((versions & 1 == 0) & (versions > 0), versions // 2, -1)
+        slots = index.cpu().long()
+        versions = torch.from_numpy(self._storage.directory.versions)[slots.clamp_min(0)]
+        published = (versions & 1 == 0) & (versions > 0) & (slots >= 0)
+        stamps = torch.where(published, versions // 2, -1)
         return stamps.to(index.device)
 
     @property

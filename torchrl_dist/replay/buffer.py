@@ -1,0 +1,153 @@
+"""TorchRL's TensorDict buffer for shared parts: exact handles, no lock of its own around writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torchrl.data import TensorDictReplayBuffer
+from torchrl.data.replay_buffers.samplers import PrioritizedSampler
+
+from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.replay import _torchrl
+from torchrl_dist.replay.sampler import SharedRandomSampler
+from torchrl_dist.replay.writer import SharedCursorWriter
+
+
+class SharedReplayBuffer(TensorDictReplayBuffer):
+    """``TensorDictReplayBuffer`` whose handles are exact; same constructor arguments.
+
+    Over a :class:`SharedMemmapStorage` with a :class:`SharedCursorWriter`, it differs in this:
+
+    - A priority goes to the row it was computed for, or to none: ``update_tensordict_priority``
+      passes ``"index_generation"`` of the batch along, whether the batch is the sample itself, a
+      clone, or a part of it. What came too late is dropped and counted
+      (``storage.directory.counters["stale_updates"]``).
+    - ``extend`` and ``add`` publish rows together with the priorities under ``priority_key``
+      (reduced per row as the sampler's ``reduction`` says). Rows with a bad priority are refused
+      before any is written.
+    - ``extend``, ``add`` and ``update_priority`` do not take the buffer's lock, which TorchRL's
+      buffer holds while it samples: another thread's sampling or prefetching does not delay them.
+      They block for the directory's lock only.
+
+    Without ``sampler=`` it samples uniformly, without ``writer=`` it builds the writer itself.
+
+    Raises:
+        ConfigurationError: for another kind of writer, or data without handles.
+    """
+
+    def __init__(self, *, priority_key: str = "td_error", **kwargs: Any) -> None:
+        kwargs["writer"] = kwargs.get("writer") or SharedCursorWriter
+        kwargs["sampler"] = kwargs.get("sampler") or SharedRandomSampler
+        super().__init__(priority_key=priority_key, **kwargs)
+
+    def _init(self) -> None:
+        super()._init()
+        if not isinstance(self._writer, SharedCursorWriter):
+            raise ConfigurationError(
+                f"{type(self).__name__} writes through a SharedCursorWriter, got "
+                f"{type(self._writer).__name__}; leave writer= out"
+            )
+
+    def extend(
+        self, tensordicts: TensorDictBase, *, update_priority: bool | None = None
+    ) -> torch.Tensor:
+        """Write a batch and publish it.
+
+        Args:
+            tensordicts: ``[n, ...]``; TorchRL's inverse transforms are applied first.
+            update_priority: ``False``: new rows get the largest priority seen, whatever the
+                batch holds under ``priority_key``.
+
+        Returns:
+            The slots, int64 [n]; -1 for rows that did not fit (an extend longer than the ring).
+        """
+        return self._write(tensordicts, update_priority is not False)
+
+    def add(self, data: TensorDictBase) -> torch.Tensor:
+        """Write one row, batch size []; see :meth:`extend`.
+
+        Returns:
+            Its slot, int64 [].
+        """
+        index = self._write(data.unsqueeze(0), True)
+        return index[0] if index.numel() else index
+
+    def _write(self, data: TensorDictBase, with_priority: bool) -> torch.Tensor:
+        _torchrl.initialize(self)
+        if not isinstance(data, TensorDictBase):
+            raise ConfigurationError(
+                f"{type(self).__name__} stores TensorDicts, got {type(data).__name__}; of a "
+                "tensorclass pass .to_tensordict(), of a list of rows torch.stack(rows)"
+            )
+        if self._transform is not None and len(self._transform):
+            data = self._transform.inv(data)
+            if data is None:
+                return torch.zeros((0, 1), dtype=torch.long)  # as TorchRL does
+        priority = None
+        if with_priority and isinstance(self._sampler, PrioritizedSampler):
+            if data.get(self.priority_key, None) is not None:
+                vector = self._get_priority_vector(data)
+                priority = vector.detach().to("cpu", torch.float64).numpy()
+        return self._writer.extend(data, priority=priority)
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """Set the priorities of a batch, or of parts of one, from ``data[priority_key]``.
+
+        Rows that were overwritten since they were sampled are skipped and counted.
+
+        Args:
+            data: holds ``"index"``, and ``"index_generation"`` as every sample does; without the
+                latter rows are matched as in :meth:`update_priority`.
+        """
+        _torchrl.initialize(self)
+        if not isinstance(self._sampler, PrioritizedSampler):
+            return
+        index, generation = data.get("index", None), data.get("index_generation", None)
+        if index is None:
+            raise ConfigurationError(
+                f"the data holds no 'index', only {sorted(map(str, data.keys()))}: pass a "
+                "sample of this buffer"
+            )
+        if data.ndim:
+            priority = self._get_priority_vector(data)
+        else:
+            priority = torch.as_tensor(self._get_priority_item(data))
+        self.update_priority(
+            _per_row(index, priority),
+            priority,
+            generation=None if generation is None else _per_row(generation, priority),
+        )
+
+    def update_priority(
+        self,
+        index: int | torch.Tensor | tuple[torch.Tensor, ...],
+        priority: float | torch.Tensor,
+        *,
+        generation: torch.Tensor | None = None,
+    ) -> None:
+        """Set the priority of rows, unless they were overwritten.
+
+        Args:
+            index: slots, int64 [n]; entries of -1 are skipped.
+            priority: >= 0, one or [n].
+            generation: int64 [n], ``"index_generation"`` of these rows. Without it they are
+                matched with recent samples and extends of this process; slots that match none
+                are updated whatever they hold now, and counted (``"unverified_updates"``).
+        """
+        _torchrl.initialize(self)
+        if isinstance(index, tuple):
+            index = torch.stack(index, -1)
+        index = torch.as_tensor(index)
+        if index.ndim == 2 and index.shape[-1] == 1:
+            index = index.squeeze(-1)
+        more: dict[str, Any] = {} if generation is None else {"generation": generation}
+        self._sampler.update_priority(index, priority, storage=self._storage, **more)
+
+
+def _per_row(values: torch.Tensor, priority: torch.Tensor) -> torch.Tensor:
+    """One handle per priority: TorchRL repeats them over further batch dimensions of a sample."""
+    while values.ndim > priority.ndim:
+        values = values[..., 0]
+    return values
