@@ -26,7 +26,7 @@ LAYERS = {
 }
 PUBLIC_NAMES = """
     CheckpointError CollectReport ConfigurationError DeadlineError DirectoryError FirstReady Peer
-    PeerLostError RPCBatchedCollector Remote RemoteError Session SharedCursorWriter
+    PeerLostError Preempt Quorum RPCBatchedCollector Remote RemoteError Session SharedCursorWriter
     SharedMemmapStorage SharedPrioritizedSampler SharedRandomSampler SharedReplayBuffer
     TorchRLDistError WaitAll World anneal_beta local_cluster session __version__
 """.split()

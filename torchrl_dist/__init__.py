@@ -14,6 +14,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "CollectReport": "collect",
     "FirstReady": "collect",
+    "Preempt": "collect",
+    "Quorum": "collect",
     "RPCBatchedCollector": "collect",
     "WaitAll": "collect",
     "SharedCursorWriter": "replay",
@@ -43,6 +45,8 @@ if TYPE_CHECKING:  # the same names, for type checkers
     from torchrl_dist.collect import (
         CollectReport,
         FirstReady,
+        Preempt,
+        Quorum,
         RPCBatchedCollector,
         WaitAll,
     )

@@ -19,7 +19,7 @@ from torchrl.envs import GymEnv, SerialEnv
 from torchrl.modules import QValueActor
 
 from tests.collect.envs import Counter, Tally, mlp, steps_taken
-from torchrl_dist.collect import FirstReady, RPCBatchedCollector, WaitAll
+from torchrl_dist.collect import FirstReady, Preempt, Quorum, RPCBatchedCollector, WaitAll
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
 from torchrl_dist.runtime import ForkServer, Session, local_cluster
 
@@ -359,3 +359,76 @@ def test_a_buffer_that_would_be_copied_to_the_workers_is_refused(fork_server: Fo
 def test_arguments_of_the_wrong_kind_are_named(arguments: dict, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         RPCBatchedCollector(**{"make_env": "CartPole-v1", "frames_per_batch": 8, **arguments})
+
+
+def slow_second(session: Session, slow_s: float) -> Any:
+    """Makes envs that are slow on the second collector only."""
+    slow_pid = session.pid_of(session.of_role("collector")[1])
+    return lambda: Paced(10**6, slow_s if os.getpid() == slow_pid else 0.0005)
+
+
+def test_a_quorum_leaves_the_late_for_the_next_batch_and_loses_nothing(
+    fork_server: ForkServer,
+) -> None:
+    with (
+        local_cluster({"learner": 1, "collector": 3}, fork_server=fork_server) as session,
+        RPCBatchedCollector(
+            slow_second(session, 0.05),
+            None,
+            session=session,
+            frames_per_batch=30,
+            total_frames=301,
+            readiness=Quorum(min_workers=2, timeout_s=0.1),
+        ) as collector,
+    ):
+        batches, sources = [], []
+        for batch in collector:
+            batches.append(batch)
+            sources.append(sorted(set(batch["collector", "worker_index"].flatten().tolist())))
+        shares = collector.report.shares
+    assert sources[:3] == [[0, 2]] * 3 and any(1 in who for who in sources)
+    assert sum(batch.numel() for batch in batches) == 301
+    assert abs(sum(shares.values()) - 1) < 1e-9 and shares[1] < 0.5 * shares[0]
+    for worker in range(3):  # every step of every env is there, once, in order
+        rows = [
+            batch["next", "observation"][batch["collector", "worker_index"] == worker][:, 0]
+            for batch in batches
+        ]
+        steps = torch.cat(rows)
+        assert torch.equal(steps, 101 + torch.arange(len(steps)).float())
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_stragglers_are_preempted_and_their_other_steps_come_later(
+    fork_server: ForkServer, lag: int
+) -> None:
+    with (
+        local_cluster({"learner": 1, "collector": 3}, fork_server=fork_server) as session,
+        RPCBatchedCollector(
+            slow_second(session, 0.02),
+            None,
+            session=session,
+            frames_per_batch=120,
+            total_frames=700,
+            readiness=Preempt(fraction=0.6, min_part=0.25),
+            max_policy_lag=lag,
+        ) as collector,
+    ):
+        batches = list(collector)
+        report = collector.report
+    masks = [batch["collector", "mask"] for batch in batches]
+    assert sum(int(mask.sum()) for mask in masks) == 700 == report.total_frames
+    assert all(batch.shape == (3, 40) for batch in batches[:5])
+    for mask in masks[:5]:
+        assert mask[0].all() and mask[2].all()
+        assert 10 <= mask[1].sum() < 30  # at least a quarter, and far from all
+    rows = torch.cat([batch[mask] for batch, mask in zip(batches, masks, strict=True)])
+    steps = rows["next", "observation"][rows["collector", "worker_index"] == 1][:, 0]
+    assert torch.equal(steps, 101 + torch.arange(len(steps)).float())
+    assert report.shares[1] < report.shares[0]
+
+
+def test_preempt_is_refused_where_nothing_could_be_masked() -> None:
+    for other in ({"replay_buffer": object()}, {"postproc": lambda rows: rows}):
+        with pytest.raises(ConfigurationError, match="Preempt"):
+            RPCBatchedCollector("CartPole-v1", frames_per_batch=8, readiness=Preempt(), **other)

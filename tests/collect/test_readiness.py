@@ -1,17 +1,21 @@
 from __future__ import annotations
 
-from torchrl_dist.collect.readiness import FirstReady, WaitAll
+import pytest
+
+from torchrl_dist.collect.readiness import FirstReady, Preempt, Quorum, Readiness, WaitAll
+from torchrl_dist.errors import ConfigurationError
 
 
-def test_wait_all_takes_nobody_until_everybody_is_there() -> None:
-    rule = WaitAll()
-    assert rule.take([2, 0], [0, 1, 2], 99.0) == ()
+@pytest.mark.parametrize("rule", [WaitAll(), Preempt(), Quorum(1, 60.0)])
+def test_nobody_is_taken_until_everybody_is_there(rule: Readiness) -> None:
+    assert rule.take([2, 0], [0, 1, 2], 59.0) == ()
     assert rule.take([2, 0, 1], [0, 1, 2], 0.0) == (0, 1, 2)
 
 
-def test_wait_all_does_not_wait_for_the_dead_but_takes_what_they_left() -> None:
-    assert WaitAll().take([2, 0], [0, 2], 0.0) == (0, 2)
-    assert WaitAll().take([2, 0], [0], 0.0) == (0, 2)
+@pytest.mark.parametrize("rule", [WaitAll(), Preempt(), Quorum(1, 60.0)])
+def test_nobody_waits_for_the_dead_but_what_they_left_is_taken(rule: Readiness) -> None:
+    assert rule.take([2, 0], [0, 2], 0.0) == (0, 2)
+    assert rule.take([2, 0], [0], 0.0) == (0, 2)
 
 
 def test_first_ready_takes_one_at_a_time_in_the_order_of_arrival() -> None:
@@ -20,6 +24,47 @@ def test_first_ready_takes_one_at_a_time_in_the_order_of_arrival() -> None:
     assert rule.take([1, 0], [0, 1], 0.0) == (1,)
 
 
+def test_a_quorum_is_taken_after_the_deadline_and_awaited_beyond_it() -> None:
+    rule = Quorum(min_workers=2, timeout_s=0.5)
+    assert rule.deadline_s == 0.5
+    assert rule.take([3, 0], [0, 1, 3], 0.4) == ()
+    assert rule.take([3, 0], [0, 1, 3], 0.5) == (0, 3)
+    assert rule.take([3], [0, 1, 3], 99.0) == ()
+    assert rule.take([3], [3], 0.0) == (3,)  # fewer live than the quorum wants
+
+
+@pytest.mark.parametrize(("fraction", "needed"), [(0.6, 3), (0.5, 3), (0.2, 1), (1.0, 5)])
+def test_preempt_cuts_once_a_fraction_of_the_workers_is_there(fraction: float, needed: int) -> None:
+    rule = Preempt(fraction, min_part=0.25)
+    expected = [0, 1, 2, 3, 4]
+    for arrived in range(6):
+        cut = rule.least_part(expected[:arrived], expected)
+        assert cut == (0.25 if arrived >= needed else None)
+
+
+def test_rules_without_preemption_never_cut() -> None:
+    for rule in (WaitAll(), FirstReady(), Quorum(1, 0.0)):
+        assert not rule.cuts
+        assert rule.least_part([0, 1, 2], [0, 1, 2, 3]) is None
+
+
 def test_frames_per_batch_is_divided_by_what_a_batch_holds() -> None:
     assert WaitAll().rollouts_per_batch(5) == 5
     assert FirstReady().rollouts_per_batch(5) == 1
+    assert Quorum(1, 1.0).rollouts_per_batch(5) == 5
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: Quorum(0, 1.0),
+        lambda: Quorum(1, -1.0),
+        lambda: Quorum(1, float("inf")),
+        lambda: Preempt(0.0),
+        lambda: Preempt(1.5),
+        lambda: Preempt(0.6, 0.0),
+    ],
+)
+def test_rules_that_cannot_work_are_refused(build: object) -> None:
+    with pytest.raises(ConfigurationError, match="expected"):
+        build()

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from torchrl_dist.collect.collector import RPCBatchedCollector
-from torchrl_dist.collect.readiness import FirstReady, WaitAll
+from torchrl_dist.collect.readiness import FirstReady, Preempt, Quorum, WaitAll
 from torchrl_dist.collect.report import CollectReport
 from torchrl_dist.collect.worker import RolloutWorker
 
-__all__ = ["CollectReport", "FirstReady", "RPCBatchedCollector", "RolloutWorker", "WaitAll"]
+__all__ = [
+    "CollectReport",
+    "FirstReady",
+    "Preempt",
+    "Quorum",
+    "RPCBatchedCollector",
+    "RolloutWorker",
+    "WaitAll",
+]

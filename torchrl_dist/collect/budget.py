@@ -114,6 +114,11 @@ class FrameBudget:
         if self.remaining is not None:
             self.remaining += sum(each.frames for each in freed)
 
+    def return_frames(self, frames: int) -> None:
+        """So many of an assigned share were not collected: somebody else may."""
+        if self.remaining is not None:
+            self.remaining += frames
+
     def expected(self) -> list[int]:
         """Workers that have delivered or shall deliver in the current round; empty at the end."""
         while (plan := self._plans.get(self.round)) is not None and not plan:

@@ -21,6 +21,7 @@ class CollectReport:
         total_frames: env steps so far, those before a resumed checkpoint included.
         frames_by_worker, total_frames_by_worker: the same, divided.
         episode_returns, episode_lengths: of the episodes that ended in this batch.
+        episode_lengths_by_worker: the same, divided.
         policy_version: of the newest weights given to the collector.
         policy_lag: how many versions behind the oldest transition of this batch is.
         messages, data_bytes: rollouts in this batch and their size.
@@ -35,6 +36,7 @@ class CollectReport:
     total_frames_by_worker: dict[int, int] = field(default_factory=dict)
     episode_returns: tuple[float, ...] = ()
     episode_lengths: tuple[int, ...] = ()
+    episode_lengths_by_worker: dict[int, tuple[int, ...]] = field(default_factory=dict)
     policy_version: int = 0
     policy_lag: int = 0
     messages: int = 0
@@ -43,6 +45,12 @@ class CollectReport:
     collect_s: dict[int, float] = field(default_factory=dict)
     write_s: dict[int, float] = field(default_factory=dict)
     lost_workers: tuple[str, ...] = ()
+
+    @property
+    def shares(self) -> dict[int, float]:
+        """Each worker's part of all frames so far; 1 / workers each where nobody is favoured."""
+        total = max(1, sum(self.total_frames_by_worker.values()))
+        return {worker: n / total for worker, n in self.total_frames_by_worker.items()}
 
 
 def summarize(
@@ -55,8 +63,9 @@ def summarize(
     lost_workers: Sequence[str],
 ) -> CollectReport:
     """Join the rollouts' statistics."""
-    frames, collect_s, write_s = {}, {}, {}
+    frames, collect_s, write_s, lengths = {}, {}, {}, {}
     for r in rollouts:
+        lengths[r.worker_index] = (*lengths.get(r.worker_index, ()), *r.episode_lengths)
         frames[r.worker_index] = frames.get(r.worker_index, 0) + r.frames
         collect_s[r.worker_index] = collect_s.get(r.worker_index, 0.0) + r.collect_s
         write_s[r.worker_index] = write_s.get(r.worker_index, 0.0) + r.write_s
@@ -67,6 +76,7 @@ def summarize(
         total_frames_by_worker=dict(total_frames_by_worker),
         episode_returns=tuple(x for r in rollouts for x in r.episode_returns),
         episode_lengths=tuple(n for r in rollouts for n in r.episode_lengths),
+        episode_lengths_by_worker=lengths,
         policy_version=policy_version,
         policy_lag=policy_version - min(r.oldest_version for r in rollouts),
         messages=len(rollouts),

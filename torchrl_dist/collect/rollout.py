@@ -32,6 +32,10 @@ _WARN_ROLLOUTS_AHEAD = 4
 _MAX_ROLLOUTS_AHEAD = 200
 
 
+def never(_: int) -> bool:
+    return False
+
+
 class RolloutStopped(Exception):
     """The rollout was told to stop; its steps are discarded. Never leaves the worker."""
 
@@ -49,10 +53,13 @@ class Rollout(Protocol):
     def seed(self, seeds: Sequence[int]) -> None:
         """Seed the envs (one seed per env) and start new episodes in all of them."""
 
-    def run(self, steps: int) -> TensorDict:
+    def run(self, steps: int, enough: Callable[[int], bool] = never) -> TensorDict:
         """``steps`` transitions of each env, ``[N, steps]``; continues where it left off.
 
-        ``steps`` is at most the ``steps`` of the rollout, its usual length.
+        Args:
+            steps: at most the ``steps`` of the rollout, its usual length.
+            enough: asked after every step with the number of transitions that each env has; true
+                ends the rollout there.
 
         Raises:
             RolloutStopped: :meth:`stop` was called from another thread.
@@ -88,6 +95,10 @@ class Episodes:
         self._current = self._take(self.num_envs)
         self._returns = np.zeros(self.num_envs)
         self._lengths = np.zeros(self.num_envs, dtype=np.int64)
+
+    def split(self) -> None:
+        """The running episodes go on as other trajectories; their returns count as a whole."""
+        self._current = self._take(self.num_envs)
 
     def _take(self, n: int) -> np.ndarray:
         taken = np.arange(self._next, self._next + n, dtype=np.int64)
@@ -191,16 +202,18 @@ class GymnasiumRollout:
     def close(self) -> None:
         self.driver.close()
 
-    def run(self, steps: int) -> TensorDict:
+    def run(self, steps: int, enough: Callable[[int], bool] = never) -> TensorDict:
         if not self._started:
             self.driver.reset(None, self._current)
             self._started = True
         with torch.no_grad(), set_exploration_type(self.exploration_type):
             if self.driver.valid is None:
-                return self._run(steps)[0]
-            return self._run_ragged(steps)
+                return self._run(steps, enough)[0]
+            return self._run_ragged(steps, enough)
 
-    def _run(self, steps: int) -> tuple[TensorDict, np.ndarray | None]:
+    def _run(
+        self, steps: int, enough: Callable[[int], bool]
+    ) -> tuple[TensorDict, np.ndarray | None]:
         n, driver = self.num_envs, self.driver
         to_env = self._codec.to_env
         root = [np.empty((n, steps, *leaf.shape), leaf.dtype) for leaf in self._leaves]
@@ -234,6 +247,8 @@ class GymnasiumRollout:
                 valid[:, t] = driver.valid
             if self._stop:
                 raise RolloutStopped
+            if enough(t + 1 if valid is None else int(valid[:, : t + 1].sum(1).min())):
+                break
         keys = [leaf.key for leaf in self._leaves]
         data: dict[Key, Tensor] = {}
         for key, at, after in zip(keys, root, following, strict=True):
@@ -249,7 +264,8 @@ class GymnasiumRollout:
         # The root is always an observation after a reset or in mid-episode.
         data |= {key: torch.zeros(n, steps, 1, dtype=torch.bool) for key in _DONE_KEYS}
         data["policy_version"] = torch.full((n, steps), self.policy_version)
-        return _nested(data, [n, steps], names=[None, "time"]), valid
+        rollout = _nested(data, [n, steps], names=[None, "time"])
+        return (rollout if t + 1 == steps else rollout[:, : t + 1]), valid
 
     def _act(self) -> TensorDictBase | dict[Key, Tensor]:
         """Everything that the policy makes of the current observations, by key."""
@@ -286,20 +302,21 @@ class GymnasiumRollout:
                 )
         return found
 
-    def _run_ragged(self, steps: int) -> TensorDict:
+    def _run_ragged(self, steps: int, enough: Callable[[int], bool]) -> TensorDict:
         """Drop the calls that only reset an env, and step on until each env has its transitions.
 
         Envs that reset less often get ahead; what they have beyond ``steps`` opens their next
         rollout, so that no transition is lost.
         """
         have = [0 if part is None else part.shape[0] for part in self._surplus]
-        while min(have) < steps:
-            chunk, valid = self._run(steps - min(have))
+        while (ahead := min(have)) < steps and not enough(ahead):
+            chunk, valid = self._run(steps - ahead, lambda done, a=ahead: enough(a + done))
             for i in range(self.num_envs):
-                rows = chunk[i][torch.from_numpy(valid[i])]
+                rows = chunk[i][torch.from_numpy(valid[i, : chunk.shape[1]])]
                 before = self._surplus[i]
                 self._surplus[i] = rows if before is None else torch.cat([before, rows], 0)
                 have[i] = self._surplus[i].shape[0]
+        steps = min(steps, *have)
         out = torch.stack([part[:steps] for part in self._surplus], 0)
         self._surplus = [part[steps:].clone() for part in self._surplus]
         out.names = [None, "time"]
@@ -337,6 +354,9 @@ class TorchRLRollout:
         self.steps = -(-frames // self.num_envs)
         self.policy_version = 0
         self._stop = False
+        self._taken = 0
+        self._steps_now = self.steps
+        self._enough = never
         self._collector = Collector(
             env,
             policy,
@@ -351,7 +371,8 @@ class TorchRLRollout:
 
     def collection_stopped(self) -> bool:
         """Asked by the Collector after every step."""
-        return self._stop
+        self._taken += 1
+        return self._stop or self._taken >= self._steps_now or self._enough(self._taken)
 
     def seed(self, seeds: Sequence[int]) -> None:
         # Collector.set_seed resets the env but keeps the old observation (torchrl 0.14.1), so
@@ -359,11 +380,12 @@ class TorchRLRollout:
         self.env.set_seed(seeds[0])
         self._collector.reset()
 
-    def run(self, steps: int) -> TensorDict:
+    def run(self, steps: int, enough: Callable[[int], bool] = never) -> TensorDict:
+        self._taken, self._steps_now, self._enough = 0, steps, enough
         batch = next(self._batches)
         if self._stop:
             raise RolloutStopped
-        batch = batch.reshape(self.num_envs, batch.shape[-1])[:, :steps]
+        batch = batch.reshape(self.num_envs, batch.shape[-1])[:, : self._taken]
         if "collector" in batch.keys():
             batch = batch.exclude("collector")
         batch.names = [None, "time"]

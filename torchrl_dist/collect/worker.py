@@ -21,6 +21,7 @@ from torch import nn
 from torchrl._utils import seed_generator
 from torchrl.envs.utils import ExplorationType
 
+from torchrl_dist.collect.batches import truncate_last
 from torchrl_dist.collect.fast_policy import fast_policy
 from torchrl_dist.collect.rollout import Episodes, RolloutStopped, make_rollout
 from torchrl_dist.errors import ConfigurationError, DeadlineError
@@ -125,6 +126,7 @@ class RolloutWorker:
         self.config = config
         self._lock = threading.Lock()
         self._closed = False
+        self._cut = (-1, 0)
         self._seed_process(config.seed)
         self.policy = config.policy
         if config.policy_factory is not None:
@@ -205,6 +207,7 @@ class RolloutWorker:
         steps: int | None = None,
         num_envs: int | None = None,
         weights: PackedWeights | None = None,
+        request: int = 0,
     ) -> tuple[TensorDict | None, RolloutStats]:
         """One rollout: blocks while the envs step.
 
@@ -212,9 +215,11 @@ class RolloutWorker:
             steps: transitions per env, at most (default) the T of this worker.
             num_envs: keep only the first so many envs of the rollout (the last of a job).
             weights: taken before the first step, if newer than those here.
+            request: its number, above all earlier ones, for :meth:`cut`.
 
         Returns:
             the rows (``None`` if they went to the replay buffer or the worker was closed), stats.
+            After a ``cut`` there are fewer than ``steps``, and the last ones are truncated.
         """
         index = self.config.worker_index
         with _ONE_ROLLOUT, self._lock:
@@ -223,8 +228,14 @@ class RolloutWorker:
             if weights is not None:
                 self._take_weights(weights)
             begun = time.perf_counter()
+            asked = self.steps if steps is None else steps
+
+            def enough(done: int) -> bool:
+                number, least = self._cut
+                return number >= request and done >= least
+
             try:
-                rollout = self._rollout.run(self.steps if steps is None else steps)
+                rollout = self._rollout.run(asked, enough)
             except RolloutStopped:
                 return None, RolloutStats(index, 0)
             kept = self.num_envs if num_envs is None else num_envs
@@ -233,6 +244,9 @@ class RolloutWorker:
                 rollout = rollout[:kept]
                 # Should there be a next rollout, the other envs have a gap here: new trajectories.
                 self._episodes.restart()
+            if rollout.shape[1] < asked:
+                truncate_last(rollout)
+                self._episodes.split()
             stepped = time.perf_counter()
             versions = rollout.get("policy_version")
             data, size_bytes = self._deliver(rollout)
@@ -247,6 +261,11 @@ class RolloutWorker:
                 time.perf_counter() - stepped,
                 size_bytes,
             )
+
+    def cut(self, request: int, least: int) -> None:
+        """Let the rollout of that request, and of earlier ones, end when each env has made
+        ``least`` steps, or now if it has. It may run, have ended, or not have begun."""
+        self._cut = (request, least)
 
     def _stamp(self, rollout: TensorDict, kept: int) -> tuple[list[float], list[int]]:
         shape = rollout.shape

@@ -1,0 +1,314 @@
+"""The workers as the learner sees them: who is asked for what, who has delivered, who is lost.
+
+A worker has at most one request at a time. Answers come in threads of the transport; everything
+here is guarded by one condition, on which the caller of :meth:`Crew.gather` sleeps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_futures
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from tensordict import TensorDict
+
+from torchrl_dist.collect.budget import FrameBudget, Share
+from torchrl_dist.collect.handles import Handle
+from torchrl_dist.collect.readiness import Readiness
+from torchrl_dist.collect.worker import RolloutStats
+from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError
+from torchrl_dist.weights import PackedWeights
+
+Delivery = tuple[RolloutStats, TensorDict | None]
+
+# A rollout has no deadline of its own: the wait for it has one, and what comes after that is kept
+# for the next batch. RPC wants a number all the same.
+_ROLLOUT_LIMIT_S = 7 * 24 * 3600.0
+_WARN_AT_CALLER = 7  # frames between a warning here and the loop over the collector
+
+
+@dataclass(frozen=True)
+class Request:
+    number: int  # grows with every request of the crew
+    round: int
+    share: Share
+    begun: float  # time.monotonic()
+
+
+@dataclass
+class Worker:
+    """One worker. Guarded by the crew's condition."""
+
+    index: int
+    name: str
+    handle: Handle
+    num_envs: int
+    steps: int
+    max_ahead: int
+    in_flight: Request | None = None
+    cut: bool = False  # the request in flight was told to stop early
+    inbox: deque[tuple[Request, RolloutStats, TensorDict | None]] = field(default_factory=deque)
+    failure: BaseException | None = None
+    lost: bool = False
+    sent_version: int = -1
+    frames: int = 0
+
+
+class Crew:
+    """Keeps every worker busy as far as the policy lag allows, and gathers what makes a batch.
+
+    Args:
+        workers: at least one.
+        names_of_unstarted: workers that were lost before they began.
+        min_workers: with fewer living ones, ``gather`` raises.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        names_of_unstarted: Sequence[str],
+        budget: FrameBudget,
+        readiness: Readiness,
+        min_workers: int,
+    ) -> None:
+        self.workers = list(workers)
+        self._by_index = {worker.index: worker for worker in workers}
+        self.budget = budget
+        self._names_of_unstarted = list(names_of_unstarted)
+        self._readiness = readiness
+        self._min_workers = min_workers
+        self._cond = threading.Condition()
+        self._numbers = itertools.count(1)
+        self._arrivals: list[int] = []
+        self._weights: PackedWeights | None = None
+        self._waiting = False
+        self._closed = False
+
+    @property
+    def lost(self) -> list[str]:
+        """Names of the workers that died so far."""
+        return self._names_of_unstarted + [w.name for w in self.workers if w.lost]
+
+    @property
+    def frames(self) -> dict[int, int]:
+        """Frames in batches so far, by worker index."""
+        return {worker.index: worker.frames for worker in self.workers}
+
+    def send_weights(self, packed: PackedWeights) -> None:
+        """Every worker gets them with its next request."""
+        with self._cond:
+            self._weights = packed
+
+    # ---- a batch
+
+    def gather(self, timeout_s: float) -> list[Delivery] | None:
+        """Wait until the readiness rule is content; None when all frames were delivered.
+
+        Raises:
+            DeadlineError: not within ``timeout_s``; call again to go on.
+            PeerLostError: fewer than ``min_workers`` are alive.
+            RemoteError: a worker raised.
+        """
+        begun = time.monotonic()
+        with self._cond:
+            if self._closed:
+                raise ConfigurationError("this collector was shut down; build a new one")
+            self._waiting = True
+            try:
+                while True:
+                    for worker in self.workers:
+                        self._request(worker)
+                    if self._note_failures():
+                        continue
+                    arrived, expected = self._standing()
+                    if not expected:
+                        return None
+                    waited_s = time.monotonic() - begun
+                    chosen = self._readiness.take(arrived, expected, waited_s)
+                    if chosen:
+                        return self._take(chosen)
+                    missing = set(expected) - set(arrived)
+                    self._cut_short(self._readiness.least_part(arrived, expected), missing)
+                    self._wait(waited_s, timeout_s, missing)
+            finally:
+                self._waiting = False
+                for worker in self.workers:
+                    self._request(worker)
+
+    def _wait(self, waited_s: float, timeout_s: float, missing: set[int]) -> None:
+        left_s = timeout_s - waited_s
+        rule_s = self._readiness.deadline_s
+        if rule_s is not None and waited_s < rule_s:
+            left_s = min(left_s, rule_s - waited_s)
+        if left_s <= 0:
+            now = time.monotonic()
+            names = ", ".join(
+                f"{w.name} (asked for {w.in_flight.share.steps} steps "
+                f"{now - w.in_flight.begun:.1f} s ago)"
+                for w in self.workers
+                if w.index in missing and w.in_flight is not None
+            )
+            raise DeadlineError(
+                f"no batch within {timeout_s:g} s; waiting for {names or 'nobody'}. "
+                "Iterate again to go on waiting, or raise timeout_s"
+            )
+        self._cond.wait(left_s)
+
+    def _standing(self) -> tuple[list[int], list[int]]:
+        """Workers that have delivered for this batch in order of arrival, and all that shall."""
+        if not self._readiness.in_rounds:
+            expected = [w.index for w in self.workers if w.inbox or w.in_flight]
+            return list(dict.fromkeys(self._arrivals)), expected
+        expected = self.budget.expected()
+        round_ = self.budget.round
+        here = {w.index for w in self.workers if w.inbox and w.inbox[0][0].round == round_}
+        arrived = dict.fromkeys(self._arrivals)  # a worker that is ahead is in it several times
+        return [index for index in arrived if index in here], expected
+
+    def _take(self, chosen: Sequence[int]) -> list[Delivery]:
+        taken = []
+        ready = [self._by_index[index] for index in chosen]
+        if not self._readiness.in_rounds:  # rollouts of several rounds: join those of one length
+            steps = ready[0].inbox[0][0].share.steps
+            ready = [w for w in ready if w.inbox[0][0].share.steps == steps]
+        for worker in ready:
+            _, stats, rows = worker.inbox.popleft()
+            self._arrivals.remove(worker.index)
+            worker.frames += stats.frames
+            taken.append((stats, rows))
+        if self._readiness.in_rounds:
+            self.budget.finish_round()
+        return taken
+
+    def _cut_short(self, least_part: float | None, missing: set[int]) -> None:
+        """Let those who are missing stop after that part of their rollouts, or at once."""
+        if least_part is None:
+            return
+        for worker in self.workers:
+            request = worker.in_flight
+            if worker.index in missing and request is not None and not worker.cut:
+                worker.cut = True
+                least = math.ceil(least_part * request.share.steps)
+                worker.handle.submit("cut", request.number, least)
+
+    # ---- requests
+
+    def _request(self, worker: Worker) -> None:
+        """Ask for the next rollout if the policy lag allows; called with the condition held."""
+        ahead = worker.max_ahead + (1 if self._waiting else 0)
+        if (
+            self._closed
+            or worker.lost
+            or worker.failure is not None
+            or worker.in_flight is not None
+            or len(worker.inbox) >= ahead
+        ):
+            return
+        alive = {w.index: w.num_envs for w in self.workers if w.failure is None}
+        planned = self.budget.next_share(worker.index, alive, worker.steps)
+        if planned is None:
+            return
+        round_, share = planned
+        weights = None
+        if self._weights is not None and self._weights.version > worker.sent_version:
+            weights = self._weights
+            worker.sent_version = weights.version
+        request = Request(next(self._numbers), round_, share, time.monotonic())
+        try:
+            future = worker.handle.submit(
+                "collect",
+                steps=share.steps,
+                num_envs=share.num_envs,
+                weights=weights,
+                request=request.number,
+                timeout_s=_ROLLOUT_LIMIT_S,
+            )
+        except ConfigurationError as error:  # the session is closed; raised at the next batch
+            worker.failure = error
+            return
+        worker.in_flight, worker.cut = request, False
+        future.add_done_callback(partial(self._arrived, worker, request))
+
+    def _arrived(self, worker: Worker, request: Request, future: Future) -> None:
+        """Called in a thread of the transport when a rollout is here or has failed."""
+        with self._cond:
+            worker.in_flight = None
+            error = future.exception()
+            if error is not None:
+                worker.failure = error
+                if isinstance(error, PeerLostError):
+                    self.budget.give_back(worker.index, request.round, request.share)
+            else:
+                rows, stats = future.result()
+                if stats.frames:  # else it was closed meanwhile
+                    worker.inbox.append((request, stats, rows))
+                    self._arrivals.append(worker.index)
+                    self.budget.return_frames(request.share.frames - stats.frames)
+                self._request(worker)
+            self._cond.notify_all()
+
+    def _note_failures(self) -> bool:
+        """Turn new failures into a warning or an error; whether there were any."""
+        failed = [w for w in self.workers if w.failure is not None and not w.lost]
+        for worker in failed:
+            assert worker.failure is not None
+            if not isinstance(worker.failure, PeerLostError):
+                raise worker.failure
+            worker.lost = True
+            left = sum(not w.lost for w in self.workers)
+            if left < self._min_workers:
+                raise PeerLostError(
+                    f"{left} workers are left, min_workers={self._min_workers}; lost: "
+                    f"{', '.join(w.name for w in self.workers if w.lost)}"
+                ) from worker.failure
+            warnings.warn(
+                f"collection goes on with {left} workers: {worker.failure}",
+                stacklevel=_WARN_AT_CALLER,
+            )
+        return bool(failed)
+
+    # ---- all at once
+
+    def ask_all(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        """Call a method of every living worker; blocks, with one deadline for all."""
+        alive = [w for w in self.workers if not w.lost and w.failure is None]
+        futures = [w.handle.submit(method, *args, timeout_s=timeout_s) for w in alive]
+        results = []
+        for future in futures:  # each has the same deadline, from the same instant
+            try:
+                results.append(future.result(timeout_s + 1))
+            except PeerLostError:
+                continue  # the next request to it reports that
+        if len(results) < self._min_workers:
+            raise PeerLostError(f"{method}: {len(results)} workers answered")
+        return results
+
+    def close(self, limit_s: float) -> None:
+        """Stop the rollouts in flight, close all envs; blocks at most ``limit_s``. Idempotent."""
+        with self._cond:
+            if self._closed:
+                return
+            self._closed = True
+            alive = [w for w in self.workers if not isinstance(w.failure, PeerLostError)]
+            self._cond.notify_all()
+        futures: list[Future] = []
+        for worker in alive:
+            try:
+                futures.append(
+                    worker.handle.submit("close", step_limit_s=limit_s, timeout_s=limit_s)
+                )
+            except ConfigurationError:
+                return  # the session has ended, and its processes with it
+        wait_for_futures(futures, limit_s)
+        with self._cond:
+            for worker in self.workers:
+                worker.inbox.clear()

@@ -1,0 +1,67 @@
+"""Builds the workers, all at once, and checks that they are alike."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from torchrl_dist.collect.crew import Worker
+from torchrl_dist.collect.handles import Handle, LocalHandle
+from torchrl_dist.collect.worker import RolloutWorker, WorkerConfig
+from torchrl_dist.errors import ConfigurationError, PeerLostError
+from torchrl_dist.runtime import Peer, Session
+
+_WARN_AT_CALLER = 4  # frames between a warning here and who builds the collector
+
+
+def start_workers(
+    session: Session | None,
+    peers: Sequence[Peer],
+    config: WorkerConfig,
+    *,
+    max_ahead: int,
+    limit_s: float,
+) -> tuple[list[Worker], list[str], list[BaseException]]:
+    """Build a worker on every peer, or one here if there are none; blocks at most ``limit_s``.
+
+    Returns:
+        the workers that could be built, the names of those whose process is gone, and the errors
+        of the others.
+    """
+
+    def build(index: int) -> Worker:
+        own = replace(config, worker_index=index)
+        ahead = max_ahead
+        if session is None or peers[index] == session.me:
+            handle: Handle = LocalHandle(own)
+            name, ahead = f"worker {index} (this process)", 0
+        else:
+            own = replace(own, own_process=True)
+            handle = session.remote(peers[index], RolloutWorker, own, timeout_s=limit_s)
+            name = peers[index].name
+        info = handle.call("describe", timeout_s=limit_s)
+        return Worker(index, name, handle, info.num_envs, info.steps, ahead)
+
+    count = len(peers) or 1
+    with ThreadPoolExecutor(count) as pool:
+        builds = [pool.submit(build, index) for index in range(count)]
+    workers: list[Worker] = []
+    lost: list[str] = []
+    errors: list[BaseException] = []
+    for index, building in enumerate(builds):
+        error = building.exception()
+        if error is None:
+            workers.append(building.result())
+        elif isinstance(error, PeerLostError):
+            lost.append(peers[index].name)
+            warnings.warn(f"a worker is lost before it began: {error}", stacklevel=_WARN_AT_CALLER)
+        else:
+            errors.append(error)
+    sizes = {worker.name: worker.num_envs for worker in workers}
+    if not errors and len(set(sizes.values())) > 1:
+        errors.append(
+            ConfigurationError(f"make_env gave different numbers of envs on workers: {sizes}")
+        )
+    return workers, lost, errors
