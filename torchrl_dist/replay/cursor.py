@@ -138,6 +138,7 @@ class SharedCursor:
                 return np.full(reservation.count, -1, dtype=np.int64)
             leaves = None if priority is None else leaves_of(directory, priority)
             directory.begin()
+            words[Word.NEXT_WRITE_COUNT] = words[Word.WRITE_COUNT] + reservation.count
             directory.claims[reservation.row, CLAIM_STATE] = CLAIM_PUBLISHING
             done = 0
             for start, stop in reservation.ranges:
@@ -155,7 +156,7 @@ class SharedCursor:
                 slots = np.arange(first, first + reservation.count) % directory.capacity
                 track_maximum(directory, slots, priority)
             words[Word.LENGTH] += reservation.count
-            words[Word.WRITE_COUNT] += reservation.count
+            words[Word.WRITE_COUNT] = words[Word.NEXT_WRITE_COUNT]
             directory.claims[reservation.row, CLAIM_COUNT] = 0
             directory.commit()
         self._forget(reservation)
@@ -338,17 +339,19 @@ def _unpublish(directory: ReplayDirectory, start: int, stop: int) -> None:
 def repair(directory: ReplayDirectory) -> None:
     """Bring the state in order after a holder of the lock was killed. Called under the lock.
 
-    A publication that had begun is completed, since its rows are whole; other claims of dead
-    members lapse. Then leaves and length follow from the versions, and the tree from the leaves.
+    A publication that had begun is completed, since its rows are whole, also that of a live
+    process that was interrupted; other claims of dead members lapse. Then leaves and length follow
+    from the versions, and the tree from the leaves.
     """
     claims, versions, tree = directory.claims, directory.versions, directory.tree
     for row in np.flatnonzero(claims[:, CLAIM_COUNT]).tolist():
         count, first, member, state = claims[row].tolist()
-        if directory.is_alive(member):
-            continue
         if state == CLAIM_PUBLISHING:
             for start, stop in slot_ranges(first, count, directory.capacity):
                 versions[start:stop] += versions[start:stop] & 1
+            directory.words[Word.WRITE_COUNT] = directory.words[Word.NEXT_WRITE_COUNT]
+        elif directory.is_alive(member):
+            continue
         claims[row, CLAIM_COUNT] = 0
         directory.count(Word.TAKEN_OVER_CLAIMS)
     published = (versions & 1 == 0) & (versions > 0)

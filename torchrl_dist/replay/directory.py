@@ -27,6 +27,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import enum
+import glob
 import json
 import mmap
 import multiprocessing.util
@@ -87,6 +88,7 @@ class Word(enum.IntEnum):
     CLAIM_ROWS = 13  # rows of the claim table that were ever used
     KEEP = 12  # do not remove the directory when the last member leaves
     MAX_WITHIN = 14  # MAX_PRIORITY is the largest among the rows present, not ever
+    NEXT_WRITE_COUNT = 15  # what the publication in progress makes of WRITE_COUNT
     # counters, see ReplayDirectory.counters
     REREAD_ROWS = 16
     LOCKED_READS = 17
@@ -606,6 +608,8 @@ def _adopt(view: ReplayDirectory, header: dict[str, Any], resume: bool) -> None:
 
 def _create_files(folder: Path, capacity: int, job: str) -> None:
     """Called under the lock. The header comes last: without it the next one starts afresh."""
+    for doomed in folder.parent.glob(f".{glob.escape(folder.name)}.removed-*"):
+        shutil.rmtree(doomed, ignore_errors=True)  # whoever was removing it was killed
     try:
         for name, size in (
             ("control.bin", _control_bytes()),

@@ -1,0 +1,253 @@
+"""Faults for the shared replay: processes that die, stop or are interrupted at a chosen instant.
+
+Nothing in the package knows of them. An instant is chosen in one of three ways:
+
+- by *step*: the n-th function call, line or return in ``torchrl_dist/replay`` (:func:`at_step`), so
+  that a sweep over n passes through every point of an operation;
+- by *page*: the first store to a page of the shared memory (:func:`die_on_store`), which also
+  falls into the middle of a NumPy operation, a copy or the C kernel;
+- by *time*: a signal from another process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import mmap
+import os
+import resource
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torchrl.data import TensorDictReplayBuffer
+
+import torchrl_dist.replay
+from torchrl_dist.replay import (
+    SharedCursorWriter,
+    SharedMemmapStorage,
+    SharedPrioritizedSampler,
+    SharedRandomSampler,
+)
+from torchrl_dist.replay.directory import CLAIM_COUNT, CLAIM_MEMBER, ReplayDirectory, Word
+from torchrl_dist.replay.lock import byte_holder
+
+LONG = bool(int(os.environ.get("TORCHRL_DIST_LONG_TESTS", "0")))
+"""Set by hand for many times as many faults and rows."""
+
+_PACKAGE = str(Path(torchrl_dist.replay.__file__).parent)
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+# --- rows that show what became of them ----------------------------------------------------------
+
+
+def rows_of(keys: np.ndarray | range, width: int = 8) -> TensorDict:
+    """Rows of which every element follows from the row's key and the element's position."""
+    key = torch.as_tensor(np.asarray(keys), dtype=torch.int64)
+    return TensorDict(
+        {
+            "key": key,
+            "first": (key & 0xFF).to(torch.uint8)[:, None].expand(-1, 8 * width).clone(),
+            "next": {"last": key[:, None] + torch.arange(width)},
+        },
+        batch_size=[key.numel()],
+    )
+
+
+def torn_rows(batch: TensorDict) -> int:
+    """How many rows mix two writes, at whatever element."""
+    key = batch["key"][:, None]
+    last = batch["next", "last"]
+    whole = (last - torch.arange(last.shape[1]) == key).all(1)
+    whole &= (batch["first"] == (key & 0xFF).to(torch.uint8)).all(1)
+    return int((~whole).sum())
+
+
+def priority_of(keys: torch.Tensor) -> torch.Tensor:
+    """float64 in 0.1 .. 10.1, scattered over the keys."""
+    return 0.1 + (keys * 2654435761 % 1000).double() / 100
+
+
+def attach(
+    folder: Path,
+    capacity: int,
+    *,
+    uniform: bool = False,
+    alpha: float = 0.6,
+    timeout_s: float = 30.0,
+    batch_size: int = 64,
+) -> TensorDictReplayBuffer:
+    return TensorDictReplayBuffer(
+        storage=SharedMemmapStorage(
+            capacity, scratch_dir=folder, job_id="test", keep=True, timeout_s=timeout_s
+        ),
+        sampler=SharedRandomSampler()
+        if uniform
+        else SharedPrioritizedSampler(capacity, alpha=alpha, beta=0.4),
+        writer=SharedCursorWriter(),
+        batch_size=batch_size,
+        priority_key="td_error",
+    )
+
+
+# --- what must hold ------------------------------------------------------------------------------
+
+
+def published(directory: ReplayDirectory) -> np.ndarray:
+    versions = directory.versions
+    return (versions & 1 == 0) & (versions > 0)
+
+
+def assert_lock_is_free(directory: ReplayDirectory) -> None:
+    """Nobody but this process holds turnstile or mutex."""
+    assert [byte_holder(directory._fd, byte) for byte in (0, 1)] == [None, None]
+
+
+def assert_sound(rb: TensorDictReplayBuffer) -> None:
+    """The invariants at the head of ``directory.py``, the tree, the length; and all rows whole."""
+    directory = rb.storage.directory
+    assert_lock_is_free(directory)
+    with directory.lock():
+        assert directory.words[Word.DIRTY] == 0
+        visible = published(directory)
+        tree = directory.tree
+        leaves = tree.leaves.copy()
+        assert ((leaves > 0) == visible).all()
+        assert directory.length == visible.sum()
+        tree.refresh()
+        np.testing.assert_allclose(tree.total, leaves.sum(), rtol=1e-12)
+        assert tree.minimum == (leaves[visible].min() if visible.any() else np.inf)
+        if visible.any():  # every node on the way to every leaf
+            middles = (np.cumsum(leaves) - leaves / 2)[visible] / leaves.sum()
+            np.testing.assert_array_equal(tree.draw(middles)[0], np.flatnonzero(visible))
+        for count, _, member, _ in directory.claims[directory.claims[:, CLAIM_COUNT] > 0].tolist():
+            assert count <= directory.capacity and member > 0
+    rows = rb.storage.get(torch.from_numpy(np.flatnonzero(visible)))
+    assert torn_rows(rows) == 0
+
+
+def own_claims(directory: ReplayDirectory) -> int:
+    """Reservations of this process that are not published or abandoned."""
+    claims = directory.claims
+    return int(((claims[:, CLAIM_COUNT] > 0) & (claims[:, CLAIM_MEMBER] == directory.member)).sum())
+
+
+# --- processes -----------------------------------------------------------------------------------
+
+
+def _start(function: Callable[..., Any], *arguments: Any) -> int:
+    """Fork; a few ms, whatever is loaded. Returns the pid."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        faulthandler.disable()
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        gc.freeze()  # what belongs to the parent is not for this process to finalize
+        torch.set_num_threads(1)
+        function(*arguments)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def end_of(pid: int, timeout_s: float = 60.0) -> int:
+    """Wait for a child; its exit status, or minus the signal that ended it."""
+    fd = os.pidfd_open(pid)
+    try:
+        in_time = select.select([fd], [], [], timeout_s)[0]
+    finally:
+        os.close(fd)
+    if not in_time:
+        os.kill(pid, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert in_time, f"the process did not end within {timeout_s:g} s"
+    return status
+
+
+def run_forked(function: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0) -> int:
+    """Run in a forked child until it ends; its exit status, or minus the signal."""
+    return end_of(_start(function, *arguments), timeout_s)
+
+
+@contextlib.contextmanager
+def forked(function: Callable[..., Any], *arguments: Any) -> Iterator[int]:
+    """The pid of a child that is killed at the end, if it still runs then."""
+    pid = _start(function, *arguments)
+    fd = os.pidfd_open(pid)
+    try:
+        yield pid
+    finally:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # the caller did it
+            signal.pidfd_send_signal(fd, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        os.close(fd)
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(1e-3)
+
+
+# --- faults --------------------------------------------------------------------------------------
+
+
+def kill_self() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def at_step(step: int, fault: Callable[[], None]) -> Iterator[Callable[[], int]]:
+    """Call ``fault`` once, at the given step (from 1) of this thread inside the replay package.
+
+    A step is the entry of a function, a line, or a return: the points at which Python handles
+    signals lie among them. Yields a function that says how many steps there were.
+    """
+    done = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal done
+        if not frame.f_code.co_filename.startswith(_PACKAGE):
+            return None
+        done += 1
+        if done == step:
+            fault()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield lambda: done
+    finally:
+        sys.settrace(before)
+
+
+def die_on_store(address: int) -> None:
+    """Have this process die (SIGSEGV) when it first stores to the page at the address."""
+    start = address // mmap.PAGESIZE * mmap.PAGESIZE
+    if _libc.mprotect(ctypes.c_void_p(start), ctypes.c_size_t(mmap.PAGESIZE), 1):
+        raise OSError(ctypes.get_errno(), "mprotect")
