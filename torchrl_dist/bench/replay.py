@@ -23,20 +23,23 @@ what a buffer costs.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import os
-import shutil
 import signal
-import sys
-import tempfile
-import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torchrl_dist.bench.command import (
+    TerminatedError,
+    above_zero,
+    counts,
+    folder_in,
+    names,
+    say,
+    terminable,
+)
 from torchrl_dist.bench.replay_cells import Cell, measure
 from torchrl_dist.bench.replay_peers import PEERS, SAMPLE_BATCH, versions
 from torchrl_dist.bench.workloads import KINDS
@@ -44,7 +47,6 @@ from torchrl_dist.errors import ConfigurationError, TorchRLDistError
 
 OPS = ("write", "sample", "sample+update", "mixed", "lock", "cursor")
 _OURS = ("ours-c", "ours-numpy", "ours-c-2t")  # ratios are to the first of them that was measured
-_REMOVAL_S = 5.0
 _MIXED_WRITERS, _MIXED_BATCH = 2, 64
 
 
@@ -52,32 +54,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Describe the command and its options."""
     parser.description = __doc__
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-
-    def names(known: Sequence[str]) -> Any:
-        def parse(text: str) -> list[str]:
-            chosen = [name for name in text.split(",") if name]
-            unknown = [name for name in chosen if name not in known]
-            if unknown or not chosen:
-                raise argparse.ArgumentTypeError(
-                    f"got {text!r}, expected some of {','.join(known)}"
-                )
-            return chosen
-
-        return parse
-
-    def counts(text: str) -> list[int]:
-        chosen = [int(number) for number in text.split(",")]
-        if min(chosen) < 1:
-            raise argparse.ArgumentTypeError(f"got {text!r}, expected numbers above 0")
-        return chosen
-
-    def above_zero(kind: type) -> Any:
-        def parse(text: str) -> Any:
-            if kind(text) <= 0:
-                raise argparse.ArgumentTypeError(f"got {text!r}, expected a number above 0")
-            return kind(text)
-
-        return parse
 
     for option, known in (("--peers", list(PEERS)), ("--kinds", list(KINDS)), ("--ops", OPS)):
         parser.add_argument(
@@ -149,11 +125,11 @@ def run(options: argparse.Namespace) -> int:
     table = Table()
     status = 0
     try:
-        with _terminable():
+        with terminable():
             status = _measure_all(options, peers, table)
     except KeyboardInterrupt:
         status = 128 + signal.SIGINT
-    except _TerminatedError:
+    except TerminatedError:
         status = 128 + signal.SIGTERM
     cells = table.cells("replay", _OURS, "floor")
     print_rates(cells, peers)
@@ -176,7 +152,7 @@ def _available(names: list[str]) -> list[str]:
         if reason is None:
             available.append(name)
         else:
-            _say(f"skipped {name}: {reason}")
+            say(f"skipped {name}: {reason}")
     if not available:
         raise ConfigurationError("none of the peers can be measured here")
     return available
@@ -222,7 +198,7 @@ def _measure_all(options: argparse.Namespace, peers: list[str], table: Any) -> i
                     continue
                 label = f"{cell.kind} {cell.op} b{cell.batch} x{cell.processes} {cell.peer}"
                 try:
-                    with _folder(options.scratch_dir) as folder:
+                    with folder_in(options.scratch_dir) as folder:
                         results = launcher.run(
                             measure,
                             cell,
@@ -233,74 +209,15 @@ def _measure_all(options: argparse.Namespace, peers: list[str], table: Any) -> i
                         )
                 except TorchRLDistError as error:
                     failed.add(cell)
-                    _say(f"round {round_ + 1}: {label}: failed: {error}")
+                    say(f"round {round_ + 1}: {label}: failed: {error}")
                     continue
                 for result in results:
                     table.add(cell.kind, cell.peer, result)
-                    _say(
+                    say(
                         f"round {round_ + 1}: {label}: {result.op} {result.rate:,.0f} "
                         f"{result.unit}, p50 {result.p50_ms:.3f} ms, p99 {result.p99_ms:.3f} ms"
                     )
     return 1 if failed else 0
-
-
-@contextlib.contextmanager
-def _folder(parent: Path) -> Iterator[Path]:
-    """A folder for one measurement, removed afterwards, also if Ctrl-C comes in this function."""
-    stops = {signal.SIGINT, signal.SIGTERM}
-    try:
-        signal.pthread_sigmask(signal.SIG_BLOCK, stops)
-        folder = Path(tempfile.mkdtemp(prefix="torchrl_dist-bench-", dir=parent))
-        try:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, stops)  # what came meanwhile raises here
-            yield folder
-        finally:
-            try:
-                signal.pthread_sigmask(signal.SIG_BLOCK, stops)
-            finally:
-                _remove(folder)
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, stops)
-
-
-def _remove(folder: Path) -> None:
-    """Remove it although processes that were killed a moment ago may still write to it."""
-    deadline = time.monotonic() + _REMOVAL_S
-    while folder.exists() and time.monotonic() < deadline:
-        shutil.rmtree(folder, ignore_errors=True)
-        time.sleep(0.01)
-
-
-class _TerminatedError(BaseException):
-    """SIGTERM arrived."""
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Let SIGTERM and SIGINT unwind the stack, so that processes and folders are cleared.
-
-    SIGINT does so by itself, but is ignored in what a shell script started with ``&``.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def terminate(*_: object) -> None:
-        raise _TerminatedError
-
-    before = {
-        signal.SIGTERM: signal.signal(signal.SIGTERM, terminate),
-        signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

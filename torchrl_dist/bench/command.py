@@ -1,0 +1,109 @@
+"""What the commands of all benchmarks share: options, folders that are cleared, an end in order."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+_REMOVAL_S = 5.0
+
+
+def names(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """Parse ``a,b`` where both are known."""
+
+    def parse(text: str) -> list[str]:
+        chosen = [name for name in text.split(",") if name]
+        unknown = [name for name in chosen if name not in known]
+        if unknown or not chosen:
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected some of {','.join(known)}")
+        return chosen
+
+    return parse
+
+
+def counts(text: str) -> list[int]:
+    """Parse ``1,2`` of numbers above 0."""
+    chosen = [int(number) for number in text.split(",")]
+    if min(chosen) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected numbers above 0")
+    return chosen
+
+
+def above_zero(kind: type) -> Callable[[str], Any]:
+    """Parse a number above 0."""
+
+    def parse(text: str) -> Any:
+        if kind(text) <= 0:
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected a number above 0")
+        return kind(text)
+
+    return parse
+
+
+@contextlib.contextmanager
+def folder_in(parent: Path) -> Iterator[Path]:
+    """A folder for one measurement, removed afterwards, also if Ctrl-C comes in this function."""
+    stops = {signal.SIGINT, signal.SIGTERM}
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, stops)
+        folder = Path(tempfile.mkdtemp(prefix="torchrl_dist-bench-", dir=parent))
+        try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, stops)  # what came meanwhile raises here
+            yield folder
+        finally:
+            try:
+                signal.pthread_sigmask(signal.SIG_BLOCK, stops)
+            finally:
+                _remove(folder)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, stops)
+
+
+def _remove(folder: Path) -> None:
+    """Remove it although processes that were killed a moment ago may still write to it."""
+    deadline = time.monotonic() + _REMOVAL_S
+    while folder.exists() and time.monotonic() < deadline:
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.01)
+
+
+class TerminatedError(BaseException):
+    """SIGTERM arrived."""
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """Let SIGTERM and SIGINT unwind the stack, so that processes and folders are cleared.
+
+    SIGINT does so by itself, but is ignored in what a shell script started with ``&``.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def terminate(*_: object) -> None:
+        raise TerminatedError
+
+    before = {
+        signal.SIGTERM: signal.signal(signal.SIGTERM, terminate),
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def say(text: str) -> None:
+    """Print to stderr."""
+    print(text, file=sys.stderr, flush=True)
