@@ -27,7 +27,6 @@ from torchrl_dist.replay import (
     SharedPrioritizedSampler,
     SharedRandomSampler,
 )
-from torchrl_dist.replay import cursor as cursor_module
 from torchrl_dist.replay.directory import Word
 
 _FORK = multiprocessing.get_context("fork")
@@ -354,14 +353,14 @@ def die_at(point: str, rb: TensorDictReplayBuffer) -> None:
     elif step == "update":
         during(rb.sampler, "_apply")
     elif step == "copy":
-        tensors = directory.tensors
+        arrays = directory.arrays
 
         class Half(list):
-            def __iter__(self) -> Iterator[torch.Tensor]:
-                yield tensors[0]
+            def __iter__(self) -> Iterator[np.ndarray]:
+                yield arrays[0]
                 die()
 
-        directory._tensors = Half(tensors)
+        directory._arrays = Half(arrays)
     else:
         directory.tree._kernel = None  # inside it, which only works in Python
         marks = directory.tree._sums
@@ -461,11 +460,16 @@ def test_an_exception_inside_a_critical_section_is_repaired_by_the_next(
     rb.extend(make_rows(range(80)))
     repairs = rb.storage.directory.counters["repairs"]
 
-    def interrupted(directory: Any) -> float:
-        raise KeyboardInterrupt
+    tree = rb.storage.directory.tree
+    set_range = tree.set_range
+
+    def interrupted(start: int, stop: int, values: float) -> None:
+        if values > 0:  # publishing
+            raise KeyboardInterrupt
+        set_range(start, stop, values)
 
     with monkeypatch.context() as patch:
-        patch.setattr(cursor_module, "default_leaf", interrupted)
+        patch.setattr(tree, "set_range", interrupted)
         with pytest.raises(KeyboardInterrupt):
             rb.extend(make_rows(range(90, 100)))
     assert len(rb.sample()) == 64

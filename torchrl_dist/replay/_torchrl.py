@@ -1,9 +1,14 @@
-"""The private names of TorchRL that the plug-ins rely on, in one place. Seen in torchrl 0.14.1."""
+"""The private names of TorchRL that the plug-ins rely on, in one place.
+
+Seen in torchrl 0.14.1 and tensordict 0.14.3.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+from tensordict import TensorDict
 from torchrl.data.replay_buffers.storages import Storage
 
 
@@ -31,3 +36,15 @@ def initialize(buffer: Any) -> None:
     """Build the parts of a buffer with ``delayed_init``, as each of its public methods does."""
     if not buffer.initialized:
         buffer._init()
+
+
+def nested_tensordict(nested: dict[str, Any], batch_size: torch.Size) -> TensorDict:
+    """``TensorDict(nested, batch_size)`` of tensors that are known to fit, without the checks.
+
+    The checks take seven times as long as all the rest.
+    """
+    source = {
+        key: nested_tensordict(value, batch_size) if isinstance(value, dict) else value
+        for key, value in nested.items()
+    }
+    return TensorDict._new_unsafe(source, batch_size=batch_size)

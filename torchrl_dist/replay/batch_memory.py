@@ -5,11 +5,11 @@ A new 7 MiB tensor per batch costs 1,800 page faults, more than the copy into it
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 
 import numpy as np
-import torch
 
 _SMALLEST_BYTES = 2**16  # below this the allocator recycles by itself
 _BLOCKS_PER_SIZE = 16
@@ -20,30 +20,30 @@ _UNUSED = 3
 
 
 class BatchMemory:
-    """Hands out tensors over blocks that nobody refers to any more. Thread-safe.
+    """Hands out arrays over blocks that nobody refers to any more. Thread-safe.
 
-    A tensor over a NumPy array keeps the array alive as long as the tensor, a view of it, or a
-    batch that holds either, so the array's reference count says exactly when the block is free.
+    An array, and a tensor made of it, keeps its block alive as long as itself, a view of it, or a
+    batch that holds either, so the block's reference count says exactly when it is free.
     """
 
     def __init__(self) -> None:
         self._blocks: dict[int, list[np.ndarray]] = {}
         self._lock = threading.Lock()
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialized tensor, like ``torch.empty``."""
-        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """An uninitialized array, like ``numpy.empty``."""
+        size = math.prod(shape) * dtype.itemsize
         if size < _SMALLEST_BYTES:
-            return torch.empty(shape, dtype=dtype, device="cpu")
+            return np.empty(shape, dtype)
         with self._lock:
             blocks = self._blocks.pop(size, [])
             self._blocks[size] = blocks  # the sizes used last come last
-            if len(self._blocks) > _SIZES:  # blocks in use live on in their tensors
+            if len(self._blocks) > _SIZES:  # blocks in use live on in their arrays
                 del self._blocks[next(iter(self._blocks))]
             for block in blocks:
                 if sys.getrefcount(block) == _UNUSED:
-                    return torch.from_numpy(block).view(dtype).reshape(shape)
+                    return block.view(dtype).reshape(shape)
             block = np.empty(size, dtype=np.uint8)
             if len(blocks) < _BLOCKS_PER_SIZE:
                 blocks.append(block)
-            return torch.from_numpy(block).view(dtype).reshape(shape)
+            return block.view(dtype).reshape(shape)

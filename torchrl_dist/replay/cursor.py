@@ -15,8 +15,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,9 +37,11 @@ from torchrl_dist.replay.priorities import default_leaf, leaves_of, track_maximu
 
 _RETRY_S = 1e-3
 
+Ranges = Sequence[tuple[int, int]]
+"""Slot ranges ``(start, stop)``."""
 
-@dataclass(frozen=True)
-class Reservation:
+
+class Reservation(NamedTuple):
     """Slots that this process may write until it publishes or abandons them."""
 
     row: int
@@ -47,6 +49,11 @@ class Reservation:
     count: int
     ranges: tuple[tuple[int, int], ...]
     """Slot ranges ``(start, stop)`` in the order of the tickets: one, or two at the wrap."""
+
+    def slots(self) -> np.ndarray:
+        """int64 [count], in the order of the tickets."""
+        runs = [np.arange(start, stop) for start, stop in self.ranges]
+        return runs[0] if len(runs) == 1 else np.concatenate(runs)
 
 
 class SharedCursor:
@@ -88,26 +95,33 @@ class SharedCursor:
 
     def _try_reserve(self, count: int) -> Reservation | None:
         directory = self._directory
-        words, claims = directory.words, directory.claims
-        live = [(first, rows) for _, first, rows in self._live_claims()]
-        ticket = first_free_ticket(int(words[Word.CURSOR]), count, live, directory.capacity)
-        row = self._free_row()
-        if ticket is None or row is None:
+        words, capacity = directory.words, directory.capacity
+        ticket, row = words[Word.CURSOR], self._free_row()
+        if self._live_claims(slot_ranges(ticket, count, capacity)):
+            free = first_free_ticket(ticket, count, self._live_claims(), capacity)
+            if free is None:
+                return None
+            ticket = free
+        if row is None:
             return None
-        reservation = Reservation(
-            row, ticket, count, tuple(slot_ranges(ticket, count, directory.capacity))
-        )
+        reservation = Reservation(row, ticket, count, tuple(slot_ranges(ticket, count, capacity)))
         directory.begin()
         words[Word.CURSOR] = ticket + count
-        claims[row, CLAIM_FIRST] = ticket
-        claims[row, CLAIM_MEMBER] = directory.member
-        claims[row, CLAIM_STATE] = CLAIM_WRITING
-        directory.held.setdefault(threading.get_ident(), []).append(reservation)
-        claims[row, CLAIM_COUNT] = count  # last: the claim holds from here on
-        for start, stop in reservation.ranges:
-            _unpublish(directory, start, stop)
+        self._claim(reservation)
         directory.commit()
         return reservation
+
+    def _claim(self, reservation: Reservation) -> None:
+        """Make the slots this process's own. Called under the lock, after ``begin``."""
+        directory = self._directory
+        claim = directory.claims[reservation.row]
+        claim[CLAIM_FIRST] = reservation.first_ticket
+        claim[CLAIM_MEMBER] = directory.member
+        claim[CLAIM_STATE] = CLAIM_WRITING
+        directory.held.setdefault(threading.get_ident(), []).append(reservation)
+        claim[CLAIM_COUNT] = reservation.count  # last: the claim holds from here on
+        for start, stop in reservation.ranges:
+            _unpublish(directory, start, stop)
 
     def publish(self, reservation: Reservation, priority: np.ndarray | None = None) -> np.ndarray:
         """Make the written rows visible to every process, all or (for a lost claim) none.
@@ -122,8 +136,8 @@ class SharedCursor:
             reservation, which drops these rows too.
         """
         directory = self._directory
-        words = directory.words
-        generations = np.empty(reservation.count, dtype=np.int64)
+        words, tree = directory.words, directory.tree
+        published = []
         with directory.lock():
             if not self._owns(reservation):
                 raise RuntimeError(
@@ -132,36 +146,34 @@ class SharedCursor:
                     "taken over: this process's locks on the directory were dropped. Does some "
                     "code open and close the file 'lock' in it?"
                 )
-            if directory.claims[reservation.row, CLAIM_STATE] == CLAIM_DISCARDED:
-                directory.claims[reservation.row, CLAIM_COUNT] = 0
+            claim = directory.claims[reservation.row]
+            if claim[CLAIM_STATE] == CLAIM_DISCARDED:
+                claim[CLAIM_COUNT] = 0
                 self._forget(reservation)
                 return np.full(reservation.count, -1, dtype=np.int64)
-            leaves = None if priority is None else leaves_of(directory, priority)
+            leaf: float | np.ndarray
+            leaf = default_leaf(directory) if priority is None else leaves_of(directory, priority)
             directory.begin()
             words[Word.NEXT_WRITE_COUNT] = words[Word.WRITE_COUNT] + reservation.count
-            directory.claims[reservation.row, CLAIM_STATE] = CLAIM_PUBLISHING
+            claim[CLAIM_STATE] = CLAIM_PUBLISHING
             done = 0
             for start, stop in reservation.ranges:
-                rows = stop - start
                 versions = directory.versions[start:stop]
                 versions += 1
-                generations[done : done + rows] = versions
-                if leaves is None:
-                    directory.tree.set_range(start, stop, default_leaf(directory))
+                published.append(versions >> 1)
+                if isinstance(leaf, np.ndarray):
+                    tree.set_range(start, stop, leaf[done : done + stop - start])
                 else:
-                    directory.tree.set_range(start, stop, leaves[done : done + rows])
-                done += rows
+                    tree.set_range(start, stop, leaf)
+                done += stop - start
             if priority is not None:
-                first = reservation.first_ticket
-                slots = np.arange(first, first + reservation.count) % directory.capacity
-                track_maximum(directory, slots, priority)
+                track_maximum(directory, reservation.slots(), priority)
             words[Word.LENGTH] += reservation.count
             words[Word.WRITE_COUNT] = words[Word.NEXT_WRITE_COUNT]
-            directory.claims[reservation.row, CLAIM_COUNT] = 0
+            claim[CLAIM_COUNT] = 0
             directory.commit()
         self._forget(reservation)
-        generations //= 2
-        return generations
+        return published[0] if len(published) == 1 else np.concatenate(published)
 
     def abandon(self, reservation: Reservation) -> None:
         """Give the slots back unwritten: they stay unpublished until the ring comes round."""
@@ -175,7 +187,8 @@ class SharedCursor:
 
         Called before a write begins, when the thread holds no reservation unless one was lost.
         """
-        for reservation in list(self._directory.held.get(threading.get_ident(), ())):
+        held = self._directory.held.get(threading.get_ident())
+        for reservation in list(held or ()):
             self.abandon(reservation)
 
     def _forget(self, reservation: Reservation) -> None:
@@ -222,25 +235,16 @@ class SharedCursor:
 
     def _try_claim_run(self, start: int, count: int) -> Reservation | None:
         directory = self._directory
-        claims = directory.claims
-        for _, first, rows in self._live_claims():
-            ranges = slot_ranges(first, rows, directory.capacity)
-            if any(low < start + count and start < high for low, high in ranges):
-                return None
+        ranges = ((start, start + count),)
         row = self._free_row()
-        if row is None:
+        if row is None or self._live_claims(ranges):
             return None
         directory.begin()
         if start + count > directory.high:  # written in place before the ring came there
             words = directory.words
             words[Word.BASE] = words[Word.CURSOR] - (start + count)
-        reservation = Reservation(row, start, count, ((start, start + count),))
-        claims[row, CLAIM_FIRST] = start
-        claims[row, CLAIM_MEMBER] = directory.member
-        claims[row, CLAIM_STATE] = CLAIM_WRITING
-        directory.held.setdefault(threading.get_ident(), []).append(reservation)
-        claims[row, CLAIM_COUNT] = count
-        _unpublish(directory, start, start + count)
+        reservation = Reservation(row, start, count, ranges)
+        self._claim(reservation)
         directory.commit()
         return reservation
 
@@ -265,42 +269,53 @@ class SharedCursor:
                 )
             time.sleep(_RETRY_S)
 
-    def _live_claims(self) -> list[tuple[int, int, int]]:
-        """``(row, first ticket, count)`` of each; those of dead members end here, since their
-        slots are unpublished, and free without a claim. Called under the lock."""
+    def _live_claims(self, ranges: Ranges | None = None) -> list[tuple[int, int]]:
+        """``(first ticket, count)`` of the claims that share a slot with ``ranges``, or of all.
+
+        Those of dead members end here, since their slots are unpublished, and free without a
+        claim. Called under the lock.
+        """
         directory = self._directory
+        claims = directory.claims[: directory.words[Word.CLAIM_ROWS]]
         live = []
-        for row, (count, first, member, _) in enumerate(
-            directory.claims[: directory.words[Word.CLAIM_ROWS]].tolist()
-        ):
-            if not count:
+        for row, (count, first, member, _) in enumerate(claims.tolist()):
+            if not count or (
+                ranges is not None
+                and not _share_a_slot(slot_ranges(first, count, directory.capacity), ranges)
+            ):
                 continue
             if directory.is_alive(member):
-                live.append((row, first, count))
+                live.append((first, count))
             else:
-                directory.claims[row, CLAIM_COUNT] = 0
+                claims[row, CLAIM_COUNT] = 0
                 directory.count(Word.TAKEN_OVER_CLAIMS)
         return live
 
     def _free_row(self) -> int | None:
         """A row of the claim table that nobody uses. Called under the lock."""
         claims, words = self._directory.claims, self._directory.words
-        used = int(words[Word.CLAIM_ROWS])
-        for row in range(used):
-            if not claims[row, CLAIM_COUNT]:
+        used = words[Word.CLAIM_ROWS]
+        for row, count in enumerate(claims[:used, CLAIM_COUNT].tolist()):
+            if not count:
                 return row
-        if used == len(claims):
-            return None
-        words[Word.CLAIM_ROWS] = used + 1
-        return used
+        if used < len(claims):
+            words[Word.CLAIM_ROWS] = used + 1
+            return used
+        self._live_claims()  # ends those of dead members
+        free = np.flatnonzero(claims[:, CLAIM_COUNT] == 0)
+        return int(free[0]) if free.size else None
 
     def _owns(self, reservation: Reservation) -> bool:
-        claim = self._directory.claims[reservation.row]
-        return (
-            claim[CLAIM_COUNT] == reservation.count
-            and claim[CLAIM_FIRST] == reservation.first_ticket
-            and claim[CLAIM_MEMBER] == self._directory.member
+        count, first, member, _ = self._directory.claims[reservation.row].tolist()
+        return (count, first, member) == (
+            reservation.count,
+            reservation.first_ticket,
+            self._directory.member,
         )
+
+
+def _share_a_slot(ranges: Ranges, others: Ranges) -> bool:
+    return any(low < stop and start < high for start, stop in ranges for low, high in others)
 
 
 def empty(directory: ReplayDirectory, *, reset_write_count: bool = True) -> None:
@@ -318,7 +333,7 @@ def empty_locked(directory: ReplayDirectory) -> None:
     words, claims = directory.words, directory.claims
     claims[claims[:, CLAIM_COUNT] > 0, CLAIM_STATE] = CLAIM_DISCARDED
     _unpublish(directory, 0, directory.capacity)
-    lap = -int(words[Word.CURSOR]) % directory.capacity
+    lap = -words[Word.CURSOR] % directory.capacity
     words[Word.CURSOR] += lap  # the next row goes to slot 0
     words[Word.BASE] = words[Word.CURSOR]
     directory.set_float(Word.MAX_PRIORITY, float("nan"))
@@ -328,8 +343,9 @@ def empty_locked(directory: ReplayDirectory) -> None:
 def _unpublish(directory: ReplayDirectory, start: int, stop: int) -> None:
     """Take the slots ``start`` to ``stop`` out of the buffer. Called under the lock."""
     versions = directory.versions[start:stop]
-    published = (versions & 1 == 0) & (versions > 0)
-    directory.words[Word.LENGTH] -= np.count_nonzero(published)
+    # published: even and not 0
+    published = np.count_nonzero(versions) - np.count_nonzero(versions & 1)
+    directory.words[Word.LENGTH] -= published
     versions |= 1
     directory.tree.set_range(start, stop, 0.0)
     if start <= directory.words[Word.MAX_SLOT] < stop:

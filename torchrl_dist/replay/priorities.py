@@ -58,7 +58,7 @@ def track_maximum(directory: ReplayDirectory, slots: np.ndarray, raw: np.ndarray
     Called under the lock, after the leaves were stored.
     """
     best = int(raw.argmax())
-    current, where = directory.get_float(Word.MAX_PRIORITY), int(directory.words[Word.MAX_SLOT])
+    current, where = directory.get_float(Word.MAX_PRIORITY), directory.words[Word.MAX_SLOT]
     if not current >= raw[best]:
         directory.set_float(Word.MAX_PRIORITY, float(raw[best]))
         directory.words[Word.MAX_SLOT] = slots[best]

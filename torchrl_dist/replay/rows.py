@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor, is_tensor_collection
 
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.replay.directory import LeafSpec, RowSpec
+from torchrl_dist.replay import _torchrl
+from torchrl_dist.replay.directory import LeafSpec, RowSpec, array_of
 
 SAMPLING_KEYS = frozenset({("index",), ("index_generation",), ("priority_weight",)})
 """What a buffer adds to a sample. They describe the draw, not the row, and are not stored."""
@@ -61,8 +63,8 @@ def spec_of(data: TensorDictBase) -> RowSpec:
     )
 
 
-def matching_leaves(data: TensorDictBase, spec: RowSpec) -> list[torch.Tensor]:
-    """The tensors of a batch in the order of the spec, on the CPU.
+def matching_leaves(data: TensorDictBase, spec: RowSpec) -> list[np.ndarray]:
+    """The leaves of a batch in the order of the spec, as :func:`array_of` gives them.
 
     Raises:
         ConfigurationError: naming every key that is missing, unknown, or of another shape or
@@ -82,7 +84,8 @@ def matching_leaves(data: TensorDictBase, spec: RowSpec) -> list[torch.Tensor]:
                 f"{_name(leaf.key)!r} is {value.dtype} {list(value.shape[1:])} per row, stored "
                 f"as {leaf.dtype} {list(leaf.shape)}"
             )
-        ordered.append(value)
+        else:
+            ordered.append(array_of(value))
     if len(found) > len(spec.leaves) - sum(p.startswith("missing") for p in problems):
         known = {leaf.key for leaf in spec.leaves}
         problems += [f"unknown {_name(path)!r}" for path in found if path not in known]
@@ -93,6 +96,14 @@ def matching_leaves(data: TensorDictBase, spec: RowSpec) -> list[torch.Tensor]:
     return ordered
 
 
+def tensors(leaves: list[np.ndarray], spec: RowSpec) -> list[torch.Tensor]:
+    """The inverse of :func:`array_of` for the leaves of a batch; no copy."""
+    return [
+        value if value.dtype == leaf.dtype else value.view(leaf.dtype)
+        for value, leaf in zip(map(torch.from_numpy, leaves), spec.leaves, strict=True)
+    ]
+
+
 def build(leaves: list[torch.Tensor], spec: RowSpec, batch: tuple[int, ...]) -> TensorDict:
     """A TensorDict of the leaves, with batch size ``(*batch, *spec.batch_dims)``."""
     nested: dict[str, Any] = {}
@@ -101,4 +112,4 @@ def build(leaves: list[torch.Tensor], spec: RowSpec, batch: tuple[int, ...]) -> 
         for part in leaf.key[:-1]:
             folder = folder.setdefault(part, {})
         folder[leaf.key[-1]] = value
-    return TensorDict(nested, batch_size=[*batch, *spec.batch_dims])
+    return _torchrl.nested_tensordict(nested, torch.Size((*batch, *spec.batch_dims)))

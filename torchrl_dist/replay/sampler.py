@@ -17,7 +17,7 @@ from torchrl.data.replay_buffers.samplers import PrioritizedSampler, RandomSampl
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.replay import _torchrl
+from torchrl_dist.replay import _torchrl, rows
 from torchrl_dist.replay.directory import ReplayDirectory, Word
 from torchrl_dist.replay.priorities import check_priorities, leaves_of, track_maximum
 from torchrl_dist.replay.storage import SharedMemmapStorage
@@ -213,8 +213,11 @@ class SharedRandomSampler(_SharedSampler, RandomSampler):
             versions[todo] = now[slots[todo]]
             return slots, versions, np.ones(count)
 
-        index, generation, leaf, tensors = storage.read_drawn(draw, count)
-        return Drawn(index, generation, leaf, tensors, 1.0, float(mass))
+        slots, generation, leaf, leaves = storage.read_drawn(draw, count)
+        tensors = rows.tensors(leaves, directory.rows)
+        return Drawn(
+            torch.from_numpy(slots), torch.from_numpy(generation), leaf, tensors, 1.0, float(mass)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -356,7 +359,7 @@ class SharedPrioritizedSampler(_SharedSampler, PrioritizedSampler):
         directory = self._directory
         if directory is None:
             return None, None
-        raw, slot = directory.get_float(Word.MAX_PRIORITY), int(directory.words[Word.MAX_SLOT])
+        raw, slot = directory.get_float(Word.MAX_PRIORITY), directory.words[Word.MAX_SLOT]
         return (None if raw != raw else raw), (None if slot < 0 else slot)
 
     @property
@@ -405,8 +408,11 @@ class SharedPrioritizedSampler(_SharedSampler, PrioritizedSampler):
             with directory.lock():
                 return draw_locked(count)
 
-        index, generation, leaf, tensors = storage.read_drawn(draw, count)
-        return Drawn(index, generation, leaf, tensors, smallest, mass)
+        slots, generation, leaf, leaves = storage.read_drawn(draw, count)
+        tensors = rows.tensors(leaves, directory.rows)
+        return Drawn(
+            torch.from_numpy(slots), torch.from_numpy(generation), leaf, tensors, smallest, mass
+        )
 
     # --- priorities --------------------------------------------------------------------------
 

@@ -108,11 +108,11 @@ class SharedCursorWriter(Writer):
 
     @property
     def _write_count(self) -> int:
-        return int(self._storage.directory.words[Word.WRITE_COUNT])
+        return self._storage.directory.words[Word.WRITE_COUNT]
 
     @property
     def _cursor(self) -> int:
-        return int(self._storage.directory.words[Word.CURSOR]) % self._storage.max_size
+        return self._storage.directory.words[Word.CURSOR] % self._storage.max_size
 
     def _empty(self, empty_write_count: bool = True) -> None:
         self._storage.empty(reset_write_count=empty_write_count)
