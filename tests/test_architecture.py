@@ -19,16 +19,17 @@ LAYERS = {
     "checkpoint": 2,
     "replay": 3,
     "collect": 3,
+    "learn": 3,
     "recipes": 4,
     "bench": 5,
     "cli": 6,
     "__main__": 7,
 }
 PUBLIC_NAMES = """
-    CheckpointError CollectReport ConfigurationError DeadlineError DirectoryError FirstReady Peer
-    PeerLostError Preempt Quorum RPCBatchedCollector Remote RemoteError Session SharedCursorWriter
-    SharedMemmapStorage SharedPrioritizedSampler SharedRandomSampler SharedReplayBuffer
-    TorchRLDistError WaitAll World anneal_beta local_cluster session __version__
+    CheckpointError CollectReport ConfigurationError DeadlineError DirectoryError DistributedLoss
+    DriftError FirstReady Peer PeerLostError Preempt Quorum RPCBatchedCollector Remote RemoteError
+    Session SharedCursorWriter SharedMemmapStorage SharedPrioritizedSampler SharedRandomSampler
+    SharedReplayBuffer TorchRLDistError WaitAll World anneal_beta local_cluster session __version__
 """.split()
 MODULES = [
     path for path in sorted(ROOT.rglob("*.py")) if path != ROOT / "__init__.py"

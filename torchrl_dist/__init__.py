@@ -18,6 +18,7 @@ _HOMES = {
     "Quorum": "collect",
     "RPCBatchedCollector": "collect",
     "WaitAll": "collect",
+    "DistributedLoss": "learn",
     "SharedCursorWriter": "replay",
     "SharedMemmapStorage": "replay",
     "SharedPrioritizedSampler": "replay",
@@ -34,6 +35,7 @@ _HOMES = {
     "ConfigurationError": "errors",
     "DeadlineError": "errors",
     "DirectoryError": "errors",
+    "DriftError": "errors",
     "PeerLostError": "errors",
     "RemoteError": "errors",
     "TorchRLDistError": "errors",
@@ -55,10 +57,12 @@ if TYPE_CHECKING:  # the same names, for type checkers
         ConfigurationError,
         DeadlineError,
         DirectoryError,
+        DriftError,
         PeerLostError,
         RemoteError,
         TorchRLDistError,
     )
+    from torchrl_dist.learn import DistributedLoss
     from torchrl_dist.replay import (
         SharedCursorWriter,
         SharedMemmapStorage,

@@ -7,6 +7,7 @@
     +-- RemoteError                       another process raised; carries its traceback
     +-- DirectoryError                    a replay directory cannot be used as asked
     +-- CheckpointError                   a checkpoint is missing, damaged or of another kind
+    +-- DriftError                        tensors that must be equal on all ranks are not
 
 Each class also derives from the built-in error that a caller would catch without knowing us.
 """
@@ -65,3 +66,15 @@ class DirectoryError(TorchRLDistError):
 
 class CheckpointError(TorchRLDistError):
     """A checkpoint is missing, damaged, or was not written by this package."""
+
+
+class DriftError(TorchRLDistError):
+    """Tensors that must be equal on all ranks are not.
+
+    Attributes:
+        names: of the tensors.
+    """
+
+    def __init__(self, message: str, *, names: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.names = names

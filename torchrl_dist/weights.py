@@ -108,7 +108,9 @@ def pack(source: nn.Module | TensorDictBase | Mapping[str, Any], version: int = 
         entry = Entry(name, tensor.dtype, tuple(tensor.shape), offset)
         entries.append(entry)
         offset += -(-entry.size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-    data = torch.empty(offset, dtype=torch.uint8)  # zeroing it would double the page faults
+    data = torch.empty(
+        offset, dtype=torch.uint8, device="cpu"
+    )  # zeroing it would double the page faults
     packed = PackedWeights(version, tuple(entries), data)
     with torch.no_grad():
         for name, view in packed.tensors().items():

@@ -1,0 +1,21 @@
+"""Two ranks that learn together: this process and a child."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.learn.ranks import LearningRanks
+
+
+@pytest.fixture
+def two_ranks(fork_server) -> Iterator[LearningRanks]:
+    with LearningRanks.start(2, fork_server) as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def three_ranks(fork_server) -> Iterator[LearningRanks]:
+    with LearningRanks.start(3, fork_server) as ranks:
+        yield ranks

@@ -1,0 +1,33 @@
+"""Runs a function in all ranks of a local cluster at once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torchrl_dist import Session, local_cluster
+
+RESULT_S = 60.0
+
+
+class LearningRanks:
+    """This process is rank 0; the others are children."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+    @classmethod
+    @contextlib.contextmanager
+    def start(cls, count: int, fork_server: Any) -> Iterator[LearningRanks]:
+        roles = {"learner": count}
+        with local_cluster(
+            roles, timeout_s=30, process_group="gloo", fork_server=fork_server
+        ) as session:
+            yield cls(session)
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """``function(*args)`` of each rank, in rank order."""
+        others = [self.session.submit(p, function, *args) for p in self.session.peers[1:]]
+        mine = function(*args)
+        return [mine, *[other.result(RESULT_S) for other in others]]

@@ -1,0 +1,254 @@
+"""A rank that raises, dies or is paused: the others are told who and why, and the job ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.learn.losses import make_batch, make_loss
+from tests.learn.ranks import LearningRanks
+from tests.spawn import run_job
+from torchrl_dist import DistributedLoss, session
+from torchrl_dist.learn import Ranks
+
+HOST = socket.gethostname()
+
+
+def learn(updates: int, timeout_s: float, at: Callable[[int], None]) -> None:
+    """``at(update)`` is called before each one."""
+    with DistributedLoss(make_loss("dqn"), timeout_s=timeout_s) as loss:
+        for update in range(updates):
+            at(update)
+            loss(make_batch("dqn", 4))["loss"].backward()
+
+
+def told(function: Callable[[], None]) -> tuple[str, str, float]:
+    """The error's name and text, and after how many seconds it came."""
+    start = time.monotonic()
+    try:
+        function()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "", "", time.monotonic() - start
+
+
+# ---- in a local cluster
+
+
+def one_rank_raises() -> tuple[str, str, float]:
+    def at(update: int) -> None:
+        if update == 3 and dist.get_rank() == 1:
+            raise ZeroDivisionError("in the third update")
+
+    return told(lambda: learn(5, 30, at))
+
+
+def test_an_exception_reaches_the_waiting_ranks_with_traceback_rank_and_host(three_ranks) -> None:
+    first, failed, last = three_ranks.run(one_rank_raises)
+    assert failed[0] == "ZeroDivisionError"
+    for kind, text, seconds in (first, last):
+        assert kind == "RemoteError" and seconds < 15
+        assert f"--- raised in rank 1 on {HOST} ---" in text
+        assert "in the third update" in text and "test_failures.py" in text
+
+
+def one_rank_is_late() -> tuple[str, str, float]:
+    """Rank 2 is paused from outside; the others give up after 4 s."""
+
+    def at(update: int) -> None:
+        if update == 2 and dist.get_rank() == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    return told(lambda: learn(5, 4, at))
+
+
+def test_a_paused_learner_pauses_the_others_and_is_named_after_the_deadline(
+    three_ranks: LearningRanks,
+) -> None:
+    session = three_ranks.session
+    paused = session.peers[2]
+    futures = [session.submit(peer, one_rank_is_late) for peer in session.peers[1:]]
+    kind, text, seconds = one_rank_is_late()
+    pid = session.pid_of(paused)
+    assert kind == "DeadlineError" and seconds > 3.5
+    assert text.startswith(f"rank 2 (pid {pid} on {HOST}), stopped did not come to the averaging")
+    kind, text, _ = futures[0].result(20)
+    assert kind == "DeadlineError" and text.startswith(f"rank 2 (pid {pid} on")
+    os.kill(pid, signal.SIGCONT)
+    kind, text, _ = futures[1].result(20)
+    assert kind in ("PeerLostError", "DeadlineError", "RemoteError"), text
+
+
+def pause_for_a_while() -> tuple[str, str, float]:
+    def at(update: int) -> None:
+        if update == 2 and dist.get_rank() == 1:
+            time.sleep(2.5)
+
+    return told(lambda: learn(4, 20, at))
+
+
+def test_a_pause_within_the_deadline_is_waited_for(two_ranks: LearningRanks) -> None:
+    for kind, text, seconds in two_ranks.run(pause_for_a_while):
+        assert (kind, text) == ("", "") and seconds > 2
+
+
+def one_rank_dies() -> tuple[str, str, float]:
+    def at(update: int) -> None:
+        if update == 2 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return told(lambda: learn(5, 30, at))
+
+
+def test_a_killed_rank_is_named_at_once(three_ranks: LearningRanks) -> None:
+    session = three_ranks.session
+    others = [session.submit(peer, one_rank_dies) for peer in session.peers[1:]]
+    found = [one_rank_dies(), others[1].result(20)]
+    for kind, text, seconds in found:
+        assert kind == "PeerLostError" and seconds < 15
+        assert f"rank 1 (pid {session.pid_of(session.peers[1])} on {HOST}) died" in text
+
+
+def alone_at_the_meeting() -> tuple[str, str, float]:
+    if dist.get_rank() == 1:
+        return told(lambda: None)
+    return told(lambda: Ranks(timeout_s=1.5))
+
+
+def test_whoever_does_not_come_to_the_meeting_is_named(two_ranks: LearningRanks) -> None:
+    (kind, text, seconds), _ = two_ranks.run(alone_at_the_meeting)
+    assert kind == "DeadlineError" and seconds < 10
+    assert "rank 1" in text and "did not come to the meeting of the ranks within 1.5 s" in text
+
+
+def saving_fails() -> tuple[str, str, float]:
+    def save() -> None:
+        raise OSError("disk full")
+
+    return told(lambda: Ranks(timeout_s=20).on_first(save))
+
+
+def test_a_checkpoint_that_cannot_be_written_is_everybodys_error(two_ranks: LearningRanks) -> None:
+    first, second = two_ranks.run(saving_fails)
+    assert first[0] == "OSError"
+    assert second[0] == "RemoteError" and "disk full" in second[1] and "rank 0" in second[1]
+
+
+# ---- under torchrun, and in what looks like SLURM's tasks
+
+
+def a_rank_raises() -> None:
+    with session({"learner": -1}, timeout_s=30, process_group="gloo") as me:
+
+        def at(update: int) -> None:
+            if update == 2 and me.me.index == 2:
+                raise KeyError("missing in the second update")
+
+        learn(1000, 30, at)
+
+
+def test_under_torchrun_an_exception_in_one_rank_ends_the_job() -> None:
+    job = run_job(a_rank_raises, nproc=3)
+    assert job.returncode != 0 and job.seconds < 45
+    assert "missing in the second update" in job.log(2)
+    assert "learn(1000, 30, at)" in job.log(2), "its traceback"
+    root = job.agent[job.agent.index("Root Cause") :]  # torchrun's summary
+    assert "rank      : 2 (local_rank: 2)" in root and "host" in root
+
+
+def learn_until_stopped(folder: str) -> None:
+    """Every rank runs as many updates as the others, whenever the signal reaches it."""
+    with (
+        session({"learner": -1}, timeout_s=30, process_group="gloo") as me,
+        DistributedLoss(make_loss("dqn"), timeout_s=20) as loss,
+    ):
+        optimizer = torch.optim.SGD(loss.parameters(), lr=1e-3)
+        updates = 0
+        while not loss.ranks.any(me.stop_requested):
+            optimizer.zero_grad()
+            loss(make_batch("dqn", 4, seed=updates))["loss"].backward()
+            optimizer.step()
+            updates += 1
+            if updates == 5:
+                Path(folder, f"ready{me.me.index}").touch()
+        loss.check_drift()
+        loss.ranks.on_first(Path(folder, "checkpoint").write_text, str(updates))
+        Path(folder, f"stopped{me.me.index}").write_text(str(updates))
+
+
+@pytest.mark.parametrize("whom", ["torchrun", "one rank"])
+def test_ctrl_c_stops_all_ranks_after_the_same_update(tmp_path: Path, whom: str) -> None:
+    def interrupt(agent: subprocess.Popen) -> None:
+        import psutil
+
+        def when_ready() -> None:
+            while len(list(tmp_path.glob("ready*"))) < 2 and agent.poll() is None:
+                time.sleep(0.05)
+            if whom == "torchrun":
+                agent.send_signal(signal.SIGINT)
+                return
+            ranks = psutil.Process(agent.pid).children()
+            ranks[-1].send_signal(signal.SIGINT)
+
+        threading.Thread(target=when_ready, daemon=True).start()
+
+    job = run_job(learn_until_stopped, {"folder": str(tmp_path)}, nproc=2, on_start=interrupt)
+    stopped = [(tmp_path / f"stopped{index}").read_text() for index in range(2)]
+    assert stopped[0] == stopped[1] == (tmp_path / "checkpoint").read_text(), job
+    assert int(stopped[0]) >= 5 and job.seconds < 45
+
+
+SLURM_TASK = """
+import os
+import torch.distributed as dist
+from tests.learn.losses import make_batch, make_loss
+from torchrl_dist import DistributedLoss, session
+
+with session({"learner": -1}, timeout_s=30, process_group="gloo") as me:
+    assert me.world.launcher == "slurm", me.world
+    with DistributedLoss(make_loss("dqn", seed=me.me.index), timeout_s=20) as loss:
+        loss(make_batch("dqn", 4, seed=me.me.index))["loss"].backward()
+        gradient = sum(p.grad.double().sum().item() for p in loss.parameters())
+        print(loss.check_drift(), gradient, loss.ranks.size, flush=True)
+"""
+
+
+def test_slurm_tasks_learn_together() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    job = {
+        "SLURM_NTASKS": "2",
+        "SLURM_NODEID": "0",
+        "SLURM_JOB_ID": "78",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SLURM_TASK],
+            env={**os.environ, **job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    output = [task.communicate(timeout=90) for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], output
+    assert output[0][0] == output[1][0] and output[0][0].split()[2] == "2"

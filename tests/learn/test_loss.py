@@ -1,0 +1,330 @@
+"""A distributed loss stays a TorchRL loss; what cannot work is refused before it hangs."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import nn
+from torch.distributions import Categorical
+from torchrl.data import TensorDictReplayBuffer
+from torchrl.modules import QValueActor
+from torchrl.objectives import DQNLoss, HardUpdate, LossModule, SoftUpdate, ValueEstimators
+
+from tests.learn.losses import (
+    ACTIONS,
+    OBSERVATION,
+    gradients,
+    make_batch,
+    make_loss,
+    mlp,
+    total,
+)
+from tests.learn.ranks import LearningRanks
+from torchrl_dist import (
+    ConfigurationError,
+    DistributedLoss,
+    SharedCursorWriter,
+    SharedMemmapStorage,
+    SharedPrioritizedSampler,
+    local_cluster,
+)
+from torchrl_dist.learn import Ranks
+from torchrl_dist.learn.loss import _compare_devices, _compare_tensors
+
+# ---- alone
+
+
+def test_alone_nothing_changes() -> None:
+    alone, plain = DistributedLoss(make_loss("sac")), make_loss("sac")
+    for loss in (alone, plain):
+        total(loss(make_batch("sac", 6))).backward()
+    assert all(torch.equal(g, gradients(plain)[n]) for n, g in gradients(alone).items())
+    assert alone.ranks.size == 1 and alone.ranks.is_first
+    assert alone.ranks.any(True) and not alone.ranks.any(False)
+    assert alone.ranks.sums({"frames": 3}) == {"sum_over_ranks/frames": 3}
+    assert len(alone.check_drift()) == 16
+    with alone.no_sync():
+        alone.set_rows(3)
+    assert alone.ranks.on_first(lambda x: x + 1, 1) == 2
+
+
+def test_it_is_the_loss_it_was() -> None:
+    plain = make_loss("td3")
+    loss = DistributedLoss(plain)
+    assert loss is plain
+    assert isinstance(loss, DistributedLoss) and type(loss).__mro__[2].__name__ == "TD3Loss"
+    assert loss.state_dict().keys() == make_loss("td3").state_dict().keys()
+    assert SoftUpdate(loss, tau=0.5).step() is None
+    for updater in (SoftUpdate(loss, tau=0.1), HardUpdate(loss, value_network_update_interval=1)):
+        loss.qvalue_network_params.data.add_(1.0)
+        updater.step()
+        assert loss.target_qvalue_network_params.shape == loss.qvalue_network_params.shape
+    loss.set_keys(priority="importance")
+    loss.make_value_estimator(ValueEstimators.TD0, gamma=0.5)
+    assert loss.value_estimator.gamma == 0.5
+    batch = make_batch("td3", 4)
+    assert "importance" not in batch.keys()
+    loss(batch)
+    assert batch["importance"].shape[0] == 4
+
+
+def test_attributes_of_the_loss_can_still_be_scheduled() -> None:
+    loss = DistributedLoss(make_loss("ppo"))
+    loss.entropy_coeff = 0.5
+    assert loss._buffers["entropy_coeff"] == 0.5
+    loss.loss_mask_key = None
+    assert loss.loss_mask_key is None
+
+
+def test_states_pass_between_distributed_and_plain_losses() -> None:
+    loss, plain = DistributedLoss(make_loss("sac", seed=1)), make_loss("sac", seed=2)
+    plain.load_state_dict(loss.state_dict())
+    assert all(
+        torch.equal(a, b) for a, b in zip(loss.parameters(), plain.parameters(), strict=True)
+    )
+    again = DistributedLoss(make_loss("sac", seed=3))
+    again.load_state_dict(plain.state_dict())
+    assert again.check_drift() == loss.check_drift()
+
+
+def test_copies_are_refused() -> None:
+    loss = DistributedLoss(make_loss("dqn"))
+    for attempt in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(ConfigurationError, match="state_dict"):
+            attempt(loss)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: nn.Linear(1, 1), "got Linear, expected a torchrl.objectives.LossModule"),
+        (lambda: DistributedLoss(make_loss("dqn")), "distributed already"),
+        (lambda: q_loss(nn.LazyLinear(ACTIONS)), "lazy"),
+        (lambda: q_loss(nn.Sequential(mlp(OBSERVATION, 4), nn.BatchNorm1d(4))), "BatchNorm1d"),
+    ],
+)
+def test_what_cannot_be_distributed_is_refused(wrong: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        DistributedLoss(wrong()).check_drift()
+
+
+def q_loss(network: nn.Module) -> DQNLoss:
+    actor = QValueActor(network, in_keys=["observation"], action_space="categorical")
+    return DQNLoss(actor, action_space="categorical")
+
+
+def test_synchronized_and_frozen_batch_norms_are_accepted() -> None:
+    network = nn.Sequential(mlp(OBSERVATION, ACTIONS), nn.BatchNorm1d(ACTIONS))
+    frozen = copy.deepcopy(network).eval()
+    converted = nn.SyncBatchNorm.convert_sync_batchnorm(network)
+    for accepted in (frozen, converted):
+        DistributedLoss(q_loss(accepted))
+
+
+def test_a_deadline_must_be_one() -> None:
+    for timeout_s in (0, -1, float("inf"), float("nan")):
+        with pytest.raises(ConfigurationError, match="timeout_s"):
+            DistributedLoss(make_loss("dqn"), timeout_s=timeout_s)
+
+
+def test_several_processes_without_a_group_are_refused(fork_server, monkeypatch) -> None:
+    with local_cluster({"learner": 2}, timeout_s=20, fork_server=fork_server):
+        with pytest.raises(ConfigurationError, match=r"process_group=\"gloo\""):
+            DistributedLoss(make_loss("dqn"))
+    # A learner among collectors is alone.
+    with local_cluster({"learner": 1, "collector": 1}, timeout_s=20, fork_server=fork_server):
+        assert DistributedLoss(make_loss("dqn")).ranks.size == 1
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with pytest.raises(ConfigurationError, match="init_process_group"):
+        DistributedLoss(make_loss("dqn"))
+
+
+def test_one_gpu_for_two_ranks_is_refused_under_nccl() -> None:
+    _compare_devices([("a", ["cuda:0"]), ("a", ["cpu", "cuda:1"]), ("b", ["cuda:0"])])
+    with pytest.raises(ConfigurationError, match="ranks 0 and 2 on a both have .* cuda:0"):
+        _compare_devices([("a", ["cuda:0"]), ("b", ["cuda:0"]), ("a", ["cuda:0"])])
+
+
+def test_the_first_difference_between_losses_is_named() -> None:
+    _compare_tensors([{"w": "float32 [3]"}] * 3)
+    for other in ({"w": "float32 [4]"}, {}, {"w": "float32 [3]", "b": "float32 [1]"}):
+        with pytest.raises(ConfigurationError, match=r"^[wb] is .* on rank 0 and .* on rank 1"):
+            _compare_tensors([{"w": "float32 [3]"}, other])
+
+
+# ---- in two ranks
+
+
+def with_another_loss() -> str:
+    try:
+        DistributedLoss(make_loss("dqn" if dist.get_rank() == 0 else "ppo"), timeout_s=20)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_different_losses_are_told(two_ranks: LearningRanks) -> None:
+    first, second = two_ranks.run(with_another_loss)
+    assert first == second and "expected the same loss on every rank" in first
+
+
+class OddLoss(LossModule):
+    """Holds an optimizer in its state, and returns a distribution beside the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(OBSERVATION, ACTIONS)
+        self.used = "never"
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"used": self.used, "optimizer": torch.optim.Adam(self.layer.parameters())}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.used = state["used"]
+
+    def forward(self, batch: TensorDict) -> tuple[torch.Tensor, Categorical]:
+        policy = Categorical(logits=self.layer(batch["observation"]))
+        return -policy.log_prob(batch["action"]).mean(), policy
+
+
+def odd_outputs() -> tuple[str, OrderedDict, str]:
+    torch.manual_seed(dist.get_rank())
+    loss = OddLoss()
+    loss.used = f"on rank {dist.get_rank()}"
+    loss = DistributedLoss(loss, timeout_s=20)
+    value, policy = loss(make_batch("dqn", 4, seed=dist.get_rank()))
+    assert policy.entropy().shape == (4,)
+    value.backward()
+    state = {k: v for k, v in loss.state_dict().items() if isinstance(v, torch.Tensor)}
+    return loss.used, state, loss.check_drift() + str(gradients(loss)["layer.bias"].tolist())
+
+
+def test_state_that_is_no_tensor_stays_and_outputs_may_be_distributions(two_ranks) -> None:
+    (used, state, check), (other_used, other_state, other_check) = two_ranks.run(odd_outputs)
+    assert (used, other_used) == ("on rank 0", "on rank 1")
+    assert all(torch.equal(state[name], other_state[name]) for name in state)
+    assert check == other_check
+
+
+def with_another_default_device() -> str:
+    """The meta device stands for a GPU that is not the one of this rank."""
+    loss, batch = make_loss("dqn", seed=dist.get_rank()), make_batch("dqn", 4)
+    with torch.device("meta"):
+        loss = DistributedLoss(loss, timeout_s=20)
+        assert not loss.ranks.any(False)
+        loss.set_rows(4)
+        value = loss(batch)["loss"]
+    torch.set_default_device("meta")
+    try:
+        value.backward()
+        assert loss.ranks.means({"loss": 1.0}) == {"mean_over_ranks/loss": 1.0}
+    finally:
+        torch.set_default_device(None)
+    assert {p.grad.device.type for p in loss.parameters()} == {"cpu"}
+    return loss.check_drift()
+
+
+def test_new_tensors_lie_where_the_parameters_are(two_ranks: LearningRanks) -> None:
+    first, second = two_ranks.run(with_another_default_device)
+    assert first == second
+
+
+def sparse_gradients() -> str:
+    network = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Flatten(-2), nn.Linear(4, ACTIONS))
+    loss = DistributedLoss(q_loss(network), timeout_s=20)
+    batch = make_batch("dqn", 4)
+    batch["observation"] = batch["next", "observation"] = torch.zeros(4, 1, dtype=torch.long)
+    try:
+        loss(batch)["loss"].backward()
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def test_sparse_gradients_are_refused(two_ranks: LearningRanks) -> None:
+    assert all("sparse=False" in told for told in two_ranks.run(sparse_gradients))
+
+
+def draws(seeded: bool) -> tuple[float, float, int]:
+    torch.manual_seed(0)
+    np.random.seed(0)
+    seed = Ranks(timeout_s=20).seed(7) if seeded else 0
+    return torch.rand(()).item(), float(np.random.rand()), seed
+
+
+def test_ranks_draw_differently_and_every_run_the_same(two_ranks: LearningRanks) -> None:
+    first, second = two_ranks.run(draws, False)
+    assert first == second, "equal seeds: the trap"
+    first, second = two_ranks.run(draws, True)
+    assert all(a != b for a, b in zip(first, second, strict=True))
+    assert two_ranks.run(draws, True) == [first, second]
+
+
+def log_and_save(folder: str) -> dict[str, float]:
+    ranks = Ranks(timeout_s=20)
+
+    def save() -> int:
+        with open(os.path.join(folder, f"written-by-{ranks.index}"), "x"):
+            return 42
+
+    assert ranks.on_first(save) == (42 if ranks.is_first else None)
+    assert os.listdir(folder) == ["written-by-0"]  # everybody finds the file
+    mine = {"loss": 1.0 + 2 * ranks.index}
+    return {**ranks.sums({"frames": 10}), **ranks.means(mine), **ranks.own(mine)}
+
+
+def test_rank_0_writes_and_metrics_say_what_they_count(two_ranks, tmp_path) -> None:
+    first, second = two_ranks.run(log_and_save, str(tmp_path))
+    of_all = {"sum_over_ranks/frames": 20, "mean_over_ranks/loss": 2}
+    assert first == {**of_all, "rank0/loss": 1} and second == {**of_all, "rank1/loss": 3}
+
+
+def anybody(flag_of_rank: int) -> bool:
+    ranks = Ranks(timeout_s=20)
+    return ranks.any(ranks.index == flag_of_rank)
+
+
+def test_a_wish_to_stop_is_everybodys(two_ranks: LearningRanks) -> None:
+    assert two_ranks.run(anybody, 1) == [True, True]
+    assert two_ranks.run(anybody, 9) == [False, False]
+
+
+def learn_from_shared_buffer(folder: str) -> tuple[int, list[float]]:
+    buffer = TensorDictReplayBuffer(
+        storage=SharedMemmapStorage(64, scratch_dir=folder),
+        sampler=SharedPrioritizedSampler(64, alpha=1.0, beta=0.5),
+        writer=SharedCursorWriter(),
+        batch_size=8,
+        priority_key="td_error",
+    )
+    loss = DistributedLoss(make_loss("dqn"), timeout_s=20)
+    buffer.extend(make_batch("dqn", 8, seed=dist.get_rank()))
+    loss.ranks.any(False)  # everybody has written
+    batch = buffer.sample()
+    loss(batch)["loss"].backward()
+    assert batch["td_error"].shape[0] == 8
+    buffer.update_tensordict_priority(batch)
+    loss.ranks.any(False)
+    # A row's weight follows from the priority that some rank wrote for it.
+    seen = buffer.sample(256)
+    buffer.storage.close()
+    return len(buffer), sorted(set(seen["priority_weight"].flatten().tolist()))
+
+
+def test_td_errors_written_by_the_loss_become_priorities(two_ranks, tmp_path) -> None:
+    for rows, weights in two_ranks.run(learn_from_shared_buffer, str(tmp_path / "replay")):
+        assert rows == 16 and len(weights) > 1

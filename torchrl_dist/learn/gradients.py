@@ -1,0 +1,161 @@
+"""Averages the gradients of parameters over ranks, at the end of every backward pass.
+
+DistributedDataParallel arms its reducer in the module's ``forward`` and expects one backward pass
+that reaches every parameter. TorchRL's losses are used otherwise: ``loss.actor_loss(batch)`` does
+not call ``forward``; the losses of one forward go backward one by one, each before its optimizer's
+step; a delayed actor loss goes backward only sometimes. DistributedDataParallel then leaves
+gradients as they were on each rank, or raises in a later forward. Here the parameters themselves
+notice that a backward pass reached them, and its end averages what it reached, whoever called what.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from ..errors import ConfigurationError
+from .ranks import Ranks
+
+
+class GradientAverage:
+    """Attached to parameters, it leaves in each ``grad`` what one process would compute from the
+    rows of all ranks, if the loss is a mean over rows:
+
+        grad = sum_r weight_r * grad_r / sum_r weight_r,
+
+    with the rank's count of rows as its weight. ``grad_r`` is all that has been accumulated there;
+    what was averaged before is the same on all ranks, and stays what it is.
+
+    One collective per backward pass: the weight, a flag per parameter (reached by this rank or not)
+    and all gradients travel in one buffer, so that ranks may reach different parameters.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._frozen: list[nn.Parameter] = []
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._reached: set[int] = set()
+        self._local = False
+        self._weight: float | Tensor = 1.0
+        self._weight_is_old = True
+        self._buffer = torch.empty(0)
+        self._views: list[Tensor] = []
+
+    def attach(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """From now on average these and no others; parameters that need no gradient are left out.
+
+        Raises:
+            ConfigurationError: they lie on several devices.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
+        self._frozen = [p for p in parameters.values() if not p.requires_grad]
+        self._reached.clear()
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._note, index))
+            for index, parameter in enumerate(self._parameters.values())
+        ]
+        self._make_buffer()
+
+    def misses_parameters(self) -> bool:
+        """Whether a parameter that needed no gradient when it was attached needs one now."""
+        return any(parameter.requires_grad for parameter in self._frozen)
+
+    def weigh(self, rows: float | Tensor) -> None:
+        """Count ``rows`` for this rank's weight; counts add up until gradients are averaged."""
+        self._weight = rows if self._weight_is_old else self._weight + rows
+        self._weight_is_old = False
+
+    def set_weight(self, rows: float | Tensor) -> None:
+        """Forget what has been counted since the last average, and count ``rows``."""
+        self._weight_is_old = True
+        self.weigh(rows)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Backward passes in this block only accumulate. The next one after it averages the sum."""
+        before, self._local = self._local, True
+        try:
+            yield
+        finally:
+            self._local = before
+
+    # ---- the end of a backward pass
+
+    def _note(self, index: int, _: Tensor) -> None:
+        self._reached.add(index)
+        # For each parameter, since nothing tells the first one of a pass from a later one (the
+        # pass before may have raised half-way); only the first callback finds something to do.
+        Variable._execution_engine.queue_callback(self._average)
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        if self._local or not self._reached:
+            return
+        parameters = list(self._parameters.values())
+        reached = [i in self._reached and p.grad is not None for i, p in enumerate(parameters)]
+        self._reached.clear()
+        buffer, count = self._buffer, len(parameters)
+        header = torch.tensor([1.0, *map(float, reached)], dtype=buffer.dtype, device="cpu")
+        buffer[: 1 + count].copy_(header)
+        for name, parameter, view, here in zip(
+            self._parameters, parameters, self._views, reached, strict=True
+        ):
+            if not here:
+                view.zero_()
+            elif parameter.grad.is_sparse:
+                raise ConfigurationError(
+                    f"the gradient of {name} is sparse, which cannot be averaged here: build its "
+                    "embedding with sparse=False"
+                )
+            else:
+                view.copy_(parameter.grad)
+        self._apply_weight(buffer, 1 + count)
+        self._ranks.all_reduce(buffer, "the averaging of gradients")
+        buffer[1 + count :].div_(buffer[0].clamp_min(torch.finfo(buffer.dtype).tiny))
+        # The flags are read only where this rank lacks a gradient: on a GPU that waits for it.
+        somewhere = reached if all(reached) else (buffer[1 : 1 + count] > 0).tolist()
+        for parameter, view, there in zip(parameters, self._views, somewhere, strict=True):
+            if not there:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            parameter.grad.copy_(view)
+
+    def _apply_weight(self, buffer: Tensor, start: int) -> None:
+        """Multiply the gradients, from ``start`` on, by this rank's weight, which comes first."""
+        self._weight_is_old = True
+        weight, gradients = self._weight, buffer[start:]
+        buffer[:1].fill_(weight)
+        if not isinstance(weight, Tensor):
+            # A mean over no rows is NaN, and NaN times zero as well.
+            gradients.mul_(weight) if weight else gradients.zero_()
+        else:
+            weight = weight.to(buffer)
+            gradients.copy_(torch.where(weight > 0, gradients * weight, torch.zeros_like(weight)))
+
+    def _make_buffer(self) -> None:
+        devices = {parameter.device for parameter in self._parameters.values()}
+        if len(devices) > 1:
+            raise ConfigurationError(
+                f"the loss has parameters on {sorted(map(str, devices))}; expected one device per "
+                "rank"
+            )
+        sizes = [parameter.numel() for parameter in self._parameters.values()]
+        dtype = torch.float32  # at least: counts of rows do not fit into 16 bits
+        for parameter in self._parameters.values():
+            dtype = torch.promote_types(dtype, parameter.dtype)
+        device = devices.pop() if devices else torch.device("cpu")
+        self._buffer = torch.zeros(1 + len(sizes) + sum(sizes), dtype=dtype, device=device)
+        pieces = self._buffer[1 + len(sizes) :].split(sizes) if sizes else []
+        self._views = [
+            piece.view(parameter.shape)
+            for piece, parameter in zip(pieces, self._parameters.values(), strict=True)
+        ]

@@ -1,0 +1,333 @@
+"""The processes that learn together: who they are, what they agree on, who is missing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import socket
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
+from ..runtime import World, current_session
+from ..runtime.world import process_stamp
+
+# A wait longer than this is announced to the others, and looks for failures that they announced.
+_SLICE_S = 1.0
+# How long a rank whose collective failed waits for the others to say that they wait as well.
+_GRACE_S = 3.0
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One of the processes that learn together."""
+
+    index: int
+    host: str
+    pid: int
+    stamp: str
+
+    def __str__(self) -> str:
+        return f"rank {self.index} (pid {self.pid} on {self.host})"
+
+    def state(self) -> str:
+        """``"stopped"``, ``"gone"``, ``"running"``; ``"unknown"`` on another machine."""
+        if self.host != socket.gethostname():
+            return "unknown"
+        if process_stamp(self.pid) != self.stamp:
+            return "gone"
+        with contextlib.suppress(OSError):
+            text = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            return {"T": "stopped", "t": "stopped", "Z": "gone"}.get(text, "running")
+        return "gone"
+
+
+class Ranks:
+    """The ranks of a torch.distributed group, or this process alone. Not for several threads.
+
+    Every rank builds it and calls its methods in the same order. All methods but ``own`` and
+    ``seed`` block until every rank has come, for at most ``timeout_s``; then they raise
+    DeadlineError with the names of those who did not, PeerLostError if a process died, and
+    RemoteError if a rank :meth:`report`-ed an exception. On a GPU the averaging of gradients
+    does not block: there torch's watchdog keeps the group's own deadline, and names nobody.
+
+    Attributes:
+        index: this process's rank in the group.
+        size: how many ranks there are.
+        members: all ranks, in order.
+        timeout_s: longest wait of every method.
+
+    Raises:
+        ConfigurationError: there are several processes, but no torch.distributed group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 300.0) -> None:
+        if not 0 < timeout_s < float("inf"):
+            raise ConfigurationError(f"timeout_s={timeout_s}: expected a positive, finite number.")
+        if not dist.is_initialized():
+            _require_one_process()
+        self.timeout_s = timeout_s
+        self.group = (group or dist.group.WORLD) if dist.is_initialized() else None
+        self.index = 0 if self.group is None else dist.get_rank(self.group)
+        self.size = 1 if self.group is None else dist.get_world_size(self.group)
+        if self.index < 0:
+            raise ConfigurationError("This process is no member of the group.")
+        pid = os.getpid()
+        me = Rank(self.index, socket.gethostname(), pid, process_stamp(pid))
+        self.members: tuple[Rank, ...] = (me,)
+        self._collectives = self._exchanges = 0
+        if self.size > 1:
+            assert self.group is not None
+            store = self.group.get_group_store()
+            number = store.add(f"torchrl_dist/ranks/{self.index}", 1)
+            self._store = dist.PrefixStore(f"torchrl_dist/ranks/number{number}", store)
+            self.members = tuple(
+                Rank(index, "an unknown host", 0, "") for index in range(self.size)
+            )
+            cards = self.exchange([me.host, me.pid, me.stamp], "the meeting of the ranks")
+            self.members = tuple(Rank(index, *card) for index, card in enumerate(cards))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which writes checkpoints and logs."""
+        return self.index == 0
+
+    # ---- agreeing
+
+    def exchange(self, value: Any, what: str = "an exchange") -> list[Any]:
+        """Every rank's ``value`` (of JSON's types), in rank order."""
+        if self.size == 1:
+            return [value]
+        self._exchanges += 1
+        number = self._exchanges
+        keys = [f"exchange/{number}/{index}" for index in range(self.size)]
+        start = time.monotonic()
+        try:
+            self._store.set(keys[self.index], json.dumps(value))
+            while not self._arrived(keys, _SLICE_S):
+                self._raise_reported()
+                if time.monotonic() - start > self.timeout_s:
+                    raise self._missing_error(self._absent(keys), what, late=True)
+            values = [json.loads(text) for text in self._store.multi_get(keys)]
+            # Who has come here has read the exchange before the last one, and so has everybody.
+            if number > 2:
+                self._store.delete_key(f"exchange/{number - 2}/{self.index}")
+        except dist.DistError as error:
+            raise PeerLostError(f"{what}: the store of the ranks is lost ({error})") from error
+        return values
+
+    def any(self, flag: bool) -> bool:
+        """Whether ``flag`` is true on some rank; the same answer on all.
+
+        Ask it before every update: a rank that leaves its loop alone, after a signal, say, leaves
+        the others waiting for its gradients.
+        """
+        if self.size == 1:
+            return bool(flag)
+        told = torch.full((1,), float(flag), device=self._device())
+        self.all_reduce(told, "the question whether to stop")
+        return bool(told.item())
+
+    def on_first(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``function(*args, **kwargs)`` on rank 0, such as one that writes a checkpoint.
+
+        Returns:
+            On rank 0 the result, None elsewhere.
+
+        Raises:
+            RemoteError: on the other ranks, if it raised on rank 0, where the exception itself is.
+        """
+        if not self.is_first:
+            (failure,) = [told for told in self.exchange(None, "what rank 0 does") if told] or [
+                None
+            ]
+            if failure is not None:
+                raise self._remote_error(failure)
+            return None
+        try:
+            result = function(*args, **kwargs)
+        except Exception as error:
+            self.exchange(self._description(error))
+            raise
+        self.exchange(None, "what rank 0 does")
+        return result
+
+    # ---- metrics that say what they count
+
+    def sums(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Sums over the ranks that give a metric, as ``"sum_over_ranks/NAME"``."""
+        gathered = self._gathered(metrics)
+        return {f"sum_over_ranks/{name}": sum(values) for name, values in gathered.items()}
+
+    def means(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Means over the ranks that give a metric, as ``"mean_over_ranks/NAME"``."""
+        gathered = self._gathered(metrics)
+        return {
+            f"mean_over_ranks/{name}": sum(values) / len(values)
+            for name, values in gathered.items()
+        }
+
+    def own(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """This rank's values, as ``"rank2/NAME"``."""
+        return {f"rank{self.index}/{name}": value for name, value in metrics.items()}
+
+    def _gathered(self, metrics: Mapping[str, float]) -> dict[str, list[float]]:
+        plain = {name: float(value) for name, value in metrics.items()}
+        gathered: dict[str, list[float]] = {}
+        for told in self.exchange(plain, "the metrics"):
+            for name, value in told.items():
+                gathered.setdefault(name, []).append(value)
+        return gathered
+
+    def seed(self, seed: int) -> int:
+        """Seed Python's, NumPy's and torch's generators of this process, differently on each rank
+        and equally in each run: equal seeds would make the ranks explore and draw alike.
+
+        Returns:
+            The seed of this rank, for environments.
+        """
+        own = int(np.random.SeedSequence([seed, self.index]).generate_state(1)[0])
+        random.seed(own)
+        np.random.seed(own)
+        torch.manual_seed(own)
+        return own
+
+    # ---- failures
+
+    def report(self, error: BaseException) -> None:
+        """Tell the ranks that wait for this one what it failed of. Does not block or raise."""
+        if self.size > 1:
+            with contextlib.suppress(dist.DistError):
+                if not self._store.check(["failure"]):  # else this one fails because of it
+                    self._store.set("failure", json.dumps(self._description(error)))
+
+    def _description(self, error: BaseException) -> list[Any]:
+        message = traceback.format_exception_only(error)[-1].strip()
+        return [self.index, message, "".join(traceback.format_exception(error))]
+
+    def _remote_error(self, description: list[Any]) -> RemoteError:
+        index, message, trace = description
+        who = self.members[index]
+        return RemoteError(message, peer=f"rank {index}", host=who.host, remote_traceback=trace)
+
+    def _raise_reported(self) -> None:
+        if self._store.check(["failure"]):
+            raise self._remote_error(json.loads(self._store.get("failure")))
+
+    # ---- collectives
+
+    def all_reduce(self, tensor: Tensor, what: str) -> None:
+        """Sum ``tensor`` over the ranks, in place; ``what`` it is for appears in errors."""
+        if self.size == 1:
+            return
+        assert self.group is not None
+        self._collectives += 1
+        if tensor.device.type != "cpu":
+            dist.all_reduce(tensor, group=self.group)
+            return
+        options = dist.AllreduceOptions()
+        options.timeout = timedelta(seconds=self.timeout_s)
+        start = time.monotonic()
+        waiting = False
+        try:
+            work = self.group.allreduce([tensor], options)
+            while not _done(work):
+                waiting = True
+                self._say_waiting()
+            work.wait()
+        except RuntimeError as error:
+            if isinstance(error, RemoteError):
+                raise
+            late = time.monotonic() - start >= self.timeout_s
+            raise self._explanation(what, error, late=late) from error
+        if waiting:
+            with contextlib.suppress(dist.DistError):
+                self._store.delete_key(self._waiting_key(self.index))
+
+    def _device(self) -> torch.device:
+        """Where a small tensor must lie to be reduced."""
+        if "cpu:" in str(dist.get_backend_config(self.group)):
+            return torch.device("cpu")
+        return torch.device(torch.accelerator.current_accelerator())
+
+    def _waiting_key(self, index: int) -> str:
+        return f"waiting/{self._collectives}/{index}"
+
+    def _say_waiting(self) -> None:
+        """So that whoever gives up first can tell those who wait from those who are missing."""
+        with contextlib.suppress(dist.DistError):
+            self._store.set(self._waiting_key(self.index), "")
+            self._raise_reported()
+
+    def _explanation(self, what: str, error: Exception, *, late: bool) -> Exception:
+        keys = [self._waiting_key(index) for index in range(self.size)]
+        try:
+            self._store.set(keys[self.index], "")
+            self._arrived(keys, _GRACE_S)
+            self._raise_reported()
+            absent = self._absent(keys)
+        except RemoteError as reported:
+            return reported
+        except dist.DistError:  # the store died with its process
+            absent = []
+        if absent:
+            return self._missing_error(absent, what, late=late)
+        return PeerLostError(f"{what}: the connection between the ranks failed: {error}")
+
+    def _arrived(self, keys: list[str], timeout_s: float) -> bool:
+        try:
+            self._store.wait(keys, timedelta(seconds=timeout_s))
+        except dist.DistStoreError:  # the deadline; a lost store is another DistError
+            return False
+        return True
+
+    def _absent(self, keys: list[str]) -> list[Rank]:
+        return [who for who, key in zip(self.members, keys, strict=True)
+                if not self._store.check([key])]  # fmt: skip
+
+    def _missing_error(self, absent: list[Rank], what: str, *, late: bool) -> Exception:
+        states = [(who, who.state()) for who in absent]
+        gone = [who for who, state in states if state == "gone"]
+        if gone or not late:
+            names = ", ".join(map(str, gone or absent))
+            return PeerLostError(f"{names} died or left before {what}")
+        names = ", ".join(f"{who}, {state}" if state == "stopped" else str(who)
+                          for who, state in states)  # fmt: skip
+        return DeadlineError(
+            f"{names} did not come to {what} within {self.timeout_s:g} s; the others wait there"
+        )
+
+
+def _done(work: dist.Work) -> bool:
+    """Whether it ended, well or not, within a slice. Slices let signals through."""
+    try:
+        work.wait(timedelta(seconds=_SLICE_S))
+    except RuntimeError:
+        return work.is_completed()
+    return True
+
+
+def _require_one_process() -> None:
+    try:
+        session = current_session()
+        count = len(session.of_role(session.role))
+    except ConfigurationError:  # in no session
+        count = World.from_env().world_size
+    if count > 1:
+        raise ConfigurationError(
+            f"{count} processes were started to learn together, but torch.distributed has no group "
+            "in this one. Call torch.distributed.init_process_group(), or enter "
+            'session(..., process_group="gloo"), before the loss is distributed.'
+        )
