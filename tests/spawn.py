@@ -87,10 +87,7 @@ def run_job(
     mark = uuid.uuid4().hex
     with tempfile.TemporaryDirectory() as directory:
         if callable(body):
-            call = Path(directory, "call.pickle")
-            path = inspect.getsourcefile(inspect.unwrap(body))
-            call.write_bytes(pickle.dumps((path, body.__name__, arguments or {})))
-            body = [__file__, str(call)]
+            body = rank_script(body, arguments or {}, directory)
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1"]
         command += [f"--nproc-per-node={nproc}", f"--max-restarts={max_restarts}"]
         command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=localhost"]
@@ -124,6 +121,14 @@ def run_job(
             )
     assert not left, f"the job left processes behind: {left}\n{job}"
     return job
+
+
+def rank_script(body: Callable, arguments: dict[str, Any], directory: str | Path) -> list[str]:
+    """What a rank has Python run to call ``body(**arguments)``, a module-level function."""
+    call = Path(directory, "call.pickle")
+    path = inspect.getsourcefile(inspect.unwrap(body))
+    call.write_bytes(pickle.dumps((path, body.__name__, arguments)))
+    return [__file__, str(call)]
 
 
 def end_marked(variable: str, value: str, *, grace_s: float) -> list[str]:

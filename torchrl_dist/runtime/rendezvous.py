@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
+import ipaddress
 import itertools
 import json
 import os
 import socket
+import struct
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -20,6 +24,10 @@ from .roles import assign_roles
 from .world import World
 
 _INTERFACES = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+_SIOCGIFADDR = 0x8915  # netdevice(7): the IPv4 address of an interface
+# How often rank 0 looks for a newer card of somebody who did not confirm the one it found.
+_NEWER_CARD_S = 0.5
+_LEAST_WAIT_S = 0.001  # a store takes a time-out of 0 for "none"
 # Sessions that this process entered; every rank of a job enters them in the same order.
 _entered = itertools.count()
 
@@ -41,10 +49,8 @@ class Member:
 
 
 def launcher_store(world: World, timeout_s: float) -> dist.Store | None:
-    """The store of the launcher, or one that rank 0 keeps at MASTER_ADDR:MASTER_PORT.
-
-    Keys are prefixed with the restart count: torchrun's store outlives a restart of the ranks.
-    """
+    """The store of the launcher, or one that rank 0 keeps at MASTER_ADDR:MASTER_PORT. It may hold
+    keys of an earlier start of the ranks: torchrun's store outlives a restart."""
     number = next(_entered)
     if world.world_size == 1:
         return None
@@ -58,7 +64,7 @@ def launcher_store(world: World, timeout_s: float) -> dist.Store | None:
         one_node=world.one_node,
         timeout_s=timeout_s,
     )
-    return dist.PrefixStore(f"torchrl_dist/{world.restart_count}/{number}", store)
+    return dist.PrefixStore(f"torchrl_dist/{number}", store)
 
 
 @functools.cache  # kept for later sessions: closing it would race with ranks that enter the next
@@ -122,16 +128,19 @@ def meet(
     """
     seats = assign_roles(roles, world.world_size)
     card = {
+        "token": uuid.uuid4().hex[:12],
         "host": world.host,
+        "node_rank": world.node_rank,
+        "address": None if world.one_node else _source_address(world.master_addr),
         "pid": os.getpid(),
         "roles": dict(roles),
         "job_id": world.job_id,
-        "session_id": uuid.uuid4().hex[:12],
+        "restart_count": world.restart_count,
     }
     if store is None:
         cards = [card]
     else:
-        cards = _exchange(store, world.global_rank, seats, card, timeout_s)
+        cards = _Exchange(store, seats, timeout_s).run(world.global_rank, card)
     for (role, index), other in zip(seats, cards, strict=True):
         if other["roles"] != card["roles"]:
             raise ConfigurationError(
@@ -141,13 +150,19 @@ def meet(
     peers = tuple(
         Peer(role, index, rank, cards[rank]["host"]) for rank, (role, index) in enumerate(seats)
     )
+    session_id = cards[0]["token"]
     return Member(
-        world=replace(world, job_id=cards[0]["job_id"]),
+        world=replace(
+            world,
+            job_id=cards[0]["job_id"],
+            # torchrun counts per node: only where a rank failed, not where others took note of it
+            restart_count=max(other["restart_count"] for other in cards),
+        ),
         peers=peers,
         pids=tuple(other["pid"] for other in cards),
-        session_id=cards[0]["session_id"],
-        store=store,
-        restore_environment=_bind_to_loopback(world) if store else lambda: None,
+        session_id=session_id,
+        store=None if store is None else dist.PrefixStore(session_id, store),
+        restore_environment=_set_interface(world, cards) if store else lambda: None,
     )
 
 
@@ -174,33 +189,97 @@ def make_process_group(
     return dist.group.WORLD
 
 
-def _exchange(
-    store: dist.Store, rank: int, seats: list[tuple[str, int]], card: dict, timeout_s: float
-) -> list[dict]:
-    store.set(f"card/{rank}", json.dumps(card))
-    keys = [f"card/{other}" for other in range(len(seats))]
-    try:
-        store.wait(keys, timedelta(seconds=timeout_s))
-    except dist.DistError as error:
-        missing = [
-            f"{role}{index} (rank {other})"
-            for other, (role, index) in enumerate(seats)
-            if not store.check([keys[other]])
-        ]
-        raise DeadlineError(
-            f"{', '.join(missing)} did not join within {timeout_s:g} s; {len(seats)} processes "
-            "were expected. Look at what they print, or raise timeout_s."
-        ) from error
-    return [json.loads(text) for text in store.multi_get(keys)]
+class _Exchange:
+    """Every rank's card, given to every rank, through a store that may hold cards of the dead.
+
+    After a restart torchrun's store still has the cards of the ranks before, and over several
+    hosts nothing in the environment tells the starts apart. So each card has a token: rank 0
+    answers the card it found at a key that only the owner of the token reads, the owner confirms
+    that it is alive, and when all have confirmed, rank 0 publishes the cards.
+    """
+
+    def __init__(self, store: dist.Store, seats: list[tuple[str, int]], timeout_s: float) -> None:
+        self._store = store
+        self._seats = seats
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+
+    def run(self, rank: int, card: dict) -> list[dict]:
+        """Blocks for at most ``timeout_s``; raises DeadlineError, which names the missing."""
+        return self._collect(card) if rank == 0 else self._join(rank, card)
+
+    def _collect(self, card: dict) -> list[dict]:
+        session_id = card["token"]
+        self._store.set("card/0", json.dumps(card))
+        cards = {0: card}
+        pending = list(range(1, len(self._seats)))
+        while pending:
+            self._wait([f"card/{rank}" for rank in pending], self._absent)
+            found = self._store.multi_get([f"card/{rank}" for rank in pending])
+            for rank, text in zip(pending, found, strict=True):
+                cards[rank] = json.loads(text)
+                self._store.set(f"found/{cards[rank]['token']}", session_id)
+            confirmations = [f"alive/{session_id}/{rank}" for rank in pending]
+            patience_s = min(_NEWER_CARD_S, self._left_s())
+            try:
+                self._store.wait(confirmations, timedelta(seconds=patience_s))
+                pending = []
+            except dist.DistError as error:
+                keys = zip(pending, confirmations, strict=True)
+                pending = [rank for rank, key in keys if not self._store.check([key])]
+                if self._left_s() <= _LEAST_WAIT_S:
+                    raise self._late(pending) from error
+        everybody = [cards[rank] for rank in range(len(self._seats))]
+        self._store.set(f"cards/{session_id}", json.dumps(everybody))
+        return everybody
+
+    def _join(self, rank: int, card: dict) -> list[dict]:
+        self._store.set(f"card/{rank}", json.dumps(card))
+        found = f"found/{card['token']}"
+        self._wait([found], lambda: self._absent() or [0])
+        session_id = self._store.get(found).decode()
+        self._store.set(f"alive/{session_id}/{rank}", "")
+
+        def silent() -> list[int]:
+            keys = {other: f"alive/{session_id}/{other}" for other in range(1, len(self._seats))}
+            return [other for other, key in keys.items() if not self._store.check([key])] or [0]
+
+        self._wait([f"cards/{session_id}"], silent)
+        return json.loads(self._store.get(f"cards/{session_id}"))
+
+    def _absent(self) -> list[int]:
+        return [r for r in range(len(self._seats)) if not self._store.check([f"card/{r}"])]
+
+    def _left_s(self) -> float:
+        return max(_LEAST_WAIT_S, self._deadline - time.monotonic())
+
+    def _wait(self, keys: list[str], missing: Callable[[], list[int]]) -> None:
+        try:
+            self._store.wait(keys, timedelta(seconds=self._left_s()))
+        except dist.DistError as error:
+            raise self._late(missing()) from error
+
+    def _late(self, missing: list[int]) -> DeadlineError:
+        names = [f"{self._seats[r][0]}{self._seats[r][1]} (rank {r})" for r in missing]
+        return DeadlineError(
+            f"{', '.join(names)} did not join within {self._timeout_s:g} s; {len(self._seats)} "
+            "processes were expected. Look at what they print, or raise timeout_s."
+        )
 
 
-def _bind_to_loopback(world: World) -> Callable[[], None]:
-    """In a job of one node, let RPC and gloo listen on loopback only, until the returned function
-    is called: whoever reaches RPC's port runs code. Under a launcher, set variables win."""
+def _set_interface(world: World, cards: list[dict]) -> Callable[[], None]:
+    """Choose the network interface of RPC and gloo until the returned function is called.
+
+    Left alone, both listen on the address of the host's own name. Between hosts that is often a
+    loopback address, and the job hangs: take the interface through which this host reaches another.
+    In a job of one node listen on loopback only, because whoever reaches RPC's port runs code.
+    Under a launcher, set variables win.
+    """
     before = {name: os.environ.get(name) for name in _INTERFACES}
+    interface = "lo" if world.one_node else _interface_towards_others(world, cards)
     for name in _INTERFACES:
-        if world.launcher == "local" or (world.one_node and before[name] is None):
-            os.environ[name] = "lo"
+        if interface and (world.launcher == "local" or before[name] is None):
+            os.environ[name] = interface
 
     def restore() -> None:
         for name, value in before.items():
@@ -210,3 +289,33 @@ def _bind_to_loopback(world: World) -> Callable[[], None]:
                 os.environ[name] = value
 
     return restore
+
+
+def _interface_towards_others(world: World, cards: list[dict]) -> str | None:
+    others = [card["address"] for card in cards if card["node_rank"] != world.node_rank]
+    # The first node's address is a loopback one where its own name is; then ask for its name.
+    usable = [a for a in others if a and not ipaddress.ip_address(a).is_loopback]
+    source = _source_address((usable or [world.master_addr])[0])
+    for _, name in socket.if_nameindex():
+        if source is not None and _address_of(name) == source:
+            return name
+    return None
+
+
+def _source_address(host: str) -> str | None:
+    """The IPv4 address from which this machine would send to ``host``; sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))
+        except OSError:
+            return None
+        return probe.getsockname()[0]
+
+
+def _address_of(interface: str) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        try:
+            answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
+        except OSError:
+            return None
+        return socket.inet_ntoa(answer[20:24])

@@ -1,0 +1,279 @@
+"""Several hosts on one machine, for tests: network namespaces joined by a switch.
+
+    with hosts(3) as network:
+        first = network[0].start([sys.executable, "-c", "..."])
+        network[2].unplug()
+
+Each host has its own network stack, address, hostname and /dev/shm; files elsewhere and process ids
+are shared. Nothing outside the namespaces changes, and nothing in them reaches the outside. Needs
+root (CAP_SYS_ADMIN and CAP_NET_ADMIN) and iproute2: ``missing()`` says what is not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.spawn import rank_script
+
+INTERFACE = "eth0"
+_SUBNET = "10.77.0."
+_PREFIX = "rlhosts"
+_numbers = itertools.count()
+# Runs in the command's own mount and UTS namespaces: what it changes, only the command sees.
+# Without a resolver, names that are not in the hosts file are unknown at once.
+_BECOME_HOST = (
+    'hostname "$1" && mount --bind "$2/$1-names" /etc/hosts'
+    ' && mount --bind /dev/null /etc/resolv.conf && mount --bind "$2/$1" /dev/shm'
+    ' && shift 2 && exec "$@"'
+)
+
+
+@dataclass
+class Host:
+    """One host. ``start`` runs commands on it; the rest is what can happen to a host."""
+
+    name: str
+    address: str
+    namespace: str
+    folder: Path
+    _switch: str
+    _port: str
+    _started: list[subprocess.Popen] = field(default_factory=list)
+
+    @property
+    def shm(self) -> Path:
+        """Its /dev/shm, as the test sees it."""
+        return self.folder / self.name
+
+    def start(self, command: Sequence[str], **options: object) -> subprocess.Popen:
+        """Start a command; the pid is that of the command. ``options`` are those of ``Popen``."""
+        enter = ["ip", "netns", "exec", self.namespace, "unshare", "--mount", "--uts"]
+        become = ["sh", "-c", _BECOME_HOST, "sh", self.name, str(self.folder)]
+        process = subprocess.Popen([*enter, *become, *command], **options)  # type: ignore[call-overload]
+        self._started.append(process)
+        return process
+
+    def unplug(self) -> None:
+        """Pull its cable: packets in both directions vanish, nobody is told."""
+        _ip("-n", self._switch, "link", "set", self._port, "down")
+
+    def plug_in(self) -> None:
+        _ip("-n", self._switch, "link", "set", self._port, "up")
+
+    def pids(self) -> list[int]:
+        return [int(pid) for pid in _ip("netns", "pids", self.namespace).split()]
+
+    def pause(self) -> None:
+        """Stop all its processes, as a suspended virtual machine; its kernel still answers."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End all its processes with SIGKILL; blocks until they are gone."""
+        deadline = time.monotonic() + 10
+        while pids := [pid for pid in self.pids() if psutil.pid_exists(pid)]:
+            assert time.monotonic() < deadline, f"processes of {self.name} do not die: {pids}"
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for process in self._started:  # those that are our children, lest they stay zombies
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(1)
+            time.sleep(0.02)
+
+    def crash(self) -> None:
+        """What its end by power failure looks like to others: silence."""
+        self.unplug()
+        self.kill()
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+@contextlib.contextmanager
+def hosts(count: int) -> Iterator[list[Host]]:
+    """``count`` hosts, up and connected. At the end their processes are killed and all is removed,
+    also after a failure."""
+    _remove_leftovers()
+    prefix = f"{_PREFIX}-{os.getpid()}-{next(_numbers)}"
+    switch = f"{prefix}-switch"
+    folder = Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir="/dev/shm"))
+    network = [
+        Host(f"host{k}", f"{_SUBNET}{k + 1}", f"{prefix}-{k}", folder, switch, f"port{k}")
+        for k in range(count)
+    ]
+    try:
+        _ip("netns", "add", switch)
+        _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", switch, "link", "set", "bridge", "up")
+        for host in network:
+            host.shm.mkdir()
+            # as Debian has it: its own name is a loopback address, which is of no use to others
+            names = {other.address: other.name for other in network if other is not host}
+            names |= {"127.0.0.1": "localhost", "127.0.1.1": host.name}
+            lines = [f"{address} {name}\n" for address, name in names.items()]
+            (folder / f"{host.name}-names").write_text("".join(lines))
+            _ip("netns", "add", host.namespace)
+            cable = ("link", "add", host._port, "type", "veth")
+            _ip("-n", switch, *cable, "peer", "name", INTERFACE, "netns", host.namespace)
+            _ip("-n", switch, "link", "set", host._port, "master", "bridge", "up")
+            _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", INTERFACE)
+            for interface in ("lo", INTERFACE):
+                _ip("-n", host.namespace, "link", "set", interface, "up")
+        yield network
+    finally:
+        for host in network:
+            with contextlib.suppress(subprocess.CalledProcessError):  # never came to be
+                host.kill()
+        for namespace in _namespaces():
+            if namespace.startswith(f"{prefix}-"):
+                _ip("netns", "del", namespace)
+        shutil.rmtree(folder)
+
+
+@dataclass(repr=False)
+class HostJob:
+    """The same job on all hosts: an agent of torchrun, or a task, per host."""
+
+    processes: list[subprocess.Popen]
+    logs: list[Path]
+
+    def wait(self, timeout_s: float, hosts: Sequence[int] | None = None) -> list[int]:
+        """Block until the processes of these hosts (default: all) have ended; their exit codes."""
+        deadline = time.monotonic() + timeout_s
+        chosen = self.processes if hosts is None else [self.processes[k] for k in hosts]
+        try:
+            return [p.wait(max(0.1, deadline - time.monotonic())) for p in chosen]
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"did not end within {timeout_s:g} s\n{self}") from None
+
+    def log(self, host: int) -> str:
+        return self.logs[host].read_text(errors="replace")
+
+    def __repr__(self) -> str:
+        codes = [process.poll() for process in self.processes]
+        parts = [f"--- host {k}: {codes[k]} ---\n{self.log(k)[-6000:]}" for k in range(len(codes))]
+        return "\n".join(parts)
+
+
+def run_torchrun(
+    network: list[Host],
+    body: Callable,
+    arguments: dict[str, Any],
+    folder: Path,
+    *,
+    nproc: Sequence[int] | None = None,
+    nnodes: str | None = None,
+    max_restarts: int = 0,
+    rdzv_conf: str = "timeout=60",
+) -> HostJob:
+    """Start ``body(**arguments)`` in ``nproc[k]`` ranks (default: one) on each host under torchrun.
+    The rendezvous is on the first host. Logs go to ``folder``."""
+    script = rank_script(body, arguments, folder)
+    nproc = nproc or [1] * len(network)
+    common = [sys.executable, "-m", "torch.distributed.run"]
+    common += [f"--nnodes={nnodes or len(network)}", f"--max-restarts={max_restarts}"]
+    common += ["--rdzv-backend=c10d", "--rdzv-id=test", "--monitor-interval=0.1"]
+    common += [f"--rdzv-endpoint={network[0].address}:29400"]
+    commands = []
+    for k, host in enumerate(network):
+        own = [f"--nproc-per-node={nproc[k]}", f"--local-addr={host.address}"]
+        # a host whose own name is a loopback address does not see that the endpoint is itself
+        own += [f"--rdzv-conf=is_host={int(k == 0)},{rdzv_conf}"]
+        commands.append([*common, *own, *script])
+    return _start_everywhere(network, commands, [{} for _ in network], folder)
+
+
+def run_tasks(
+    network: list[Host], body: Callable, arguments: dict[str, Any], folder: Path
+) -> HostJob:
+    """Start ``body(**arguments)`` once per host, as ``srun --kill-on-bad-exit=0`` would: nobody
+    ends the others when one is lost."""
+    command = [sys.executable, *rank_script(body, arguments, folder)]
+    count = len(network)
+    variables = [
+        {
+            "SLURM_PROCID": str(k),
+            "SLURM_LOCALID": "0",
+            "SLURM_NTASKS": str(count),
+            "SLURM_NODEID": str(k),
+            "SLURM_JOB_ID": "77",
+            "SLURM_STEP_ID": "0",
+            "SLURM_STEP_NODELIST": f"host[0-{count - 1}]",
+            "SLURM_STEP_TASKS_PER_NODE": f"1(x{count})",
+        }
+        for k in range(count)
+    ]
+    return _start_everywhere(network, [command] * count, variables, folder)
+
+
+def _start_everywhere(
+    network: list[Host], commands: list[list[str]], variables: list[dict[str, str]], folder: Path
+) -> HostJob:
+    job = HostJob([], [])
+    path = os.pathsep.join(p for p in sys.path if p)
+    for host, command, own in zip(network, commands, variables, strict=True):
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **own}
+        job.logs.append(folder / f"{host.name}.log")
+        with job.logs[-1].open("w") as log:
+            process = host.start(command, env=env, stdout=log, stderr=subprocess.STDOUT)
+        job.processes.append(process)
+    return job
+
+
+@functools.cache
+def missing() -> str | None:
+    """Why there can be no hosts here; None if there can."""
+    try:
+        with hosts(1) as network:
+            network[0].start(["true"]).wait(10)
+            return None if network[0]._started[0].returncode == 0 else "no mount namespaces"
+    except FileNotFoundError as error:
+        return f"{error.filename} is not installed"
+    except subprocess.CalledProcessError as error:
+        return f"no network namespaces: {error.stderr.strip()}"
+
+
+def _ip(*arguments: str) -> str:
+    return subprocess.run(
+        ["ip", *arguments], check=True, capture_output=True, text=True, timeout=30
+    ).stdout
+
+
+def _namespaces() -> list[str]:
+    with contextlib.suppress(FileNotFoundError):
+        return sorted(os.listdir("/run/netns"))
+    return []
+
+
+def _remove_leftovers() -> None:
+    """Remove what a test run left that was killed with SIGKILL."""
+    for namespace in _namespaces():
+        prefix, _, rest = namespace.partition("-")
+        owner = rest.partition("-")[0]
+        if prefix == _PREFIX and owner.isdigit() and not psutil.pid_exists(int(owner)):
+            for pid in _ip("netns", "pids", namespace).split():
+                os.kill(int(pid), signal.SIGKILL)
+            _ip("netns", "del", namespace)
+    for folder in Path("/dev/shm").glob(f"{_PREFIX}-*"):
+        if not psutil.pid_exists(int(folder.name.split("-")[1])):
+            shutil.rmtree(folder, ignore_errors=True)
