@@ -29,7 +29,8 @@ PUBLIC_NAMES = """
     CheckpointError CollectReport ConfigurationError DeadlineError DirectoryError DistributedLoss
     DriftError FirstReady Peer PeerLostError Preempt Quorum RPCBatchedCollector Remote RemoteError
     Session SharedCursorWriter SharedMemmapStorage SharedPrioritizedSampler SharedRandomSampler
-    SharedReplayBuffer TorchRLDistError WaitAll World anneal_beta local_cluster session __version__
+    SharedReplayBuffer SharedSliceSampler TorchRLDistError WaitAll World anneal_beta local_cluster
+    session __version__
 """.split()
 MODULES = [
     path for path in sorted(ROOT.rglob("*.py")) if path != ROOT / "__init__.py"

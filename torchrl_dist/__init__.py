@@ -24,6 +24,7 @@ _HOMES = {
     "SharedPrioritizedSampler": "replay",
     "SharedRandomSampler": "replay",
     "SharedReplayBuffer": "replay",
+    "SharedSliceSampler": "replay",
     "anneal_beta": "replay",
     "Peer": "runtime",
     "Remote": "runtime",
@@ -69,6 +70,7 @@ if TYPE_CHECKING:  # the same names, for type checkers
         SharedPrioritizedSampler,
         SharedRandomSampler,
         SharedReplayBuffer,
+        SharedSliceSampler,
         anneal_beta,
     )
     from torchrl_dist.runtime import Peer, Remote, Session, World, local_cluster, session

@@ -6,6 +6,7 @@ from torchrl_dist.replay.sampler import (
     SharedRandomSampler,
     anneal_beta,
 )
+from torchrl_dist.replay.slices import SharedSliceSampler
 from torchrl_dist.replay.storage import SharedMemmapStorage
 from torchrl_dist.replay.writer import SharedCursorWriter
 
@@ -15,5 +16,6 @@ __all__ = [
     "SharedPrioritizedSampler",
     "SharedRandomSampler",
     "SharedReplayBuffer",
+    "SharedSliceSampler",
     "anneal_beta",
 ]

@@ -9,12 +9,19 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
+from torchrl.data.replay_buffers.sample_units import Transition
+from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
 
 def buffers_over(storage: Storage) -> list[Any]:
     """The replay buffers of this process that were built over the storage."""
     return list(storage._attached_entities)
+
+
+def detach(storage: Storage, buffer: Any) -> None:
+    """Undo ``storage.attach`` of a buffer that could not be built."""
+    storage._attached_entities.remove(buffer)
 
 
 def sampler_of(buffer: Any) -> Any:
@@ -48,3 +55,39 @@ def nested_tensordict(nested: dict[str, Any], batch_size: torch.Size) -> TensorD
         for key, value in nested.items()
     }
     return TensorDict._new_unsafe(source, batch_size=batch_size)
+
+
+def what_cannot_be_shared(buffer: Any) -> str | None:
+    """Why the buffer's options would give wrong samples or hang over rows that others write.
+
+    None if nothing is wrong. Called while the buffer is being built and when its parts change.
+    """
+    sampler = sampler_of(buffer)
+    if sampler is not None and getattr(sampler, "attach", None) is None:
+        for base in type(sampler).__mro__:
+            if base is not Sampler and base.__module__.startswith("torchrl."):
+                return (
+                    f"{type(sampler).__name__} keeps count of the rows that this process wrote, "
+                    "which others overwrite: use SharedPrioritizedSampler, SharedRandomSampler "
+                    "(also where no sampler= was passed) or SharedSliceSampler"
+                )
+    unit = buffer._sample_unit
+    if not isinstance(unit, (Transition, type(None))):
+        return (
+            f"sample_unit={type(unit).__name__} looks for neighbouring rows without regard to who "
+            "writes them: use SharedSliceSampler"
+        )
+    if buffer._dim_extend:
+        return (
+            f"dim_extend={buffer._dim_extend}: rows lie along one dimension, extend with [n, ...]"
+        )
+    if buffer.shared:
+        return (
+            "shared=True guards the buffer with a lock that a killed process keeps for ever: leave "
+            "it out, processes share the directory without it"
+        )
+    if getattr(buffer, "_init_compilable", None):
+        return "compilable=True: the lock cannot be taken in compiled code, leave it out"
+    if getattr(buffer, "_init_checkpointer", None) is not None:
+        return "checkpointer: the storage saves rows, priorities and cursor itself, leave it out"
+    return None

@@ -6,7 +6,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor, is_tensor_collection
+from tensordict import (
+    TensorDict,
+    TensorDictBase,
+    is_leaf_nontensor,
+    is_tensor_collection,
+    is_tensorclass,
+)
 
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay import _torchrl
@@ -30,10 +36,11 @@ def leaves_of(data: TensorDictBase) -> dict[tuple[str, ...], torch.Tensor]:
     Raises:
         ConfigurationError: if ``data`` holds something that is not a tensor.
     """
-    if not is_tensor_collection(data):
+    if not is_tensor_collection(data) or is_tensorclass(data):
         raise ConfigurationError(
             f"shared storages hold TensorDicts, got {type(data).__name__}; wrap the data in a "
-            "TensorDict"
+            "TensorDict (of a tensorclass: data.to_tensordict(), and TheClass.from_tensordict of "
+            "what is sampled)"
         )
     leaves = {}
     for key, value in data.items(True, True, is_leaf=is_leaf_nontensor):

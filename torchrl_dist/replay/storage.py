@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from torchrl.data.replay_buffers.storages import TensorStorage
 
 from torchrl_dist.errors import ConfigurationError, DeadlineError
@@ -78,6 +78,9 @@ class SharedMemmapStorage(TensorStorage):
         ConfigurationError: from writes, if rows do not match those that are stored.
         DeadlineError: from any operation that waited ``timeout_s`` for another process.
     """
+
+    supports_conditional_update = False
+    """A slot's version counts any write, so a changed row would no longer be the same one."""
 
     attaches_when_pickled = True
     """A copy in another process has the same rows; collectors ask before they write there."""
@@ -197,7 +200,12 @@ class SharedMemmapStorage(TensorStorage):
         return words[Word.CURSOR] + words[Word.BASE] + words[Word.WRITE_COUNT]
 
     def _bump_mutation_revision(self) -> None:
-        pass  # every write moves what ``_mutation_revision`` counts
+        # Every write moves what ``_mutation_revision`` counts. TorchRL calls this after a buffer's
+        # set_, set_at_ and update_ have written to what ``storage[:]`` gave them.
+        raise ConfigurationError(
+            "set_, set_at_ and update_ would change a copy of shared rows; replace whole rows "
+            "instead: rb[index] = rows"
+        )
 
     @property
     def _last_cursor_index(self) -> int | None:
@@ -326,6 +334,8 @@ class SharedMemmapStorage(TensorStorage):
         """TorchRL's write at given slots, as in ``storage[i] = data``; see :meth:`write_at`."""
         if isinstance(data, (list, tuple)):
             data = torch.stack(list(data))
+        if not is_tensor_collection(data):
+            raise ConfigurationError(f"rows are TensorDicts, got {type(data).__name__}")
         if isinstance(cursor, (int, np.integer)):
             cursor, data = torch.tensor([int(cursor)], device="cpu"), data.unsqueeze(0)
         elif isinstance(cursor, (slice, range)):
@@ -396,7 +406,7 @@ class SharedMemmapStorage(TensorStorage):
     def handed_generation(self, index: Any) -> torch.Tensor | None:
         """The generations of the rows handed over for this very index tensor, if any."""
         batch = getattr(self._handed, "batch", None)
-        return batch[1] if batch is not None and batch[0] is index else None
+        return batch[1] if batch is not None and batch[0] is _single(index) else None
 
     def get(self, index: Any) -> TensorDictBase:
         """Whole rows at the given slots.
@@ -408,18 +418,18 @@ class SharedMemmapStorage(TensorStorage):
             IndexError: for a slot that was never written.
             DeadlineError: if a row stayed unfinished.
         """
+        index = _single(index)
         batch = getattr(self._handed, "batch", None)
         if batch is not None and batch[0] is index:
             self._handed.batch = None
-            return rows.build(batch[2], self._spec(), (index.numel(),))
-        if isinstance(index, tuple) and len(index) == 1:
-            index = index[0]
+            return self.as_rows(batch[2])
         if isinstance(index, (int, np.integer)):
             return self._get_slots(np.array([int(index)], dtype=np.int64))[0]
         if isinstance(index, slice):
             slots = np.arange(*index.indices(self._directory.high))
             versions = self._directory.versions[slots]
-            return self._get_slots(slots[(versions & 1 == 0) & (versions > 0)])
+            # locked, as a memory-mapped storage of TorchRL's: ``rb[key] = value`` would be lost
+            return self._get_slots(slots[(versions & 1 == 0) & (versions > 0)]).lock_()
         index = torch.as_tensor(index)
         if index.dtype == torch.bool:
             index = index.nonzero().squeeze(-1)
@@ -462,6 +472,14 @@ class SharedMemmapStorage(TensorStorage):
         if spec is None:
             raise IndexError("cannot read from a shared storage into which nothing was written")
         return spec
+
+    def copy_rows(self, slots: np.ndarray) -> list[torch.Tensor]:
+        """The leaves of the rows at slots [n], as they are: who calls compares the versions."""
+        return rows.tensors(self._gather(slots), self._spec())
+
+    def as_rows(self, leaves: list[torch.Tensor]) -> TensorDict:
+        """A TensorDict of copied leaves, each [n, ...]."""
+        return rows.build(leaves, self._spec(), (leaves[0].shape[0],))
 
     def _gather(self, slots: np.ndarray) -> list[np.ndarray]:
         leaves = []
@@ -567,6 +585,13 @@ class SharedMemmapStorage(TensorStorage):
             words[Word.MAX_SLOT] = -1
             directory.commit()
 
+    def register_save_hook(self, hook: Any) -> None:
+        raise ConfigurationError(
+            "hooks of TorchRL's checkpointers do not apply: the storage saves itself"
+        )
+
+    register_load_hook = register_save_hook
+
     def dumps(self, path: str | os.PathLike[str]) -> None:
         """Write :meth:`snapshot` to a folder, as memory-mapped tensors and JSON."""
         if self.initialized:
@@ -614,3 +639,8 @@ class SharedMemmapStorage(TensorStorage):
             f"{type(self).__name__}(len={len(self)}, max_size={self.max_size}, "
             f"scratch_dir={self.scratch_dir!r})"
         )
+
+
+def _single(index: Any) -> Any:
+    """A tuple of one index stands for the index: TorchRL's slice samplers return such."""
+    return index[0] if isinstance(index, tuple) and len(index) == 1 else index

@@ -47,10 +47,21 @@ class SharedCursorWriter(Writer):
                 "storage=SharedMemmapStorage(capacity, scratch_dir=...)"
             )
         super().register_storage(storage)
-        for buffer in _torchrl.buffers_over(storage):
-            attach = getattr(_torchrl.sampler_of(buffer), "attach", None)
-            if attach is not None:
-                attach(storage)
+        self._check_buffers()
+
+    def _check_buffers(self) -> None:
+        """Refuse, for the buffers of this process over the storage, what would go wrong."""
+        for buffer in _torchrl.buffers_over(self._storage):
+            try:
+                wrong = _torchrl.what_cannot_be_shared(buffer)
+                if wrong is not None:
+                    raise ConfigurationError(f"a buffer over shared rows cannot have {wrong}")
+                attach = getattr(_torchrl.sampler_of(buffer), "attach", None)
+                if attach is not None:
+                    attach(self._storage)
+            except Exception:
+                _torchrl.detach(self._storage, buffer)  # the next one over it may be right
+                raise
 
     def extend(self, data: Sequence, *, priority: np.ndarray | None = None) -> torch.Tensor:
         """Write a batch; each row appears with its priority at once.
@@ -99,7 +110,8 @@ class SharedCursorWriter(Writer):
         handed = self._storage.handed_generation(index)
         if handed is not None:
             return handed
-        index = torch.as_tensor(index)
+        self._check_buffers()  # set_sampler tells nobody of another sampler
+        index = torch.as_tensor(index[0] if isinstance(index, tuple) else index)
         slots = index.cpu().long()
         versions = torch.from_numpy(self._storage.directory.versions)[slots.clamp_min(0)]
         published = (versions & 1 == 0) & (versions > 0) & (slots >= 0)

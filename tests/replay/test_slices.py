@@ -1,0 +1,374 @@
+"""Slices of trajectories: TorchRL's law on a quiet ring, consecutive rows on a busy one."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, SliceSampler, TensorDictReplayBuffer
+from torchrl.envs import RenameTransform
+
+from torchrl_dist import (
+    ConfigurationError,
+    SharedCursorWriter,
+    SharedMemmapStorage,
+    SharedReplayBuffer,
+    SharedSliceSampler,
+)
+
+_FORK = multiprocessing.get_context("fork")
+
+
+def trajectory(number: int, steps: range, width: int = 2) -> TensorDict:
+    """Rows that say which step of which trajectory they are, in every field."""
+    step = torch.arange(steps.start, steps.stop)
+    value = (number * 10_000 + step).double()[:, None].expand(-1, width).clone()
+    return TensorDict(
+        {
+            "obs": value,
+            "is_init": step[:, None] == 0,
+            "step_count": step,
+            "collector": {"traj_ids": torch.full_like(step, number)},
+            "next": {
+                "obs": value + 0.5,
+                "done": step[:, None] == 6,
+                "terminated": torch.zeros(step.numel(), 1, dtype=torch.bool),
+            },
+        },
+        [step.numel()],
+    )
+
+
+@pytest.fixture
+def make_buffers(folder: Path) -> Iterator[Callable[..., TensorDictReplayBuffer]]:
+    built: list[TensorDictReplayBuffer] = []
+
+    def make(capacity: int = 64, *, batch_size: int = 32, prefetch: int | None = None, **options):
+        buffer = SharedReplayBuffer(
+            storage=SharedMemmapStorage(capacity, scratch_dir=folder, job_id="test"),
+            sampler=SharedSliceSampler(**options),
+            batch_size=batch_size,
+            prefetch=prefetch,
+        )
+        built.append(buffer)
+        return buffer
+
+    yield make
+    for buffer in built:
+        buffer.storage.close()
+
+
+def assert_slices(batch: TensorDict, slice_len: int) -> None:
+    """Whole rows, ``slice_len`` consecutive steps of one trajectory each."""
+    traj = batch["collector", "traj_ids"].reshape(-1, slice_len)
+    step = batch["step_count"].reshape(-1, slice_len)
+    assert (traj == traj[:, :1]).all()
+    assert (step.diff(dim=1) == 1).all(), step
+    value = (batch["collector", "traj_ids"] * 10_000 + batch["step_count"]).double()
+    assert (batch["obs"] == value[:, None]).all()
+    assert (batch["next", "obs"] == value[:, None] + 0.5).all()
+
+
+# --- the same as TorchRL's on a quiet ring -------------------------------------------------------
+
+OPTIONS = [
+    {"slice_len": 4},
+    {"num_slices": 8},
+    {"slice_len": 8, "strict_length": False},
+    {"slice_len": 8, "strict_length": False, "pad_output": True},
+    {"num_slices": 4, "strict_length": False, "truncated_key": None},
+    {"slice_len": 4, "truncated_key": None, "init_key": None},
+    {"slice_len": 4, "truncated_key": ("next", "cut"), "init_key": None},
+    {"slice_len": 4, "span": True, "init_key": None},
+    {"slice_len": 4, "span": (2, False)},
+    {"slice_len": 4, "span": (False, 3)},
+    {"slice_len": 4, "end_key": ("next", "done")},
+    {"slice_len": 4, "fragmented": True},
+    {"slice_len": 8, "fragmented": True, "strict_length": False, "pad_output": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("rows", [40, 64, 100])
+def test_the_same_seed_gives_the_batches_of_torchrls_sampler(make_buffers, options, rows) -> None:
+    options = {"traj_key": ("collector", "traj_ids"), **options}
+    ours = make_buffers(**options)
+    theirs = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(64), sampler=SliceSampler(**options), batch_size=32
+    )
+    lengths = itertools.cycle([7, 3, 11, 1, 9])
+    written = 0
+    for number in range(rows):
+        part = trajectory(number, range(min(next(lengths), rows - written)))
+        written += len(part)
+        for buffer in (ours, theirs):
+            buffer.extend(part)
+        if written == rows:
+            break
+    for buffer in (ours, theirs):
+        buffer.set_rng(torch.Generator().manual_seed(rows))
+    for _ in range(5):
+        mine, other = ours.sample(), theirs.sample()
+        assert set(mine.keys(True, True)) == {*other.keys(True, True), "index_generation"}
+        for key, value in other.items(True, True):
+            assert mine[key].dtype == value.dtype and mine[key].shape == value.shape, key
+            assert (mine[key] == value).all(), key
+        slots = mine["index"].squeeze(-1)
+        assert (mine["index_generation"] == ours.writer.generations_of(slots)).all()
+    assert ours.can_sample() == theirs.can_sample()
+    assert ours.can_sample(320) == theirs.can_sample(320)
+
+
+def test_every_start_of_a_slice_is_equally_likely_without_a_seed(make_buffers) -> None:
+    rb = make_buffers(slice_len=3, batch_size=3000)
+    for number in range(4):
+        rb.extend(trajectory(number, range(6)))  # 4 starts each
+    rb.extend(trajectory(9, range(2)))  # too short
+    starts = rb.sample()["index"].squeeze(-1).reshape(-1, 3)[:, 0]
+    counts = np.bincount(starts, minlength=26).reshape(-1)[:24].reshape(4, 6)
+    assert counts[:, 4:].sum() == 0 and counts.sum() == 1000
+    assert chisquare(counts[:, :4].reshape(-1)).pvalue > 1e-6
+    again = make_buffers(slice_len=3, batch_size=3000)  # ranks must not draw the same
+    assert (again.sample()["index"] != rb.sample()["index"]).any()
+
+
+def test_rows_that_are_being_written_end_a_slice_and_are_not_drawn(make_buffers) -> None:
+    rb = make_buffers(slice_len=4, strict_length=False, batch_size=4000)
+    storage = rb.storage
+    rb.extend(trajectory(1, range(12)))
+    reservation = storage._cursor.reserve(4)  # slots 12 to 15, another writer at work
+    rb.extend(trajectory(1, range(12, 20)))  # slots 16 to 23
+    batch = rb.sample()
+    slots = set(batch["index"].squeeze(-1).tolist())
+    assert slots == {*range(12), *range(16, 24)}
+    first = batch["index"].reshape(-1, 4)[:, 0]  # runs 0-11 and 16-23 are long enough
+    assert set(first.tolist()) == {*range(9), *range(16, 21)}
+    storage._cursor.abandon(reservation)
+    storage.write_at(torch.arange(4, 6), trajectory(2, range(2)))
+    batch = rb.sample()
+    assert set(batch["collector", "traj_ids"].tolist()) == {1, 2}
+    traj = batch["collector", "traj_ids"]
+    ends = batch["next", "truncated"].squeeze(-1).nonzero().squeeze(-1)
+    assert (traj[1:] == traj[:-1])[~torch.isin(torch.arange(len(traj) - 1), ends)].all()
+
+
+def test_newest_and_oldest_row_of_one_trajectory_are_not_neighbours(make_buffers) -> None:
+    rb = make_buffers(32, slice_len=8, batch_size=8000)
+    for start in range(0, 120, 5):  # longer than the ring, which ends in the middle of it
+        rb.extend(trajectory(1, range(start, start + 5)))
+        if start > 5:
+            assert_slices(rb.sample(), 8)
+    starts = set(rb.sample()["step_count"].reshape(-1, 8)[:, 0].tolist())
+    assert starts == set(range(120 - 32, 120 - 7))
+
+
+def test_fragments_of_a_trajectory_are_joined_by_their_steps(make_buffers) -> None:
+    rb = make_buffers(64, slice_len=10, fragmented=True, batch_size=200)
+    for start in range(0, 20, 4):  # two writers by turns
+        rb.extend(trajectory(1, range(start, start + 4)))
+        rb.extend(trajectory(2, range(start, start + 4)))
+    batch = rb.sample()
+    assert_slices(batch, 10)
+    assert set(batch["collector", "traj_ids"].tolist()) == {1, 2}
+    rb.extend(trajectory(2, range(19, 20)))
+    with pytest.raises(ConfigurationError, match="both hold step 19"):
+        rb.sample()
+
+
+# --- many writers --------------------------------------------------------------------------------
+
+
+def _write_trajectories(folder: Path, capacity: int, writer: int, lengths: tuple[int, int]) -> None:
+    storage = SharedMemmapStorage(capacity, scratch_dir=folder, job_id="test")
+    random = np.random.default_rng(writer)
+    for number in itertools.count():
+        steps = int(random.integers(*lengths))
+        name = number * 10 + writer
+        for start in range(0, steps, 16):
+            storage.append(trajectory(name, range(start, min(start + 16, steps)), width=512))
+
+
+@pytest.mark.parametrize("fragmented", [False, True])
+def test_slices_never_run_across_writers_nor_hold_torn_rows(folder, make_buffers, fragmented):
+    capacity, writers = 512, 3
+    rb = make_buffers(capacity, slice_len=8, batch_size=64, fragmented=fragmented)
+    processes = [
+        _FORK.Process(target=_write_trajectories, args=(folder, capacity, w, (8, 80)), daemon=True)
+        for w in range(writers)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        deadline = time.monotonic() + 60
+        while not rb.can_sample() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        before, seen = rb.write_count, set()
+        for _ in range(400):
+            batch = rb.sample()
+            assert_slices(batch, 8)
+            seen |= set((batch["collector", "traj_ids"] % 10).tolist())
+        while rb.write_count < before + 10 * capacity and time.monotonic() < deadline:
+            assert_slices(rb.sample(), 8)
+        assert seen == set(range(writers)), "trajectories of every process are seen"
+        assert rb.write_count >= before + 10 * capacity
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _write_one_long_trajectory(folder: Path, capacity: int) -> None:
+    storage = SharedMemmapStorage(capacity, scratch_dir=folder, job_id="test")
+    for start in itertools.count(0, 8):
+        storage.append(trajectory(0, range(start, start + 8)))
+
+
+def test_a_reader_beside_the_cursor_of_one_long_trajectory_sees_consecutive_steps(
+    folder, make_buffers
+) -> None:
+    capacity = 128
+    rb = make_buffers(capacity, slice_len=16, batch_size=256)
+    process = _FORK.Process(target=_write_one_long_trajectory, args=(folder, capacity), daemon=True)
+    process.start()
+    try:
+        deadline = time.monotonic() + 60
+        while len(rb) < capacity // 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        before = rb.write_count
+        for _ in range(1000):
+            assert_slices(rb.sample(), 16)
+        assert rb.write_count > before + capacity
+        assert rb.storage.directory.counters["reread_rows"] > 0
+    finally:
+        process.kill()
+        process.join()
+
+
+def test_a_sampler_that_keeps_losing_rows_ends_under_the_lock(make_buffers, monkeypatch) -> None:
+    rb = make_buffers(16, slice_len=2, batch_size=16)
+    rb.extend(trajectory(0, range(16)))
+    copy_rows, turns = rb.storage.copy_rows, itertools.count(1)
+
+    def copy_while_others_write(slots: np.ndarray) -> list[torch.Tensor]:
+        leaves = copy_rows(slots)
+        if not rb.storage.directory._fair_lock._threads._is_owned():  # nobody can then
+            rb.storage.write_at(torch.arange(16), trajectory(next(turns), range(16)))
+        return leaves
+
+    monkeypatch.setattr(rb.storage, "copy_rows", copy_while_others_write)
+    assert_slices(rb.sample(), 2)
+    counters = rb.storage.directory.counters
+    assert counters["locked_reads"] == 1 and counters["reread_rows"] == 8 * 16
+
+
+# --- in a buffer ---------------------------------------------------------------------------------
+
+
+def _sample_in_a_spawned_process(rb: TensorDictReplayBuffer) -> None:
+    assert_slices(rb.sample(), 4)
+    rb.extend(trajectory(77, range(8)))
+
+
+def test_prefetch_transforms_spawn_and_pickling(make_buffers) -> None:
+    rb = make_buffers(slice_len=4, prefetch=3)
+    rb.extend(trajectory(1, range(12)))
+    process = multiprocessing.get_context("spawn").Process(
+        target=_sample_in_a_spawned_process, args=(make_buffers(slice_len=4),)
+    )
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    seen = {t for _ in range(20) for t in rb.sample()["collector", "traj_ids"].tolist()}
+    assert seen == {1, 77}
+    rb.append_transform(RenameTransform(["obs"], ["seen"]))
+    while "seen" not in rb.sample().keys():
+        pass
+    rb = make_buffers(slice_len=4)
+    again = pickle.loads(pickle.dumps(rb))
+    assert_slices(again.sample(), 4)
+    assert "slice_len=4" in repr(again.sampler)
+    again.storage.close()
+
+
+def test_a_stock_buffer_gives_slices_too_and_priorities_are_no_matter(make_buffers) -> None:
+    storage = make_buffers(slice_len=4).storage
+    rb = TensorDictReplayBuffer(
+        storage=storage,
+        sampler=SharedSliceSampler(slice_len=4),
+        writer=SharedCursorWriter(),
+        batch_size=16,
+    )
+    rb.extend(trajectory(3, range(10)))
+    batch = rb.sample()
+    assert_slices(batch, 4)
+    assert (batch["index_generation"] == 1).all()
+    rb.update_tensordict_priority(batch.set("td_error", torch.ones(16)))
+
+
+def test_what_cannot_be_sampled_is_said(make_buffers) -> None:
+    rb = make_buffers(slice_len=4)
+    assert not rb.can_sample()
+    with pytest.raises(RuntimeError, match="empty"):
+        rb.sample()
+    rb.extend(trajectory(1, range(3)))
+    assert not rb.can_sample()
+    with pytest.raises(RuntimeError, match="sufficient length"):
+        rb.sample()
+    rb.extend(trajectory(1, range(3, 4)))
+    assert rb.can_sample()
+    rb.empty()
+    assert not rb.can_sample()
+    with pytest.raises(RuntimeError, match="empty"):
+        rb.sample()
+    rb.extend(trajectory(2, range(4)))
+    assert set(rb.sample()["collector", "traj_ids"].tolist()) == {2}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"end_key": ("next", "done")}, "needs a traj_key"),
+        ({"end_keys": [("next", "done")]}, "needs a traj_key"),
+        ({"cache_values": True}, "cache_values"),
+        ({"cache_values": True, "ends": torch.ones(3, dtype=torch.bool)}, "cache_values"),
+        ({"trajectories": torch.ones(3)}, "trajectories"),
+        ({"compile": {"mode": "default"}}, "compile"),
+        ({"use_gpu": True}, "use_gpu"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_when_the_sampler_is_built(options, message) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        SharedSliceSampler(slice_len=4, **options)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        (TensorDict({"x": torch.zeros(8)}, [8]), {}, "no trajectory id"),
+        (TensorDict({"x": torch.zeros(8)}, [8]), {"traj_key": "traj"}, "no 'traj', only"),
+        (TensorDict({"episode": torch.zeros(8, 2)}, [8]), {}, "expected one number"),
+        (TensorDict({"episode": torch.zeros(8)}, [8]), {"fragmented": True}, "no 'step_count'"),
+    ],
+)
+def test_rows_without_the_keys_are_an_error(make_buffers, rows, options, message) -> None:
+    rb = make_buffers(slice_len=4, **options)
+    rb.extend(rows)
+    with pytest.raises(ConfigurationError, match=message):
+        rb.sample()
+
+
+def test_ids_may_be_floats_under_the_usual_name_and_one_element_wide(make_buffers) -> None:
+    rb = make_buffers(slice_len=4)
+    episode = torch.arange(4.0).repeat_interleave(6)[:, None]
+    rb.extend(TensorDict({"episode": episode}, [24]))
+    batch = rb.sample()["episode"].reshape(-1, 4)
+    assert (batch == batch[:, :1]).all() and len(batch.unique()) > 1
