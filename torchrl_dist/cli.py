@@ -215,11 +215,13 @@ def _play(options: argparse.Namespace) -> int:
 
 
 def _add_bench(commands: argparse._SubParsersAction) -> None:
-    from .bench import law, replay
+    from .bench import collect, law, replay
 
     bench = commands.add_parser("bench", help="measure", description="Run a benchmark.")
     questions = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
     summary = "the shared replay buffer beside other buffers"
     replay.add_options(questions.add_parser("replay", help=summary))
+    summary = "how busy collectors keep the cores, beside other collectors"
+    collect.add_options(questions.add_parser("collect", help=summary))
     summary = "the sampling law of a buffer spread over workers beside a single buffer's"
     law.add_options(questions.add_parser("law", help=summary))

@@ -29,8 +29,8 @@ def cut_batch(least: int) -> TensorDict:
             )
         )
         if index == 1:
-            worker.cut(request=7, least=least)
-        rows, stats = worker.collect(request=7)
+            worker.cut(request=0, least=least)
+        rows, stats = worker.collect(request=0)
         assert stats.frames == rows.shape[1] == (12 if index == 0 else least)
         rollouts.append(rows)
     return join(rollouts, masked=True)
@@ -89,10 +89,10 @@ def test_padding_is_a_trajectory_of_its_own_when_a_batch_is_split() -> None:
 
 def test_after_a_cut_the_episode_goes_on_as_another_trajectory_with_one_return() -> None:
     worker = RolloutWorker(WorkerConfig(lambda: Counter(5), frames_per_rollout=4))
-    worker.cut(request=1, least=2)
-    first, stats = worker.collect(request=1)
+    worker.cut(request=0, least=2)
+    first, stats = worker.collect(request=0)
     assert stats.episode_returns == []
-    second, stats = worker.collect(request=2)
+    second, stats = worker.collect(request=1)
     assert first.shape == (1, 2) and second.shape == (1, 4)
     assert first["collector", "traj_ids"].unique().tolist() == [0]
     assert second["collector", "traj_ids"][0].tolist() == [1, 1, 1, 2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -20,6 +21,7 @@ from torchrl.modules import QValueActor
 
 from tests.collect.envs import Counter, Tally, mlp, steps_taken
 from torchrl_dist.collect import FirstReady, Preempt, Quorum, RPCBatchedCollector, WaitAll
+from torchrl_dist.collect.worker import RolloutWorker, WorkerConfig
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
 from torchrl_dist.runtime import ForkServer, Session, local_cluster
 
@@ -432,3 +434,20 @@ def test_preempt_is_refused_where_nothing_could_be_masked() -> None:
     for other in ({"replay_buffer": object()}, {"postproc": lambda rows: rows}):
         with pytest.raises(ConfigurationError, match="Preempt"):
             RPCBatchedCollector("CartPole-v1", frames_per_batch=8, readiness=Preempt(), **other)
+
+
+def test_requests_that_come_together_run_in_their_order() -> None:
+    worker = RolloutWorker(WorkerConfig(lambda: Counter(10**6), frames_per_rollout=3))
+    starts: dict[int, float] = {}
+
+    def ask(number: int) -> None:
+        rows, _ = worker.collect(request=number)
+        starts[number] = rows["observation"][0, 0, 0].item()
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in (3, 1, 2, 0)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.02)
+    for thread in threads:
+        thread.join(10)
+    assert starts == {n: 100.0 + 3 * n for n in range(4)}

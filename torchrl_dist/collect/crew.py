@@ -1,12 +1,12 @@
 """The workers as the learner sees them: who is asked for what, who has delivered, who is lost.
 
-A worker has at most one request at a time. Answers come in threads of the transport; everything
-here is guarded by one condition, on which the caller of :meth:`Crew.gather` sleeps.
+Where the policy lag allows it a worker has two requests at a time, so that it never idles for the
+time that an answer and the next request travel. Answers come in threads of the transport;
+everything here is guarded by one condition, on which the caller of :meth:`Crew.gather` sleeps.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 import time
@@ -33,15 +33,19 @@ Delivery = tuple[RolloutStats, TensorDict | None]
 # A rollout has no deadline of its own: the wait for it has one, and what comes after that is kept
 # for the next batch. RPC wants a number all the same.
 _ROLLOUT_LIMIT_S = 7 * 24 * 3600.0
+_MAX_IN_FLIGHT = 2
 _WARN_AT_CALLER = 7  # frames between a warning here and the loop over the collector
 
 
 @dataclass(frozen=True)
 class Request:
-    number: int  # grows with every request of the crew
+    number: int  # 0, 1, ... of this worker
     round: int
     share: Share
     begun: float  # time.monotonic()
+
+
+Arrival = tuple[Request, RolloutStats, TensorDict | None]
 
 
 @dataclass
@@ -54,9 +58,12 @@ class Worker:
     num_envs: int
     steps: int
     max_ahead: int
-    in_flight: Request | None = None
-    cut: bool = False  # the request in flight was told to stop early
-    inbox: deque[tuple[Request, RolloutStats, TensorDict | None]] = field(default_factory=deque)
+    in_flight: list[Request] = field(default_factory=list)
+    requests: int = 0
+    settled: int = 0  # of all requests before this number it is known what came of them
+    early: dict[int, Arrival | None] = field(default_factory=dict)  # answers that overtook others
+    cut_through: int = -1  # requests up to this number were told to stop early
+    inbox: deque[Arrival] = field(default_factory=deque)
     failure: BaseException | None = None
     lost: bool = False
     sent_version: int = -1
@@ -87,7 +94,6 @@ class Crew:
         self._readiness = readiness
         self._min_workers = min_workers
         self._cond = threading.Condition()
-        self._numbers = itertools.count(1)
         self._arrivals: list[int] = []
         self._weights: PackedWeights | None = None
         self._waiting = False
@@ -152,10 +158,10 @@ class Crew:
         if left_s <= 0:
             now = time.monotonic()
             names = ", ".join(
-                f"{w.name} (asked for {w.in_flight.share.steps} steps "
-                f"{now - w.in_flight.begun:.1f} s ago)"
+                f"{w.name} (asked for {w.in_flight[0].share.steps} steps "
+                f"{now - w.in_flight[0].begun:.1f} s ago)"
                 for w in self.workers
-                if w.index in missing and w.in_flight is not None
+                if w.index in missing and w.in_flight
             )
             raise DeadlineError(
                 f"no batch within {timeout_s:g} s; waiting for {names or 'nobody'}. "
@@ -194,35 +200,40 @@ class Crew:
         if least_part is None:
             return
         for worker in self.workers:
-            request = worker.in_flight
-            if worker.index in missing and request is not None and not worker.cut:
-                worker.cut = True
+            if worker.index not in missing or not worker.in_flight:
+                continue
+            request = worker.in_flight[0]
+            if request.number > worker.cut_through:
+                worker.cut_through = request.number
                 least = math.ceil(least_part * request.share.steps)
                 worker.handle.submit("cut", request.number, least)
 
     # ---- requests
 
     def _request(self, worker: Worker) -> None:
-        """Ask for the next rollout if the policy lag allows; called with the condition held."""
+        """Ask for rollouts as far as the policy lag allows; called with the condition held."""
         ahead = worker.max_ahead + (1 if self._waiting else 0)
-        if (
-            self._closed
-            or worker.lost
-            or worker.failure is not None
-            or worker.in_flight is not None
-            or len(worker.inbox) >= ahead
+        while (
+            not self._closed
+            and not worker.lost
+            and worker.failure is None
+            and len(worker.in_flight) < _MAX_IN_FLIGHT
+            and len(worker.in_flight) + len(worker.early) + len(worker.inbox) < ahead
+            and self._send_request(worker)
         ):
-            return
+            pass
+
+    def _send_request(self, worker: Worker) -> bool:
         alive = {w.index: w.num_envs for w in self.workers if w.failure is None}
         planned = self.budget.next_share(worker.index, alive, worker.steps)
         if planned is None:
-            return
+            return False
         round_, share = planned
         weights = None
         if self._weights is not None and self._weights.version > worker.sent_version:
             weights = self._weights
             worker.sent_version = weights.version
-        request = Request(next(self._numbers), round_, share, time.monotonic())
+        request = Request(worker.requests, round_, share, time.monotonic())
         try:
             future = worker.handle.submit(
                 "collect",
@@ -234,14 +245,17 @@ class Crew:
             )
         except ConfigurationError as error:  # the session is closed; raised at the next batch
             worker.failure = error
-            return
-        worker.in_flight, worker.cut = request, False
+            return False
+        worker.requests += 1
+        worker.in_flight.append(request)
         future.add_done_callback(partial(self._arrived, worker, request))
+        return True
 
     def _arrived(self, worker: Worker, request: Request, future: Future) -> None:
         """Called in a thread of the transport when a rollout is here or has failed."""
         with self._cond:
-            worker.in_flight = None
+            worker.in_flight.remove(request)
+            worker.early[request.number] = None
             error = future.exception()
             if error is not None:
                 worker.failure = error
@@ -250,10 +264,15 @@ class Crew:
             else:
                 rows, stats = future.result()
                 if stats.frames:  # else it was closed meanwhile
-                    worker.inbox.append((request, stats, rows))
-                    self._arrivals.append(worker.index)
+                    worker.early[request.number] = (request, stats, rows)
                     self.budget.return_frames(request.share.frames - stats.frames)
-                self._request(worker)
+            while worker.settled in worker.early:
+                arrival = worker.early.pop(worker.settled)
+                worker.settled += 1
+                if arrival is not None:
+                    worker.inbox.append(arrival)
+                    self._arrivals.append(worker.index)
+            self._request(worker)
             self._cond.notify_all()
 
     def _note_failures(self) -> bool:

@@ -5,12 +5,13 @@ A plain local object. The collector holds a handle to it in another process, or 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -112,6 +113,34 @@ def env_seeds(seed: int, first: int, count: int, static_seed: bool = False) -> l
     return seeds
 
 
+class Turns:
+    """Lets numbered calls in one by one, in the order of their numbers, whenever they come."""
+
+    def __init__(self) -> None:
+        self._cond = threading.Condition()
+        self._next = 0
+        self._open = False
+
+    @contextlib.contextmanager
+    def wait_for(self, number: int | None) -> Iterator[None]:
+        """Block until all calls with smaller numbers are over; None does not wait."""
+        with self._cond:
+            self._cond.wait_for(lambda: number is None or self._open or self._next >= number)
+        try:
+            yield
+        finally:
+            if number is not None:
+                with self._cond:
+                    self._next = number + 1
+                    self._cond.notify_all()
+
+    def open(self) -> None:
+        """Let everybody in."""
+        with self._cond:
+            self._open = True
+            self._cond.notify_all()
+
+
 class RolloutWorker:
     """Runs rollouts on request, one at a time; calls from several threads wait for each other.
 
@@ -126,6 +155,7 @@ class RolloutWorker:
         self.config = config
         self._lock = threading.Lock()
         self._closed = False
+        self._turns = Turns()
         self._cut = (-1, 0)
         self._seed_process(config.seed)
         self.policy = config.policy
@@ -207,7 +237,7 @@ class RolloutWorker:
         steps: int | None = None,
         num_envs: int | None = None,
         weights: PackedWeights | None = None,
-        request: int = 0,
+        request: int | None = None,
     ) -> tuple[TensorDict | None, RolloutStats]:
         """One rollout: blocks while the envs step.
 
@@ -215,14 +245,14 @@ class RolloutWorker:
             steps: transitions per env, at most (default) the T of this worker.
             num_envs: keep only the first so many envs of the rollout (the last of a job).
             weights: taken before the first step, if newer than those here.
-            request: its number, above all earlier ones, for :meth:`cut`.
+            request: 0, 1, ...: calls that come at the same time run in this order.
 
         Returns:
             the rows (``None`` if they went to the replay buffer or the worker was closed), stats.
             After a ``cut`` there are fewer than ``steps``, and the last ones are truncated.
         """
         index = self.config.worker_index
-        with _ONE_ROLLOUT, self._lock:
+        with self._turns.wait_for(request), _ONE_ROLLOUT, self._lock:
             if self._closed:
                 return None, RolloutStats(index, 0)
             if weights is not None:
@@ -232,7 +262,7 @@ class RolloutWorker:
 
             def enough(done: int) -> bool:
                 number, least = self._cut
-                return number >= request and done >= least
+                return number >= (request or 0) and done >= least
 
             try:
                 rollout = self._rollout.run(asked, enough)
@@ -300,6 +330,7 @@ class RolloutWorker:
             DeadlineError: that step lasts longer than ``step_limit_s``; the envs stay open.
         """
         self._rollout.stop()
+        self._turns.open()
         if not self._lock.acquire(timeout=step_limit_s):
             raise DeadlineError(
                 f"worker {self.config.worker_index}: a rollout did not stop within "

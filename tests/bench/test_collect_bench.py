@@ -1,0 +1,102 @@
+"""The collection benchmark at toy size."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from torchrl_dist.bench import collect
+from torchrl_dist.bench.collect_cells import Cell, Result
+from torchrl_dist.bench.collect_peers import PEERS
+from torchrl_dist.errors import ConfigurationError
+
+FIELDS = """bench peer env workers step_s steps_per_message sps ideal_sps floor_sps efficiency
+    startup_s""".split()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_in_memory() -> Iterator[None]:
+    def ours() -> set[str]:
+        return {name for name in os.listdir("/dev/shm") if name.startswith("torchrl_dist-bench-")}
+
+    before = ours()
+    yield
+    assert ours() <= before
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    collect.add_options(parser)
+    return parser.parse_args(arguments)
+
+
+@pytest.mark.timeout(120)
+def test_a_toy_run_gives_cells_with_sane_content(tmp_path: Path, capsys) -> None:
+    json_file, png = tmp_path / "cells.jsonl", tmp_path / "efficiency.png"
+    options = ["--env", "sleep", "--workers", "2", "--step-s", "0.005", "--rounds", "1"]
+    options += ["--steps-per-message", "4", "--seconds", "0.5", "--peers", "gymnasium-async"]
+    options += ["--json", str(json_file), "--plot", str(png)]
+    assert collect.main(options) == 0
+    cells = {cell["peer"]: cell for cell in map(json.loads, json_file.read_text().splitlines())}
+    assert {"floor", "ours", "gymnasium-async"} <= set(cells)
+    for cell in cells.values():
+        assert set(FIELDS) <= set(cell)
+        assert cell["bench"] == "collect" and cell["env"] == "sleep"
+        assert (cell["workers"], cell["step_s"], cell["steps_per_message"]) == (2, 0.005, 4)
+        assert cell["ideal_sps"] == 400 and cell["floor_sps"] == cells["floor"]["sps"]
+        assert cell["efficiency"] == cell["sps"] / 400
+        assert 0.05 < cell["efficiency"] < 1.1  # sleeps cannot be shorter than asked for
+        assert cell["startup_s"] > 0
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert "gymnasium-async" in capsys.readouterr().out
+
+
+@pytest.mark.timeout(120)
+def test_envs_that_compute_are_compared_with_the_floor(tmp_path: Path) -> None:
+    json_file = tmp_path / "cells.jsonl"
+    options = ["--env", "cartpole", "--workers", "1", "--envs", "8", "--peers", "none"]
+    options += ["--rounds", "1", "--seconds", "0.3", "--steps-per-message", "16"]
+    assert collect.main([*options, "--json", str(json_file)]) == 0
+    cells = {cell["peer"]: cell for cell in map(json.loads, json_file.read_text().splitlines())}
+    assert cells["floor"]["efficiency"] == 1.0
+    assert cells["ours"]["ideal_sps"] == cells["floor"]["sps"]
+    assert cells["ours"]["step_s"] == 0 and cells["ours"]["envs"] == 8
+
+
+def test_medians_and_efficiencies_are_over_rounds_and_lines() -> None:
+    def cell(peer: str) -> Cell:
+        return Cell(peer, "sleep", 4, 1, 0.1, 8, 1.0, 9.0)
+
+    found = {
+        cell(peer): collect.Figures([Result(sps, 1.0, 0.1) for sps in rates])
+        for peer, rates in {"floor": [38, 40, 36], "ours": [10, 30, 20]}.items()
+    }
+    ours = next(c for c in collect.to_cells(found) if c["peer"] == "ours")
+    assert (ours["sps"], ours["ideal_sps"], ours["floor_sps"]) == (20, 40, 38)
+    assert (ours["efficiency"], ours["rounds"]) == (0.5, 3)
+
+
+def test_the_defaults_measure_the_sleepers_and_leave_out_endless_messages(capsys) -> None:
+    groups = collect.plan(parse("--step-s", "1,0.1", "--steps-per-message", "4,64"), ["ours"])
+    cells = [cell for group in groups for cell in group]
+    assert {cell.workers for cell in cells} == {4, 8, 16, 32}
+    assert {(cell.step_s, cell.steps) for cell in cells} == {(1.0, 4), (0.1, 4)}
+    assert all(cell.seconds >= 3 * cell.steps * cell.step_s for cell in cells)
+    assert "a message would take 64 s" in capsys.readouterr().err
+
+
+def test_what_cannot_be_measured_is_named_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.setattr(PEERS["torchrl-ray"], "missing", classmethod(lambda cls: "no ray"))
+    assert "torchrl-ray" not in collect._chosen(parse("--peers", "torchrl-ray"))
+    assert "skipped torchrl-ray: no ray" in capsys.readouterr().err
+    collect.plan(parse("--workers", "32", "--envs", "64"), ["gymnasium-async"])
+    assert "2048 processes" in capsys.readouterr().err
+    with pytest.raises(ConfigurationError, match="--step-s"):
+        collect.plan(parse("--env", "cartpole", "--step-s", "1"), ["ours"])

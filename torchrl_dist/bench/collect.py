@@ -1,0 +1,255 @@
+"""How busy do collectors keep the cores, whatever a step costs?
+
+    torchrl-dist bench collect --env sleep --json collect.jsonl --plot collect.png
+
+Workers step environments that sleep (``sleep``: 4, 8, 16 and 32 workers by default) or compute
+(``cartpole``, ``halfcheetah``: 2 workers) with a policy of two layers of 64, and send their steps
+to a learner that does nothing with them. Steps are counted on the workers. Each measurement runs
+in fresh processes with one torch thread each; rounds go over all peers in turn, so that a slow
+minute of the machine hits all of them; the table shows medians over rounds.
+
+- ``floor``: the same environments and policy in as many processes, without data and messages.
+- ``ideal_sps``: workers / step_s for environments that sleep, the floor for others.
+- ``efficiency``: sps / ideal_sps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import signal
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torchrl_dist.bench.collect_cells import ENVS, Cell, Result, measure
+from torchrl_dist.bench.collect_peers import OURS, PEERS
+from torchrl_dist.bench.command import (
+    TerminatedError,
+    above_zero,
+    counts,
+    folder_in,
+    names,
+    say,
+    terminable,
+)
+from torchrl_dist.errors import ConfigurationError, TorchRLDistError
+
+_SLEEPERS, _COMPUTERS = [4, 8, 16, 32], [2]  # default numbers of workers
+_STEP_S = [0.1, 0.01, 0.001]
+_LONGEST_MESSAGE_S = 5.0
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and its options."""
+    parser.description = __doc__
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--env", choices=ENVS, default="sleep", help="(default: sleep)")
+    parser.add_argument("--workers", type=counts, metavar="N,M", help="worker processes")
+    parser.add_argument(
+        "--envs", type=counts, default=[1], metavar="N,M", help="per worker (default: 1)"
+    )
+    parser.add_argument(
+        "--step-s",
+        type=lambda text: [above_zero(float)(part) for part in text.split(",")],
+        metavar="S,T",
+        help="seconds that a step sleeps (default: 0.1,0.01,0.001)",
+    )
+    parser.add_argument(
+        "--steps-per-message",
+        type=counts,
+        default=[8, 64],
+        metavar="N,M",
+        help="steps of each env in a message (default: 8,64)",
+    )
+    others = [name for name in PEERS if name not in OURS and name != "floor"]
+    known = ["none", "all", *others]
+    parser.add_argument(
+        "--peers",
+        type=names(known),
+        default=["all"],
+        metavar="A,B",
+        help=f"measured beside {', '.join(OURS)} and the floor: none, all, or some of "
+        f"{','.join(others)} (default: all)",
+    )
+    parser.add_argument("--rounds", type=above_zero(int), default=3, help="(default: 3)")
+    parser.add_argument(
+        "--seconds", type=above_zero(float), default=3.0, help="per measurement (default: 3)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append a line per cell")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the efficiencies")
+    parser.add_argument(
+        "--timeout-s",
+        type=above_zero(float),
+        default=150.0,
+        help="longest duration of one measurement, start included (default: 150)",
+    )
+    parser.set_defaults(command=run)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse ``argv`` and :func:`run`."""
+    parser = argparse.ArgumentParser(prog="torchrl-dist bench collect")
+    add_options(parser)
+    return run(parser.parse_args(argv))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print a table. Blocks for minutes; Ctrl-C ends it in order and prints what is
+    there.
+
+    Returns:
+        0; 1 if a measurement failed; 130 or 143 after SIGINT or SIGTERM.
+
+    Raises:
+        ConfigurationError: nothing of what was asked for can be measured.
+    """
+    for path in (options.json, options.plot):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigurationError(f"{path}: there is no folder {path.absolute().parent}")
+    groups = plan(options, _chosen(options))
+    if not any(groups):
+        raise ConfigurationError("nothing can be measured with these options")
+    found: dict[Cell, Figures] = {}
+    status = 0
+    try:
+        with terminable():
+            status = _measure_all(options.rounds, groups, found)
+    except KeyboardInterrupt:
+        status = 128 + signal.SIGINT
+    except TerminatedError:
+        status = 128 + signal.SIGTERM
+    from torchrl_dist.bench.collect_table import plot, print_table
+    from torchrl_dist.bench.replay_peers import versions
+    from torchrl_dist.bench.table import append_json
+
+    cells = to_cells(found)
+    print_table(cells)
+    if options.json is not None:
+        extra = {"seconds": options.seconds, "cpus": os.cpu_count()}
+        peers = ["ray"] if any("ray" in cell["peer"] for cell in cells) else []
+        append_json(options.json, cells, {**extra, "versions": versions(peers)})
+    if options.plot is not None:
+        plot(options.plot, cells, f"median of {options.rounds} rounds, {os.cpu_count()} cores")
+    return status
+
+
+def _chosen(options: argparse.Namespace) -> list[str]:
+    if options.env == "halfcheetah":
+        import importlib.util
+
+        if importlib.util.find_spec("mujoco") is None:
+            raise ConfigurationError(
+                "--env halfcheetah needs MuJoCo: pip install 'torchrl-dist[bench-mujoco]'"
+            )
+    asked = set(options.peers)
+    chosen = ["floor", *OURS]
+    for name, peer in PEERS.items():
+        if name not in chosen and ("all" in asked or name in asked):
+            reason = peer.missing()
+            if reason is None:
+                chosen.append(name)
+            else:
+                say(f"skipped {name}: {reason}")
+    return chosen
+
+
+def plan(options: argparse.Namespace, peers: list[str]) -> list[list[Cell]]:
+    """What one round measures: groups of cells that differ by the peer only."""
+    sleeps = options.env == "sleep"
+    if options.step_s and not sleeps:
+        raise ConfigurationError("--step-s is for --env sleep; other environments compute")
+    workers = options.workers or (_SLEEPERS if sleeps else _COMPUTERS)
+    durations = (options.step_s or _STEP_S) if sleeps else [0.0]
+    groups = []
+    sizes = itertools.product(workers, options.envs, durations, options.steps_per_message)
+    for processes, envs, step_s, steps in sizes:
+        message_s = steps * envs * step_s
+        if message_s > _LONGEST_MESSAGE_S:
+            say(f"skipped {steps} steps of {step_s:g} s: a message would take {message_s:g} s")
+            continue
+        seconds = max(options.seconds, 3 * message_s)
+        base = Cell("", options.env, processes, envs, step_s, steps, seconds, options.timeout_s)
+        group = []
+        for name in peers:
+            reason = PEERS[name].refuses(base)
+            if reason is None:
+                group.append(replace(base, peer=name))
+            else:
+                say(f"skipped {name} with {processes} x {envs}: {reason}")
+        groups.append(group)
+    return groups
+
+
+@dataclass
+class Figures:
+    """One cell's results, a list entry per round."""
+
+    results: list[Result] = field(default_factory=list)
+
+    def median(self, name: str) -> float:
+        return statistics.median(getattr(result, name) for result in self.results)
+
+
+def _measure_all(rounds: int, groups: list[list[Cell]], found: dict[Cell, Figures]) -> int:
+    from torchrl_dist.bench.processes import Launcher
+
+    failed: set[Cell] = set()
+    with Launcher() as launcher:
+        for round_, group in itertools.product(range(rounds), groups):
+            shift = round_ % max(1, len(group))  # nobody is always the first
+            for cell in group[shift:] + group[:shift]:
+                if cell in failed:
+                    continue
+                label = f"round {round_ + 1}: {cell.peer} {cell.env} {cell.workers} x {cell.envs}"
+                label += f" step {cell.step_s:g} s, {cell.steps} per message"
+                try:
+                    with folder_in(Path("/dev/shm")) as folder:
+                        result = launcher.run(
+                            measure, cell, str(folder), folder=folder, timeout_s=cell.timeout_s
+                        )
+                except TorchRLDistError as error:
+                    failed.add(cell)
+                    say(f"{label}: failed: {error}")
+                    continue
+                found.setdefault(cell, Figures()).results.append(result)
+                say(f"{label}: {result.sps:,.0f} steps/s, first batch {result.startup_s:.1f} s")
+    return 1 if failed else 0
+
+
+def to_cells(found: dict[Cell, Figures]) -> list[dict[str, Any]]:
+    """One JSON object per cell."""
+    floors = {cell.line: f.median("sps") for cell, f in found.items() if cell.peer == "floor"}
+    cells = []
+    for cell, figures in found.items():
+        floor = floors.get(cell.line)
+        ideal = cell.workers / cell.step_s if cell.step_s else floor
+        sps = figures.median("sps")
+        cells.append(
+            {
+                "bench": "collect",
+                "peer": cell.peer,
+                "env": cell.env,
+                "workers": cell.workers,
+                "envs": cell.envs,
+                "step_s": cell.step_s,
+                "steps_per_message": cell.steps,
+                "sps": sps,
+                "ideal_sps": ideal,
+                "floor_sps": floor,
+                "efficiency": sps / ideal if ideal else None,
+                "of_floor": sps / floor if floor else None,
+                "startup_s": figures.median("startup_s"),
+                "learner_cpu": figures.median("learner_cpu"),
+                "rounds": len(figures.results),
+                "sps_of_rounds": [result.sps for result in figures.results],
+            }
+        )
+    return cells
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,188 @@
+"""One measurement of a collector: envs that count their steps, and the clock around them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from tensordict.nn import TensorDictModule
+from torch import Tensor, nn
+
+ENVS = ("sleep", "cartpole", "halfcheetah")
+_IDS = {"cartpole": "CartPole-v1", "halfcheetah": "HalfCheetah-v5"}
+# (observation size, action size, continuous)
+_SHAPES = {"sleep": (4, 2, False), "cartpole": (4, 2, False), "halfcheetah": (17, 6, True)}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is measured. ``envs`` are per worker, ``steps`` per message and env; ``part`` is the
+    seconds that a step sleeps."""
+
+    peer: str
+    env: str
+    workers: int
+    envs: int
+    step_s: float
+    steps: int
+    seconds: float
+    timeout_s: float
+
+    @property
+    def line(self) -> tuple[Any, ...]:
+        """What cells that differ by the peer only have in common."""
+        return (self.env, self.workers, self.envs, self.step_s, self.steps)
+
+
+@dataclass(frozen=True)
+class Result:
+    """``cpu_s``: CPU seconds per second that this process, the learner, spent on taking in."""
+
+    sps: float
+    startup_s: float
+    learner_cpu: float
+
+
+# ---- steps are counted where they are made
+
+
+class _Tally:
+    """A number per process in a file of its own, summed by :func:`steps_so_far`."""
+
+    def __init__(self, folder: str) -> None:
+        path = Path(folder, f"steps-{os.getpid()}-{threading.get_ident()}")
+        path.write_bytes(bytes(8))
+        self._count = np.memmap(path, np.int64, "r+")
+
+    def add(self, n: int) -> None:
+        self._count[0] += n
+
+
+_tallies: dict[tuple[int, str], _Tally] = {}
+
+
+def tally(folder: str) -> _Tally:
+    """This process's count."""
+    key = (os.getpid(), folder)
+    if key not in _tallies:
+        _tallies[key] = _Tally(folder)
+    return _tallies[key]
+
+
+def steps_so_far(folder: str) -> int:
+    """Env steps that all processes have made."""
+    return sum(
+        int(np.fromfile(path, np.int64, 1)[0])
+        for path in Path(folder).glob("steps-*")
+        if path.stat().st_size == 8
+    )
+
+
+class SleepEnv(gymnasium.Env):
+    """A step takes ``step_s`` seconds and no CPU."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (4,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+        self._observation = np.zeros(4, np.float32)
+
+    def reset(self, **_: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        return self._observation, {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        time.sleep(self._step_s)
+        return self._observation, 1.0, False, False, {}
+
+
+def _counted(env: Any, folder: str, steps: int) -> Any:
+    """Count in place: a wrapper would cost more than the count, and hide what kind of env it is."""
+    count, step = tally(folder), env.step
+
+    def counting(action: Any) -> Any:
+        count.add(steps)
+        return step(action)
+
+    env.step = counting
+    return env
+
+
+def single_env(env: str, step_s: float, folder: str) -> gymnasium.Env:
+    """One environment."""
+    made = SleepEnv(step_s) if env == "sleep" else gymnasium.make(_IDS[env])
+    return _counted(made, folder, 1)
+
+
+def vector_env(env: str, step_s: float, folder: str, envs: int, native: bool) -> Any:
+    """``envs`` environments behind gymnasium's vector interface, natively where there is one."""
+    if native and env == "cartpole":
+        made = gymnasium.make_vec(_IDS[env], envs, vectorization_mode="vector_entry_point")
+        return _counted(made, folder, envs)
+    return gymnasium.vector.SyncVectorEnv(
+        [functools.partial(single_env, env, step_s, folder)] * envs,
+        autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP,
+    )
+
+
+def make_env(cell: Cell, folder: str) -> Callable[[], Any]:
+    """What our collector and the floor step; pickles."""
+    if cell.envs > 1 and cell.env == "cartpole":
+        return functools.partial(vector_env, cell.env, cell.step_s, folder, cell.envs, True)
+    return functools.partial(single_env, cell.env, cell.step_s, folder)
+
+
+# ---- the policy: two layers of 64
+
+
+class Greedy(nn.Module):
+    """Observation ``[*, n]`` -> the preferred action ``[*]``, or a continuous one ``[*, m]``."""
+
+    def __init__(self, env: str) -> None:
+        super().__init__()
+        inputs, outputs, self.continuous = _SHAPES[env]
+        self.layers = nn.Sequential(
+            nn.Linear(inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs)
+        )
+
+    def forward(self, observation: Tensor) -> Tensor:
+        out = self.layers(observation.float())
+        return out.tanh() if self.continuous else out.argmax(-1)
+
+
+def make_policy(env: str) -> TensorDictModule:
+    """The same weights in every process."""
+    torch.manual_seed(0)
+    return TensorDictModule(Greedy(env), in_keys=["observation"], out_keys=["action"])
+
+
+# ---- the clock
+
+
+def measure(cell: Cell, folder: str) -> Result:
+    """Run one peer in this process for ``cell.seconds`` after its first batches; blocks."""
+    from torchrl_dist.bench.collect_peers import PEERS
+
+    torch.set_num_threads(1)
+    begun = time.perf_counter()
+    with contextlib.ExitStack() as stack:
+        batches = stack.enter_context(PEERS[cell.peer].open(cell, folder))
+        next(batches)
+        startup_s = time.perf_counter() - begun
+        next(batches)  # whatever is done once was done by now
+        steps, start, cpu = steps_so_far(folder), time.perf_counter(), time.process_time()
+        while (elapsed := time.perf_counter() - start) < cell.seconds:
+            next(batches)
+        elapsed = time.perf_counter() - start
+        made = steps_so_far(folder) - steps
+        return Result(made / elapsed, startup_s, (time.process_time() - cpu) / elapsed)

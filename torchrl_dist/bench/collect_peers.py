@@ -1,0 +1,300 @@
+"""What the collection benchmark compares: each peer steps the same environments with one policy."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from torchrl_dist.bench.collect_cells import (
+    Cell,
+    Greedy,
+    make_env,
+    make_policy,
+    single_env,
+    vector_env,
+)
+from torchrl_dist.bench.processes import ForkedWorker
+
+_GIB = 1 << 30
+_MANY = 10**12  # some take -1 for none at all
+
+
+class Peer:
+    """A way to collect. Peers are used through their class; nothing is instantiated."""
+
+    name: ClassVar[str]
+
+    @classmethod
+    def missing(cls) -> str | None:
+        """Why it cannot be measured here, or None."""
+        return None
+
+    @classmethod
+    def refuses(cls, cell: Cell) -> str | None:
+        """Why it cannot do this cell, or None."""
+        return None
+
+    @classmethod
+    def open(cls, cell: Cell, folder: str) -> contextlib.AbstractContextManager[Iterator[Any]]:
+        """Start the workers; the iterator blocks for the next batch, without end."""
+        raise NotImplementedError
+
+
+# ---- the floor
+
+
+class Floor(Peer):
+    """Every worker steps its envs with the policy and does nothing else: no data, no messages."""
+
+    name = "floor"
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls, cell: Cell, folder: str) -> Iterator[Iterator[Any]]:
+        workers = [ForkedWorker(_Nothing()) for _ in range(cell.workers)]
+        loops = [worker.submit(bare_loop, cell, folder) for worker in workers]
+
+        def wait() -> Iterator[None]:
+            while True:
+                time.sleep(max(0.02, 2 * cell.step_s))
+                yield
+
+        yield wait()
+        Path(folder, "stop").touch()
+        for loop in loops:
+            loop.result(10 + 2 * cell.step_s)
+        for worker in workers:
+            worker.close()
+
+
+class _Nothing:
+    def close(self) -> None:
+        pass
+
+
+def bare_loop(_: Any, cell: Cell, folder: str) -> None:
+    """Observation, policy, step; nothing is kept. Until a file named ``stop`` appears."""
+    torch.set_num_threads(1)
+    env = make_env(cell, folder)()
+    torch.manual_seed(0)
+    policy = Greedy(cell.env)
+    stop = Path(folder, "stop")
+    vectorized = hasattr(env, "num_envs")
+    envs = [env] if vectorized else [env, *(make_env(cell, folder)() for _ in range(cell.envs - 1))]
+    seen = [each.reset()[0] for each in envs]
+    step, done = 0, False
+    until = 0.0
+    with torch.no_grad():
+        while not done:
+            if vectorized:
+                seen[0] = env.step(policy(torch.from_numpy(seen[0])).numpy())[0]
+            else:
+                stacked = torch.as_tensor(seen[0])[None] if len(seen) == 1 else _stack(seen)
+                actions = policy(stacked)
+                actions = actions.numpy() if policy.continuous else actions.tolist()
+                for i, each in enumerate(envs):
+                    seen[i], _, ended, cut, _ = each.step(actions[i])
+                    if ended or cut:
+                        seen[i] = each.reset()[0]
+            step += 1
+            now = time.monotonic()
+            if now > until:
+                until = now + 0.2
+                done = stop.exists()
+
+
+def _stack(seen: list[Any]) -> torch.Tensor:
+    return torch.stack([torch.as_tensor(observation) for observation in seen])
+
+
+# ---- ours
+
+
+class Ours(Peer):
+    """``RPCBatchedCollector`` over one process per worker; nobody waits for anybody."""
+
+    name = "ours"
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls, cell: Cell, folder: str) -> Iterator[Iterator[Any]]:
+        from torchrl_dist.collect import FirstReady, RPCBatchedCollector
+        from torchrl_dist.runtime import local_cluster
+
+        with (
+            local_cluster({"learner": 1, "collector": cell.workers}) as session,
+            RPCBatchedCollector(
+                make_env(cell, folder),
+                make_policy(cell.env),
+                session=session,
+                frames_per_batch=cell.steps * cell.envs,
+                num_envs=cell.envs,
+                readiness=FirstReady(),
+                max_policy_lag=1,
+                categorical_action_encoding=True,
+                timeout_s=cell.timeout_s,
+            ) as collector,
+        ):
+            yield iter(collector)
+
+
+# ---- TorchRL
+
+
+def torchrl_env(cell: Cell, folder: str) -> Any:
+    """One worker's envs for TorchRL's collectors, which know gymnasium's Sync/AsyncVectorEnv."""
+    from torchrl.envs import GymWrapper
+
+    if cell.envs == 1:
+        env = single_env(cell.env, cell.step_s, folder)
+    else:
+        env = vector_env(cell.env, cell.step_s, folder, cell.envs, native=False)
+    return GymWrapper(env, categorical_action_encoding=True)
+
+
+class _TorchRLCollector(Peer):
+    """One of TorchRL's collectors; a batch of an asynchronous one is one worker's message."""
+
+    class_name: ClassVar[str]
+
+    @classmethod
+    def build(cls, cell: Cell, envs: list[Callable[[], Any]], **options: Any) -> Any:
+        from torchrl import collectors
+        from torchrl.collectors import distributed
+
+        made = getattr(collectors, cls.class_name, None) or getattr(distributed, cls.class_name)
+        return made(envs, make_policy(cell.env), total_frames=_MANY, **options)
+
+    @classmethod
+    def options(cls, cell: Cell, folder: str) -> dict[str, Any]:
+        return {"frames_per_batch": cell.steps * cell.envs, "sync": False}
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls, cell: Cell, folder: str) -> Iterator[Iterator[Any]]:
+        envs = [functools.partial(torchrl_env, cell, folder)] * cell.workers
+        collector = cls.build(cell, envs, **cls.options(cell, folder))
+        yield iter(collector)
+        # Not shut down: some of them hang there. The process group is killed afterwards.
+
+
+class TorchRLRPC(_TorchRLCollector):
+    name = "torchrl-rpc"
+    class_name = "RPCCollector"
+
+    @classmethod
+    def options(cls, cell: Cell, folder: str) -> dict[str, Any]:
+        return super().options(cell, folder) | {"launcher": "mp", "tcp_port": _free_port()}
+
+
+class TorchRLDistributed(_TorchRLCollector):
+    name = "torchrl-distributed"
+    class_name = "DistributedCollector"
+
+    @classmethod
+    def options(cls, cell: Cell, folder: str) -> dict[str, Any]:
+        more = {"launcher": "mp", "tcp_port": _free_port(), "backend": "gloo"}
+        return super().options(cell, folder) | more
+
+
+class TorchRLMultiSync(_TorchRLCollector):
+    """Lockstep by design: a batch has a message of every worker."""
+
+    name = "torchrl-multisync"
+    class_name = "MultiSyncCollector"
+
+    @classmethod
+    def options(cls, cell: Cell, folder: str) -> dict[str, Any]:
+        return {"frames_per_batch": cell.steps * cell.envs * cell.workers}
+
+
+class TorchRLRay(_TorchRLCollector):
+    name = "torchrl-ray"
+    class_name = "RayCollector"
+
+    @classmethod
+    def missing(cls) -> str | None:
+        return None if importlib.util.find_spec("ray") else "ray is not installed"
+
+    @classmethod
+    def options(cls, cell: Cell, folder: str) -> dict[str, Any]:
+        from torchrl.collectors.distributed.ray import DEFAULT_RAY_INIT_CONFIG
+
+        # Fewer processes per actor than cores would let most actors wait for ever.
+        few = {"num_cpus": 0, "num_gpus": 0, "memory": 0}
+        return super().options(cell, folder) | {
+            "ray_init_config": {
+                **DEFAULT_RAY_INIT_CONFIG,
+                "include_dashboard": False,
+                "object_store_memory": _GIB,
+                "_temp_dir": f"{folder}/ray",
+                "log_to_driver": False,
+            },
+            "remote_configs": few,
+            "num_collectors": cell.workers,
+        }
+
+
+# ---- gymnasium
+
+
+class GymnasiumAsync(Peer):
+    """``AsyncVectorEnv``: envs in processes, the policy here, every step in lockstep."""
+
+    name = "gymnasium-async"
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls, cell: Cell, folder: str) -> Iterator[Iterator[Any]]:
+        from gymnasium.vector import AsyncVectorEnv
+
+        single = functools.partial(single_env, cell.env, cell.step_s, folder)
+        envs = AsyncVectorEnv([single] * (cell.workers * cell.envs))
+        torch.manual_seed(0)
+        policy = Greedy(cell.env)
+
+        def batches() -> Iterator[None]:
+            seen, _ = envs.reset()
+            with torch.no_grad():
+                while True:
+                    for _ in range(cell.steps):
+                        seen = envs.step(policy(torch.from_numpy(seen)).numpy())[0]
+                    yield
+
+        yield batches()
+        envs.close(terminate=True)
+
+    @classmethod
+    def refuses(cls, cell: Cell) -> str | None:
+        processes = cell.workers * cell.envs
+        return None if processes <= 64 else f"it would need {processes} processes"
+
+
+def _free_port() -> str:
+    """TorchRL's collectors want a port of their own; nobody else takes this one so soon."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+PEERS: dict[str, type[Peer]] = {
+    peer.name: peer
+    for peer in (
+        Floor,
+        Ours,
+        TorchRLRPC,
+        TorchRLDistributed,
+        TorchRLMultiSync,
+        TorchRLRay,
+        GymnasiumAsync,
+    )
+}
+OURS = ("ours",)

@@ -1,0 +1,70 @@
+"""The collection benchmark's table and plot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+_LINE = ("env", "workers", "envs", "step_s", "steps_per_message")
+
+
+def _lines(cells: list[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, dict[str, Any]]]:
+    lines: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for cell in cells:
+        line = tuple(cell[name] for name in _LINE)
+        lines.setdefault(line, {})[cell["peer"]] = cell
+    return lines
+
+
+def print_table(cells: list[dict[str, Any]]) -> None:
+    """A column per peer: steps/s, efficiency, the part of the floor."""
+    from rich.console import Console
+    from rich.table import Table
+
+    peers = list(dict.fromkeys(cell["peer"] for cell in cells))
+    table = Table(title="median steps/s, efficiency, and the part of the floor")
+    for column in ("env", "workers", "envs", "step s", "steps"):
+        table.add_column(column)
+    for peer in peers:
+        table.add_column(peer, justify="right", no_wrap=True)
+    for line, found in _lines(cells).items():
+        table.add_row(*[f"{x:g}" if isinstance(x, float) else str(x) for x in line],
+                      *[_figures(found.get(peer)) for peer in peers])  # fmt: skip
+    Console(width=max(100, 40 + 17 * len(peers))).print(table)
+
+
+def _figures(cell: dict[str, Any] | None) -> str:
+    if cell is None:
+        return "-"
+    text = f"{cell['sps']:,.0f}"
+    for name in ("efficiency", "of_floor"):
+        text += "\n-" if cell[name] is None else f"\n{cell[name]:.3f}"
+    return text
+
+
+def plot(path: Path, cells: list[dict[str, Any]], title: str) -> None:
+    """One panel of bars (efficiency) per line of the table, as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    panels = _lines([cell for cell in cells if cell["efficiency"] is not None])
+    if not panels:
+        return
+    columns = min(4, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(4 * columns, 2.4 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axis, (line, found) in zip(axes, panels.items(), strict=False):
+        colors = ["tab:blue" if peer.startswith("ours") else "tab:gray" for peer in found]
+        axis.barh(list(found), [cell["efficiency"] for cell in found.values()], color=colors)
+        axis.invert_yaxis()
+        env, workers, envs, step_s, steps = line
+        duration = f", {step_s:g} s" if step_s else ""
+        axis.set_title(f"{env}{duration}, {workers} x {envs}, {steps} per message", fontsize=8)
+        axis.set_xlabel("efficiency", fontsize=8)
+        axis.tick_params(labelsize=7)
+    for axis in axes[len(panels) :]:
+        axis.set_visible(False)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=120)
