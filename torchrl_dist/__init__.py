@@ -19,6 +19,11 @@ _HOMES = {
     "RPCBatchedCollector": "collect",
     "WaitAll": "collect",
     "DistributedLoss": "learn",
+    "HostedReplayBuffer": "replay",
+    "RPCPrioritizedSampler": "replay",
+    "RPCRandomSampler": "replay",
+    "RemoteStorage": "replay",
+    "ReplayOwner": "replay",
     "SharedCursorWriter": "replay",
     "SharedMemmapStorage": "replay",
     "SharedPrioritizedSampler": "replay",
@@ -26,6 +31,8 @@ _HOMES = {
     "SharedReplayBuffer": "replay",
     "SharedSliceSampler": "replay",
     "anneal_beta": "replay",
+    "host_replay": "replay",
+    "replay_buffer": "replay",
     "Peer": "runtime",
     "Remote": "runtime",
     "Session": "runtime",
@@ -65,6 +72,11 @@ if TYPE_CHECKING:  # the same names, for type checkers
     )
     from torchrl_dist.learn import DistributedLoss
     from torchrl_dist.replay import (
+        HostedReplayBuffer,
+        RemoteStorage,
+        ReplayOwner,
+        RPCPrioritizedSampler,
+        RPCRandomSampler,
         SharedCursorWriter,
         SharedMemmapStorage,
         SharedPrioritizedSampler,
@@ -72,6 +84,8 @@ if TYPE_CHECKING:  # the same names, for type checkers
         SharedReplayBuffer,
         SharedSliceSampler,
         anneal_beta,
+        host_replay,
+        replay_buffer,
     )
     from torchrl_dist.runtime import Peer, Remote, Session, World, local_cluster, session
 

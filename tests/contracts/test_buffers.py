@@ -15,20 +15,36 @@ from torchrl.data.replay_buffers.writers import TensorDictRoundRobinWriter
 
 from tests.replay.conftest import folder, make_rows  # noqa: F401
 from torchrl_dist import (
+    RemoteStorage,
+    RPCPrioritizedSampler,
     SharedCursorWriter,
     SharedMemmapStorage,
     SharedPrioritizedSampler,
     SharedRandomSampler,
     SharedReplayBuffer,
+    host_replay,
+    local_cluster,
+    replay_buffer,
 )
+from torchrl_dist.runtime import ForkServer
 
 CAPACITY = 24
 
 
-@pytest.fixture(
-    params=["torchrl", "shared uniform", "shared prioritized", "exact", "attached by pickle"]
-)
-def buffer(request: pytest.FixtureRequest, folder: Path) -> Iterator[TensorDictReplayBuffer]:  # noqa: F811
+LOCAL = ["torchrl", "shared uniform", "shared prioritized", "exact", "attached by pickle"]
+HOSTED = ["owner by RPC", "owner by RPC, stock class", "owner on this node"]
+SHARDED = ["shards by RPC", "uniform shards by RPC", "shards on this node", "pickled shards"]
+
+
+@pytest.fixture(params=[*LOCAL, *HOSTED, *SHARDED])
+def buffer(
+    request: pytest.FixtureRequest,
+    folder: Path,  # noqa: F811
+    fork_server: ForkServer,
+) -> Iterator[TensorDictReplayBuffer]:
+    if request.param in HOSTED + SHARDED:
+        yield from hosted_buffer(request.param, folder, fork_server)
+        return
     if request.param == "torchrl":
         yield TensorDictReplayBuffer(
             storage=LazyTensorStorage(CAPACITY),
@@ -49,6 +65,47 @@ def buffer(request: pytest.FixtureRequest, folder: Path) -> Iterator[TensorDictR
     rb.storage.close()
 
 
+def hosted_buffer(
+    form: str,
+    folder: Path,  # noqa: F811
+    fork_server: ForkServer,
+) -> Iterator[TensorDictReplayBuffer]:
+    """Kept by one or two other processes; this one writes to the first of them."""
+    shards = 2 if form in SHARDED else 1
+    roles = {"learner": 1, "owner": shards}
+    with local_cluster(roles, fork_server=fork_server, timeout_s=20) as job:
+        where = {
+            "hosts": job.of_role("owner"),
+            "shortcut": "on this node" in form,
+            "scratch_dir": folder,
+        }
+        if "stock" in form:
+            owner = host_replay(job, CAPACITY, **where)
+            rb = TensorDictReplayBuffer(
+                storage=RemoteStorage(owner),
+                sampler=RPCPrioritizedSampler(CAPACITY, 0.6, 0.4, owner=owner, prefetch=0),
+                writer=SharedCursorWriter(),
+                batch_size=8,
+            )
+        else:
+            rb = replay_buffer(
+                job,
+                capacity=shards * CAPACITY,
+                batch_size=8,
+                prefetch=0,
+                uniform="uniform" in form,
+                **where,
+            )
+        yield pickle.loads(pickle.dumps(rb)) if "pickled" in form else rb
+
+
+def settle(buffer: TensorDictReplayBuffer) -> None:
+    """Wait until another process has taken over what was written, where there is one."""
+    flush = getattr(buffer.storage, "flush", None)
+    if flush is not None:
+        flush()
+
+
 def ids(rows: TensorDict) -> list[int]:
     return rows["id"].tolist()
 
@@ -56,6 +113,7 @@ def ids(rows: TensorDict) -> list[int]:
 def test_the_newest_rows_stay_in_ring_order(buffer) -> None:
     for start in range(0, 70, 10):
         index = buffer.extend(make_rows(range(start, start + 10)))
+        settle(buffer)
         assert index.tolist() == [slot % CAPACITY for slot in range(start, start + 10)]
     assert len(buffer) == CAPACITY and buffer.write_count == 70
     expected = [max(t for t in range(70) if t % CAPACITY == slot) for slot in range(CAPACITY)]
@@ -103,7 +161,9 @@ def test_empty_starts_over_at_slot_0(buffer) -> None:
     buffer.extend(make_rows(range(10)))
     buffer.empty()
     assert len(buffer) == 0
-    assert buffer.extend(make_rows(range(50, 53))).tolist() == [0, 1, 2]
+    index = buffer.extend(make_rows(range(50, 53)))
+    settle(buffer)
+    assert index.tolist() == [0, 1, 2]
     assert sorted(set(ids(buffer.sample(64)))) == [50, 51, 52]
 
 

@@ -1,6 +1,9 @@
 """Replay buffers that many processes share."""
 
 from torchrl_dist.replay.buffer import SharedReplayBuffer
+from torchrl_dist.replay.hosted import HostedReplayBuffer, replay_buffer
+from torchrl_dist.replay.owner import ReplayOwner, host_replay
+from torchrl_dist.replay.remote import RemoteStorage, RPCPrioritizedSampler, RPCRandomSampler
 from torchrl_dist.replay.sampler import (
     SharedPrioritizedSampler,
     SharedRandomSampler,
@@ -11,6 +14,11 @@ from torchrl_dist.replay.storage import SharedMemmapStorage
 from torchrl_dist.replay.writer import SharedCursorWriter
 
 __all__ = [
+    "HostedReplayBuffer",
+    "RPCPrioritizedSampler",
+    "RPCRandomSampler",
+    "RemoteStorage",
+    "ReplayOwner",
     "SharedCursorWriter",
     "SharedMemmapStorage",
     "SharedPrioritizedSampler",
@@ -18,4 +26,6 @@ __all__ = [
     "SharedReplayBuffer",
     "SharedSliceSampler",
     "anneal_beta",
+    "host_replay",
+    "replay_buffer",
 ]

@@ -22,12 +22,12 @@ from torchrl_dist.replay.directory import ReplayDirectory, Word
 from torchrl_dist.replay.priorities import check_priorities, leaves_of, track_maximum
 from torchrl_dist.replay.storage import SharedMemmapStorage
 
-_EMPTY = "Cannot sample from an empty storage."
+EMPTY = "Cannot sample from an empty storage."
 _RECENT_ROWS = 2**19  # 8 MiB of slots and generations
 _SAME_VALUES = 4
 
 
-class _Generations:
+class RecentGenerations:
     """Which generations recent index tensors of this process referred to.
 
     TorchRL's ``update_priority`` receives slots without generations. The slots of a batch that
@@ -105,7 +105,7 @@ class Drawn:
     mass: float
 
 
-class _SharedSampler(Sampler):
+class SharedSampler(Sampler):
     """What both samplers have in common: the directory behind the storage, and the random numbers.
 
     Random numbers come from a generator of the process, seeded by the operating system, so that
@@ -163,7 +163,7 @@ class _SharedSampler(Sampler):
         self._setup()
 
 
-class SharedRandomSampler(_SharedSampler, RandomSampler):
+class SharedRandomSampler(SharedSampler, RandomSampler):
     """Uniform sampling with replacement among the rows that are published at the time.
 
     TorchRL's ``RandomSampler`` draws from ``0 .. len``, which misses rows and hits unfinished ones
@@ -197,7 +197,7 @@ class SharedRandomSampler(_SharedSampler, RandomSampler):
             for _ in range(100):
                 high = directory.high
                 if not directory.length or not high:
-                    raise RuntimeError(_EMPTY)
+                    raise RuntimeError(EMPTY)
                 slots[todo] = (self._uniforms(todo.size) * high).astype(np.int64)
                 versions[todo] = directory.versions[slots[todo]]
                 now = versions[todo]
@@ -208,7 +208,7 @@ class SharedRandomSampler(_SharedSampler, RandomSampler):
             now = directory.versions.copy()
             published = np.flatnonzero((now & 1 == 0) & (now > 0))
             if not published.size:
-                raise RuntimeError(_EMPTY)
+                raise RuntimeError(EMPTY)
             slots[todo] = published[(self._uniforms(todo.size) * published.size).astype(np.int64)]
             versions[todo] = now[slots[todo]]
             return slots, versions, np.ones(count)
@@ -226,7 +226,7 @@ class SharedRandomSampler(_SharedSampler, RandomSampler):
         pass
 
 
-class SharedPrioritizedSampler(_SharedSampler, PrioritizedSampler):
+class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
     """Proportional prioritized sampling from one tree that all processes of the node share.
 
     Same law, importance weights and defaults as TorchRL's ``PrioritizedSampler``: row ``i`` is
@@ -263,15 +263,9 @@ class SharedPrioritizedSampler(_SharedSampler, PrioritizedSampler):
         reduction: str = "max",
         max_priority_within_buffer: bool = False,
     ) -> None:
-        if alpha < 0 or beta < 0 or not math.isfinite(alpha) or not math.isfinite(beta):
-            raise ConfigurationError(f"alpha and beta must be >= 0, got {alpha} and {beta}")
-        if eps <= 0:
-            raise ConfigurationError(f"eps must be above 0, got {eps}")
+        self._alpha, self._beta, self._eps = checked_exponents(alpha, beta, eps)
         # PrioritizedSampler.__init__ would build process-local trees
         self._max_capacity = max_capacity
-        self._alpha = float(alpha)
-        self._beta = float(beta)
-        self._eps = float(eps)
         self.dtype = dtype
         self.reduction = reduction
         self._max_priority_within_buffer = bool(max_priority_within_buffer)
@@ -279,7 +273,7 @@ class SharedPrioritizedSampler(_SharedSampler, PrioritizedSampler):
 
     def _setup(self) -> None:
         super()._setup()
-        self._recent = _Generations()
+        self._recent = RecentGenerations()
 
     # --- parameters --------------------------------------------------------------------------
 
@@ -391,7 +385,7 @@ class SharedPrioritizedSampler(_SharedSampler, PrioritizedSampler):
         def draw_locked(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             nonlocal smallest, mass
             if not directory.length:
-                raise RuntimeError(_EMPTY)
+                raise RuntimeError(EMPTY)
             directory.tree.refresh()
             if with_mass and mass != mass:
                 mass = directory.tree.total
@@ -459,17 +453,9 @@ class SharedPrioritizedSampler(_SharedSampler, PrioritizedSampler):
         if generation is None:
             generation = self._recent.recall(index)
         index = torch.as_tensor(index, dtype=torch.int64).detach().cpu()
-        values = torch.as_tensor(priority).detach().to("cpu", torch.float64)
-        if values.numel() > 1 and values.shape != index.shape:
-            if values.numel() != index.numel():
-                raise ConfigurationError(
-                    f"got {values.numel()} priorities {list(values.shape)} for {index.numel()} "
-                    "slots; pass one per slot or a single one"
-                )
-            values = values.reshape(index.shape)
         self._apply(
             index.reshape(-1).numpy(),
-            values.reshape(-1).expand(index.numel()).numpy(),
+            priorities_for(index, priority),
             None if generation is None else generation.detach().cpu().reshape(-1).numpy(),
         )
 
@@ -521,6 +507,34 @@ class SharedPrioritizedSampler(_SharedSampler, PrioritizedSampler):
             f"{type(self).__name__}(alpha={self.alpha}, beta={self._beta}, eps={self._eps}, "
             f"reduction={self.reduction!r})"
         )
+
+
+def checked_exponents(alpha: float, beta: float, eps: float) -> tuple[float, float, float]:
+    """``(alpha, beta, eps)`` as floats.
+
+    Raises:
+        ConfigurationError: one of them is out of its range.
+    """
+    if alpha < 0 or beta < 0 or not math.isfinite(alpha) or not math.isfinite(beta):
+        raise ConfigurationError(f"alpha and beta must be >= 0, got {alpha} and {beta}")
+    if eps <= 0:
+        raise ConfigurationError(f"eps must be above 0, got {eps}")
+    return float(alpha), float(beta), float(eps)
+
+
+def priorities_for(index: torch.Tensor, priority: float | torch.Tensor) -> np.ndarray:
+    """One priority per slot, float64 [n].
+
+    Raises:
+        ConfigurationError: there are neither that many nor a single one.
+    """
+    values = torch.as_tensor(priority).detach().to("cpu", torch.float64).reshape(-1)
+    if values.numel() not in (1, index.numel()):
+        raise ConfigurationError(
+            f"got {values.numel()} priorities for {index.numel()} slots; pass one per slot or a "
+            "single one"
+        )
+    return values.expand(index.numel()).numpy()
 
 
 def anneal_beta(

@@ -155,11 +155,15 @@ class SharedMemmapStorage(TensorStorage):
         """The shared state; read it freely."""
         return self._directory
 
-    def close(self) -> None:
-        """End this process's use; idempotent. The last process removes or keeps the directory."""
+    def close(self, *, clean: bool = True) -> None:
+        """End this process's use; idempotent. The last process removes or keeps the directory.
+
+        Args:
+            clean: ``False`` after a failure: the directory stays for a restarted job.
+        """
         if not self._closed:
             self._closed = True
-            close_directory(self._directory)
+            close_directory(self._directory, clean=clean)
 
     def cleanup(self) -> bool:
         """TorchRL's name for :meth:`close`."""
@@ -213,6 +217,23 @@ class SharedMemmapStorage(TensorStorage):
         if words[Word.CURSOR] == words[Word.BASE]:
             return None
         return (words[Word.CURSOR] - 1) % self.max_size
+
+    @property
+    def write_count(self) -> int:
+        """Rows ever written, by all processes."""
+        return int(self._directory.words[Word.WRITE_COUNT])
+
+    @property
+    def next_slot(self) -> int:
+        """Where the next row goes."""
+        return int(self._directory.words[Word.CURSOR]) % self.max_size
+
+    def generations_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """How often each slot, int64, was written, over all processes; -1 where no row is
+        published, and for a slot of -1."""
+        versions = torch.from_numpy(self._directory.versions)[slots.clamp_min(0)]
+        published = (versions & 1 == 0) & (versions > 0) & (slots >= 0)
+        return torch.where(published, versions // 2, -1)
 
     @property
     def _storage(self) -> TensorDict | None:

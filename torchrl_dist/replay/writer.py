@@ -14,8 +14,6 @@ from torchrl.data.replay_buffers.writers import Writer
 
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay import _torchrl
-from torchrl_dist.replay.directory import Word
-from torchrl_dist.replay.storage import SharedMemmapStorage
 
 
 class SharedCursorWriter(Writer):
@@ -30,7 +28,8 @@ class SharedCursorWriter(Writer):
     is -1. The batch itself is not changed.
 
     Raises:
-        ConfigurationError: if the storage is not a :class:`SharedMemmapStorage`, or rows do not
+        ConfigurationError: if the storage is neither a :class:`SharedMemmapStorage` nor a
+            :class:`RemoteStorage`, or rows do not
             match the buffer's.
     """
 
@@ -40,9 +39,9 @@ class SharedCursorWriter(Writer):
         super().__init__(compilable=False)
 
     def register_storage(self, storage: Storage) -> None:
-        if not isinstance(storage, SharedMemmapStorage):
+        if not callable(getattr(storage, "append", None)):  # as each of our storages has
             raise ConfigurationError(
-                f"SharedCursorWriter writes to a SharedMemmapStorage, got "
+                f"SharedCursorWriter writes to a SharedMemmapStorage or RemoteStorage, got "
                 f"{type(storage).__name__}; build the buffer with "
                 "storage=SharedMemmapStorage(capacity, scratch_dir=...)"
             )
@@ -112,19 +111,15 @@ class SharedCursorWriter(Writer):
             return handed
         self._check_buffers()  # set_sampler tells nobody of another sampler
         index = torch.as_tensor(index[0] if isinstance(index, tuple) else index)
-        slots = index.cpu().long()
-        versions = torch.from_numpy(self._storage.directory.versions)[slots.clamp_min(0)]
-        published = (versions & 1 == 0) & (versions > 0) & (slots >= 0)
-        stamps = torch.where(published, versions // 2, -1)
-        return stamps.to(index.device)
+        return self._storage.generations_of(index.cpu().long()).to(index.device)
 
     @property
     def _write_count(self) -> int:
-        return self._storage.directory.words[Word.WRITE_COUNT]
+        return self._storage.write_count
 
     @property
     def _cursor(self) -> int:
-        return self._storage.directory.words[Word.CURSOR] % self._storage.max_size
+        return self._storage.next_slot
 
     def _empty(self, empty_write_count: bool = True) -> None:
         self._storage.empty(reset_write_count=empty_write_count)

@@ -80,6 +80,8 @@ class Session:
         self._closed = False
         self._signals = StopSignals(self._stop)
         self._opened = threading.Event()
+        self._at_leave: list[Callable[[bool], None]] = []
+        self._at_end: list[Callable[[bool], None]] = []
         if supervised:  # by local_cluster, whose children do nothing but serve
             for peer in self.peers[1:]:
                 self._members.serve(peer.global_rank)
@@ -454,6 +456,25 @@ class Session:
 
     # ---- up and down
 
+    def on_leave(self, callback: Callable[[bool], None]) -> None:
+        """Have ``callback(clean)`` called first thing when this process leaves its session in
+        order or by an exception (``clean`` is false then), while the others still answer. For
+        whoever holds something that they should get. Its exceptions become warnings."""
+        self._at_leave.append(callback)
+
+    def on_end(self, callback: Callable[[bool], None]) -> None:
+        """Like ``on_leave``, but called last, when no process can call this one any more.
+        ``clean`` is also false after a stop signal, and where the driver has failed."""
+        self._at_end.append(callback)
+
+    def _run_callbacks(self, callbacks: list[Callable[[bool], None]], clean: bool) -> None:
+        while callbacks:
+            callback = callbacks.pop()
+            try:
+                callback(clean)
+            except Exception as error:
+                warnings.warn(f"at the end of the session: {_summary(error)}", stacklevel=2)
+
     def _open(self, process_group: str | Mapping[str, str] | None) -> None:
         """Connect to everybody. Called once, in the thread that enters the session."""
         world = self.world
@@ -490,10 +511,12 @@ class Session:
             if self._closed or self._ending:
                 return
         try:
+            self._run_callbacks(self._at_leave, error is None)
             if self._transport is not None:
                 self._say_goodbye(error)
         finally:
-            self._tear_down()
+            failed = error is not None or self._end_reason is not None
+            self._tear_down(clean=not failed and self.stop_signal is None)
 
     def _say_goodbye(self, error: BaseException | None) -> None:
         failure = f"{self.me} failed: {_summary(error)}" if error is not None else None
@@ -532,7 +555,7 @@ class Session:
             if self._members.why_lost(rank) is None:
                 answer((reason,))
 
-    def _tear_down(self) -> None:
+    def _tear_down(self, *, clean: bool = False) -> None:
         self._ending = self._closed = True
         set_current(None)
         self._objects.clear()
@@ -546,6 +569,7 @@ class Session:
                 steps.callback(self._transport.close)
             if self.process_group is not None:
                 steps.callback(dist.destroy_process_group)
+            steps.callback(self._run_callbacks, self._at_end, clean)
         for rank, futures in self._in_flight.items():
             for future in list(futures):
                 self._settle(rank, future, error=self._lost_error(self.peers[rank]))

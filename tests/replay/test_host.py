@@ -1,0 +1,250 @@
+"""The host of a replay directory by direct calls: in order, exactly once, and what a draw says."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.replay.conftest import folder, make_rows  # noqa: F401
+from torchrl_dist import ConfigurationError, SharedMemmapStorage
+from torchrl_dist.replay import rows
+from torchrl_dist.replay.directory import array_of
+from torchrl_dist.replay.host import (
+    ReplayHost,
+    Reply,
+    Request,
+    SetAlpha,
+    SetPriorities,
+    SetWrittenPriorities,
+    Write,
+)
+from torchrl_dist.replay.packing import pack, spec_as_text, spec_from_text, unpack
+
+CAPACITY = 32
+EPS = 1e-8
+
+
+@pytest.fixture
+def host(folder: Path) -> Iterator[ReplayHost]:  # noqa: F811
+    host = ReplayHost(SharedMemmapStorage(CAPACITY, scratch_dir=folder, job_id="test"))
+    host.use_priorities(1.0, EPS)
+    yield host
+    host.close()
+
+
+def write(values: range, number: int = 1, priority: list[float] | None = None) -> Write:
+    data = make_rows(values)
+    spec = rows.spec_of(data)
+    packed = pack(rows.matching_leaves(data, spec), copy=True)
+    raw = None if priority is None else np.array(priority, dtype=np.float64)
+    return Write(spec_as_text(spec), len(values), packed, raw, number)
+
+
+def priorities(slots: list[int], values: list[float], generation: int | None = 1) -> SetPriorities:
+    stamps = None if generation is None else np.full(len(slots), generation)
+    return SetPriorities(np.array(slots), stamps, np.array(values, dtype=np.float64))
+
+
+def content(host: ReplayHost) -> dict[int, float]:
+    """Leaf of each published row by its id."""
+    stored = host.storage[:]
+    leaves = host.storage.directory.tree.leaves
+    return dict(zip(stored["id"].tolist(), leaves[: len(stored)].tolist(), strict=True))
+
+
+def test_operations_are_applied_in_order_and_the_draw_comes_last(host) -> None:
+    operations = (
+        write(range(4), 1),
+        priorities([0, 1, 2, 3], [1, 2, 3, 4]),
+        write(range(10, 12), 2, [7, 9]),
+        priorities([3], [5]),
+    )
+    reply = host.serve(Request("a", 1, 1, operations, draw=64))
+    assert content(host) == pytest.approx({0: 1, 1: 2, 2: 3, 3: 5, 10: 7, 11: 9})
+    assert [slot.tolist() for slot, _ in reply.written] == [[0, 1, 2, 3], [4, 5]]
+    assert reply.state.length == 6 and reply.state.write_count == 6
+    assert reply.state.mass == pytest.approx(27) and reply.state.minimum == pytest.approx(1)
+    assert reply.state.max_priority == 9 and not reply.failures
+    slot, generation, leaf, tensors = reply.unpack_rows()
+    assert (generation == 1).all() and len(slot) == 64
+    spec = spec_from_text(reply.spec)
+    drawn = rows.build(tensors, spec, (64,))
+    of_slot = torch.tensor([0, 1, 2, 3, 10, 11])
+    assert (drawn["id"] == of_slot[slot]).all()
+    assert (drawn["next", "obs"][:, 0] == of_slot[slot] + 0.5).all()
+    assert leaf.tolist() == pytest.approx([content(host)[i] for i in drawn["id"].tolist()])
+
+
+def test_a_repeated_request_changes_nothing_and_gets_the_same_reply(host) -> None:
+    request = Request("a", 1, 1, (write(range(3)),), draw=5)
+    first = host.serve(request)
+    again = host.serve(request)
+    assert host.storage.write_count == 3
+    assert again.sequence == first.sequence == 1
+    for one, other in zip(first.unpack_rows()[:3], again.unpack_rows()[:3], strict=True):
+        assert torch.equal(one, other)
+
+
+def test_deliveries_at_the_same_time_are_applied_once(host) -> None:
+    replies: list[Reply] = []
+    for sequence in range(1, 21):
+        request = Request("a", 1, sequence, (write(range(sequence, sequence + 2), sequence),))
+        threads = [
+            threading.Thread(target=lambda r=request: replies.append(host.serve(r)))
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+    assert len(replies) == 80 and host.storage.write_count == 40
+    for sequence in range(1, 21):
+        slots = {tuple(r.written[0][0].tolist()) for r in replies if r.sequence == sequence}
+        assert len(slots) == 1
+
+
+def test_a_gap_and_a_late_request_are_refused(host) -> None:
+    host.serve(Request("a", 1, 1, (write(range(1)),)))
+    host.serve(Request("a", 1, 2, (write(range(1), 2),)))
+    for sequence in (1, 4):
+        with pytest.raises(ConfigurationError, match=f"request {sequence}, expected 3"):
+            host.serve(Request("a", 1, sequence, (write(range(1), 3),)))
+    assert host.storage.write_count == 2
+
+
+def test_a_client_that_comes_back_starts_at_1_and_its_earlier_life_is_over(host) -> None:
+    for sequence in (1, 2, 3):
+        host.serve(Request("a", 100, sequence, (write(range(1), sequence),)))
+    host.serve(Request("a", 200, 1, (write(range(1)),)))
+    assert host.storage.write_count == 4
+    with pytest.raises(ConfigurationError, match="earlier life"):
+        host.serve(Request("a", 100, 4, (write(range(1), 4),)))
+    assert host.storage.write_count == 4
+    host.forget("a")
+    host.serve(Request("a", 100, 1, (write(range(1)),)))
+    assert host.storage.write_count == 5
+
+
+def test_clients_are_numbered_apart(host) -> None:
+    for client in "abc":
+        host.serve(Request(client, 1, 1, (write(range(2)),)))
+    assert host.storage.write_count == 6
+
+
+def test_an_operation_that_fails_is_named_and_the_others_are_applied(host) -> None:
+    wrong = make_rows(range(2)).exclude("obs")
+    spec = rows.spec_of(wrong)
+    packed = pack(rows.matching_leaves(wrong, spec), copy=True)
+    operations = (
+        write(range(2), 1),
+        Write(spec_as_text(spec), 2, packed, None, 2),
+        priorities([0], [-1.0]),
+        write(range(5, 6), 3),
+    )
+    reply = host.serve(Request("a", 1, 1, operations, draw=4))
+    assert sorted(content(host)) == [0, 1, 5] and reply.count == 4
+    assert [slot.tolist() for slot, _ in reply.written] == [[0, 1], [-1, -1], [2]]
+    assert "missing 'obs'" in reply.failures[0].message
+    assert "finite and >= 0" in reply.failures[1].message and "update_priority" in (
+        reply.failures[1].trace
+    )
+    assert host.serve(Request("a", 1, 2, (), draw=4)).failures == ()
+
+
+def test_a_late_priority_for_a_recycled_slot_is_dropped(host) -> None:
+    host.serve(Request("a", 1, 1, (write(range(CAPACITY)),)))
+    host.serve(Request("a", 1, 2, (write(range(100, 101), 2, [3.0]), priorities([0], [50.0]))))
+    assert content(host)[100] == pytest.approx(3.0)
+    assert host.counters()["stale_updates"] == 1
+
+
+def test_priorities_may_name_a_write_instead_of_its_slots(host) -> None:
+    named = SetWrittenPriorities(1, np.array([2.0, 4.0]))
+    host.serve(Request("a", 1, 1, (write(range(2), 1), named)))
+    assert content(host) == pytest.approx({0: 2, 1: 4})
+    host.serve(Request("b", 1, 1, (named,)))  # not b's write
+    assert host.counters()["stale_updates"] == 2
+
+
+def test_what_is_kept_per_client_is_bounded(host) -> None:
+    for sequence in range(1, 301):
+        host.serve(Request("a", 1, sequence, (write(range(1), sequence),), draw=8))
+    client = host._clients["a"]
+    assert len(client.written) == 64 and client.reply.sequence == 300
+    assert len(host._clients) == 1
+
+
+def test_an_empty_buffer_gives_no_rows_and_no_error(host) -> None:
+    reply = host.serve(Request("a", 1, 1, draw=8))
+    assert reply.count == 0 and reply.state.mass == 0 and reply.state.length == 0
+    reply = host.serve(Request("a", 1, 2, draw=8, prioritized=False))
+    assert reply.count == 0 and reply.state.mass == 0
+    assert host.serve(Request("a", 1, 3)).state is None
+
+
+def test_the_mass_of_uniform_draws_is_the_number_of_rows(host) -> None:
+    operations = (write(range(5)), priorities([0, 1], [3, 4]))
+    reply = host.serve(Request("a", 1, 1, operations, draw=1000, prioritized=False))
+    slot, _, leaf, _ = reply.unpack_rows()
+    assert reply.state.mass == 5 and reply.state.minimum == 1 and (leaf == 1).all()
+    assert np.bincount(slot.numpy(), minlength=5).min() > 120
+
+
+def test_a_larger_priority_of_another_shard_is_what_new_rows_get(host) -> None:
+    host.serve(Request("a", 1, 1, (write(range(1)),)))
+    host.serve(Request("a", 1, 2, (write(range(1, 2), 2),), max_priority=7.0))
+    host.serve(Request("a", 1, 3, (write(range(2, 3), 3),), max_priority=2.0))
+    assert content(host) == pytest.approx({0: 1, 1: 7, 2: 7})
+
+
+def test_alpha_changes_for_everybody(host) -> None:
+    operations = (write(range(2), 1, [4.0, 9.0]), SetAlpha(0.5))
+    reply = host.serve(Request("a", 1, 1, operations, draw=0))
+    assert content(host) == pytest.approx({0: 2, 1: 3}) and reply.state.alpha == 0.5
+
+
+def test_others_must_agree_on_alpha(host) -> None:
+    host.use_priorities(1.0, EPS)
+    with pytest.raises(ConfigurationError, match="alpha=0.5"):
+        host.use_priorities(0.5, EPS)
+
+
+# ---- packing
+
+DTYPES = [torch.uint8, torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.complex128]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    columns=st.lists(
+        st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=2)), max_size=5
+    ),
+    count=st.sampled_from([1, 3, 1000, 5000]),
+)
+def test_packed_rows_come_back_as_they_were(columns, count: int) -> None:
+    tensors = [
+        torch.randint(0, 2, (count, *shape)).to(dtype) if dtype != torch.complex128
+        else torch.rand(count, *shape, dtype=dtype)
+        for dtype, shape in columns
+    ]  # fmt: skip
+    packed = pack([array_of(tensor) for tensor in tensors], copy=True)
+    back = unpack(packed, [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors])
+    assert len(packed) <= 1 + len(tensors)
+    for one, other in zip(tensors, back, strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+
+
+@pytest.mark.parametrize("count", [4, 100_000])
+def test_packing_copies_what_the_caller_may_change(count: int) -> None:
+    tensor = torch.zeros(count, dtype=torch.int32)
+    packed = pack([tensor.numpy()], copy=True)
+    tensor += 1
+    (back,) = unpack(packed, [(tensor.dtype, (count,))])
+    assert not back.any()

@@ -1,0 +1,231 @@
+"""Batches of rows that lie on other nodes, drawn ahead of their use.
+
+The law is the plain sampler's with one shard; with several, each batch is an exact draw by the
+masses that the shards' replies to it report (``shard_law``).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.replay.client import ReplayClient
+from torchrl_dist.replay.directory import RowSpec
+from torchrl_dist.replay.link import Answer, Rows
+from torchrl_dist.replay.sampler import EMPTY
+from torchrl_dist.replay.shard_law import KnownMasses, ShardRequest, choose_shards, number_rows
+
+Uniforms = Callable[[int], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of one batch: int64 ``index`` (global) and ``generation``, float64 ``leaf``, [n] each;
+    ``tensors`` [n, ...] in the order of ``spec``; ``minimum``: the smallest mass of any row of the
+    buffer at the draw."""
+
+    spec: RowSpec
+    index: torch.Tensor
+    generation: torch.Tensor
+    leaf: torch.Tensor
+    tensors: list[torch.Tensor]
+    minimum: float
+
+
+@dataclass(frozen=True)
+class _Round:
+    """Draws that were asked for: ``count`` rows in all, a future per shard."""
+
+    count: int
+    request: ShardRequest | None
+    futures: list[Any]
+
+
+class BatchSource:
+    """Draws batches through a client, ``prefetch`` ahead, ``batches_per_call`` in each call.
+
+    A prefetched batch was drawn before what this process wrote since: with ``prefetch=n`` and
+    ``batches_per_call=b`` an operation shows at the latest ``n + b`` batches later; with
+    ``prefetch=0`` the next batch reflects all of them.
+
+    Args:
+        uniforms: random numbers for the choice of shards.
+    """
+
+    def __init__(
+        self,
+        client: ReplayClient,
+        *,
+        prioritized: bool,
+        prefetch: int,
+        batches_per_call: int,
+        uniforms: Uniforms,
+    ) -> None:
+        self._client = client
+        self._prioritized = prioritized
+        self._prefetch = prefetch
+        self._per_call = min(batches_per_call, max(1, prefetch))
+        self._uniforms = uniforms
+        self._known = KnownMasses(len(client.links))
+        self._batch_size = 0
+        self._ready: deque[Batch] = deque()
+        self._rounds: deque[_Round] = deque()
+        self._lock = threading.Lock()
+
+    def next(self, batch_size: int) -> Batch:
+        """The next batch. Blocks until it is there, at most the client's deadline.
+
+        Raises:
+            RuntimeError: no row is published.
+            DeadlineError, PeerLostError: a host, or too many of several, do not answer.
+        """
+        self._client.check()
+        with self._lock:
+            if batch_size != self._batch_size:
+                self._drop()
+                self._batch_size = batch_size
+            if not self._ready:
+                round_ = self._rounds.popleft() if self._rounds else self._start(1)
+                self._top_up(coming=round_.count // batch_size)
+                self._ready.extend(self._finish(round_))
+            batch = self._ready.popleft()
+            self._top_up(coming=0)
+            return batch
+
+    def drop(self) -> None:
+        """Forget prefetched batches, after a change that they must not outlive."""
+        with self._lock:
+            self._drop()
+
+    def _drop(self) -> None:
+        self._ready.clear()
+        self._rounds.clear()
+
+    def _top_up(self, coming: int) -> None:
+        """Ask for more. ``coming``: batches of the round that is about to be finished, of which
+        one is about to be used."""
+        ahead = len(self._ready) + coming - bool(coming)
+        ahead += sum(round_.count for round_ in self._rounds) // self._batch_size
+        while ahead < self._prefetch:
+            self._rounds.append(self._start(self._per_call))
+            ahead += self._per_call
+
+    # --- one round ---------------------------------------------------------------------------
+
+    def _start(self, batches: int) -> _Round:
+        count = batches * self._batch_size
+        client = self._client
+        if len(client.links) == 1:
+            return _Round(count, None, client.ask([count], self._prioritized))
+        if not self._known.has_mass:
+            states = client.answers(client.ask([0] * len(client.links), self._prioritized))
+            self._known.learn(self._masses(states))
+            if not self._known.has_mass:
+                raise RuntimeError(EMPTY)
+        request = self._known.plan(count, self._uniforms)
+        return _Round(count, request, client.ask(request.rows.tolist(), self._prioritized))
+
+    @staticmethod
+    def _masses(answers: list[Answer | None]) -> np.ndarray:
+        return np.array([0.0 if answer is None else answer.state.mass for answer in answers])
+
+    def _finish(self, round_: _Round) -> list[Batch]:
+        answers = self._client.answers(round_.futures)
+        present = [answer for answer in answers if answer is not None]
+        self._client.note_states([answer.state for answer in present])
+        if round_.request is None:
+            answer = present[0]
+            if answer.rows is None:
+                raise RuntimeError(EMPTY)
+            self._client.learn_spec(answer.rows.spec)
+            return self._split(answer.rows, answer.rows.slot, answer.state.minimum)
+        masses = self._masses(answers)
+        self._known.learn(masses, round_.request)
+        if not self._known.has_mass:
+            raise RuntimeError(EMPTY)
+        shards = round_.request.correct(masses, self._uniforms)
+        return self._assemble(shards, masses, answers)
+
+    def _assemble(
+        self, shards: np.ndarray, masses: np.ndarray, answers: list[Answer | None]
+    ) -> list[Batch]:
+        """Give each draw its row, after further rounds where the spare rows did not suffice."""
+        found: list[list[Rows]] = [[] for _ in answers]
+        minimum = np.inf
+        while True:
+            for shard, answer in enumerate(answers):
+                if answer is not None:
+                    minimum = min(minimum, answer.state.minimum)
+                    if answer.rows is not None:
+                        found[shard].append(answer.rows)
+            received = np.array([sum(rows.slot.numel() for rows in part) for part in found])
+            row, missing = number_rows(shards, received)
+            if not missing.any():
+                break
+            asked = [int(count) if count else None for count in missing]
+            answers = self._client.answers(self._client.ask(asked, self._prioritized))
+            for shard in np.flatnonzero(missing):
+                answer = answers[shard]
+                if answer is None or answer.rows is None:  # lost or emptied in this instant
+                    masses = np.where(np.arange(masses.size) == shard, 0.0, masses)
+            gone = np.flatnonzero((row < 0) & (masses[shards] == 0))
+            if gone.size:
+                if not masses.any():
+                    raise RuntimeError(EMPTY)
+                shards = shards.copy()
+                shards[gone] = choose_shards(masses, gone.size, self._uniforms)
+        rows = _concatenate([each for part in found for each in part])
+        self._client.learn_spec(rows.spec)
+        select = torch.from_numpy((np.cumsum(received) - received)[shards] + row)
+        rows = Rows(
+            rows.spec,
+            rows.slot.index_select(0, select),
+            rows.generation.index_select(0, select),
+            rows.leaf.index_select(0, select),
+            [tensor.index_select(0, select) for tensor in rows.tensors],
+        )
+        index = rows.slot + torch.from_numpy(shards * self._client.shard_capacity)
+        return self._split(rows, index, float(minimum))
+
+    def _split(self, rows: Rows, index: torch.Tensor, minimum: float) -> list[Batch]:
+        size = self._batch_size
+        batches = []
+        for start in range(0, index.numel(), size):
+            part = rows.part(start, start + size) if index.numel() > size else rows
+            batches.append(
+                Batch(
+                    rows.spec,
+                    index[start : start + size],
+                    part.generation,
+                    part.leaf,
+                    part.tensors,
+                    minimum,
+                )
+            )
+        return batches
+
+
+def _concatenate(parts: list[Rows]) -> Rows:
+    spec = parts[0].spec
+    for part in parts[1:]:
+        if part.spec != spec:
+            raise ConfigurationError(
+                f"the shards hold different rows: {spec} and {part.spec}; every writer of a "
+                "buffer must write the same keys, shapes and dtypes"
+            )
+    if len(parts) == 1:
+        return parts[0]
+    return Rows(
+        spec,
+        torch.cat([part.slot for part in parts]),
+        torch.cat([part.generation for part in parts]),
+        torch.cat([part.leaf for part in parts]),
+        [torch.cat(column) for column in zip(*(part.tensors for part in parts), strict=True)],
+    )

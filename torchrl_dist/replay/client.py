@@ -1,0 +1,304 @@
+"""A process's side of a replay buffer on other nodes: where rows and priorities go, who is lost."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from torchrl_dist.errors import DeadlineError, PeerLostError
+from torchrl_dist.replay import rows
+from torchrl_dist.replay.directory import RowSpec
+from torchrl_dist.replay.host import (
+    HostState,
+    Operation,
+    SetAlpha,
+    SetPriorities,
+    SetWrittenPriorities,
+    Write,
+)
+from torchrl_dist.replay.link import Answer, Link, await_answer
+from torchrl_dist.replay.packing import pack, spec_as_text
+from torchrl_dist.replay.sampler import RecentGenerations
+from torchrl_dist.replay.shard_law import global_index, largest_priority, split_index
+
+_FEW_BYTES = 64  # what an operation costs beside its arrays
+
+
+class _PendingWrite(NamedTuple):
+    """Rows whose slots are not known yet; ``index`` is the tensor that the caller has."""
+
+    index: torch.Tensor
+    shard: int
+    number: int
+
+
+class ReplayClient:
+    """One buffer's connection to its hosts. Thread-safe.
+
+    Operations are queued per host and applied in the order in which they were queued. What goes
+    wrong with them is raised by a later call. With several hosts one that is lost, or does not
+    answer, is reported once by a warning, and the others go on, as long as ``min_shards`` answer.
+
+    Args:
+        links: one per shard.
+        shard_capacity: slots of each; ``index = shard * shard_capacity + slot``.
+        own_shard: the shard that rows are written to; None: all in turn.
+        first_shard: where turns begin.
+        min_shards: with fewer that answer, calls raise.
+        timeout_s: deadline of every wait.
+    """
+
+    def __init__(
+        self,
+        links: Sequence[Link],
+        shard_capacity: int,
+        *,
+        own_shard: int | None,
+        first_shard: int,
+        min_shards: int,
+        timeout_s: float,
+    ) -> None:
+        self.links = tuple(links)
+        self.shard_capacity = shard_capacity
+        self.timeout_s = timeout_s
+        self.recent = RecentGenerations()
+        self._own_shard = own_shard
+        self._turn = itertools.count(first_shard)
+        self._min_shards = min_shards
+        self._numbers = itertools.count(1)
+        self._spec: RowSpec | None = None
+        self._pending: list[_PendingWrite] = []
+        self._reported: set[int] = set()
+        self._lock = threading.Lock()
+
+    # --- who answers -------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise what went wrong with earlier operations, one error per call."""
+        for shard, link in enumerate(self.links):
+            if link.state is None and shard in self._reported:
+                with self._lock:
+                    self._reported.discard(shard)
+                warnings.warn(f"replay shard {shard} ({link.name}) answers again", stacklevel=3)
+            error = link.failure()
+            if isinstance(error, (DeadlineError, PeerLostError)):
+                self.note_trouble(shard, error)
+            elif error is not None:
+                raise error
+
+    def note_trouble(self, shard: int, error: Exception) -> None:
+        """A host did not answer: report it, or raise if too few are left."""
+        answering = sum(link.state is None for link in self.links)
+        if len(self.links) == 1 or answering < self._min_shards:
+            raise error
+        with self._lock:
+            new = shard not in self._reported
+            self._reported.add(shard)
+        if new:
+            warnings.warn(
+                f"replay shard {shard} ({self.links[shard].name}) is left out, the other "
+                f"{answering} go on: {error}",
+                stacklevel=3,
+            )
+
+    def answers(self, futures: Sequence[Any]) -> list[Answer | None]:
+        """Wait for one answer per shard; None for those that were not asked or did not answer."""
+        deadline = time.monotonic() + self.timeout_s
+        found: list[Answer | None] = []
+        for shard, future in enumerate(futures):
+            answer = None
+            if future is not None:
+                link = self.links[shard]
+                try:
+                    answer = await_answer(future, deadline - time.monotonic(), link.name)
+                except (DeadlineError, PeerLostError) as error:
+                    self.note_trouble(shard, error)
+            found.append(answer)
+        return found
+
+    def ask(self, counts: Sequence[int | None], prioritized: bool) -> list[Any]:
+        """One future per shard; None where ``counts`` is, and where nobody answers."""
+        futures: list[Any] = []
+        for shard, (link, count) in enumerate(zip(self.links, counts, strict=True)):
+            future = None
+            if count is not None and (link.state is None or len(self.links) == 1):
+                try:
+                    future = link.ask(int(count), prioritized)
+                except PeerLostError as error:
+                    self.note_trouble(shard, error)
+            futures.append(future)
+        return futures
+
+    def states(self, prioritized: bool = False) -> list[HostState]:
+        """Of the hosts that answer, after all operations of this client. Blocks for one call."""
+        self.check()
+        found = self.answers(self.ask([0] * len(self.links), prioritized))
+        return [answer.state for answer in found if answer is not None]
+
+    def flush(self) -> None:
+        """Block until everything queued was applied.
+
+        Raises:
+            DeadlineError: a host did not answer in time.
+            PeerLostError: a host, or too many of them, are gone.
+            RemoteError: an operation failed there.
+        """
+        self.check()
+        self.answers(self.ask_applied())
+        self.check()
+
+    def ask_applied(self) -> list[Any]:
+        """A future per shard that is there when what was queued for it is applied."""
+        futures: list[Any] = []
+        for shard, link in enumerate(self.links):
+            try:
+                futures.append(link.ask(None, True) if self._answers(shard) else None)
+            except PeerLostError as error:
+                futures.append(None)
+                self.note_trouble(shard, error)
+        return futures
+
+    def _answers(self, shard: int) -> bool:
+        return len(self.links) == 1 or self.links[shard].state is None
+
+    def call(self, shard: int, method: str, *args: Any) -> Any:
+        """A method of one host, after all operations of this client there. Blocks."""
+        self.check()
+        return self.links[shard].call(method, *args)
+
+    def call_all(self, method: str, *args: Any) -> list[Any]:
+        """The same of every host that answers, in shard order."""
+        return [self.call(s, method, *args) for s in range(len(self.links)) if self._answers(s)]
+
+    def close(self) -> None:
+        """Flush, say goodbye to the hosts that answer. Problems are warned about."""
+        for shard, link in enumerate(self.links):
+            try:
+                link.close(self.timeout_s if self._answers(shard) else 0.0)
+            except (DeadlineError, PeerLostError) as error:
+                warnings.warn(f"closing the client of {link.name}: {error}", stacklevel=3)
+
+    # --- writing -----------------------------------------------------------------------------
+
+    def learn_spec(self, spec: RowSpec) -> None:
+        """The row spec that the hosts have; rows that differ are refused at the call."""
+        self._spec = spec
+
+    def write(
+        self, data: TensorDictBase, priority: np.ndarray | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queue rows, copied, for one shard. Does not block unless the queue is full.
+
+        Returns:
+            ``(index, generation)``, int64 [n], -1 until the host has answered, which fills them.
+        """
+        self.check()
+        spec = self._spec or rows.spec_of(data)
+        count = data.batch_size[0]
+        packed = pack(rows.matching_leaves(data, spec), copy=True)
+        # filled through NumPy: the caller may be in inference mode, the filling thread is not
+        index, generation = np.full(count, -1, np.int64), np.full(count, -1, np.int64)
+        handed = torch.from_numpy(index), torch.from_numpy(generation)
+        shard = self._shard_to_write()
+        pending = _PendingWrite(handed[0], shard, next(self._numbers))
+
+        def written(slots: np.ndarray, generations: np.ndarray) -> None:
+            kept = slots >= 0
+            generation[:] = generations
+            index[kept] = global_index(shard, slots[kept], self.shard_capacity)
+            with self._lock:
+                self._pending = [each for each in self._pending if each is not pending]
+            if kept.any():
+                self._spec = spec
+                self.recent.remember(*handed, written=True)
+
+        with self._lock:
+            self._pending.append(pending)
+        size = _FEW_BYTES + sum(tensor.nbytes for tensor in packed)
+        write = Write(spec_as_text(spec), count, packed, priority, pending.number)
+        self.links[shard].put(write, size=size, written=written)
+        if priority is not None:
+            self._note_max_priority(priority)
+        return handed
+
+    def _shard_to_write(self) -> int:
+        own = self._own_shard
+        if own is not None and self._answers(own):
+            return own
+        for _ in self.links:
+            shard = next(self._turn) % len(self.links)
+            if self._answers(shard):
+                return shard
+        raise PeerLostError(
+            "no replay shard answers: " + "; ".join(str(link.state) for link in self.links)
+        )
+
+    # --- priorities --------------------------------------------------------------------------
+
+    def set_priorities(
+        self, index: torch.Tensor, generation: torch.Tensor | None, priority: np.ndarray
+    ) -> None:
+        """Queue priorities, float64 [n], for rows; entries of -1 are skipped.
+
+        Without ``generation`` the rows are matched with this process's recent draws and writes.
+        """
+        self.check()
+        if generation is None:
+            generation = self.recent.recall(index)
+        if generation is None:
+            pending = self._find_pending(index)
+            if pending is not None:
+                named = SetWrittenPriorities(pending.number, priority.copy())
+                self._put(pending.shard, named, priority)
+                return
+        self._note_max_priority(priority)
+        # copied: they are sent later, and the caller may go on with its tensors
+        priority, where = priority.copy(), index.numpy().copy()
+        stamps = None if generation is None else generation.numpy().copy()
+        if len(self.links) == 1:
+            self._put(0, SetPriorities(where, stamps, priority), priority)
+            return
+        shards, slots = split_index(where, self.shard_capacity)
+        for shard in np.unique(shards[shards >= 0]).tolist():
+            part = np.flatnonzero(shards == shard)
+            if self._answers(shard):
+                stamp = None if stamps is None else stamps[part]
+                self._put(shard, SetPriorities(slots[part], stamp, priority[part]), priority)
+
+    def _find_pending(self, index: torch.Tensor) -> _PendingWrite | None:
+        with self._lock:
+            return next((each for each in self._pending if each.index is index), None)
+
+    def set_alpha(self, alpha: float) -> None:
+        """Queue a new exponent for all hosts."""
+        self.check()
+        for shard in range(len(self.links)):
+            if self._answers(shard):
+                self._put(shard, SetAlpha(alpha), None)
+
+    def _put(self, shard: int, operation: Operation, priority: np.ndarray | None) -> None:
+        size = _FEW_BYTES + (0 if priority is None else 3 * priority.nbytes)
+        self.links[shard].put(operation, size=size, urgent=False)
+
+    def _note_max_priority(self, seen: float | np.ndarray) -> None:
+        """What new rows get in every shard; a single host knows it by itself."""
+        if len(self.links) > 1:
+            for link in self.links:
+                link.max_priority = largest_priority(link.max_priority, seen)
+
+    def note_states(self, states: Sequence[HostState]) -> None:
+        """Take over what draws have told about the shards."""
+        self._note_max_priority(np.array([state.max_priority for state in states]))
+
+    @property
+    def max_priority(self) -> float:
+        """The largest that this client knows of; NaN before any."""
+        return largest_priority(*(link.max_priority for link in self.links))

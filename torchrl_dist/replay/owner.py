@@ -1,0 +1,260 @@
+"""Who keeps a buffer's rows: one process of the job, or several that keep a shard each."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+from urllib.parse import quote
+
+from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.replay.client import ReplayClient
+from torchrl_dist.replay.host import ReplayHost
+from torchrl_dist.replay.link import Link, LocalLink, RemoteLink
+from torchrl_dist.replay.storage import SharedMemmapStorage
+from torchrl_dist.runtime import Peer, Remote, Session
+from torchrl_dist.runtime.remote import current_session
+
+_MAX_QUEUED_BYTES = 2**26
+
+_hosts: dict[tuple[str, str], ReplayHost] = {}
+"""Hosts in this process by session and name."""
+_hosts_lock = threading.Lock()
+_client_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class HostAddress:
+    """Where one host is: a handle for calls, and its directory for processes of its node."""
+
+    host: Remote
+    path: str
+    job_id: str
+    identity: tuple[str, int, int]
+    """Boot of the machine, device and inode of the lock file: the same for whoever sees it."""
+
+    def is_here(self) -> bool:
+        """Whether this process can use the host's directory itself."""
+        try:
+            return _identity(Path(self.path)) == self.identity
+        except OSError:
+            return False
+
+
+@dataclass(frozen=True)
+class ReplayOwner:
+    """The keepers of one buffer, made by :func:`host_replay`; the same in every process.
+
+    It pickles; any process of the session may use it. Of the arguments of :func:`host_replay` it
+    keeps those that concern its users.
+    """
+
+    hosts: tuple[HostAddress, ...]
+    shard_capacity: int
+    shortcut: bool
+    write_to: Literal["own", "all"]
+    min_shards: int
+    max_queued_bytes: int
+    timeout_s: float
+
+    @property
+    def capacity(self) -> int:
+        """Rows of the whole buffer."""
+        return self.shard_capacity * len(self.hosts)
+
+    def direct(self) -> HostAddress | None:
+        """The only host, if its directory is to be used without RPC."""
+        if self.shortcut and len(self.hosts) == 1 and self.hosts[0].is_here():
+            return self.hosts[0]
+        return None
+
+    def connect(self) -> ReplayClient:
+        """A client of this process; it says goodbye when the session ends."""
+        session = current_session()
+        name = f"{session.me.name}/{next(_client_numbers)}"
+        incarnation = time.time_ns()
+        here = [shard for shard, address in enumerate(self.hosts) if address.is_here()]
+        links: list[Link] = []
+        for shard, address in enumerate(self.hosts):
+            if self.shortcut and shard in here:
+                storage = open_directly(address, self)
+                link: Link = LocalLink(ReplayHost(storage), name, incarnation, "this node")
+            else:
+                link = RemoteLink(
+                    address.host,
+                    name,
+                    incarnation,
+                    timeout_s=self.timeout_s,
+                    max_queued_bytes=self.max_queued_bytes,
+                )
+            links.append(link)
+        mine = [shard for shard in here if self.hosts[shard].host.peer == session.me] or here
+        rank = session.me.global_rank
+        own = mine[rank % len(mine)] if mine and self.write_to == "own" else None
+        client = ReplayClient(
+            links,
+            self.shard_capacity,
+            own_shard=own,
+            first_shard=rank,
+            min_shards=self.min_shards,
+            timeout_s=self.timeout_s,
+        )
+        session.on_leave(lambda clean: client.close() if clean else None)
+        return client
+
+
+def open_directly(
+    address: HostAddress, owner: ReplayOwner, kind: type[SharedMemmapStorage] = SharedMemmapStorage
+) -> SharedMemmapStorage:
+    """A storage over the host's directory, for a process of its node; closed with the session."""
+    storage = kind(
+        owner.shard_capacity,
+        scratch_dir=address.path,
+        job_id=address.job_id,
+        timeout_s=owner.timeout_s,
+    )
+    current_session().on_end(lambda clean: storage.close(clean=clean))
+    return storage
+
+
+def host_replay(
+    session: Session,
+    capacity: int,
+    *,
+    hosts: Sequence[Peer] | None = None,
+    name: str = "replay",
+    scratch_dir: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    keep: bool = False,
+    write_to: Literal["own", "all"] = "own",
+    min_shards: int = 1,
+    shortcut: bool = True,
+    max_queued_bytes: int = _MAX_QUEUED_BYTES,
+    timeout_s: float | None = None,
+) -> ReplayOwner:
+    """Have processes of the job keep a replay buffer; find it, where it is kept already.
+
+    Every process that uses the buffer calls this with the same arguments, in any order; or one
+    does, and passes the result on. Blocks for two calls per host, which must be in their session.
+
+    Args:
+        session: the session of this process.
+        capacity: rows in all. Each host keeps ``ceil(capacity / len(hosts))``.
+        hosts: who keeps the rows, best one process per node; default: the driver alone. Shards
+            are numbered in this order, and row ``slot`` of shard ``s`` has the index
+            ``s * shard_capacity + slot``.
+        name: tells buffers of one job apart.
+        scratch_dir: folder on each host in which its directory is made; default: ``/dev/shm``,
+            or else the folder for temporary files.
+        resume, keep: as in :class:`SharedMemmapStorage`. A job that its launcher restarts finds
+            its rows again without either.
+        write_to: ``"own"``: rows go to the shard of the writer's node, where it has one, else to
+            all in turn; ``"all"``: always in turn. A turn takes a whole ``extend``.
+        min_shards: calls go on while that many shards answer; below, they raise.
+        shortcut: whether processes on a host's node use its directory instead of RPC; ``False``
+            is for measurements.
+        max_queued_bytes: that a process queues for one host before ``extend`` waits.
+        timeout_s: deadline of every call and wait; default: the session's.
+
+    Raises:
+        ConfigurationError: the arguments cannot be right, or differ from those used before.
+        RemoteError: a host could not open its directory.
+        DeadlineError, PeerLostError: a host did not answer.
+    """
+    peers = tuple(session.peers[:1] if hosts is None else hosts)
+    if not peers or capacity < len(peers):
+        raise ConfigurationError(
+            f"capacity={capacity} over {len(peers)} hosts: expected a host and a row on each"
+        )
+    if write_to not in ("own", "all"):
+        raise ConfigurationError(f"write_to={write_to!r}: expected 'own' or 'all'")
+    if not 1 <= min_shards <= len(peers):
+        raise ConfigurationError(f"min_shards={min_shards}: expected 1 to {len(peers)}")
+    shard_capacity = -(-capacity // len(peers))
+    parent = None if scratch_dir is None else os.fspath(scratch_dir)
+    remotes = [
+        session.remote(
+            peer,
+            open_host,
+            f"{name}-{shard}",
+            shard_capacity,
+            parent,
+            resume,
+            keep,
+            timeout_s=timeout_s,
+        )
+        for shard, peer in enumerate(peers)
+    ]
+    addresses = tuple(
+        HostAddress(remote, *remote.call("whereabouts", timeout_s=timeout_s)) for remote in remotes
+    )
+    return ReplayOwner(
+        addresses,
+        shard_capacity,
+        shortcut,
+        write_to,
+        min_shards,
+        max_queued_bytes,
+        session.timeout_s if timeout_s is None else timeout_s,
+    )
+
+
+class _Keeper(ReplayHost):
+    """A host that can say where its directory is."""
+
+    def whereabouts(self) -> tuple[str, str, tuple[str, int, int]]:
+        directory = self.storage.directory
+        return str(directory.path), directory.job_id, _identity(directory.path)
+
+
+def open_host(name: str, capacity: int, parent: str | None, resume: bool, keep: bool) -> ReplayHost:
+    """Runs in the host's process: make the host of this name, or find it.
+
+    Raises:
+        ConfigurationError: it exists with another capacity.
+    """
+    session = current_session()
+    with _hosts_lock:
+        host = _hosts.get((session.session_id, name))
+        if host is None:
+            job_id = session.world.job_id
+            folder = f"torchrl_dist-{os.getuid()}-{job_id}-{name}-{session.me.name}"
+            storage = SharedMemmapStorage(
+                capacity,
+                scratch_dir=Path(parent or _default_parent(), quote(folder, safe="")),
+                job_id=job_id,
+                resume=resume,
+                keep=keep,
+                timeout_s=session.timeout_s,
+            )
+            host = _hosts[session.session_id, name] = _Keeper(storage)
+            session.on_end(lambda clean: _close_host(session.session_id, name, clean))
+    if host.storage.max_size != capacity:
+        raise ConfigurationError(
+            f"replay buffer {name} has {host.storage.max_size} rows on {session.me}, asked for "
+            f"{capacity}: use the same arguments everywhere, or another name"
+        )
+    return host
+
+
+def _close_host(session_id: str, name: str, clean: bool) -> None:
+    with _hosts_lock:
+        host = _hosts.pop((session_id, name))
+    host.close(clean)
+
+
+def _default_parent() -> str:
+    memory = "/dev/shm"
+    return memory if os.access(memory, os.W_OK) else tempfile.gettempdir()
+
+
+def _identity(path: Path) -> tuple[str, int, int]:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    status = os.stat(path / "lock")
+    return boot, status.st_dev, status.st_ino

@@ -1,0 +1,88 @@
+"""Rows as few tensors: a message costs by the tensor, so the small ones travel in one block.
+
+Both ends know the dtypes and shapes (from the row spec and the number of rows), so nothing but
+bytes is sent.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from torchrl_dist.replay.directory import LeafSpec, RowSpec
+
+_ALIGNMENT = 16  # of every dtype that torch has
+_LARGEST_PACKED_BYTES = 2**16  # above this a copy costs more than another tensor in the message
+
+Column = tuple[torch.dtype, tuple[int, ...]]
+"""dtype and full shape, ``(rows, ...)``, of one tensor."""
+
+
+def pack(arrays: Sequence[np.ndarray], *, copy: bool) -> list[torch.Tensor]:
+    """The same bytes in fewer tensors: one block of the small ones, then the large ones.
+
+    Args:
+        arrays: as ``directory.array_of`` gives them.
+        copy: whether the large ones are copied too, because the caller may change them.
+    """
+    large = []
+    small = []
+    offset = 0
+    for array in arrays:
+        if array.nbytes > _LARGEST_PACKED_BYTES:
+            large.append(torch.from_numpy(array.copy() if copy else np.ascontiguousarray(array)))
+        else:
+            small.append((offset, array))
+            offset += _padded(array.nbytes)
+    block = np.empty(offset, dtype=np.uint8)
+    for start, array in small:
+        block[start : start + array.nbytes].view(array.dtype)[:] = array.reshape(-1)
+    return [torch.from_numpy(block), *large]
+
+
+def unpack(packed: Sequence[torch.Tensor], columns: Sequence[Column]) -> list[torch.Tensor]:
+    """The tensors that :func:`pack` was given as arrays; views of ``packed``."""
+    block, *large = packed
+    following = iter(large)
+    tensors = []
+    offset = 0
+    for dtype, shape in columns:
+        size = math.prod(shape) * dtype.itemsize
+        if not size:  # a view cannot change the dtype of nothing
+            tensors.append(torch.empty(shape, dtype=dtype, device="cpu"))
+        elif size > _LARGEST_PACKED_BYTES:
+            tensor = next(following)
+            tensors.append(tensor if tensor.dtype == dtype else tensor.view(dtype))
+        else:
+            tensors.append(block[offset : offset + size].view(dtype).reshape(shape))
+            offset += _padded(size)
+    return tensors
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def columns_of(spec: RowSpec, count: int) -> list[Column]:
+    """The columns of ``count`` rows, in the order of the spec."""
+    return [(leaf.dtype, (count, *leaf.shape)) for leaf in spec.leaves]
+
+
+@functools.lru_cache(maxsize=64)
+def spec_as_text(spec: RowSpec) -> str:
+    """The spec for a message; the other end keeps what it has read once."""
+    leaves = [leaf.as_json() for leaf in spec.leaves]
+    return json.dumps({"leaves": leaves, "batch_dims": list(spec.batch_dims)})
+
+
+@functools.lru_cache(maxsize=64)
+def spec_from_text(text: str) -> RowSpec:
+    """Inverse of :func:`spec_as_text`."""
+    entry = json.loads(text)
+    leaves = tuple(LeafSpec.from_json(leaf) for leaf in entry["leaves"])
+    return RowSpec(leaves, tuple(entry["batch_dims"]))

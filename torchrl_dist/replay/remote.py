@@ -1,0 +1,675 @@
+"""TorchRL's storage and samplers for rows that lie in other processes."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torchrl.data.replay_buffers.samplers import PrioritizedSampler, RandomSampler
+from torchrl.data.replay_buffers.storages import Storage, TensorStorage
+
+from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.replay import _torchrl, rows
+from torchrl_dist.replay.batches import Batch, BatchSource
+from torchrl_dist.replay.owner import ReplayOwner, open_directly
+from torchrl_dist.replay.priorities import check_priorities
+from torchrl_dist.replay.sampler import (
+    SharedPrioritizedSampler,
+    SharedRandomSampler,
+    SharedSampler,
+    checked_exponents,
+    priorities_for,
+)
+from torchrl_dist.replay.shard_law import importance_weights, split_index
+from torchrl_dist.replay.storage import SharedMemmapStorage
+
+
+class RemoteStorage(TensorStorage):
+    """Rows that other processes of the job keep; goes with :class:`RPCPrioritizedSampler` or
+    :class:`RPCRandomSampler`, and :class:`SharedCursorWriter`, in any TorchRL buffer.
+
+    On the node of a single owner, ``RemoteStorage(owner)`` gives a :class:`SharedMemmapStorage`
+    over the owner's directory instead, and the samplers likewise: no RPC then. Pickled and sent to
+    another node, it is remote there.
+
+    ``extend`` and ``update_priority`` queue and return. The index that ``extend`` returns (and
+    sets in the data) is -1 until the owner has answered, which fills it in; :meth:`flush` waits for
+    that. What an operation raises at the owner is raised by a later call. ``len``, reading by
+    index, ``empty`` and saving block for a call, which comes after everything queued before.
+
+    Args:
+        owner: from :func:`host_replay`.
+    """
+
+    attaches_when_pickled = True
+    """A copy in another process has the same rows; collectors ask before they write there."""
+
+    def __new__(cls, owner: ReplayOwner) -> Any:
+        address = owner.direct()
+        if address is not None:
+            storage = open_directly(address, owner, _DirectStorage)
+            storage.owner = owner
+            return storage
+        return super().__new__(cls)
+
+    def __init__(self, owner: ReplayOwner) -> None:
+        # the base classes' __init__ would set up the length and revision of rows in this process
+        self.owner = owner
+        self.max_size = owner.capacity
+        self.ndim = 1
+        self.checkpointer = None
+        self._compilable = False
+        self._attached_entities_list: list[Any] = []
+        self.device = torch.device("cpu")
+        self._handed = threading.local()
+        self.client = owner.connect()
+
+    def flush(self) -> None:
+        """Block until the owner has applied everything that this process queued.
+
+        Raises:
+            DeadlineError, PeerLostError: the owner does not answer.
+            RemoteError: an operation failed there.
+        """
+        self.client.flush()
+
+    def close(self) -> None:
+        """Flush and end this process's use. At the end of the session it happens by itself."""
+        self.client.close()
+
+    def cleanup(self) -> bool:
+        """TorchRL's name for :meth:`close`."""
+        self.close()
+        return True
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """``directory.counters``, summed over the hosts that answer."""
+        total: dict[str, int] = {}
+        for found in self.client.call_all("counters"):
+            for name, count in found.items():
+                total[name] = total.get(name, 0) + count
+        return total
+
+    # --- size --------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return sum(state.length for state in self.client.states())
+
+    @property
+    def _len(self) -> int:
+        return len(self)
+
+    @property
+    def _is_full(self) -> bool:
+        return sum(state.high for state in self.client.states()) == self.max_size
+
+    @property
+    def initialized(self) -> bool:
+        return len(self) > 0
+
+    @initialized.setter
+    def initialized(self, value: bool) -> None:
+        pass  # TorchRL's base class stores what is asked of the owner here
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size([sum(state.high for state in self.client.states())])
+
+    @property
+    def write_count(self) -> int:
+        """Rows ever written, by all processes."""
+        return sum(state.write_count for state in self.client.states())
+
+    @property
+    def next_slot(self) -> int:
+        """Where the next row goes, with one shard; slot 0 of the buffer with several."""
+        if len(self.client.links) > 1:
+            return 0
+        return self.client.states()[0].cursor % self.max_size
+
+    # --- writing -----------------------------------------------------------------------------
+
+    def append(
+        self, data: TensorDictBase, priority: np.ndarray | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queue rows; see :meth:`SharedMemmapStorage.append`. The handles are -1 until the owner
+        has answered."""
+        if not getattr(data, "batch_dims", 0):
+            raise ConfigurationError("expected a batch of rows [n, ...], got data without batch")
+        if priority is not None:
+            check_priorities(priority)
+        return self.client.write(data, priority)
+
+    def write_at(self, index: torch.Tensor, data: TensorDictBase) -> torch.Tensor:
+        """Replace whole rows at given indices; blocks. Returns the new generations, int64 [n]."""
+        index = torch.as_tensor(index, dtype=torch.int64).reshape(-1)
+        generation = torch.empty_like(index)
+        for shard, where, slots in self._by_shard(index.numpy()):
+            part = torch.from_numpy(where)
+            written = self.client.call(shard, "write_at", torch.from_numpy(slots), data[part])
+            generation[part] = written
+        return generation
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+        """TorchRL's write at given slots, as in ``storage[i] = data``; blocks."""
+        if isinstance(data, (list, tuple)):
+            data = torch.stack(list(data))
+        index = self._as_index(cursor)
+        if isinstance(cursor, (int, np.integer)):
+            data = data.unsqueeze(0)
+        self.write_at(index, data.expand(index.numel(), *data.batch_size[1:]))
+
+    def empty(self, *, reset_write_count: bool = True) -> None:
+        """Drop every row, for all processes."""
+        self.client.call_all("empty", reset_write_count)
+
+    def _empty(self) -> None:
+        pass  # ``ReplayBuffer.empty`` calls writer, sampler and storage: the writer's call did it
+
+    # --- reading -----------------------------------------------------------------------------
+
+    def hand_over(self, batch: Batch) -> None:
+        """Keep a drawn batch for the calls with which the buffer follows the draw."""
+        self._handed.batch = batch
+
+    def handed_generation(self, index: Any) -> torch.Tensor | None:
+        """The generations of the batch with this very index tensor, if it was handed over."""
+        batch = getattr(self._handed, "batch", None)
+        return batch.generation if batch is not None and batch.index is index else None
+
+    def generations_of(self, index: torch.Tensor) -> torch.Tensor:
+        """How often each slot was written; -1 where no row is published, and for -1. Blocks."""
+        found = np.full(index.numel(), -1, dtype=np.int64)
+        for shard, where, slots in self._by_shard(index.reshape(-1).numpy()):
+            found[where] = self.client.call(shard, "generations_of", slots)
+        return torch.from_numpy(found).reshape(index.shape)
+
+    def get(self, index: Any) -> TensorDictBase:
+        """Whole rows at the given indices; blocks unless they were just drawn.
+
+        A slice leaves out rows that are not published; its bounds count as in
+        :class:`SharedMemmapStorage`, over all shards' slots where there are several.
+
+        Raises:
+            RemoteError: a slot was never written.
+        """
+        batch = getattr(self._handed, "batch", None)
+        if batch is not None and batch.index is index:
+            self._handed.batch = None
+            return rows.build(batch.tensors, batch.spec, (index.numel(),))
+        if isinstance(index, tuple) and len(index) == 1:
+            index = index[0]
+        found = self._as_index(index)
+        if isinstance(index, slice):
+            found = found[self.generations_of(found) >= 0]
+        data = self._read(found.reshape(-1).numpy())
+        if isinstance(index, (int, np.integer)):
+            return data[0]
+        return data.reshape(*found.shape, *data.batch_size[1:]) if found.ndim != 1 else data
+
+    def _as_index(self, index: Any) -> torch.Tensor:
+        """Global indices >= 0, int64."""
+        several = len(self.client.links) > 1
+        if isinstance(index, (slice, range)):
+            high = self.max_size if several else self.shape[0]
+            span = range(*index.indices(high)) if isinstance(index, slice) else index
+            return torch.arange(span.start, span.stop, span.step, device="cpu")
+        found = torch.as_tensor(index, device="cpu")
+        if found.dtype == torch.bool:
+            found = found.nonzero().squeeze(-1)
+        found = found.to(torch.int64).reshape(found.shape or (1,))
+        if (found < 0).any():
+            found = torch.where(found < 0, found + self.shape[0], found)
+        return found
+
+    def _read(self, index: np.ndarray) -> TensorDictBase:
+        parts, order = [], []
+        for shard, where, slots in self._by_shard(index):
+            parts.append(self.client.call(shard, "read", torch.from_numpy(slots)))
+            order.append(where)
+        if not parts:
+            return self.client.call(0, "read", torch.empty(0, dtype=torch.int64))
+        data = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return data[torch.from_numpy(np.argsort(np.concatenate(order)))]
+
+    def _by_shard(self, index: np.ndarray) -> list[tuple[int, np.ndarray, np.ndarray]]:
+        """``(shard, positions, slots)`` of the entries >= 0."""
+        if index.size and index.max() >= self.max_size:
+            raise IndexError(f"index {index.max()} is beyond the capacity {self.max_size}")
+        shards, slots = split_index(index, self.owner.shard_capacity)
+        positions = [(int(s), np.flatnonzero(shards == s)) for s in np.unique(shards) if s >= 0]
+        return [(shard, where, slots[where]) for shard, where in positions]
+
+    # --- saving ------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"snapshots": self.client.call_all("snapshot")}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._restore(state_dict["snapshots"])
+
+    def _restore(self, snapshots: Sequence[TensorDictBase | None]) -> None:
+        if len(snapshots) != len(self.client.links):
+            raise ConfigurationError(
+                f"the saved buffer has {len(snapshots)} shards, this one {len(self.client.links)}"
+            )
+        for shard, snapshot in enumerate(snapshots):
+            self.client.call(shard, "restore", snapshot)
+
+    def dumps(self, path: str | os.PathLike[str]) -> None:
+        """Write a snapshot per shard to a folder, as memory-mapped tensors and JSON."""
+        for shard, snapshot in enumerate(self.client.call_all("snapshot")):
+            folder = Path(path, f"shard-{shard}")
+            folder.mkdir(parents=True, exist_ok=True)
+            if snapshot is not None:
+                snapshot.memmap(str(folder), copy_existing=True)
+
+    def loads(self, path: str | os.PathLike[str]) -> None:
+        """Restore what :meth:`dumps` wrote."""
+        folders = sorted(Path(path).glob("shard-*"), key=lambda each: int(each.name[6:]))
+        self._restore(
+            [
+                TensorDict.load_memmap(str(folder)) if (folder / "meta.json").exists() else None
+                for folder in folders
+            ]
+        )
+
+    # --- moving between processes ------------------------------------------------------------
+
+    def __reduce__(self) -> tuple:
+        return RemoteStorage, (self.owner,), {"attached": self._attached_entities_list}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._attached_entities_list = state["attached"]
+
+    def __repr__(self) -> str:
+        names = ", ".join(link.name for link in self.client.links)
+        return f"{type(self).__name__}(max_size={self.max_size}, hosts=[{names}])"
+
+
+class _DirectStorage(SharedMemmapStorage):
+    """What ``RemoteStorage(owner)`` gives on the owner's node."""
+
+    owner: ReplayOwner
+
+    def flush(self) -> None:
+        """Nothing is queued here."""
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """``directory.counters``."""
+        return self.directory.counters
+
+    def __reduce__(self) -> tuple:
+        return RemoteStorage, (self.owner,), {"attached": self._attached_entities_list}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._attached_entities_list = state["attached"]
+
+
+class _RPCSampler(SharedSampler):
+    """What both samplers have in common: batches that come from a client of the owner."""
+
+    _prioritized: bool
+
+    def _set_owner(self, owner: ReplayOwner, prefetch: int, batches_per_call: int) -> None:
+        if prefetch < 0 or batches_per_call < 1:
+            raise ConfigurationError(
+                f"prefetch={prefetch}, batches_per_call={batches_per_call}: expected at least 0 "
+                "and 1"
+            )
+        if batches_per_call > max(1, prefetch):
+            raise ConfigurationError(
+                f"batches_per_call={batches_per_call} draws ahead of use: prefetch at least as "
+                f"many batches, got prefetch={prefetch}"
+            )
+        self.owner = owner
+        self._prefetch = prefetch
+        self._batches_per_call = batches_per_call
+        self._storage: RemoteStorage | None = None
+        self._source: BatchSource | None = None
+
+    def attach(self, storage: Storage) -> RemoteStorage:  # type: ignore[override]
+        """Bind to the storage's client; called when the buffer is built. Idempotent."""
+        if self._storage is not None and self._storage is storage:
+            return self._storage
+        if not isinstance(storage, RemoteStorage) or storage.owner != self.owner:
+            raise ConfigurationError(
+                f"{type(self).__name__} samples from RemoteStorage(owner) with its own owner, got "
+                f"{type(storage).__name__}: pass the same owner to both"
+            )
+        self._prepare(storage)
+        self._storage = storage
+        self._source = BatchSource(
+            storage.client,
+            prioritized=self._prioritized,
+            prefetch=self._prefetch,
+            batches_per_call=self._batches_per_call,
+            uniforms=self._uniforms,
+        )
+        return storage
+
+    def _prepare(self, storage: RemoteStorage) -> None:
+        """Before the first draw."""
+
+    def _next(self, storage: Storage, batch_size: int) -> Batch:
+        remote = self.attach(storage)
+        assert self._source is not None
+        batch = self._source.next(batch_size)
+        remote.hand_over(batch)
+        return batch
+
+    def note_written(self, index: torch.Tensor, generation: torch.Tensor) -> None:
+        pass  # the client notes them when they are known
+
+    def _empty(self) -> None:
+        if self._source is not None:
+            self._source.drop()
+
+    def _rebuild(self) -> Any:
+        """A function that makes this sampler again, in any process."""
+        raise NotImplementedError
+
+    def __reduce__(self) -> tuple:
+        return self._rebuild(), ()
+
+
+class RPCRandomSampler(_RPCSampler, RandomSampler):
+    """Uniform sampling with replacement of rows that other processes keep.
+
+    With several shards each row of each has the same probability, by the lengths in the replies
+    to the very batch. On the node of a single owner this is a :class:`SharedRandomSampler`.
+
+    Args:
+        owner: the storage's.
+        prefetch, batches_per_call: see :class:`RPCPrioritizedSampler`.
+    """
+
+    _prioritized = False
+
+    def __new__(cls, *, owner: ReplayOwner, prefetch: int = 1, batches_per_call: int = 1) -> Any:
+        if owner.direct() is not None:
+            return _DirectRandomSampler(owner, prefetch, batches_per_call)
+        return super().__new__(cls)
+
+    def __init__(self, *, owner: ReplayOwner, prefetch: int = 1, batches_per_call: int = 1) -> None:
+        super().__init__()
+        self._setup()
+        self._set_owner(owner, prefetch, batches_per_call)
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict]:
+        """Returns global indices, int64 [batch_size], and no further information."""
+        return self._next(storage, batch_size).index, {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._empty()
+
+    def _rebuild(self) -> Any:
+        return functools.partial(
+            RPCRandomSampler,
+            owner=self.owner,
+            prefetch=self._prefetch,
+            batches_per_call=self._batches_per_call,
+        )
+
+
+class _DirectRandomSampler(SharedRandomSampler):
+    """What ``RPCRandomSampler`` gives on the owner's node."""
+
+    def __init__(self, owner: ReplayOwner, prefetch: int, batches_per_call: int) -> None:
+        super().__init__()
+        self._remote = functools.partial(
+            RPCRandomSampler, owner=owner, prefetch=prefetch, batches_per_call=batches_per_call
+        )
+
+    def __reduce__(self) -> tuple:
+        return self._remote, ()
+
+
+class RPCPrioritizedSampler(_RPCSampler, PrioritizedSampler):
+    """Proportional prioritized sampling of rows that other processes keep.
+
+    The law, the weights and the defaults are those of :class:`SharedPrioritizedSampler`. With
+    several shards they are still those of one buffer that holds all rows: row ``i`` is drawn with
+    probability ``p_i / sum(p)`` over all shards, exactly, for the sums that the shards' replies
+    to the very batch report, and has the weight ``(p_i / min(p)) ** -beta`` with the minimum over
+    all shards (``shard_law`` has the proof). On the node of a single owner this is a
+    :class:`SharedPrioritizedSampler` over the owner's directory.
+
+    One call per batch returns rows, indices and weights, and carries this process's priorities
+    along. With ``prefetch=0`` a batch reflects all that this process wrote before; otherwise an
+    operation shows at the latest ``prefetch + batches_per_call`` batches later. Random numbers are
+    drawn at the owner, so that ranks with equal seeds draw different batches.
+
+    Args:
+        max_capacity: the buffer's capacity in rows, over all shards.
+        alpha: priority exponent, >= 0; shared by all processes, which must agree on it.
+        beta: exponent of the importance weights, >= 0; belongs to this process, and is applied
+            when a batch is used, not when it is drawn.
+        eps, dtype, reduction: as in :class:`SharedPrioritizedSampler`.
+        owner: the storage's.
+        prefetch: batches to draw ahead; 1 hides the round trip from a learner that computes at
+            least as long.
+        batches_per_call: batches in one call, at most ``prefetch``: fewer messages, older rows.
+
+    Raises:
+        ConfigurationError: as :class:`SharedPrioritizedSampler`.
+        RuntimeError: from ``sample``, if no row is published.
+        DeadlineError, PeerLostError: from any call, if the owner, or too many of several, do not
+            answer.
+    """
+
+    _prioritized = True
+
+    def __new__(
+        cls,
+        max_capacity: int,
+        alpha: float,
+        beta: float,
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float,
+        reduction: str = "max",
+        *,
+        owner: ReplayOwner,
+        prefetch: int = 1,
+        batches_per_call: int = 1,
+    ) -> Any:
+        if owner.direct() is not None:
+            return _DirectPrioritizedSampler(
+                max_capacity, alpha, beta, eps, dtype, reduction, owner, prefetch, batches_per_call
+            )
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        max_capacity: int,
+        alpha: float,
+        beta: float,
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float,
+        reduction: str = "max",
+        *,
+        owner: ReplayOwner,
+        prefetch: int = 1,
+        batches_per_call: int = 1,
+    ) -> None:
+        # PrioritizedSampler.__init__ would build process-local trees
+        self._alpha, self._beta, self._eps = checked_exponents(alpha, beta, eps)
+        if max_capacity != owner.capacity:
+            raise ConfigurationError(
+                f"the sampler has capacity {max_capacity}, its owner {owner.capacity} over "
+                f"{len(owner.hosts)} hosts"
+            )
+        self._max_capacity = max_capacity
+        self.dtype = dtype
+        self.reduction = reduction
+        self._setup()
+        self._set_owner(owner, prefetch, batches_per_call)
+
+    def _prepare(self, storage: RemoteStorage) -> None:
+        storage.client.call_all("use_priorities", self._alpha, self._eps)
+
+    @property
+    def alpha(self) -> float:
+        """The priority exponent, shared by all processes; set here, it is changed everywhere."""
+        return self._alpha
+
+    @alpha.setter
+    def alpha(self, value: float) -> None:
+        self._alpha = checked_exponents(value, 0.0, self._eps)[0]
+        if self._storage is not None:
+            self._storage.client.set_alpha(self._alpha)
+
+    @property
+    def beta(self) -> float:
+        """Exponent of the importance weights; of this process."""
+        return self._beta
+
+    @beta.setter
+    def beta(self, value: float) -> None:
+        self._beta = value
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def _max_priority(self) -> tuple[float | None, int | None]:
+        if self._storage is None:
+            return None, None
+        found = [state.max_priority for state in self._storage.client.states()]
+        return max((value for value in found if value == value), default=None), None
+
+    @property
+    def default_priority(self) -> float:
+        """The largest priority seen, 1 before any; blocks for a call."""
+        raw = self._max_priority[0]
+        return 1.0 if raw is None else raw
+
+    def _maybe_init_from_storage(self, storage: Storage | None) -> None:
+        if storage is not None:
+            self.attach(storage)
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict]:
+        """Returns ``(index, {"priority_weight": weight})``: int64 and float32, [batch_size]."""
+        batch = self._next(storage, batch_size)
+        remote = self._storage
+        assert remote is not None
+        remote.client.recent.remember(batch.index, batch.generation, written=False)
+        weight = importance_weights(batch.leaf.numpy(), np.array(batch.minimum), self._beta)
+        return batch.index, {"priority_weight": torch.from_numpy(weight)}
+
+    def add(self, index: torch.Tensor | int) -> None:
+        pass  # publishing did it
+
+    def extend(self, index: torch.Tensor | tuple) -> None:
+        pass
+
+    @torch.no_grad()
+    def update_priority(
+        self,
+        index: int | torch.Tensor,
+        priority: float | torch.Tensor,
+        *,
+        storage: Storage | None = None,
+        generation: torch.Tensor | None = None,
+    ) -> None:
+        """Queue priorities for rows; see :meth:`SharedPrioritizedSampler.update_priority`."""
+        remote = self._storage if storage is None else self.attach(storage)
+        if remote is None:
+            raise ConfigurationError(
+                "the sampler is not bound to a storage yet: update priorities through the "
+                "replay buffer, or pass storage="
+            )
+        if any(
+            _torchrl.sampler_of(buffer) is self and _torchrl.is_being_built(buffer)
+            for buffer in _torchrl.buffers_over(remote)
+        ):
+            return  # a process that joins must not reset what the others share
+        if not isinstance(index, torch.Tensor):
+            index = torch.as_tensor(index, dtype=torch.int64)
+        raw = priorities_for(index, priority)
+        check_priorities(raw)
+        if generation is not None:
+            generation = generation.detach().cpu().reshape(-1)
+        if index.dtype != torch.int64 or index.device.type != "cpu" or index.ndim != 1:
+            index = index.detach().to("cpu", torch.int64).reshape(-1)
+        remote.client.set_priorities(index, generation, raw)
+
+    def mark_update(self, index: int | torch.Tensor, *, storage: Storage | None = None) -> None:
+        """Give rows the default priority, as after a change of their content."""
+        self.update_priority(index, self.default_priority, storage=storage)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"_alpha": self._alpha, "_beta": self._beta, "_eps": self._eps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._empty()
+        self.alpha = state_dict["_alpha"]
+        self._beta = state_dict["_beta"]
+
+    def _rebuild(self) -> Any:
+        return functools.partial(
+            RPCPrioritizedSampler,
+            self._max_capacity,
+            self._alpha,
+            self._beta,
+            self._eps,
+            self.dtype,
+            self.reduction,
+            owner=self.owner,
+            prefetch=self._prefetch,
+            batches_per_call=self._batches_per_call,
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(alpha={self._alpha}, beta={self._beta}, eps={self._eps}, "
+            f"reduction={self.reduction!r})"
+        )
+
+
+class _DirectPrioritizedSampler(SharedPrioritizedSampler):
+    """What ``RPCPrioritizedSampler`` gives on the owner's node."""
+
+    def __init__(
+        self,
+        max_capacity: int,
+        alpha: float,
+        beta: float,
+        eps: float,
+        dtype: torch.dtype,
+        reduction: str,
+        owner: ReplayOwner,
+        prefetch: int,
+        batches_per_call: int,
+    ) -> None:
+        super().__init__(max_capacity, alpha, beta, eps, dtype, reduction)
+        self._elsewhere = owner, prefetch, batches_per_call
+
+    def __reduce__(self) -> tuple:
+        owner, prefetch, batches_per_call = self._elsewhere
+        rebuild = functools.partial(
+            RPCPrioritizedSampler,
+            self._max_capacity,
+            self.alpha,
+            self._beta,
+            self._eps,
+            self.dtype,
+            self.reduction,
+            owner=owner,
+            prefetch=prefetch,
+            batches_per_call=batches_per_call,
+        )
+        return rebuild, ()
