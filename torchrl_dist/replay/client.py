@@ -251,6 +251,7 @@ class ReplayClient:
         Without ``generation`` the rows are matched with this process's recent draws and writes.
         """
         self.check()
+        self._note_max_priority(priority)
         if generation is None:
             generation = self.recent.recall(index)
         if generation is None:
@@ -259,7 +260,6 @@ class ReplayClient:
                 named = SetWrittenPriorities(pending.number, priority.copy())
                 self._put(pending.shard, named, priority)
                 return
-        self._note_max_priority(priority)
         # copied: they are sent later, and the caller may go on with its tensors
         priority, where = priority.copy(), index.numpy().copy()
         stamps = None if generation is None else generation.numpy().copy()

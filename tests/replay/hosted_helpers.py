@@ -1,0 +1,48 @@
+"""What the tests have other processes do; imports little, because each of these imports it."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from torchrl_dist.replay import HostedReplayBuffer, owner
+from torchrl_dist.replay.host import ReplayHost, Reply, Request
+
+
+def slow_down(delay_s: float, calls: int | None = None) -> None:
+    """Runs in an owner: its next calls, or all from now on, take that long."""
+    serve = ReplayHost.serve
+    counter = itertools.count()
+
+    def slow_serve(self: ReplayHost, request: Request) -> Reply:
+        if calls is None or next(counter) < calls:
+            time.sleep(delay_s)
+        return serve(self, request)
+
+    ReplayHost.serve = slow_serve  # type: ignore[method-assign]
+
+
+def written_here() -> int:
+    """Runs in an owner: rows ever written to its buffers."""
+    return sum(host.storage.write_count for host in owner._hosts.values())
+
+
+def draw_ids(buffer: HostedReplayBuffer) -> list[int]:
+    """A sample after seeding everything alike."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+    return buffer.sample()["id"].tolist()
+
+
+def extend_twice(buffer: HostedReplayBuffer) -> torch.Tensor:
+    """The indices of two extends of 8 rows."""
+    value = torch.arange(8)
+    rows = {"id": value, "obs": value[:, None].expand(8, 4).double()}
+    rows["next"] = TensorDict({"obs": rows["obs"] + 0.5}, [8])
+    found = [buffer.extend(TensorDict(rows, [8])) for _ in range(2)]
+    buffer.flush()
+    return torch.cat(found)

@@ -1,0 +1,582 @@
+"""Buffers that other processes keep: what they promise beyond the contract of every buffer."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from tensordict import TensorDict
+from torchrl.data import TensorDictReplayBuffer
+
+from tests.replay.conftest import folder, make_rows  # noqa: F401
+from tests.replay.hosted_helpers import draw_ids, extend_twice, slow_down, written_here
+from torchrl_dist import (
+    ConfigurationError,
+    DeadlineError,
+    HostedReplayBuffer,
+    PeerLostError,
+    RemoteError,
+    RemoteStorage,
+    RPCPrioritizedSampler,
+    RPCRandomSampler,
+    Session,
+    SharedCursorWriter,
+    SharedMemmapStorage,
+    SharedPrioritizedSampler,
+    host_replay,
+    local_cluster,
+    replay_buffer,
+    session,
+)
+from torchrl_dist.replay.owner import HostAddress
+
+pytestmark = pytest.mark.timeout(90)
+ROLES = {"learner": 1, "owner": 2}
+DELAY_S = 0.2
+
+
+@pytest.fixture
+def alone(folder: Path) -> Iterator[Session]:  # noqa: F811
+    with session(timeout_s=20) as job:
+        yield job
+
+
+@pytest.fixture
+def cluster(folder: Path, fork_server) -> Iterator[Session]:  # noqa: F811
+    with local_cluster(ROLES, timeout_s=20, fork_server=fork_server) as job:
+        yield job
+
+
+Make = Callable[..., HostedReplayBuffer]
+
+
+@pytest.fixture
+def make(cluster: Session, folder: Path) -> Make:  # noqa: F811
+    """A buffer of the first owner, or with ``shards`` of both; by RPC."""
+
+    def make(shards: int = 1, **options) -> HostedReplayBuffer:
+        defaults = {
+            "capacity": 64 * shards,
+            "batch_size": 16,
+            "hosts": cluster.of_role("owner")[:shards],
+            "alpha": 1.0,
+            "beta": 0.5,
+            "shortcut": False,
+            "scratch_dir": folder,
+        }
+        return replay_buffer(cluster, **{**defaults, **options})
+
+    return make
+
+
+def with_priority(rows: TensorDict, priority: torch.Tensor | list[float]) -> TensorDict:
+    rows["td_error"] = torch.as_tensor(priority, dtype=torch.float64)
+    return rows
+
+
+# ---- never blocking
+
+
+def test_nothing_but_a_sample_waits_for_a_slow_owner(make, cluster) -> None:
+    buffer = make(capacity=1024)
+    buffer.extend(make_rows(range(8)))
+    batch = buffer.sample()
+    cluster.call(cluster.of_role("owner")[0], slow_down, DELAY_S)
+    link = buffer.storage.client.links[0]
+    before = link.messages
+    durations = []
+    for step in range(40):
+        batch["td_error"] = torch.rand(16)
+        for call in (
+            lambda: buffer.update_tensordict_priority(batch),
+            lambda s=step: buffer.extend(make_rows(range(10 * s, 10 * s + 10))),
+        ):
+            begin = time.monotonic()
+            call()
+            durations.append(time.monotonic() - begin)
+    # one by one they would take 80 delays
+    assert sum(durations) < 5 * DELAY_S
+    assert np.median(durations) < DELAY_S / 10
+    buffer.flush()
+    assert link.messages - before < 20
+    stored = buffer[8:]["id"].tolist()
+    assert stored == list(range(400))  # in the order of the calls
+
+
+def test_prefetched_samples_hide_the_delay_of_the_owner(make, cluster) -> None:
+    buffer = make(prefetch=2)
+    buffer.extend(make_rows(range(32)))
+    buffer.sample()
+    cluster.call(cluster.of_role("owner")[0], slow_down, DELAY_S)
+    waited = []
+    for _ in range(6):
+        begin = time.monotonic()
+        batch = buffer.sample()
+        waited.append(time.monotonic() - begin)
+        batch["td_error"] = torch.rand(16)
+        buffer.update_tensordict_priority(batch)
+        time.sleep(1.5 * DELAY_S)  # the learner computes
+    assert sum(waited[1:]) < 1.5 * DELAY_S, waited  # five delays, were they not hidden
+
+
+def test_one_message_carries_the_priorities_and_several_batches(make, monkeypatch) -> None:
+    monkeypatch.setattr("torchrl_dist.replay.link._COMPANY_S", 5.0)  # however slow this machine
+    for per_call, most in ((1, 70), (4, 20)):
+        buffer = make(prefetch=4, batches_per_call=per_call, name=f"by-{per_call}")
+        buffer.extend(make_rows(range(32)))
+        buffer.flush()
+        link = buffer.storage.client.links[0]
+        before = link.messages
+        for _ in range(64):
+            batch = buffer.sample()
+            batch["td_error"] = torch.rand(16)
+            buffer.update_tensordict_priority(batch)
+        assert link.messages - before <= most
+
+
+def test_a_full_queue_makes_the_writer_wait_up_to_the_deadline(make, cluster) -> None:
+    buffer = make(timeout_s=1.0)
+    client = buffer.storage.client
+    buffer.extend(make_rows(range(8)))
+    buffer.flush()
+    link = client.links[0]
+    link._max_queued_bytes = 20_000
+    cluster.call(cluster.of_role("owner")[0], slow_down, 30.0)
+    begin = time.monotonic()
+    with pytest.raises(DeadlineError, match="no room|did not answer"):
+        for _ in range(1000):
+            buffer.extend(make_rows(range(8)))
+            assert link._bytes <= 20_000
+    assert time.monotonic() - begin < 10
+
+
+# ---- in order, exactly once, errors later
+
+
+def test_what_a_late_owner_was_sent_twice_is_applied_once(make, cluster) -> None:
+    buffer = make(timeout_s=0.5, capacity=1024)
+    buffer.extend(make_rows(range(10)))
+    buffer.flush()
+    cluster.call(cluster.of_role("owner")[0], slow_down, 1.2, 2)  # two calls are late, and run
+    indices = [buffer.extend(make_rows(range(s, s + 10))) for s in range(10, 50, 10)]
+    with pytest.raises(DeadlineError):
+        buffer.flush()
+    deadline = time.monotonic() + 20
+    while (indices[-1] < 0).any() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert torch.cat(indices).tolist() == list(range(10, 50))
+    assert cluster.call(cluster.of_role("owner")[0], written_here) == 50
+
+
+def test_a_paused_owner_is_a_late_owner(make, cluster) -> None:
+    buffer = make(timeout_s=1.0)
+    buffer.extend(make_rows(range(10)))
+    buffer.flush()
+    pid = cluster.pid_of(cluster.of_role("owner")[0])
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        index = buffer.extend(make_rows(range(10, 20)))
+        begin = time.monotonic()
+        with pytest.raises(DeadlineError, match="owner0"):
+            buffer.sample()
+        assert time.monotonic() - begin < 5
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    deadline = time.monotonic() + 20
+    while (index < 0).any() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert index.tolist() == list(range(10, 20))
+    with pytest.raises(DeadlineError):  # what went wrong is told once, also when it is over
+        len(buffer)
+    assert len(buffer) == 20
+
+
+def test_an_error_at_the_owner_is_raised_by_a_later_call(make) -> None:
+    first, second = make(), make()
+    first.extend(make_rows(range(4)))
+    first.flush()
+    second.extend(TensorDict({"other": torch.zeros(4)}, [4]))  # nobody here knows the rows yet
+    with pytest.raises(RemoteError, match="missing 'id'") as caught:
+        second.flush()
+    assert caught.value.peer == "owner0" and "append" in caught.value.remote_traceback
+    assert len(second) == 4
+
+
+def test_rows_that_do_not_match_are_refused_at_the_call(make) -> None:
+    buffer = make()
+    buffer.extend(make_rows(range(4)))
+    buffer.flush()
+    with pytest.raises(ConfigurationError, match="missing 'obs'"):
+        buffer.extend(make_rows(range(4)).exclude("obs"))
+    with pytest.raises(ConfigurationError, match="finite"):
+        buffer.extend(with_priority(make_rows(range(4)), [1.0, float("nan"), 1.0, 1.0]))
+    assert len(buffer) == 4
+
+
+def test_a_sample_reads_what_the_process_wrote_before(make) -> None:
+    buffer = make(prefetch=0)
+    for start in range(0, 40, 8):
+        batch_of_new = with_priority(make_rows(range(start, start + 8)), [10.0**start] * 8)
+        buffer.extend(batch_of_new.exclude("td_error"))
+        index = torch.arange(start, start + 8)
+        buffer.update_priority(index, torch.full((8,), 10.0 ** (start + 1)))
+        assert min(buffer.sample()["id"].tolist()) >= start
+
+
+def test_the_index_is_filled_in_and_priorities_of_an_extend_arrive(make) -> None:
+    exact = make()
+    index = exact.extend(make_rows(range(6)), update_priority=False)
+    assert index.shape == (6,) and set(index.tolist()) <= {-1, *range(6)}
+    exact.update_priority(index, torch.tensor([1.0, 2, 3, 4, 5, 1000]))
+    exact.flush()
+    assert index.tolist() == list(range(6))
+    batch = exact.sample()
+    assert batch["id"].tolist().count(5) >= 14
+    assert exact.storage.counters["unverified_updates"] == 0
+
+
+def test_the_stock_buffer_gives_rows_of_an_extend_their_priorities(cluster, folder) -> None:  # noqa: F811
+    owner = host_replay(
+        cluster, 64, hosts=cluster.of_role("owner")[:1], shortcut=False, scratch_dir=folder
+    )
+    buffer = TensorDictReplayBuffer(
+        storage=RemoteStorage(owner),
+        sampler=RPCPrioritizedSampler(64, 1.0, 0.5, owner=owner),
+        writer=SharedCursorWriter(),
+        batch_size=32,
+        priority_key="td_error",
+    )
+    rows = with_priority(make_rows(range(8)), [0.0] * 7 + [5.0])
+    buffer.extend(rows)
+    batch = buffer.sample()
+    assert batch["id"].tolist() == [7] * 32
+    batch["td_error"] = torch.zeros(32)
+    buffer.update_tensordict_priority(batch.clone())
+    buffer.sample(), buffer.sample()
+    assert len(set(buffer.sample()["id"].tolist())) > 3
+    assert buffer.storage.counters["unverified_updates"] == 0
+
+
+def test_a_late_priority_for_a_recycled_slot_is_dropped(make) -> None:
+    buffer = make(prefetch=0)
+    buffer.extend(make_rows(range(64)))
+    batch = buffer.sample()
+    buffer.extend(make_rows(range(100, 164)))
+    batch["td_error"] = torch.full((16,), 1e6)
+    buffer.update_tensordict_priority(batch)
+    buffer.flush()
+    assert buffer.storage.counters["stale_updates"] == 16
+    assert (buffer.sample()["priority_weight"] == 1).all()
+
+
+# ---- who samples what
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_ranks_with_equal_seeds_draw_different_batches(make, cluster, shards: int) -> None:
+    buffer = make(shards, write_to="all")
+    for start in (0, 30):
+        buffer.extend(make_rows(range(start, start + 30)))
+    buffer.flush()
+    drawn = [cluster.call(peer, draw_ids, buffer) for peer in cluster.of_role("owner")]
+    drawn.append(draw_ids(buffer))
+    assert len({tuple(ids) for ids in drawn}) == 3
+
+
+def test_beta_is_applied_when_a_batch_is_used(make) -> None:
+    buffer = make(prefetch=3)
+    buffer.extend(with_priority(make_rows(range(8)), [1.0] * 4 + [4.0] * 4))
+    buffer.sample()
+    buffer.sampler.beta = 1.0
+    batch = buffer.sample()  # was drawn before
+    expected = torch.where(batch["id"] < 4, 1.0, 0.25)
+    assert torch.allclose(batch["priority_weight"], expected)
+
+
+def test_alpha_changes_for_everybody(make) -> None:
+    buffer = make(2, write_to="all", prefetch=0)
+    for start in (0, 4):
+        buffer.extend(with_priority(make_rows(range(start, start + 4)), [1.0, 1.0, 4.0, 4.0]))
+    buffer.sampler.alpha = 0.0
+    assert (buffer.sample()["priority_weight"] == 1).all()
+    with pytest.raises(RemoteError, match="alpha=1.0"):
+        make(2)
+
+
+# ---- the law, through the whole stack
+
+
+def shares_of(buffer: HostedReplayBuffer, count: int, rows: int) -> np.ndarray:
+    """How often each id is drawn in ``count`` samples, [rows]."""
+    ids = torch.cat([buffer.sample()["id"] for _ in range(count)])
+    return np.bincount(ids.numpy(), minlength=rows)
+
+
+def fits(counts: np.ndarray, law: np.ndarray) -> bool:
+    """Chi-square test at 1e-4, over the rows that can be drawn at all."""
+    assert not counts[law == 0].any()
+    expected = law[law > 0] / law.sum() * counts.sum()
+    return stats.chisquare(counts[law > 0], expected).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+@pytest.mark.parametrize("prefetch", [0, 4])
+def test_batches_have_the_law_of_one_buffer(alone, folder, shards: int, prefetch: int) -> None:  # noqa: F811
+    """Shards of very different masses, one of them empty, rows of very different priorities."""
+    buffer = replay_buffer(
+        alone,
+        capacity=40 * shards,
+        batch_size=32,
+        hosts=[alone.me] * shards,
+        alpha=0.7,
+        beta=0.6,
+        prefetch=prefetch,
+        batches_per_call=max(1, prefetch // 2),
+        write_to="all",
+        shortcut=False,
+        scratch_dir=folder,
+    )
+    rng = np.random.default_rng(shards)
+    written = max(1, shards - 1)  # the last of several shards stays empty
+    sizes = [40, 5, 17][:written]
+    rows = sum(sizes)
+    priority = rng.exponential(size=rows) * np.repeat([1.0, 20.0, 0.05][:written], sizes)
+    start = 0
+    for size in sizes:
+        part = make_rows(range(start, start + size))
+        buffer.extend(with_priority(part, priority[start : start + size]).exclude("index"))
+        start += size
+    buffer.flush()
+    law = (priority + 1e-8) ** 0.7
+    assert fits(shares_of(buffer, 400, rows), law)
+    batch = buffer.sample()
+    weight = (law[batch["id"].numpy()] / law.min()) ** -0.6
+    assert np.allclose(batch["priority_weight"].numpy(), weight, rtol=1e-5)
+    assert batch["priority_weight"].max() <= 1
+
+
+@pytest.mark.parametrize("uniform", [False, True])
+def test_masses_off_by_10_times_leave_the_law_of_the_replies(alone, folder, uniform) -> None:  # noqa: F811
+    """Between any two batches another client changes the first shard's mass tenfold."""
+    common = {"capacity": 80, "hosts": [alone.me] * 2, "shortcut": False, "scratch_dir": folder}
+    buffer = replay_buffer(
+        alone, batch_size=64, alpha=1.0, uniform=uniform, prefetch=0, write_to="all", **common
+    )
+    buffer.extend(make_rows(range(40)))
+    buffer.extend(make_rows(range(40, 44) if uniform else range(40, 80)))
+    buffer.flush()
+    other = replay_buffer(alone, batch_size=1, alpha=1.0, write_to="all", **common)
+    counts = {True: np.zeros(80, dtype=np.int64), False: np.zeros(80, dtype=np.int64)}
+    laws = {}
+    for step in range(160):
+        heavy = step % 2 == 0
+        if uniform:  # shards of 40 and 4 rows, then of 40 and 40
+            if heavy:
+                other.storage.client.call(1, "empty", True)
+                other.storage.client.call(1, "write_at", torch.arange(4), make_rows(range(40, 44)))
+            else:
+                other.storage.client.call(1, "write_at", torch.arange(40), make_rows(range(40, 80)))
+            laws[heavy] = np.repeat([1.0, 1.0 - heavy], [44, 36])
+        else:
+            value = 10.0 if heavy else 1.0
+            other.update_priority(torch.arange(40), torch.full((40,), value))
+            other.flush()
+            laws[heavy] = np.repeat([value, 1.0], 40)
+        counts[heavy] += shares_of(buffer, 1, 80)
+    for heavy in (True, False):
+        assert fits(counts[heavy], laws[heavy]), heavy
+
+
+def test_shards_give_each_draw_its_own_row_and_handle(make) -> None:
+    buffer = make(2, write_to="all", prefetch=2, batches_per_call=2)
+    for start in range(0, 96, 12):
+        buffer.extend(make_rows(range(start, start + 12)))
+    buffer.flush()
+    stored = buffer[:]
+    slots = buffer.storage.generations_of(torch.arange(128))
+    assert len(stored) == 96 and int((slots >= 0).sum()) == 96
+    of_slot = dict(zip(torch.arange(128)[slots >= 0].tolist(), stored["id"].tolist(), strict=True))
+    for _ in range(20):
+        batch = buffer.sample()
+        assert batch["id"].tolist() == [of_slot[slot] for slot in batch["index"].tolist()]
+        assert (batch["next", "obs"][:, 0] == batch["id"] + 0.5).all()
+        assert (batch["index_generation"] == slots[batch["index"]]).all()
+        batch["td_error"] = torch.rand(16)
+        buffer.update_tensordict_priority(batch)
+    buffer.flush()
+    assert buffer.storage.counters["stale_updates"] == 0
+
+
+def test_new_rows_get_the_largest_priority_of_any_shard(make) -> None:
+    buffer = make(2, write_to="all", prefetch=0)
+    index = buffer.extend(make_rows(range(4)))
+    buffer.update_priority(index, torch.full((4,), 50.0))
+    index = buffer.extend(make_rows(range(4, 8)))
+    buffer.flush()
+    assert (index >= 64).all()  # the other shard
+    assert (buffer.sample()["priority_weight"] == 1).all()
+
+
+def test_rows_go_to_the_shard_of_the_writers_node(cluster, folder, monkeypatch) -> None:  # noqa: F811
+    common = {"capacity": 128, "batch_size": 8, "scratch_dir": folder}
+    buffer = replay_buffer(cluster, hosts=cluster.of_role("owner"), shortcut=False, **common)
+    indices = cluster.call(cluster.of_role("owner")[1], extend_twice, buffer)
+    assert (indices >= 64).all()  # the writer keeps the second shard
+    monkeypatch.setattr(HostAddress, "is_here", lambda self: False)
+    elsewhere = replay_buffer(cluster, hosts=cluster.of_role("owner"), **common)
+    assert sorted(extend_twice(elsewhere).unique().tolist())[::8] == [0, 80]
+
+
+# ---- losing hosts
+
+
+def test_a_lost_owner_is_an_error_soon_and_the_session_ends(make, cluster) -> None:
+    buffer = make(prefetch=1)
+    buffer.extend(make_rows(range(8)))
+    buffer.sample()
+    os.kill(cluster.pid_of(cluster.of_role("owner")[0]), signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(PeerLostError, match="owner0"):
+        for _ in range(100):
+            buffer.sample()
+    for call in (lambda: buffer.extend(make_rows(range(4))), buffer.flush, lambda: len(buffer)):
+        with pytest.raises(PeerLostError, match="owner0"):
+            call()
+    assert time.monotonic() - begin < 10
+
+
+@pytest.mark.parametrize("uniform", [False, True])
+def test_a_lost_shard_is_reported_once_and_the_other_goes_on(make, cluster, uniform) -> None:
+    buffer = make(2, write_to="all", prefetch=2, uniform=uniform)
+    for start in (0, 20):
+        buffer.extend(make_rows(range(start, start + 20)))
+    buffer.flush()
+    assert set(torch.cat([buffer.sample()["id"] for _ in range(20)]).tolist()) == set(range(40))
+    os.kill(cluster.pid_of(cluster.of_role("owner")[1]), signal.SIGKILL)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(30):
+            batch = buffer.sample()
+            batch["td_error"] = torch.rand(16)
+            buffer.update_tensordict_priority(batch)
+            buffer.extend(make_rows(range(40 + step, 41 + step)))
+            if step > 5:
+                assert (batch["index"] < 64).all()
+    reports = [str(each.message) for each in caught if "replay shard 1" in str(each.message)]
+    assert len(reports) == 1 and "owner1" in reports[0], reports
+    assert len(buffer) >= 20 + 24
+
+
+def test_a_shard_that_hangs_is_left_out_and_comes_back(make, cluster) -> None:
+    buffer = make(2, write_to="all", prefetch=0, timeout_s=1.0)
+    for start in (0, 20):
+        buffer.extend(make_rows(range(start, start + 20)))
+    buffer.flush()
+    pid = cluster.pid_of(cluster.of_role("owner")[0])
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.warns(UserWarning, match="replay shard 0 .owner0"):
+            drawn = torch.cat([buffer.sample()["id"] for _ in range(4)])
+        assert (drawn >= 20).all()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    with pytest.warns(UserWarning, match="answers again"):
+        deadline = time.monotonic() + 20
+        while (buffer.sample()["id"] >= 20).all() and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert len(buffer) == 40
+
+
+def test_too_few_shards_are_an_error(make, cluster) -> None:
+    buffer = make(2, write_to="all", min_shards=2, prefetch=0)
+    for start in (0, 20):
+        buffer.extend(make_rows(range(start, start + 20)))
+    buffer.flush()
+    os.kill(cluster.pid_of(cluster.of_role("owner")[1]), signal.SIGKILL)
+    with pytest.raises(PeerLostError, match="owner1"):
+        for _ in range(100):
+            buffer.sample()
+
+
+# ---- where the rows are
+
+
+def test_processes_of_the_owners_node_use_its_directory(cluster, folder, monkeypatch) -> None:  # noqa: F811
+    common = {"capacity": 64, "batch_size": 8, "scratch_dir": folder}
+    buffer = replay_buffer(cluster, hosts=cluster.of_role("owner")[:1], **common)
+    assert isinstance(buffer.storage, SharedMemmapStorage)
+    assert isinstance(buffer.sampler, SharedPrioritizedSampler)
+    assert buffer.extend(make_rows(range(8))).tolist() == list(range(8))
+    far = replay_buffer(cluster, hosts=cluster.of_role("owner")[:1], shortcut=False, **common)
+    assert isinstance(far.storage, RemoteStorage) and len(far) == 8
+    carried = pickle.dumps(buffer)
+    monkeypatch.setattr(HostAddress, "is_here", lambda self: False)
+    there = pickle.loads(carried)
+    assert isinstance(there.storage, RemoteStorage)
+    assert isinstance(there.sampler, RPCPrioritizedSampler) and len(there) == 8
+    assert set(there.sample()["id"].tolist()) <= set(range(8))
+
+
+def test_a_job_of_one_needs_no_other_process(alone, folder) -> None:  # noqa: F811
+    with replay_buffer(alone, capacity=10, batch_size=4, scratch_dir=folder) as buffer:
+        buffer.extend(make_rows(range(20)))
+        assert len(buffer) == 10 and buffer.sample()["id"].min() >= 10
+
+
+def test_the_directories_end_with_the_session_and_the_next_starts_empty(
+    folder,  # noqa: F811
+    fork_server,
+) -> None:
+    for _ in range(2):
+        with local_cluster(ROLES, timeout_s=20, fork_server=fork_server) as job:
+            options = {"capacity": 64, "batch_size": 8, "scratch_dir": folder}
+            buffer = replay_buffer(job, hosts=job.of_role("owner"), shortcut=False, **options)
+            assert len(buffer) == 0
+            near = replay_buffer(job, "here", **options)
+            for each in (buffer, near):
+                each.extend(make_rows(range(4)))
+                assert len(each) == 4
+            assert len(list(folder.iterdir())) == 3
+        assert not list(folder.iterdir())
+
+
+def test_what_was_queued_at_the_end_of_the_session_is_sent(folder, fork_server) -> None:  # noqa: F811
+    with local_cluster(ROLES, timeout_s=20, fork_server=fork_server) as job:
+        options = {"capacity": 64, "batch_size": 8, "scratch_dir": folder, "shortcut": False}
+        buffer = replay_buffer(job, hosts=job.of_role("owner")[:1], keep=True, **options)
+        buffer.extend(make_rows(range(4)))
+        path = buffer.storage.owner.hosts[0].path
+    left = SharedMemmapStorage(64, scratch_dir=path, job_id="look", resume=True)
+    assert left[:]["id"].tolist() == [0, 1, 2, 3]
+    left.close()
+
+
+def test_wrong_arguments_say_what_is_expected(alone, folder) -> None:  # noqa: F811
+    common = {"capacity": 64, "batch_size": 8, "scratch_dir": folder, "shortcut": False}
+    for wrong, message in [
+        ({"capacity": 0}, "capacity=0 over 1 hosts"),
+        ({"write_to": "any"}, "expected 'own' or 'all'"),
+        ({"min_shards": 2}, "expected 1 to 1"),
+        ({"storage": 1}, "builds the storage itself"),
+        ({"prefetch": 2, "batches_per_call": 3}, "prefetch at least"),
+        ({"beta": -1.0}, "must be >= 0"),
+    ]:
+        with pytest.raises(ConfigurationError, match=message):
+            replay_buffer(alone, **{**common, **wrong})
+    replay_buffer(alone, **common)
+    with pytest.raises(RemoteError, match="has 64 rows on worker0"):
+        replay_buffer(alone, **{**common, "capacity": 65})
+    owner = host_replay(alone, 64, scratch_dir=folder, shortcut=False)
+    storage = SharedMemmapStorage(64, scratch_dir=folder / "own", job_id="test")
+    with pytest.raises(ConfigurationError, match="same owner"):
+        RPCRandomSampler(owner=owner).sample(storage, 4)
+    storage.close()
