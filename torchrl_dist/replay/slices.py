@@ -17,7 +17,7 @@ from torchrl.data.replay_buffers.storages import Storage
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.directory import ReplayDirectory, Word
 from torchrl_dist.replay.placement import slot_ranges
-from torchrl_dist.replay.sampler import _EMPTY, _SharedSampler
+from torchrl_dist.replay.sampler import EMPTY, SharedSampler
 from torchrl_dist.replay.storage import _ORDERED_LOADS, _REDRAWS, SharedMemmapStorage
 
 _USUAL_KEYS = (("collector", "traj_ids"), ("episode",))
@@ -148,7 +148,7 @@ class _View:
         return self._storage.as_rows(self.leaves)
 
 
-class SharedSliceSampler(_SharedSampler, SliceSampler):
+class SharedSliceSampler(SharedSampler, SliceSampler):
     """TorchRL's ``SliceSampler`` over rows that many processes write.
 
     Takes the place of ``SliceSampler(traj_key=..., ...)`` and means the same by its arguments. It
@@ -266,7 +266,7 @@ class SharedSliceSampler(_SharedSampler, SliceSampler):
         directory = storage.directory
         view = _View(storage, self._read_runs(directory, fresh=fresh, locked=locked))
         if not len(view):
-            raise RuntimeError(_EMPTY)
+            raise RuntimeError(EMPTY)
         _, info = super().sample(view, batch_size)
         slots = view.slots.numpy()
         assert self._columns is not None
@@ -305,7 +305,7 @@ class SharedSliceSampler(_SharedSampler, SliceSampler):
         if self.traj_key is None:
             stored = {leaf.key for leaf in directory.rows.leaves} if directory.rows else set()
             if not stored:
-                raise RuntimeError(_EMPTY)
+                raise RuntimeError(EMPTY)
             found = next((key for key in _USUAL_KEYS if key in stored), None)
             if found is None:
                 raise ConfigurationError(
@@ -328,7 +328,7 @@ class SharedSliceSampler(_SharedSampler, SliceSampler):
 def _column(directory: ReplayDirectory, key: NestedKey) -> np.ndarray:
     """One number per slot, in shared memory."""
     if directory.rows is None:
-        raise RuntimeError(_EMPTY)
+        raise RuntimeError(EMPTY)
     name = unravel_key(key)
     path = (name,) if isinstance(name, str) else name
     for leaf, tensor in zip(directory.rows.leaves, directory.tensors, strict=True):
