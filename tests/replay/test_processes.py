@@ -27,6 +27,7 @@ from torchrl_dist.replay import (
     SharedPrioritizedSampler,
     SharedRandomSampler,
 )
+from torchrl_dist.replay import sampler as sampler_module
 from torchrl_dist.replay.directory import Word
 
 _FORK = multiprocessing.get_context("fork")
@@ -351,7 +352,8 @@ def die_at(point: str, rb: TensorDictReplayBuffer) -> None:
     elif step == "publish":
         during(rb.storage._cursor, "publish")
     elif step == "update":
-        during(rb.sampler, "_apply")
+        directory.tree.kernel = None  # the C kernel begins the change itself
+        during(sampler_module, "update")
     elif step == "copy":
         arrays = directory.arrays
 
@@ -362,7 +364,7 @@ def die_at(point: str, rb: TensorDictReplayBuffer) -> None:
 
         directory._arrays = Half(arrays)
     else:
-        directory.tree._kernel = None  # inside it, which only works in Python
+        directory.tree.kernel = None  # inside it, which only works in Python
         marks = directory.tree._sums
 
         class Killer(list):

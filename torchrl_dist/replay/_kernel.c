@@ -1,8 +1,8 @@
-/* The two loops of PriorityTree that NumPy does in a dozen passes, as plain C.
+/* The loops of PriorityTree that NumPy does in a dozen passes, as plain C.
  *
- * Optional: tree.py does the same with NumPy where this was not built. No torch ABI; the functions
- * are called through ctypes, which keeps the GIL, so that a holder of the directory's lock cannot
- * lose 5 ms to another Python thread in the middle.
+ * Optional: tree.py and priorities.py do the same with NumPy where this was not built. No torch ABI;
+ * the functions are called through ctypes, which keeps the GIL, so that a holder of the directory's
+ * lock cannot lose 5 ms to another Python thread in the middle.
  *
  * A tree is an array of levels, leaves first, every node of a level summing 32 of the level below.
  */
@@ -101,6 +101,71 @@ int torchrl_dist_draw(double **sums, int64_t levels, int64_t top, int64_t capaci
         if (slots[i] >= capacity) slots[i] = capacity - 1;
         leaves[i] = sums[0][slots[i]];
     }
+    return 0;
+}
+
+/* Refresh, draw, and tell minimum and total: what one sample needs.
+ * out: n slots (int64), then n leaves; summary: minimum, total. Returns the number of drawn leaves
+ * that are 0 (to be drawn again), or -1 if all leaves of the tree are 0. */
+int64_t torchrl_dist_sample(double **sums, double **minima, int64_t levels, uint8_t *marks,
+                            int64_t blocks, int64_t *scratch, int64_t top, int64_t capacity,
+                            const double *uniforms, int64_t n, void *out, double *summary) {
+    torchrl_dist_refresh(sums, minima, levels, marks, blocks, scratch);
+    double *leaves = (double *)out + n;
+    if (torchrl_dist_draw(sums, levels, top, capacity, uniforms, n, out, leaves)) return -1;
+    double minimum = INFINITY, total = 0.0;
+    for (int64_t i = 0; i < top; i++) {
+        double low = minima[levels - 1][i];
+        if (low > 0.0 && low < minimum) minimum = low;
+        total += sums[levels - 1][i];
+    }
+    summary[0] = minimum;
+    summary[1] = total;
+    int64_t zeros = 0;
+    for (int64_t i = 0; i < n; i++) zeros += leaves[i] == 0.0;
+    return zeros;
+}
+
+/* New priorities for the rows whose slot still holds the generation they were computed for (or, with
+ * generations == NULL, any published row); slots below 0 are skipped. Everything is checked before
+ * *dirty is set and the first leaf stored.
+ * leaves: scratch [n]. result: slots skipped as stale, position of the largest stored priority (-1 if
+ * none was stored), whether `where` is among the stored slots.
+ * Returns 0, or what is wrong with the item at result[1]: 1 priority, 2 slot, 3 leaf too large. */
+int torchrl_dist_update(const int64_t *slots, const double *raw, const int64_t *generations,
+                        int64_t n, const int64_t *versions, double *tree, uint8_t *marks,
+                        int64_t capacity, double alpha, double eps, double largest,
+                        volatile int64_t *dirty, int64_t where, double *leaves, int64_t *result) {
+    int64_t stale = 0, best = -1, moved = 0;
+    for (int64_t i = 0; i < n; i++) {
+        result[1] = i;
+        if (!(raw[i] >= 0.0 && raw[i] <= largest)) return 1;
+        if (slots[i] >= capacity) return 2;
+        leaves[i] = -1.0;
+        if (slots[i] < 0) continue;
+        int64_t version = versions[slots[i]];
+        int fresh = generations ? version == 2 * generations[i] : version > 0 && !(version & 1);
+        if (!fresh) {
+            stale++;
+            continue;
+        }
+        leaves[i] = alpha == 1.0 ? raw[i] + eps : pow(raw[i] + eps, alpha);
+        if (!(leaves[i] <= largest)) return 3;
+        if (best < 0 || raw[i] > raw[best]) best = i;
+        moved |= slots[i] == where;
+    }
+    if (best >= 0) {
+        *dirty = 1;
+        __asm__ volatile("" ::: "memory");
+        for (int64_t i = 0; i < n; i++) {
+            if (leaves[i] < 0.0) continue;
+            marks[slots[i] >> SHIFT] = 1;
+            tree[slots[i]] = leaves[i];
+        }
+    }
+    result[0] = stale;
+    result[1] = best;
+    result[2] = moved;
     return 0;
 }
 

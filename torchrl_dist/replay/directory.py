@@ -45,6 +45,7 @@ import numpy as np
 import torch
 
 from torchrl_dist.errors import ConfigurationError, DirectoryError
+from torchrl_dist.replay.kernel import address
 from torchrl_dist.replay.lock import (
     MEMBER_BYTES,
     FairLock,
@@ -388,6 +389,8 @@ class ReplayDirectory:
         self.tree = PriorityTree(
             self.capacity, _map(self.path / "tree.bin", tree_bytes(self.capacity))
         )
+        self.words_address = address(np.frombuffer(control, dtype=np.int64))
+        self.versions_address = address(self.versions)
 
     def _open_lock(self) -> None:
         self._fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

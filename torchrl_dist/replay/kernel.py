@@ -7,6 +7,8 @@ import functools
 import importlib.util
 import os
 
+import numpy as np
+
 from torchrl_dist.errors import ConfigurationError
 
 _VARIABLE = "TORCHRL_DIST_KERNEL"
@@ -25,6 +27,17 @@ def _library() -> ctypes.PyDLL | None:
         pointer, integer, integer, integer, pointer, integer, pointer, pointer,
     )  # fmt: skip
     library.torchrl_dist_draw.restype = ctypes.c_int
+    library.torchrl_dist_sample.argtypes = (
+        pointer, pointer, integer, pointer, integer, pointer, integer, integer,
+        pointer, integer, pointer, pointer,
+    )  # fmt: skip
+    library.torchrl_dist_sample.restype = integer
+    number = ctypes.c_double
+    library.torchrl_dist_update.argtypes = (
+        pointer, pointer, pointer, integer, pointer, pointer, pointer, integer,
+        number, number, number, pointer, integer, pointer, pointer,
+    )  # fmt: skip
+    library.torchrl_dist_update.restype = ctypes.c_int
     return library
 
 
@@ -46,3 +59,8 @@ def find_kernel() -> ctypes.PyDLL | None:
             "headers, then reinstall torchrl-dist"
         )
     return library
+
+
+def address(array: np.ndarray) -> int:
+    """Where the array's data lie, for the kernel; the caller keeps the array alive."""
+    return array.__array_interface__["data"][0]

@@ -10,6 +10,7 @@ import numpy as np
 
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.directory import ReplayDirectory, Word
+from torchrl_dist.replay.kernel import address
 
 _LARGEST_LEAF = 1e200  # sums of these stay finite
 
@@ -33,10 +34,14 @@ def leaves_of(directory: ReplayDirectory, raw: np.ndarray) -> np.ndarray:
     alpha = directory.get_float(Word.ALPHA)
     leaves = (raw + directory.get_float(Word.EPS)) ** alpha
     if leaves.size and not leaves.max() <= _LARGEST_LEAF:
-        raise ConfigurationError(
-            f"priority {raw.max():g} ** alpha {alpha:g} is too large; scale priorities down"
-        )
+        raise _too_large(raw.max(), alpha)
     return leaves
+
+
+def _too_large(raw: float, alpha: float) -> ConfigurationError:
+    return ConfigurationError(
+        f"priority {raw:g} ** alpha {alpha:g} is too large; scale priorities down"
+    )
 
 
 def default_leaf(directory: ReplayDirectory) -> float:
@@ -52,20 +57,123 @@ def default_leaf(directory: ReplayDirectory) -> float:
     return (raw + directory.get_float(Word.EPS)) ** directory.get_float(Word.ALPHA)
 
 
+def update(
+    directory: ReplayDirectory, slots: np.ndarray, raw: np.ndarray, generation: np.ndarray | None
+) -> None:
+    """Give rows new priorities, but for those whose slot holds another row by now.
+
+    Args:
+        slots: int64 [n]; entries below 0 are skipped.
+        raw: float64 [n], priorities.
+        generation: int64 [n], of the rows meant; None updates whatever row is published there.
+
+    Raises:
+        ConfigurationError: a priority is negative, not finite or too large, or the lengths differ;
+            none was applied.
+        IndexError: a slot is beyond the capacity; none was applied.
+    """
+    slots = np.ascontiguousarray(slots, dtype=np.int64)
+    raw = np.ascontiguousarray(raw, dtype=np.float64)
+    if generation is not None:
+        generation = np.ascontiguousarray(generation, dtype=np.int64)
+    if any(other is not None and other.shape != slots.shape for other in (raw, generation)):
+        raise ConfigurationError(
+            f"got {raw.size} priorities and {0 if generation is None else generation.size} "
+            f"generations for {slots.size} slots; pass one per slot"
+        )
+    store = _store if directory.tree.kernel is None else _store_c
+    with directory.lock():
+        stale, best, moved = store(directory, slots, raw, generation)
+        if generation is None:
+            directory.count(Word.UNVERIFIED_UPDATES, int(np.count_nonzero(slots >= 0)))
+        elif stale:
+            directory.count(Word.STALE_UPDATES, stale)
+        if best is not None:
+            _track(directory, int(slots[best]), float(raw[best]), moved)
+            directory.commit()
+
+
+Stored = tuple[int, int | None, bool]
+"""Rows skipped as stale, position of the largest priority that was stored, and whether the slot
+with the largest priority of all got another one."""
+
+
+def _store(
+    directory: ReplayDirectory, slots: np.ndarray, raw: np.ndarray, generation: np.ndarray | None
+) -> Stored:
+    """Check, then begin a change and store leaves, under the lock; the caller commits."""
+    check_priorities(raw)
+    if slots.size and slots.max() >= directory.capacity:
+        raise IndexError(f"slot {slots.max()} is beyond the capacity {directory.capacity}")
+    valid = slots >= 0
+    versions = directory.versions[np.where(valid, slots, 0)]
+    if generation is None:
+        fresh = (versions & 1 == 0) & (versions > 0) & valid
+    else:
+        fresh = (versions == 2 * generation) & valid
+    stored = np.flatnonzero(fresh)
+    stale = int(np.count_nonzero(valid)) - stored.size
+    if not stored.size:
+        return stale, None, False
+    leaves = leaves_of(directory, raw[stored])
+    directory.begin()
+    directory.tree.set(slots[stored], leaves)
+    moved = bool((slots[stored] == directory.words[Word.MAX_SLOT]).any())
+    return stale, int(stored[raw[stored].argmax()]), moved
+
+
+def _store_c(
+    directory: ReplayDirectory, slots: np.ndarray, raw: np.ndarray, generation: np.ndarray | None
+) -> Stored:
+    """:func:`_store` in one call."""
+    tree, count = directory.tree, slots.size
+    scratch = np.empty(count + 3)
+    result = scratch[count:].view(np.int64)
+    at = address(scratch)
+    wrong = tree.kernel.torchrl_dist_update(
+        address(slots),
+        address(raw),
+        None if generation is None else address(generation),
+        count,
+        directory.versions_address,
+        *tree.update_arguments,
+        directory.get_float(Word.ALPHA),
+        directory.get_float(Word.EPS),
+        _LARGEST_LEAF,
+        directory.words_address,
+        directory.words[Word.MAX_SLOT],
+        at,
+        at + 8 * count,
+    )
+    stale, best, moved = result.tolist()
+    if not wrong:
+        return stale, None if best < 0 else best, bool(moved)
+    check_priorities(raw)
+    if wrong == 2:
+        raise IndexError(f"slot {slots[best]} is beyond the capacity {directory.capacity}")
+    raise _too_large(raw[best], directory.get_float(Word.ALPHA))
+
+
 def track_maximum(directory: ReplayDirectory, slots: np.ndarray, raw: np.ndarray) -> None:
     """Note the largest of the priorities just given to ``slots``.
 
     Called under the lock, after the leaves were stored.
     """
     best = int(raw.argmax())
-    current, where = directory.get_float(Word.MAX_PRIORITY), directory.words[Word.MAX_SLOT]
-    if not current >= raw[best]:
-        directory.set_float(Word.MAX_PRIORITY, float(raw[best]))
-        directory.words[Word.MAX_SLOT] = slots[best]
-    elif directory.words[Word.MAX_WITHIN] and (where < 0 or (slots == where).any()):
+    moved = bool((slots == directory.words[Word.MAX_SLOT]).any())
+    _track(directory, int(slots[best]), float(raw[best]), moved)
+
+
+def _track(directory: ReplayDirectory, slot: int, raw: float, moved: bool) -> None:
+    """``slot`` got the largest priority ``raw`` of a batch; ``moved``: one was the largest's."""
+    current, words = directory.get_float(Word.MAX_PRIORITY), directory.words
+    if not current >= raw:
+        directory.set_float(Word.MAX_PRIORITY, raw)
+        words[Word.MAX_SLOT] = slot
+    elif words[Word.MAX_WITHIN] and (moved or words[Word.MAX_SLOT] < 0):
         alpha, eps = directory.get_float(Word.ALPHA), directory.get_float(Word.EPS)
         if alpha > 0:
             top = int(directory.tree.leaves.argmax())
             value = max(0.0, float(directory.tree.leaves[top]) ** (1 / alpha) - eps)
             directory.set_float(Word.MAX_PRIORITY, value)
-            directory.words[Word.MAX_SLOT] = top
+            words[Word.MAX_SLOT] = top

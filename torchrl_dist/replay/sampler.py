@@ -19,7 +19,7 @@ from torchrl.data.replay_buffers.storages import Storage
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay import _torchrl, rows
 from torchrl_dist.replay.directory import ReplayDirectory, Word
-from torchrl_dist.replay.priorities import check_priorities, leaves_of, track_maximum
+from torchrl_dist.replay.priorities import update
 from torchrl_dist.replay.storage import SharedMemmapStorage
 
 EMPTY = "Cannot sample from an empty storage."
@@ -370,13 +370,13 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict]:
         """Returns ``(index, {"priority_weight": weight})``: int64 and float32, [batch_size]."""
-        drawn = self.draw(storage, batch_size, with_mass=False)
+        drawn = self.draw(storage, batch_size)
         storage.hand_over(drawn.index, drawn.generation, drawn.tensors)
         self._recent.remember(drawn.index, drawn.generation, written=False)
         weight = torch.from_numpy((drawn.leaf / drawn.minimum) ** -float(self._beta))
         return drawn.index, {"priority_weight": weight.to(torch.float32)}
 
-    def draw(self, storage: Storage, count: int, *, with_mass: bool = True) -> Drawn:
+    def draw(self, storage: Storage, count: int) -> Drawn:
         """What ``sample`` does, with all that is known about the rows."""
         directory = self.attach(storage)
         assert isinstance(storage, SharedMemmapStorage)
@@ -386,14 +386,13 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
             nonlocal smallest, mass
             if not directory.length:
                 raise RuntimeError(EMPTY)
-            directory.tree.refresh()
-            if with_mass and mass != mass:
-                mass = directory.tree.total
-            slots, leaves = directory.tree.draw(self._uniforms(count))
+            slots, leaves, minimum, total = directory.tree.sample(self._uniforms(count))
             while not leaves.all():  # rounding at the edge of a node
                 again = np.flatnonzero(leaves == 0)
                 slots[again], leaves[again] = directory.tree.draw(self._uniforms(again.size))
-            smallest = min(smallest, directory.tree.minimum)
+            smallest = min(smallest, minimum)
+            if mass != mass:
+                mass = total
             return slots, directory.versions[slots], leaves
 
         def draw(count: int, locked: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -453,41 +452,13 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
         if generation is None:
             generation = self._recent.recall(index)
         index = torch.as_tensor(index, dtype=torch.int64).detach().cpu()
-        self._apply(
+        assert self._directory is not None
+        update(
+            self._directory,
             index.reshape(-1).numpy(),
             priorities_for(index, priority),
             None if generation is None else generation.detach().cpu().reshape(-1).numpy(),
         )
-
-    def _apply(self, slots: np.ndarray, raw: np.ndarray, generation: np.ndarray | None) -> None:
-        directory = self._directory
-        assert directory is not None
-        check_priorities(raw)
-        if slots.size and slots.max() >= directory.capacity:
-            raise IndexError(f"slot {slots.max()} is beyond the capacity {directory.capacity}")
-        valid = slots >= 0
-        if not valid.all():
-            slots, raw = slots[valid], raw[valid]
-            generation = None if generation is None else generation[valid]
-        with directory.lock():
-            versions = directory.versions[slots]
-            if generation is None:
-                fresh = (versions & 1 == 0) & (versions > 0)
-                directory.count(Word.UNVERIFIED_UPDATES, slots.size)
-            else:
-                fresh = versions == 2 * generation
-                stale = slots.size - int(np.count_nonzero(fresh))
-                if stale:
-                    directory.count(Word.STALE_UPDATES, stale)
-            if not fresh.all():
-                slots, raw = slots[fresh], raw[fresh]
-            if not slots.size:
-                return
-            leaves = leaves_of(directory, raw)
-            directory.begin()
-            directory.tree.set(slots, leaves)
-            track_maximum(directory, slots, raw)
-            directory.commit()
 
     def mark_update(self, index: int | torch.Tensor, *, storage: Storage | None = None) -> None:
         """Give rows the default priority, as after a change of their content."""

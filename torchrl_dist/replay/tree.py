@@ -23,7 +23,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from torchrl_dist.replay.kernel import find_kernel
+from torchrl_dist.replay.kernel import address, find_kernel
 
 FANOUT = 32
 _SHIFT = 5
@@ -80,20 +80,24 @@ class PriorityTree:
         self._marks = marks[: sizes[0] // FANOUT]
         self._mark_words = marks.view(np.uint64)
         self._padded_leaves = self._sums[0]
-        self._kernel = find_kernel()
-        if self._kernel is not None:
+        self.kernel = find_kernel()
+        if self.kernel is not None:
             # a process that shares the buffer has it at another address: tables are per process
             self._tables = (
                 _addresses(self._sums),
                 _addresses(self._minima),
                 np.empty(self._marks.size, dtype=np.int64),
             )
-            sums, minima, scratch = map(_address, self._tables)
+            sums, minima, scratch = map(address, self._tables)
             levels, blocks = len(self._sums), self._marks.size
             self._refresh_arguments = (
-                sums, minima, levels, _address(self._marks), blocks, scratch
+                sums, minima, levels, address(self._marks), blocks, scratch
             )  # fmt: skip
             self._draw_arguments = (sums, levels, self._sums[-1].size, capacity)
+            self._summary = np.empty(2)
+            self._summary_address = address(self._summary)
+            self.update_arguments = (address(self._sums[0]), address(self._marks), capacity)
+            """Leaves, marks and capacity, for ``priorities.update``."""
         self.leaves: np.ndarray = self._padded_leaves[:capacity]
         """float64 [capacity]; read freely, write through the methods."""
 
@@ -121,8 +125,8 @@ class PriorityTree:
 
     def refresh(self) -> None:
         """Recompute what was written since the last call. Cost: the blocks touched."""
-        if self._kernel is not None:
-            self._kernel.torchrl_dist_refresh(*self._refresh_arguments)
+        if self.kernel is not None:
+            self.kernel.torchrl_dist_refresh(*self._refresh_arguments)
             return
         if not self._mark_words.any():
             return
@@ -168,7 +172,7 @@ class PriorityTree:
         Raises:
             ValueError: if all leaves are 0.
         """
-        if self._kernel is not None:
+        if self.kernel is not None:
             return self._draw_c(uniforms)
         cumulative = np.cumsum(self._sums[-1])
         if not cumulative[-1] > 0:
@@ -186,25 +190,50 @@ class PriorityTree:
         slots = np.minimum(node, self.capacity - 1)
         return slots, self.leaves[slots]
 
+    def sample(self, uniforms: np.ndarray) -> tuple[np.ndarray, np.ndarray, float, float]:
+        """Refresh and draw.
+
+        Args:
+            uniforms: float64 [n] in [0, 1).
+
+        Returns:
+            ``(slots, leaves, minimum, total)``: int64 [n], float64 [n], and the properties of
+            these names. As in :meth:`draw`, a leaf of 0 is to be drawn again.
+
+        Raises:
+            ValueError: if all leaves are 0.
+        """
+        if self.kernel is None:
+            self.refresh()
+            slots, leaves = self.draw(uniforms)
+            return slots, leaves, self.minimum, self.total
+        uniforms = np.ascontiguousarray(uniforms, dtype=np.float64)
+        count = uniforms.size
+        out = np.empty(2 * count)
+        _, _, top, capacity = self._draw_arguments
+        zeros = self.kernel.torchrl_dist_sample(
+            *self._refresh_arguments, top, capacity,
+            address(uniforms), count, address(out), self._summary_address,
+        )  # fmt: skip
+        if zeros < 0:
+            raise ValueError("cannot draw: no leaf is above 0")
+        return out[:count].view(np.int64), out[count:], *self._summary.tolist()
+
     def _draw_c(self, uniforms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         uniforms = np.ascontiguousarray(uniforms, dtype=np.float64)
         slots = np.empty(uniforms.size, dtype=np.int64)
         leaves = np.empty(uniforms.size, dtype=np.float64)
-        failed = self._kernel.torchrl_dist_draw(
+        failed = self.kernel.torchrl_dist_draw(
             *self._draw_arguments,
-            _address(uniforms),
+            address(uniforms),
             uniforms.size,
-            _address(slots),
-            _address(leaves),
+            address(slots),
+            address(leaves),
         )
         if failed:
             raise ValueError("cannot draw: no leaf is above 0")
         return slots, leaves
 
 
-def _address(array: np.ndarray) -> int:
-    return array.__array_interface__["data"][0]
-
-
 def _addresses(levels: list[np.ndarray | None]) -> np.ndarray:
-    return np.array([0 if level is None else _address(level) for level in levels], np.uint64)
+    return np.array([0 if level is None else address(level) for level in levels], np.uint64)
