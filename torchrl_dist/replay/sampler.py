@@ -6,7 +6,7 @@ import hashlib
 import math
 import os
 import threading
-from collections import OrderedDict
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,24 +36,36 @@ class RecentGenerations:
     """
 
     def __init__(self) -> None:
-        self._batches: OrderedDict[bytes, list[tuple[torch.Tensor, torch.Tensor, bool]]] = (
-            OrderedDict()
-        )
+        self._batches: deque[_Batch] = deque()  # the oldest first
+        self._by_identity: dict[int, _Batch] = {}
+        # Hashing a batch costs as much as the lock: left to the first index that is not the tensor.
+        self._unhashed: deque[_Batch] = deque()
+        self._by_values: dict[bytes, deque[_Batch]] = {}
         self._rows = 0
         self._lock = threading.Lock()
 
     def remember(self, index: torch.Tensor, generation: torch.Tensor, *, written: bool) -> None:
-        key = _digest(index)
+        batch = _Batch(index, generation, written)
         with self._lock:
-            batches = self._batches.setdefault(key, [])
-            self._batches.move_to_end(key)
-            batches.append((index, generation, written))
+            self._batches.append(batch)
+            self._by_identity[id(index)] = batch
+            self._unhashed.append(batch)
             self._rows += index.numel()
-            if len(batches) > _SAME_VALUES:
-                self._rows -= batches.pop(0)[0].numel()
             while self._rows > _RECENT_ROWS and len(self._batches) > 1:
-                _, dropped = self._batches.popitem(last=False)
-                self._rows -= sum(old.numel() for old, _, _ in dropped)
+                self._forget(self._batches.popleft())
+
+    def _forget(self, batch: _Batch) -> None:
+        self._rows -= batch.index.numel()
+        if self._by_identity.get(id(batch.index)) is batch:
+            del self._by_identity[id(batch.index)]
+        if batch.digest is None:
+            self._unhashed.popleft()  # in the order of _batches, too
+            return
+        same = self._by_values.get(batch.digest)
+        if same and same[0] is batch:
+            same.popleft()
+            if not same:
+                del self._by_values[batch.digest]
 
     def recall(self, index: int | torch.Tensor) -> torch.Tensor | None:
         """The generations meant, if known.
@@ -62,23 +74,32 @@ class RecentGenerations:
         than give it to a row that it was not computed for. What was drawn before this process
         itself wrote these slots again is gone in any case.
         """
-        key = _digest(torch.as_tensor(index, dtype=torch.int64).detach().cpu())
         with self._lock:
-            batches = self._batches.get(key)
-            if not batches:
-                return None
+            known = self._by_identity.get(id(index))
+            if known is not None and known.index is index:
+                return known.generation
+            while self._unhashed:
+                batch = self._unhashed.popleft()
+                batch.digest = _digest(batch.index)
+                self._by_values.setdefault(batch.digest, deque(maxlen=_SAME_VALUES)).append(batch)
+            key = _digest(torch.as_tensor(index, dtype=torch.int64).detach().cpu())
             candidates: list[torch.Tensor] = []
-            for known, generation, _ in batches:
-                if known is index:
-                    return generation
-            for _, generation, written in reversed(batches):
-                candidates.append(generation)
-                if written:
+            for batch in reversed(self._by_values.get(key, ())):
+                candidates.append(batch.generation)
+                if batch.written:
                     break
-            if len(candidates) == 1:
-                return candidates[0]
+            if len(candidates) <= 1:
+                return candidates[0] if candidates else None
             oldest = np.minimum.reduce([generation.numpy() for generation in candidates])
             return torch.from_numpy(oldest)
+
+
+@dataclass(eq=False)
+class _Batch:
+    index: torch.Tensor
+    generation: torch.Tensor
+    written: bool
+    digest: bytes | None = None
 
 
 def _digest(index: torch.Tensor) -> bytes:
