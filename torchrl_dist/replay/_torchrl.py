@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from torchrl.data.replay_buffers.sample_units import Transition
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
@@ -91,3 +91,23 @@ def what_cannot_be_shared(buffer: Any) -> str | None:
     if getattr(buffer, "_init_checkpointer", None) is not None:
         return "checkpointer: the storage saves rows, priorities and cursor itself, leave it out"
     return None
+
+
+def plain_leaves(data: TensorDictBase) -> dict[tuple[str, ...], torch.Tensor] | None:
+    """The tensors of a plain ``TensorDict`` by path, or None for whatever else ``data`` may be.
+
+    What ``data.items(True, True)`` gives, in a fifth of the time.
+    """
+    found: dict[tuple[str, ...], torch.Tensor] = {}
+    return found if _collect(data, (), found) else None
+
+
+def _collect(data: Any, path: tuple[str, ...], found: dict[tuple[str, ...], torch.Tensor]) -> bool:
+    if type(data) is not TensorDict:
+        return False
+    for key, value in data._tensordict.items():
+        if isinstance(value, torch.Tensor):
+            found[(*path, key)] = value
+        elif not _collect(value, (*path, key), found):
+            return False
+    return True

@@ -156,7 +156,7 @@ def array_of(tensor: torch.Tensor) -> np.ndarray:
     """
     try:
         return tensor.numpy()
-    except (TypeError, RuntimeError):  # elsewhere, lazily conjugated, or of a dtype NumPy lacks
+    except (TypeError, RuntimeError):  # needs a gradient, is elsewhere, of a dtype NumPy lacks ...
         tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
     try:
         return tensor.numpy()

@@ -42,6 +42,11 @@ def leaves_of(data: TensorDictBase) -> dict[tuple[str, ...], torch.Tensor]:
             "TensorDict (of a tensorclass: data.to_tensordict(), and TheClass.from_tensordict of "
             "what is sampled)"
         )
+    leaves = _torchrl.plain_leaves(data)
+    if leaves:
+        for path in SAMPLING_KEYS:
+            leaves.pop(path, None)
+        return leaves
     leaves = {}
     for key, value in data.items(True, True, is_leaf=is_leaf_nontensor):
         path = _path(key)
@@ -52,7 +57,7 @@ def leaves_of(data: TensorDictBase) -> dict[tuple[str, ...], torch.Tensor]:
                 f"key {_name(path)!r} holds a {type(value).__name__}; only tensors can lie in "
                 "shared memory: encode it as a tensor or drop it"
             )
-        leaves[path] = value.detach()
+        leaves[path] = value
     if not leaves:
         raise ConfigurationError("a row needs at least one tensor, got an empty TensorDict")
     return leaves
