@@ -375,6 +375,10 @@ def repair(directory: ReplayDirectory) -> None:
     tree.leaves[published & ~(tree.leaves > 0)] = default_leaf(directory)
     tree.mark_all()
     tree.refresh()
-    directory.words[Word.LENGTH] = np.count_nonzero(published)
+    words = directory.words
+    words[Word.LENGTH] = np.count_nonzero(published)
+    if words[Word.LENGTH]:  # a restore that was killed may have published beyond the cursor
+        top = int(np.flatnonzero(published)[-1]) + 1
+        words[Word.BASE] = min(words[Word.BASE], words[Word.CURSOR] - top)
     directory.count(Word.REPAIRS)
     directory.commit()
