@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dis
 import faulthandler
 import gc
 import mmap
@@ -221,11 +222,10 @@ def kill_self() -> None:
 
 
 @contextlib.contextmanager
-def at_step(step: int, fault: Callable[[], None]) -> Iterator[Callable[[], int]]:
+def at_step(step: int, fault: Callable[[], None]) -> Iterator[None]:
     """Call ``fault`` once, at the given step (from 1) of this thread inside the replay package.
 
-    A step is the entry of a function, a line, or a return: the points at which Python handles
-    signals lie among them. Yields a function that says how many steps there were.
+    A step is the entry of a function, a line, or a return.
     """
     done = 0
 
@@ -241,9 +241,38 @@ def at_step(step: int, fault: Callable[[], None]) -> Iterator[Callable[[], int]]
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        yield lambda: done
+        yield
     finally:
         sys.settrace(before)
+
+
+@contextlib.contextmanager
+def interrupted_at(point: int) -> Iterator[Callable[[], int]]:
+    """Raise KeyboardInterrupt at the given point (from 1) of this thread inside the replay package.
+
+    A point is where Python may handle a signal: the entry of a function, or just after a call, but
+    not the one with which a ``with`` statement enters. Yields a function that says how many points
+    there were.
+    """
+    done = 0
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal done
+        if event == "c_call" or not frame.f_code.co_filename.startswith(_PACKAGE):
+            return
+        if event == "return":
+            code, at = frame.f_back.f_code.co_code, frame.f_back.f_lasti
+            if dis.opname[code[at]] in ("BEFORE_WITH", "SETUP_WITH"):
+                return
+        done += 1
+        if done == point:
+            raise KeyboardInterrupt
+
+    sys.setprofile(profile)
+    try:
+        yield lambda: done
+    finally:
+        sys.setprofile(None)
 
 
 def die_on_store(address: int) -> None:

@@ -134,6 +134,7 @@ def test_no_row_is_torn_while_writers_lap_readers_and_each_other(
     deadline = time.monotonic() + (1000 if LONG else 90)
 
     def done() -> bool:
+        assert table[:, TORN].sum() == 0
         assert time.monotonic() < deadline, f"only {table[:, SEEN].sum()} rows were read"
         return table[:, SEEN].sum() >= wanted * _MORE
 

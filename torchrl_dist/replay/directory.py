@@ -187,16 +187,23 @@ class _Guard:
                 "again to use it"
             )
         fair_lock = directory._fair_lock
-        fair_lock.__enter__()
-        if directory.words[Word.DIRTY]:
-            try:
+        try:
+            fair_lock.__enter__()
+            if directory.words[Word.DIRTY]:
                 directory._repair(directory)
-            except BaseException:
-                fair_lock.__exit__(None, None, None)
-                raise
+        except BaseException:
+            fair_lock.leave_if_inside()
+            raise
 
     def __exit__(self, *raised: object) -> None:
-        self._directory._fair_lock.__exit__(None, None, None)
+        # An interrupt that Python delivers on entering this very function cannot be helped: the
+        # lock is then free with this thread's next use of the directory, or the process's end.
+        fair_lock = self._directory._fair_lock
+        try:
+            fair_lock.__exit__(None, None, None)
+        except BaseException:
+            fair_lock.leave_if_inside()
+            raise
 
 
 class ReplayDirectory:

@@ -150,13 +150,15 @@ class FairLock:
             if self._words[self._waiting] or not _try_at(self._fd, self._take_mutex):
                 self._queue(deadline)
         except BaseException:
-            _try_at(self._fd, self._give_mutex)
-            self._leave_threads()
+            self.leave_if_inside()
             raise
         return self
 
     def _queue(self, deadline: float | None) -> None:
         """Wait for the turnstile, and behind it for the mutex."""
+        # An interrupt may have left the mutex with this thread. Whoever waits for it has the
+        # turnstile: each would wait for the other.
+        _try_at(self._fd, self._give_mutex)
         if not _try_at(self._fd, self._take[_TURNSTILE]):
             deadline = self._wait(_TURNSTILE, deadline)
         try:
@@ -175,6 +177,12 @@ class FairLock:
     ) -> None:
         _try_at(self._fd, self._give_mutex)
         self._leave_threads()
+
+    def leave_if_inside(self) -> None:
+        """Leave, if this thread is still inside after an interrupt on the way in or out."""
+        if self._threads._is_owned():
+            _try_at(self._fd, self._give_turnstile)
+            self.__exit__(None, None, None)
 
     def _leave_threads(self) -> None:
         while self._threads._is_owned():  # once, but for what an interrupt left behind
@@ -195,10 +203,17 @@ class FairLock:
                 return deadline
             attempt += 1
             if time.monotonic() > deadline:
-                holder = byte_holder(self._fd, byte)
                 raise DeadlineError(
-                    f"waited {self.timeout_s:g} s for {self._name}, held by "
-                    f"{f'process {holder}' if holder else 'a process that cannot be named'}; "
-                    "is that process stopped? Continue or kill it (a killed holder frees the "
-                    "lock), or allow more with timeout_s"
+                    f"waited {self.timeout_s:g} s for {self._name}, held by {self._holder()}; is "
+                    "that process stopped? Continue or kill it (a killed holder frees the lock), "
+                    "or allow more with timeout_s"
                 )
+
+    def _holder(self) -> str:
+        holder, next_in_line = (byte_holder(self._fd, byte) for byte in (_MUTEX, _TURNSTILE))
+        if not (holder or next_in_line):
+            return "a process that cannot be named"
+        waiting = f"process {next_in_line}, the next in line"
+        if not holder:
+            return waiting
+        return f"process {holder}" + (f", before {waiting}" if next_in_line else "")

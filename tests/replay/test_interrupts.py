@@ -1,0 +1,221 @@
+"""A lock holder that is stopped, and Ctrl-C at every point: nothing is lost, nothing stays held."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torchrl.data import TensorDictReplayBuffer
+
+from tests.replay.faults import (
+    LONG,
+    assert_lock_is_free,
+    assert_sound,
+    attach,
+    end_of,
+    forked,
+    interrupted_at,
+    is_stopped,
+    own_claims,
+    priority_of,
+    rows_of,
+    torn_rows,
+    wait_until,
+)
+from torchrl_dist.errors import DeadlineError
+from torchrl_dist.replay.directory import Word
+from torchrl_dist.replay.lock import byte_holder
+
+_CAPACITY = 80
+
+
+@contextlib.contextmanager
+def _probe(folder: Path) -> Iterator[Callable[[], bool]]:
+    """Says whether the lock is free, as another process sees it."""
+    ours, theirs = socket.socketpair()
+
+    def answer() -> None:
+        fd = os.open(folder / "lock", os.O_RDWR)
+        while theirs.recv(1):
+            held = any(byte_holder(fd, byte) for byte in (0, 1))
+            theirs.send(b"n" if held else b"y")
+
+    def is_free() -> bool:
+        ours.send(b"?")
+        return ours.recv(1) == b"y"
+
+    with ours, theirs, forked(answer):
+        ours.settimeout(20)
+        yield is_free
+
+
+def _update(rb: TensorDictReplayBuffer) -> None:
+    batch = rb.sample()
+    batch["td_error"] = priority_of(batch["key"])
+    rb.update_tensordict_priority(batch)
+
+
+OPERATIONS: dict[str, Callable[[TensorDictReplayBuffer], object]] = {
+    "extend": lambda rb: rb.extend(rows_of(range(1000, 1010))),
+    "sample and update": _update,
+    "write in place": lambda rb: rb.storage.set(torch.tensor([3, 4, 30]), rows_of(range(3))),
+    "read": lambda rb: rb[torch.arange(_CAPACITY)],
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_ctrl_c_at_any_point_loses_and_holds_nothing(folder: Path, operation: str, request) -> None:
+    torch.set_num_threads(1)
+    rb = attach(folder, _CAPACITY)
+    rb.extend(rows_of(range(_CAPACITY)))
+    interrupts = held = point = 0
+    with _probe(folder) as lock_is_free:
+        while True:
+            point += 1
+            before = rb.write_count
+            keys = rb[:]["key"]
+            try:
+                with interrupted_at(point) as points:
+                    OPERATIONS[operation](rb)
+            except KeyboardInterrupt:
+                interrupts += 1
+            held += not lock_is_free()
+            # the thread goes on: whatever it held is free with its next operation
+            rb.sample()
+            rows = rb[:]
+            assert lock_is_free()
+            if operation in ("extend", "write in place"):
+                new = int((rows["key"] >= 1000).sum())
+                if operation == "extend":  # all of the reservation or nothing
+                    assert new in (0, 10), f"at point {point}"
+                    assert rb.write_count == before + new
+            else:
+                assert (rows["key"] == keys).all() and rb.write_count == before
+            assert torn_rows(rows) == 0
+            index = rb.extend(rows_of(range(_CAPACITY)))
+            assert own_claims(rb.storage.directory) == 0
+            assert len(rb) == _CAPACITY and len(set(index.tolist())) == _CAPACITY
+            if points() < point:
+                break
+        assert lock_is_free()
+    assert_sound(rb)
+    assert interrupts > 30
+    request.node.user_properties += [("interrupts", interrupts), ("held", held)]
+    assert held <= 2  # on entering the ``__exit__`` of the lock, see there
+    rb.storage.close()
+
+
+def test_ctrl_c_at_any_time_loses_and_holds_nothing(folder: Path) -> None:
+    """Real signals, to a process that notes each interrupt and goes on."""
+    torch.set_num_threads(1)
+    rb = attach(folder, _CAPACITY)
+    rb.extend(rows_of(range(_CAPACITY)))
+    ours, theirs = socket.socketpair()
+
+    def work() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        mine = attach(folder, _CAPACITY)
+        key = 1000
+        while True:
+            try:
+                theirs.send(b"r")
+                while True:
+                    mine.extend(rows_of(range(key, key + 10)))
+                    _update(mine)
+                    mine.storage.set(torch.tensor([7, 50]), rows_of(range(2)))
+                    key += 10
+            except KeyboardInterrupt:
+                pass
+
+    interrupts = 2000 if LONG else 200
+    randomness = np.random.default_rng(0)
+    with ours, theirs, forked(work) as pid:
+        ours.settimeout(30)
+        assert ours.recv(1) == b"r"
+        for _ in range(interrupts):
+            time.sleep(randomness.uniform(1e-3, 4e-3))
+            os.kill(pid, signal.SIGINT)
+            assert ours.recv(1) == b"r"
+            assert torn_rows(rb.sample()) == 0  # nobody waits for ever
+        before = rb.write_count
+        wait_until(lambda: rb.write_count > before + 100)
+    rb.extend(rows_of(range(_CAPACITY)))
+    assert len(rb) == _CAPACITY
+    assert_sound(rb)
+    rb.storage.close()
+
+
+def test_all_who_wait_for_a_stopped_holder_name_it_in_time_and_go_on_afterwards(
+    folder: Path,
+) -> None:
+    torch.set_num_threads(1)
+    rb = attach(folder, _CAPACITY, timeout_s=0.6)
+    rb.extend(rows_of(range(_CAPACITY)))
+    ours, theirs = socket.socketpair()
+
+    def hold() -> None:
+        mine = attach(folder, _CAPACITY)
+        with mine.storage.directory.lock():
+            os.kill(os.getpid(), signal.SIGSTOP)
+        mine.extend(rows_of(range(100, 110)))
+        theirs.send(b"d")
+        time.sleep(30)
+
+    def wait_in_vain(holder: int) -> None:
+        start = time.monotonic()
+        message = ""
+        try:
+            rb.extend(rows_of(range(4)))  # inherited: joins as a member of its own
+        except DeadlineError as error:
+            message = str(error)
+        named = f"held by process {holder}" in message
+        in_time = 0.5 < time.monotonic() - start < 10
+        theirs.send(b"y" if named and in_time else b"n")
+        assert go.recv(1)
+        rb.extend(rows_of(range(200, 204)))
+        theirs.send(b"d")
+        time.sleep(30)
+
+    go, say_go = socket.socketpair()
+    with contextlib.ExitStack() as stack:
+        for end in (ours, theirs, go, say_go):
+            stack.enter_context(end)
+        ours.settimeout(30)
+        holder = stack.enter_context(forked(hold))
+        wait_until(lambda: is_stopped(holder))
+        for _ in range(3):
+            stack.enter_context(forked(wait_in_vain, holder))
+        assert [ours.recv(1) for _ in range(3)] == [b"y"] * 3
+        with pytest.raises(DeadlineError, match=f"held by process {holder}"):
+            rb.sample()
+        os.kill(holder, signal.SIGCONT)
+        assert ours.recv(1) == b"d"
+        say_go.send(b"ggg")
+        assert [ours.recv(1) for _ in range(3)] == [b"d"] * 3
+        assert len(rb) == _CAPACITY and rb.write_count == _CAPACITY + 10 + 12
+    assert_lock_is_free(rb.storage.directory)
+    assert_sound(rb)
+    rb.storage.close()
+
+
+def test_what_an_interrupt_left_locked_is_free_with_the_next_use_also_while_others_wait(
+    folder: Path,
+) -> None:
+    rb = attach(folder, _CAPACITY, timeout_s=5)
+    rb.extend(rows_of(range(_CAPACITY)))
+    directory = rb.storage.directory
+    directory.lock().__enter__()  # and never left
+    with forked(lambda: rb.extend(rows_of(range(10)))) as waiting:
+        wait_until(lambda: bool(directory.words[Word.WAITING]))
+        rb.extend(rows_of(range(20)))
+        assert end_of(waiting) == 0
+    assert rb.write_count == _CAPACITY + 30
+    rb.storage.close()
