@@ -124,19 +124,26 @@ class Ours(Peer):
     name = "ours"
 
     @classmethod
+    def ranks(cls, cell: Cell) -> tuple[int, int]:
+        """Workers of the session, and env processes of each."""
+        return cell.workers, 0
+
+    @classmethod
     @contextlib.contextmanager
     def open(cls, cell: Cell, folder: str) -> Iterator[Iterator[Any]]:
         from torchrl_dist.collect import FirstReady, RPCBatchedCollector
         from torchrl_dist.runtime import local_cluster
 
+        workers, processes = cls.ranks(cell)
         with (
-            local_cluster({"learner": 1, "collector": cell.workers}) as session,
+            local_cluster({"learner": 1, "collector": workers}) as session,
             RPCBatchedCollector(
                 make_env(cell, folder),
                 make_policy(cell.env),
                 session=session,
-                frames_per_batch=cell.steps * cell.envs,
+                frames_per_batch=cell.steps * cell.envs * max(1, processes),
                 num_envs=cell.envs,
+                env_processes=processes,
                 readiness=FirstReady(),
                 max_policy_lag=1,
                 categorical_action_encoding=True,
@@ -144,6 +151,16 @@ class Ours(Peer):
             ) as collector,
         ):
             yield iter(collector)
+
+
+class OursOnOneNode(Ours):
+    """The same processes as the env processes of a single worker: one message for all."""
+
+    name = "ours-node"
+
+    @classmethod
+    def ranks(cls, cell: Cell) -> tuple[int, int]:
+        return 1, cell.workers
 
 
 # ---- TorchRL
@@ -290,6 +307,7 @@ PEERS: dict[str, type[Peer]] = {
     for peer in (
         Floor,
         Ours,
+        OursOnOneNode,
         TorchRLRPC,
         TorchRLDistributed,
         TorchRLMultiSync,
@@ -297,4 +315,4 @@ PEERS: dict[str, type[Peer]] = {
         GymnasiumAsync,
     )
 }
-OURS = ("ours",)
+OURS = ("ours", "ours-node")

@@ -60,10 +60,12 @@ def check_numbers(
     max_policy_lag: int,
     num_envs: int,
     min_workers: int,
+    env_processes: int,
     num_workers: int,
 ) -> None:
     whole = {"frames_per_batch": frames_per_batch, "total_frames": total_frames}
     whole |= {"num_envs": num_envs, "max_policy_lag": max_policy_lag, "min_workers": min_workers}
+    whole["env_processes"] = env_processes
     for name, value in whole.items():
         if not isinstance(value, int):
             raise ConfigurationError(f"{name}={value!r}: expected a whole number")
@@ -73,8 +75,9 @@ def check_numbers(
         )
     if total_frames < 1 and total_frames != -1:
         raise ConfigurationError(f"total_frames={total_frames}: expected -1 or at least 1")
-    if max_policy_lag < 0:
-        raise ConfigurationError(f"max_policy_lag={max_policy_lag}: expected 0 or more")
+    for name in ("max_policy_lag", "env_processes"):
+        if whole[name] < 0:
+            raise ConfigurationError(f"{name}={whole[name]}: expected 0 or more")
     if not 1 <= min_workers <= num_workers:
         raise ConfigurationError(
             f"min_workers={min_workers}: expected 1 to {num_workers}, the number of workers"

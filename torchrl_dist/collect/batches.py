@@ -41,7 +41,8 @@ def join(rollouts: Sequence[TensorDict], masked: bool) -> TensorDict:
 
 
 def _pad(rollout: TensorDict, steps: int) -> TensorDict:
-    rollout.set(MASK, torch.ones(rollout.shape, dtype=torch.bool))
+    if rollout.get(MASK, None) is None:
+        rollout.set(MASK, torch.ones(rollout.shape, dtype=torch.bool))
     missing = steps - rollout.shape[1]
     if not missing:
         return rollout

@@ -55,7 +55,14 @@ class RPCBatchedCollector(BaseCollector):
         policy_factory: ``(worker_index, num_workers) -> policy``, called on each worker instead
             of copying ``policy``. The weights of ``policy``, if that is given, go into the
             worker's module or the part of it that they fit.
-        num_envs: envs per worker; a vector env brings its own number.
+        num_envs: envs per process; a vector env brings its own number.
+        env_processes: 0: a worker steps its envs itself. K: in K processes of its node, which
+            send one rollout together; then one worker per node is enough. One of them that dies is
+            replaced (a warning; what it had not handed in is collected again), but its third death
+            in a row is an error. They are forked from a server, and know this process's gymnasium
+            environments.
+        step_timeout_s: an env process that makes no step for so long (it hangs, or was paused) is
+            killed and replaced; default: never.
         workers: peers to use; default ``session.of_role("collector")``, or this process if there
             are none.
         readiness: when a batch is complete: ``WaitAll()``, ``FirstReady()``, ``Quorum(...)`` or
@@ -98,6 +105,8 @@ class RPCBatchedCollector(BaseCollector):
         total_frames: int = -1,
         policy_factory: Callable[[int, int], nn.Module] | None = None,
         num_envs: int = 1,
+        env_processes: int = 0,
+        step_timeout_s: float | None = None,
         workers: Sequence[Peer] | None = None,
         readiness: Readiness | None = None,
         max_policy_lag: int = 0,
@@ -119,11 +128,12 @@ class RPCBatchedCollector(BaseCollector):
             max_policy_lag=max_policy_lag,
             num_envs=num_envs,
             min_workers=min_workers,
+            env_processes=env_processes,
             num_workers=num_workers,
         )
         self.readiness: Readiness = WaitAll() if readiness is None else readiness
         check_parts(make_env, self.readiness, replay_buffer, postproc or postproc_factory)
-        if any(session is not None and peer != session.me for peer in peers):
+        if env_processes or any(session is not None and peer != session.me for peer in peers):
             require_shared(replay_buffer)
         self.max_policy_lag = max_policy_lag
         self.min_workers = min_workers
@@ -143,6 +153,8 @@ class RPCBatchedCollector(BaseCollector):
             policy_factory=policy_factory,
             frames_per_rollout=-(-frames_per_batch // rollouts),
             num_envs=num_envs,
+            env_processes=env_processes,
+            step_timeout_s=step_timeout_s,
             num_workers=num_workers,
             seed=_draw_seed() if seed is None else seed,
             exploration_type=exploration_type,
@@ -274,6 +286,8 @@ class RPCBatchedCollector(BaseCollector):
             wait_s=time.monotonic() - begun,
             lost_workers=self._crew.lost,
         )
+        for what in self.report.replaced:
+            warnings.warn(f"replaced {what}", stacklevel=4)
         if self.replay_buffer is not None:
             return self.report
         return join([rows for _, rows in taken if rows is not None], self.readiness.cuts)

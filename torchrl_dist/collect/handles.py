@@ -7,7 +7,8 @@ import traceback
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from torchrl_dist.collect.worker import RolloutWorker, WorkerConfig
+from torchrl_dist.collect.node import make_worker
+from torchrl_dist.collect.worker import WorkerConfig
 from torchrl_dist.errors import RemoteError
 from torchrl_dist.runtime.pool import DaemonPool
 
@@ -28,7 +29,7 @@ class LocalHandle:
     """A worker in this process: its rollouts run in one thread, other calls in the caller's."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        self._worker = RolloutWorker(config)
+        self._worker = make_worker(config)
         self._pool = DaemonPool(1, "torchrl_dist-rollout")
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:

@@ -28,6 +28,7 @@ class CollectReport:
         wait_s: how long the caller was blocked for this batch.
         collect_s, write_s: seconds of stepping, and of postproc and writing, by worker.
         lost_workers: names of the workers that died so far.
+        replaced: env processes that ended in this batch, and how; others have taken their places.
     """
 
     frames: int = 0
@@ -45,6 +46,7 @@ class CollectReport:
     collect_s: dict[int, float] = field(default_factory=dict)
     write_s: dict[int, float] = field(default_factory=dict)
     lost_workers: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
 
     @property
     def shares(self) -> dict[int, float]:
@@ -85,4 +87,7 @@ def summarize(
         collect_s=collect_s,
         write_s=write_s,
         lost_workers=tuple(lost_workers),
+        replaced=tuple(
+            f"{what}, of worker {r.worker_index}" for r in rollouts for what in r.replaced
+        ),
     )

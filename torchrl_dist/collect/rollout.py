@@ -82,7 +82,7 @@ class Episodes:
     offset: int = 0
     stride: int = 1
     base: int = 0
-    _next: int = 0
+    numbered: int = 0
     _current: np.ndarray = field(init=False)
     _returns: np.ndarray = field(init=False)
     _lengths: np.ndarray = field(init=False)
@@ -101,8 +101,8 @@ class Episodes:
         self._current = self._take(self.num_envs)
 
     def _take(self, n: int) -> np.ndarray:
-        taken = np.arange(self._next, self._next + n, dtype=np.int64)
-        self._next += n
+        taken = np.arange(self.numbered, self.numbered + n, dtype=np.int64)
+        self.numbered += n
         return self.base + taken * self.stride + self.offset
 
     def advance(

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from torchrl_dist.collect.crew import Worker
 from torchrl_dist.collect.handles import Handle, LocalHandle
-from torchrl_dist.collect.worker import RolloutWorker, WorkerConfig
+from torchrl_dist.collect.node import make_worker
+from torchrl_dist.collect.worker import WorkerConfig
 from torchrl_dist.errors import ConfigurationError, PeerLostError
 from torchrl_dist.runtime import Peer, Session
 
@@ -36,10 +37,11 @@ def start_workers(
         ahead = max_ahead
         if session is None or peers[index] == session.me:
             handle: Handle = LocalHandle(own)
-            name, ahead = f"worker {index} (this process)", 0
+            name = f"worker {index} (this process)"
+            ahead = max_ahead if config.env_processes else 0
         else:
             own = replace(own, own_process=True)
-            handle = session.remote(peers[index], RolloutWorker, own, timeout_s=limit_s)
+            handle = session.remote(peers[index], make_worker, own, timeout_s=limit_s)
             name = peers[index].name
         info = handle.call("describe", timeout_s=limit_s)
         return Worker(index, name, handle, info.num_envs, info.steps, ahead)

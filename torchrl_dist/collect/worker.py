@@ -47,6 +47,9 @@ class WorkerConfig:
         replay_buffer: if given, rollouts are written there and ``collect`` returns no data.
         postproc: rollout ``[N, T]`` -> rows. ``postproc_factory(policy)`` makes one on the worker.
         own_process: the worker may seed this process' global random generators.
+        env_processes: 0, or the number of processes in which the worker's envs run.
+        step_timeout_s: an env process that makes no step for so long is replaced.
+        shown_index: of the worker that this one is a part of, for data and statistics.
     """
 
     make_env: str | Callable[[], Any]
@@ -63,6 +66,9 @@ class WorkerConfig:
     postproc: Postproc | None = None
     postproc_factory: Callable[[Any], Postproc] | None = None
     own_process: bool = False
+    env_processes: int = 0
+    step_timeout_s: float | None = None
+    shown_index: int | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,9 @@ class RolloutStats:
         oldest_version, newest_version: of the policy that made its transitions.
         collect_s, write_s: seconds of stepping, and of postproc and writing.
         data_bytes: size of the rollout.
+        num_envs: whose steps they are.
+        next_trajectory: how many trajectories the worker has numbered.
+        replaced: what became of env processes whose part is missing.
     """
 
     worker_index: int
@@ -95,6 +104,9 @@ class RolloutStats:
     collect_s: float = 0.0
     write_s: float = 0.0
     data_bytes: int = 0
+    next_trajectory: int = 0
+    num_envs: int = 0
+    replaced: tuple[str, ...] = ()
 
 
 def env_seeds(seed: int, first: int, count: int, static_seed: bool = False) -> list[int]:
@@ -154,6 +166,9 @@ class RolloutWorker:
             raise ConfigurationError("pass postproc or postproc_factory, not both")
         self.config = config
         self._lock = threading.Lock()
+        self._shown_index = (
+            config.worker_index if config.shown_index is None else config.shown_index
+        )
         self._closed = False
         self._turns = Turns()
         self._cut = (-1, 0)
@@ -226,10 +241,12 @@ class RolloutWorker:
         np.random.seed(int(state[0]))
         random.seed(int(state[0]))
 
-    def set_trajectory_base(self, base: int) -> None:
-        """Number the trajectories that begin from now on from ``base`` upwards."""
+    def set_trajectory_base(self, base: int, numbered: int = 0) -> None:
+        """Number the trajectories that begin from now on from ``base`` upwards, as if ``numbered``
+        had been there before."""
         with self._lock:
             self._episodes.base = base
+            self._episodes.numbered = max(self._episodes.numbered, numbered)
             self._episodes.restart()
 
     def collect(
@@ -251,7 +268,7 @@ class RolloutWorker:
             the rows (``None`` if they went to the replay buffer or the worker was closed), stats.
             After a ``cut`` there are fewer than ``steps``, and the last ones are truncated.
         """
-        index = self.config.worker_index
+        index = self._shown_index
         with self._turns.wait_for(request), _ONE_ROLLOUT, self._lock:
             if self._closed:
                 return None, RolloutStats(index, 0)
@@ -260,12 +277,8 @@ class RolloutWorker:
             begun = time.perf_counter()
             asked = self.steps if steps is None else steps
 
-            def enough(done: int) -> bool:
-                number, least = self._cut
-                return number >= (request or 0) and done >= least
-
             try:
-                rollout = self._rollout.run(asked, enough)
+                rollout = self._rollout.run(asked, self._watch(request or 0))
             except RolloutStopped:
                 return None, RolloutStats(index, 0)
             kept = self.num_envs if num_envs is None else num_envs
@@ -290,7 +303,18 @@ class RolloutWorker:
                 stepped - begun,
                 time.perf_counter() - stepped,
                 size_bytes,
+                self._episodes.numbered,
+                kept,
             )
+
+    def _watch(self, request: int) -> Callable[[int], bool]:
+        """Called once per rollout; the result after every step, with the steps done."""
+
+        def enough(done: int) -> bool:
+            number, least = self._cut
+            return number >= request and done >= least
+
+        return enough
 
     def cut(self, request: int, least: int) -> None:
         """Let the rollout of that request, and of earlier ones, end when each env has made
@@ -307,7 +331,7 @@ class RolloutWorker:
         )
         collector = {
             "traj_ids": torch.from_numpy(ids.copy()),
-            "worker_index": torch.full(shape, self.config.worker_index),
+            "worker_index": torch.full(shape, self._shown_index),
         }
         rollout.set("collector", TensorDict(collector, batch_size=shape))
         return returns, lengths

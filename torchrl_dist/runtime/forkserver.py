@@ -197,6 +197,21 @@ class ForkServer:
         self._send((self._jobs, list(ranks), pickle.dumps(job)))
         return self._children
 
+    def restart(self, job: Any, rank: int) -> None:
+        """Fork another child in the place of one that has ended; does not wait for it.
+
+        Raises:
+            PeerLostError: the server died.
+        """
+        children = self._children
+        assert children is not None
+        if self._error is not None:
+            raise PeerLostError(f"the fork server (pid {self.pid}) is gone: {self._error}")
+        with children.changed:
+            assert children.states[rank].exit is not None
+            children.states[rank] = ChildState()
+        self._send((children.job, [rank], pickle.dumps(job)))
+
     def kill_children(self) -> None:
         """End the children of the last cluster now; blocks until they are gone (seconds)."""
         children = self._children

@@ -19,6 +19,7 @@ from .remote import require_no_session
 from .rendezvous import connect_store, keep_store
 from .roles import assign_roles
 from .session import Session, joined, session
+from .surroundings import Surroundings
 from .world import JOB_ID_VARIABLE, World
 
 _LOOPBACK = "127.0.0.1"
@@ -71,11 +72,8 @@ def local_cluster(
         host=host,
         port=port,
         job_id=World.from_env({}).job_id,
-        environment={**os.environ, "OMP_NUM_THREADS": str(threads_per_process), **(env or {})},
-        directory=os.getcwd(),
-        path=list(sys.path),
+        surroundings=Surroundings.of_this_process(threads_per_process, env),
         init_fn=None if init_fn is None else cloudpickle.dumps(init_fn),
-        threads=threads_per_process,
         timeout_s=timeout_s,
         process_group=process_group,
     )
@@ -123,11 +121,8 @@ class _Job:
     host: str
     port: int | None
     job_id: str
-    environment: dict[str, str]
-    directory: str
-    path: list[str]
+    surroundings: Surroundings
     init_fn: bytes | None
-    threads: int
     timeout_s: float
     process_group: str | Mapping[str, str] | None
 
@@ -149,7 +144,8 @@ class _Job:
 
     def run(self, rank: int, ready: Callable[[], None]) -> None:
         """The life of a child, in a fresh fork of the server."""
-        self._set_up()
+        self.surroundings.adopt()
+        os.environ[JOB_ID_VARIABLE] = self.job_id  # for whoever asks World.from_env()
         if self.init_fn is not None:
             cloudpickle.loads(self.init_fn)()
         assert self.port is not None
@@ -167,15 +163,3 @@ class _Job:
         atexit._run_exitfuncs()  # the fork leaves by os._exit, which runs none of them
         sys.stdout.flush()
         sys.stderr.flush()
-
-    def _set_up(self) -> None:
-        import numpy
-        import torch
-
-        os.environ.clear()
-        os.environ.update(self.environment)
-        os.environ[JOB_ID_VARIABLE] = self.job_id  # for whoever asks World.from_env()
-        os.chdir(self.directory)
-        sys.path[:] = self.path
-        torch.set_num_threads(self.threads)
-        numpy.random.seed()  # else every child has the server's state

@@ -1,0 +1,265 @@
+"""Workers whose envs run in processes of their node."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import gymnasium
+import pytest
+import torch
+from torchrl.data import OneHot
+from torchrl.envs.utils import ExplorationType
+from torchrl.modules import QValueActor
+
+from tests.collect.envs import Counter, mlp
+from torchrl_dist.collect import Preempt, RPCBatchedCollector
+from torchrl_dist.collect.batches import MASK
+from torchrl_dist.collect.node import NodeWorker
+from torchrl_dist.collect.worker import RolloutWorker, WorkerConfig
+from torchrl_dist.errors import ConfigurationError, PeerLostError, RemoteError
+from torchrl_dist.runtime import ForkServer, local_cluster
+from torchrl_dist.weights import pack
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def cartpole_policy(seed: int = 0) -> QValueActor:
+    return QValueActor(mlp(4, 2, seed), in_keys=["observation"], spec=OneHot(2))
+
+
+def config(make_env: Any = Counter, **options: Any) -> WorkerConfig:
+    base = {"frames_per_rollout": 40, "num_envs": 2, "env_processes": 2, "seed": 3}
+    base["exploration_type"] = ExplorationType.DETERMINISTIC
+    return WorkerConfig(make_env, **{**base, **options})
+
+
+@pytest.fixture
+def build(fork_server: ForkServer) -> Iterator[Any]:
+    built: list[NodeWorker] = []
+
+    def make(*args: Any, **options: Any) -> NodeWorker:
+        built.append(NodeWorker(config(*args, **options), fork_server))
+        return built[-1]
+
+    yield make
+    for worker in built:
+        worker.close()
+
+
+class ByPid(Counter):
+    """Observes its process's pid, and does to it what it is told at its seventh step."""
+
+    def __init__(self, what: Any = None, flag: Any = None) -> None:
+        super().__init__(10**6)
+        self.what, self.flag = what, flag
+
+    def _observe(self) -> Any:
+        return super()._observe() * 0 + [os.getpid(), self.t]
+
+    def step(self, action: Any) -> Any:
+        if self.t == 7 and self.flag is not None:
+            try:
+                self.flag.touch(exist_ok=False)  # one process only
+            except FileExistsError:
+                pass
+            else:
+                self.what()
+        return super().step(action)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def pause() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.mark.parametrize(("processes", "envs"), [(2, 2), (4, 1), (1, 4)])
+def test_the_data_do_not_depend_on_how_envs_are_split_into_processes(
+    build: Any, processes: int, envs: int
+) -> None:
+    def make() -> gymnasium.Env:  # by its id, several envs would be one native vector env
+        return gymnasium.make("CartPole-v1")
+
+    split = build(make, policy=cartpole_policy(), env_processes=processes, num_envs=envs)
+    whole = RolloutWorker(config(make, policy=cartpole_policy(), env_processes=0, num_envs=4))
+    for number in range(4):  # the first travels by value, the others in shared memory
+        ours, stats = split.collect(request=number)
+        theirs, _ = whole.collect(request=number)
+        assert stats.frames == 40 and ours.shape == theirs.shape == (4, 10)
+        assert ours.names == theirs.names
+        for key in theirs.exclude("collector").keys(True, True):
+            if "action_value" in key:  # rounded by how many rows a product has
+                assert torch.allclose(ours[key], theirs[key], atol=1e-6), key
+            else:
+                assert torch.equal(ours[key], theirs[key]), key
+        assert ours["collector", "worker_index"].eq(0).all()
+    assert split.set_seed(11) == whole.set_seed(11)
+    ours, theirs = split.collect(request=4)[0], whole.collect(request=4)[0]
+    assert torch.equal(ours["observation"], theirs["observation"])
+
+
+def test_trajectories_have_ids_of_their_own(build: Any) -> None:
+    worker = build(lambda: Counter(3))
+    rows = torch.cat([worker.collect(request=n)[0] for n in range(3)], 1)
+    for trajectory in rows["collector", "traj_ids"].unique():
+        steps = rows[rows["collector", "traj_ids"] == trajectory]["next", "observation"][:, 0]
+        assert len(steps) <= 3 and (steps[-1] - steps[0]) == len(steps) - 1
+
+
+def test_weights_reach_all_processes_through_one_copy(build: Any) -> None:
+    worker = build("CartPole-v1", policy=cartpole_policy(), num_envs=1)
+    for version in range(1, 4):
+        policy = cartpole_policy(version)
+        rows, stats = worker.collect(request=version - 1, weights=pack(policy, version))
+        assert rows["policy_version"].eq(version).all()
+        assert (stats.oldest_version, stats.newest_version) == (version, version)
+        expected = policy(rows.select("observation"))["action_value"]
+        assert torch.allclose(rows["action_value"], expected, atol=1e-6)
+    worker.set_weights(pack(cartpole_policy(0), 1))  # older: ignored
+    assert worker.collect(request=3)[0]["policy_version"].eq(3).all()
+
+
+@pytest.mark.parametrize("what", [die, pause])
+def test_an_env_process_that_ends_or_hangs_is_replaced(
+    build: Any, what: Any, tmp_path: Any
+) -> None:
+    worker = build(lambda: ByPid(what, tmp_path / "flag"), num_envs=1, step_timeout_s=1.0)
+    begun = time.monotonic()
+    first, stats = worker.collect(request=0)
+    assert time.monotonic() - begun < 20
+    assert stats.frames == 20 and first.shape == (1, 20)  # the other process's part
+    (reason,) = stats.replaced
+    assert ("SIGKILL" if what is die else "made no step for 1 s") in reason
+    survivor = first["observation"][0, 0, 0].item()
+    ids = set(first["collector", "traj_ids"].flatten().tolist())
+    for number in range(1, 100):
+        rows, stats = worker.collect(request=number)
+        if len(rows) == 2:
+            break
+        time.sleep(0.02)
+    pids = rows["observation"][:, 0, 0].tolist()
+    assert stats.frames == 40 and not stats.replaced
+    assert survivor in pids and len(set(pids)) == 2
+    new = rows[pids.index(survivor) - 1]
+    assert not ids & set(new["collector", "traj_ids"].flatten().tolist())
+
+
+def test_who_dies_three_times_in_a_row_is_an_error(build: Any) -> None:
+    class Mortal(Counter):
+        def step(self, action: Any) -> Any:
+            die()
+
+    with pytest.raises(PeerLostError, match="env process 0 .*SIGKILL.*3rd in a row"):
+        build(Mortal, env_processes=1).collect(request=0)
+
+
+def test_an_exception_names_the_env_process_and_its_line(build: Any) -> None:
+    class Broken(Counter):
+        def step(self, action: Any) -> Any:
+            raise ZeroDivisionError("the pole is gone")
+
+    with pytest.raises(RemoteError, match="the pole is gone") as caught:
+        build(Broken).collect(request=0)
+    assert "env process" in caught.value.peer and "in step" in caught.value.remote_traceback
+
+
+def test_an_env_that_cannot_be_built_is_an_error_at_once(build: Any) -> None:
+    def make() -> Any:
+        raise ImportError("no simulator here")
+
+    with pytest.raises(RemoteError, match="no simulator here"):
+        build(make)
+
+
+def test_a_cut_reaches_every_process(build: Any) -> None:
+    class Slow(Counter):
+        def step(self, action: Any) -> Any:
+            time.sleep(0.01 if os.getpid() % 2 else 0.012)
+            return super().step(action)
+
+    worker = build(lambda: Slow(100), frames_per_rollout=8000)
+    worker.cut(request=0, least=5)
+    rows, stats = worker.collect(request=0)
+    assert 4 * 5 <= stats.frames < 4 * 60
+    assert rows["next", "truncated"].sum() == 4
+    mask = rows.get(MASK, None)
+    assert (rows.numel() if mask is None else mask.sum()) == stats.frames
+
+
+def test_the_processes_know_the_environments_registered_here(build: Any) -> None:
+    gymnasium.register("torchrl_dist_test/Registered-v0", lambda: Counter(4))
+    try:
+        rows, _ = build("torchrl_dist_test/Registered-v0").collect(request=0)
+        assert rows["next", "done"].sum() == 4 * 2
+    finally:
+        del gymnasium.registry["torchrl_dist_test/Registered-v0"]
+
+
+def test_closing_stops_a_running_rollout(build: Any) -> None:
+    class Slow(Counter):
+        def step(self, action: Any) -> Any:
+            time.sleep(0.01)
+            return super().step(action)
+
+    worker = build(lambda: Slow(10**6), frames_per_rollout=10**6)
+    answers: list[Any] = []
+    thread = threading.Thread(target=lambda: answers.append(worker.collect(request=0)))
+    thread.start()
+    time.sleep(0.3)
+    begun = time.monotonic()
+    worker.close()
+    worker.close()
+    thread.join(10)
+    assert time.monotonic() - begun < 8
+    assert answers and answers[0][1].frames == 0
+
+
+def test_nodes_of_a_cluster_deliver_exactly_and_survive_deaths(
+    fork_server: ForkServer, tmp_path: Any
+) -> None:
+    flag = tmp_path / "flag"
+    with (
+        local_cluster({"learner": 1, "collector": 2}, fork_server=fork_server) as session,
+        RPCBatchedCollector(
+            lambda: ByPid(die, flag),
+            None,
+            session=session,
+            frames_per_batch=120,
+            total_frames=1001,
+            num_envs=2,
+            env_processes=3,
+            max_policy_lag=1,
+        ) as collector,
+    ):
+        with pytest.warns(UserWarning, match="replaced env process .*SIGKILL"):
+            batches = list(collector)
+        assert sum(batch.numel() for batch in batches) == 1001 == collector.report.total_frames
+    assert collector.report.lost_workers == ()
+    assert all(len(batch) <= 12 for batch in batches)
+    rows = torch.cat([batch.reshape(-1) for batch in batches])
+    assert {0, 1} == set(rows["collector", "worker_index"].tolist())
+    for trajectory in rows["collector", "traj_ids"].unique():
+        one = rows[rows["collector", "traj_ids"] == trajectory]
+        assert len(one["observation"][:, 0].unique()) == 1  # one process
+        assert one["next", "observation"][:, 1].diff().eq(1).all()  # no step lost, in order
+
+
+def test_in_the_callers_process_a_node_worker_runs_ahead_and_preempts(tmp_path: Any) -> None:
+    with RPCBatchedCollector(
+        lambda: Counter(5), None, frames_per_batch=40, total_frames=200, num_envs=2,
+        env_processes=2, max_policy_lag=1, readiness=Preempt(),
+    ) as collector:  # fmt: skip
+        batches = list(collector)
+        assert [batch.shape for batch in batches] == [(4, 10)] * 5
+        assert all(batch[MASK].all() for batch in batches)
+        copies = [batch["observation"].clone() for batch in batches[:2]]
+    assert torch.equal(torch.stack(copies), torch.stack([b["observation"] for b in batches[:2]]))
+    with pytest.raises(ConfigurationError, match="env_processes=-1"):
+        RPCBatchedCollector(Counter, None, frames_per_batch=4, env_processes=-1)

@@ -1,0 +1,195 @@
+"""One of a node worker's env processes: the same rollout worker, in a process of its own.
+
+It is told what to do over a socket and answers there; its rows go to memory that it shares with
+the node worker, its policy's weights come from there, and it counts its steps there, so that one
+who hangs can be told from one who works.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+import gymnasium
+import numpy as np
+from tensordict import TensorDictBase
+
+from torchrl_dist.collect.shared_block import RolloutLayout, WeightsTicket, WeightsView, attach
+from torchrl_dist.collect.worker import RolloutStats, RolloutWorker, WorkerConfig
+from torchrl_dist.runtime.surroundings import Surroundings
+
+_SEED_STRIDE = 1_000_003
+# int64 words of the control block, ahead of one word of progress per process
+CUT_REQUEST, CUT_LEAST, STOP, FIRST_PROGRESS = range(4)
+
+
+@dataclass(frozen=True)
+class RowsTicket:
+    """Where a process writes its rows: from ``first_env`` on, in a block with this layout."""
+
+    path: str
+    layout: RolloutLayout
+    first_env: int
+
+
+def dump_registrations() -> bytes:
+    """This process's own gymnasium environments, for :meth:`EnvProcess.run`."""
+    specs = {}
+    for env_id, spec in gymnasium.registry.items():
+        if isinstance(spec.entry_point, str) and spec.entry_point.startswith("gymnasium."):
+            continue
+        with contextlib.suppress(Exception):  # a spec that does not pickle cannot be made there
+            cloudpickle.dumps(spec)
+            specs[env_id] = spec
+    return cloudpickle.dumps(specs)
+
+
+@dataclass(frozen=True)
+class EnvProcess:
+    """What processes are started with; crosses as a pickle.
+
+    Attributes:
+        address, token: where the node worker listens, and what it wants to hear first.
+        registrations: of :func:`dump_registrations`.
+        config: the node worker's, pickled.
+        control: path of the control block.
+        trajectory_base: for ``RolloutWorker.set_trajectory_base``.
+        generation: how many predecessors the process has had in its place.
+        numbered: trajectories that they have numbered.
+    """
+
+    address: str
+    token: str
+    surroundings: Surroundings
+    registrations: bytes
+    config: bytes
+    control: str
+    trajectory_base: int = 0
+    generation: int = 0
+    numbered: int = 0
+
+    def run(self, index: int, ready: Callable[[], None]) -> None:
+        """The life of the process, in a fresh fork of the server."""
+        self.surroundings.adopt()
+        for env_id, spec in cloudpickle.loads(self.registrations).items():
+            gymnasium.registry.setdefault(env_id, spec)
+        with socket.socket(socket.AF_UNIX) as link:
+            link.connect(self.address)
+            connection = Connection(link.detach())
+        with connection, contextlib.suppress(EOFError, ConnectionError):  # the node worker is gone
+            connection.send((self.token, index))
+            self._serve(index, connection, ready)
+
+    def _serve(self, index: int, connection: Connection, ready: Callable[[], None]) -> None:
+        part: _Part | None = None
+
+        def build() -> Any:
+            nonlocal part
+            config = config_of_part(cloudpickle.loads(self.config), index, self.generation)
+            part = _Part(config, attach(self.control), index)
+            if self.trajectory_base or self.numbered:
+                part.worker.set_trajectory_base(self.trajectory_base, self.numbered)
+            ready()
+            return part.worker.describe()
+
+        _answer(connection, build)
+        while part is not None:
+            method, args, kwargs = cloudpickle.loads(connection.recv_bytes())
+            target = part if method == "collect" else part.worker
+            _answer(connection, lambda: getattr(target, method)(*args, **kwargs))  # noqa: B023
+            if method == "close":
+                return
+
+
+def config_of_part(config: WorkerConfig, index: int, generation: int) -> WorkerConfig:
+    """The config of one process of a node worker: its place in the job is that of a worker among
+    as many workers as there are processes."""
+    seed = config.seed
+    if seed is not None:  # the successor of a dead process is not to repeat its episodes
+        seed = (seed + generation * _SEED_STRIDE) % 2**31
+    return replace(
+        config,
+        frames_per_rollout=-(-config.frames_per_rollout // config.env_processes),
+        worker_index=config.worker_index * config.env_processes + index,
+        num_workers=config.num_workers * config.env_processes,
+        shown_index=config.worker_index,
+        own_process=True,
+        env_processes=0,
+        seed=seed,
+    )
+
+
+def _answer(connection: Connection, call: Callable[[], Any]) -> None:
+    try:
+        answer = (True, call())
+    except Exception as error:
+        summary = traceback.format_exception_only(error)[-1].strip()
+        answer = (False, (summary, "".join(traceback.format_exception(error)), error))
+        with contextlib.suppress(Exception):
+            connection.send_bytes(cloudpickle.dumps(answer))
+            return
+        answer = (False, (*answer[1][:2], None))  # the exception itself does not pickle
+    connection.send_bytes(cloudpickle.dumps(answer))
+
+
+class _Part:
+    """The process's share of the node worker's envs."""
+
+    def __init__(self, config: WorkerConfig, control: Any, index: int) -> None:
+        words = control.numpy().view(np.int64)
+        self.worker = _Watched(config, words, FIRST_PROGRESS + index)
+        self._weights = WeightsView()
+        self._rows: dict[str, TensorDictBase] = {}
+
+    def collect(
+        self,
+        steps: int,
+        num_envs: int,
+        request: int,
+        weights: WeightsTicket | None,
+        rows: RowsTicket | None,
+    ) -> tuple[TensorDictBase | None, RolloutStats]:
+        """As ``RolloutWorker.collect``; rows that fit the ticket stay in its block, and None is
+        answered in their place."""
+        if weights is not None:
+            self._weights.take(weights, self.worker.policy)
+            self.worker.show_version(weights.version)
+        data, stats = self.worker.collect(steps, num_envs, request=request)
+        if data is None or rows is None or not rows.layout.fits(data):
+            return data, stats
+        if rows.path not in self._rows:
+            self._rows[rows.path] = rows.layout.view(attach(rows.path))
+        n, t = data.shape
+        place = self._rows[rows.path][rows.first_env : rows.first_env + n, :t]
+        place.update_(data)
+        return None, stats
+
+
+class _Watched(RolloutWorker):
+    """Counts its steps where the node worker sees it, and is cut and stopped from there."""
+
+    def __init__(self, config: WorkerConfig, words: np.ndarray, progress: int) -> None:
+        self._words, self._progress = words, progress
+        super().__init__(config)
+        self._turns.open()  # the node worker asks in order, but not from 0 on
+
+    def show_version(self, version: int) -> None:
+        """Stamp it on transitions from now on."""
+        self._rollout.policy_version = version
+
+    def _watch(self, request: int) -> Callable[[int], bool]:
+        words, progress = self._words, self._progress
+
+        def enough(done: int) -> bool:
+            words[progress] += 1
+            if words[STOP]:
+                self._rollout.stop()
+            return bool(words[CUT_REQUEST] >= request and done >= words[CUT_LEAST])
+
+        return enough

@@ -1,0 +1,489 @@
+"""A worker whose envs run in processes of its node: one message per rollout for all of them.
+
+The processes are forked from a server that has imported everything. They fill one rollout in
+shared memory and read the policy's weights there. One that dies, hangs or is paused is killed and
+replaced: its part of the rollout at hand is missing, the other parts are delivered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from torchrl_dist.collect.batches import join
+from torchrl_dist.collect.env_process import (
+    CUT_LEAST,
+    CUT_REQUEST,
+    FIRST_PROGRESS,
+    STOP,
+    EnvProcess,
+    RowsTicket,
+    dump_registrations,
+)
+from torchrl_dist.collect.shared_block import RolloutLayout, SharedBlock, SharedWeights
+from torchrl_dist.collect.worker import RolloutStats, RolloutWorker, Turns, WorkerConfig, WorkerInfo
+from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
+from torchrl_dist.runtime import ForkServer
+from torchrl_dist.runtime.surroundings import Surroundings
+from torchrl_dist.weights import PackedWeights
+
+# How often a death is looked for that no socket tells.
+_GLANCE_S = 0.2
+_START_S = 120.0  # of one process, its envs included
+_CALL_S = 60.0
+_CLOSE_S = 10.0
+_MAX_DEATHS_IN_A_ROW = 3
+_WORD_BYTES = 8
+_BLOCKS = 2  # one may still be on its way to the learner while the next is being filled
+
+
+@dataclass
+class _Process:
+    """One env process as the node worker sees it."""
+
+    index: int
+    connection: Connection | None = None
+    ready: bool = False
+    generation: int = 0
+    deaths: int = 0  # since its last rollout
+    numbered: int = 0
+    steps_seen: int = 0
+    seen_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One process's part of a rollout; ``rows`` is None where they lie in the shared block."""
+
+    index: int
+    rows: TensorDict | None
+    stats: RolloutStats
+
+
+def make_worker(config: WorkerConfig) -> RolloutWorker | NodeWorker:
+    """The worker that the config asks for."""
+    return NodeWorker(config) if config.env_processes else RolloutWorker(config)
+
+
+class NodeWorker:
+    """What a :class:`RolloutWorker` is to the collector, over ``config.env_processes`` processes.
+
+    Env i of the job gets the seed, the weights and the place in the batch that it would have
+    in any other division into workers and processes.
+
+    Args:
+        server: to fork from; default one of its own, which costs the seconds of its imports.
+
+    Raises:
+        RemoteError: a process could not build its envs.
+        PeerLostError, DeadlineError: it died, or took too long.
+    """
+
+    def __init__(self, config: WorkerConfig, server: ForkServer | None = None) -> None:
+        if config.env_processes < 1:
+            raise ConfigurationError(f"env_processes={config.env_processes}: expected at least 1")
+        self.config = config
+        self._count = config.env_processes
+        self._lock = threading.Lock()
+        self._turns = Turns()
+        self._closed = False
+        self._base = 0
+        self._weights = SharedWeights()
+        self._version = 0
+        self._blocks: list[SharedBlock] = []
+        self._views: list[TensorDict] = []
+        self._layout: RolloutLayout | None = None
+        self._rollouts = 0
+        self._control = SharedBlock(_WORD_BYTES * (FIRST_PROGRESS + self._count))
+        self._words = self._control.data.numpy().view(np.int64)
+        self._words[CUT_REQUEST] = -1
+        self._token = secrets.token_hex(16)
+        self._address = f"\0torchrl_dist-{secrets.token_hex(8)}"
+        self._surroundings = Surroundings.of_this_process(torch.get_num_threads())
+        self._registrations = dump_registrations()
+        self._config = cloudpickle.dumps(config)
+        self._own_server = server is None
+        self._server = ForkServer() if server is None else server
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._processes = [_Process(index) for index in range(self._count)]
+        try:
+            self._listener.bind(self._address)
+            self._listener.listen(self._count)
+            self._children = self._server.start(self._job(), range(self._count))
+            infos = self._await_all(time.monotonic() + _START_S)
+        except BaseException:
+            self._end()
+            raise
+        self._envs = infos[0].num_envs
+        self.steps = infos[0].steps
+        self.num_envs = self._envs * self._count
+
+    # ---- processes
+
+    def _job(self, generation: int = 0, numbered: int = 0) -> EnvProcess:
+        return EnvProcess(
+            address=self._address,
+            token=self._token,
+            surroundings=self._surroundings,
+            registrations=self._registrations,
+            config=self._config,
+            control=self._control.path,
+            trajectory_base=self._base,
+            generation=generation,
+            numbered=numbered,
+        )
+
+    def _await_all(self, deadline: float) -> list[WorkerInfo]:
+        """Block until every process has built its envs."""
+        infos: dict[int, WorkerInfo] = {}
+        while len(infos) < self._count:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise DeadlineError(
+                    f"{self._count - len(infos)} of {self._count} env processes did not start "
+                    f"within {_START_S:g} s"
+                )
+            waiting = [p for p in self._processes if p.connection and not p.ready]
+            sources: list[Any] = [self._listener, *(p.connection for p in waiting)]
+            readable = wait(sources, min(left_s, _GLANCE_S))
+            if self._listener in readable:
+                self._accept()
+            for process in waiting:
+                if process.connection in readable:
+                    infos[process.index] = self._receive(process)
+                    process.ready = True
+            self._raise_for_failed_start()
+        return [infos[index] for index in range(self._count)]
+
+    def _raise_for_failed_start(self) -> None:
+        with self._children.changed:
+            for index, state in self._children.states.items():
+                if state.failure:
+                    raise self._error(index, *state.failure, None)
+                if state.exit and not self._processes[index].ready:
+                    raise PeerLostError(f"env process {index} died at start-up: {state.exit}")
+
+    def _accept(self) -> None:
+        link, _ = self._listener.accept()
+        uid = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+        connection = Connection(link.detach())
+        if uid != os.getuid() or not connection.poll(_CLOSE_S):
+            connection.close()
+            return
+        token, index = connection.recv()  # of this user's, who may do with us what he wants
+        if token != self._token:
+            connection.close()
+            return
+        self._processes[index].connection = connection
+
+    def _receive(self, process: _Process) -> Any:
+        """The next answer of a process.
+
+        Raises:
+            EOFError: it died.
+            RemoteError: the call raised there.
+        """
+        assert process.connection is not None
+        try:
+            fine, content = cloudpickle.loads(process.connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            raise EOFError from None
+        if not fine:
+            raise self._error(process.index, *content)
+        return content
+
+    def _error(
+        self, index: int, summary: str, trace: str, cause: BaseException | None
+    ) -> RemoteError:
+        error = RemoteError(
+            summary,
+            peer=f"env process {index} of worker {self.config.worker_index}",
+            host=socket.gethostname(),
+            remote_traceback=trace,
+        )
+        error.__cause__ = cause
+        return error
+
+    def _send(self, process: _Process, method: str, *args: Any, **kwargs: Any) -> None:
+        assert process.connection is not None
+        with contextlib.suppress(OSError):  # its death is seen when the answer is awaited
+            process.connection.send_bytes(cloudpickle.dumps((method, args, kwargs)))
+
+    def _replace(self, process: _Process, reason: str | None) -> str:
+        """Kill what is left of a process and fork another; does not wait for its envs.
+
+        Returns:
+            what became of it.
+
+        Raises:
+            PeerLostError: it is not the first in a row.
+        """
+        index = process.index
+        if process.connection is not None:
+            process.connection.close()
+        state = self._children.states[index]
+        with self._children.changed:
+            if state.exit is None and state.pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(state.pid, signal.SIGKILL)
+            self._children.changed.wait_for(lambda: state.exit is not None, _CLOSE_S)
+        what = f"env process {index} (pid {state.pid}): {reason or state.exit}"
+        process.connection, process.ready = None, False
+        process.deaths += 1
+        if self._words[STOP]:
+            return what
+        if process.deaths >= _MAX_DEATHS_IN_A_ROW:
+            raise PeerLostError(f"{what}; it is the {process.deaths}rd in a row to end like this")
+        process.generation += 1
+        process.numbered += self._envs * (self.steps + 1)  # what it may have numbered meanwhile
+        self._server.restart(self._job(process.generation, process.numbered), index)
+        return what
+
+    def _welcome(self) -> None:
+        """Take in replaced processes that are ready by now; block until one process is."""
+        deadline = time.monotonic() + _START_S
+        while newcomers := [p for p in self._processes if not p.ready]:
+            some_ready = len(newcomers) < self._count
+            connections = [p.connection for p in newcomers if p.connection is not None]
+            readable = wait([self._listener, *connections], 0.0 if some_ready else _GLANCE_S)
+            for process in newcomers:
+                if process.connection in readable:
+                    self._take_in(process)
+                elif process.connection is None and self._children.states[process.index].exit:
+                    self._replace(process, None)  # before it could say anything
+            if self._listener in readable:
+                self._accept()
+            if some_ready and not readable:
+                return
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"no env process was ready within {_START_S:g} s")
+
+    def _take_in(self, process: _Process) -> None:
+        try:
+            self._receive(process)
+        except EOFError:
+            self._replace(process, None)
+        else:
+            process.ready = True
+
+    # ---- the verbs of a worker
+
+    def describe(self) -> WorkerInfo:
+        return WorkerInfo(self.num_envs, self.steps, socket.gethostname(), os.getpid())
+
+    def set_weights(self, packed: PackedWeights) -> None:
+        """As ``RolloutWorker.set_weights``; one copy for all processes."""
+        with self._lock:
+            self._take_weights(packed)
+
+    def _take_weights(self, packed: PackedWeights) -> None:
+        ticket = self._weights.ticket
+        if ticket is None or packed.version >= ticket.version:
+            self._weights.write(packed)
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """As ``RolloutWorker.set_seed``."""
+        return self._tell_all("set_seed", seed, static_seed)[0]
+
+    def set_trajectory_base(self, base: int) -> None:
+        """As ``RolloutWorker.set_trajectory_base``."""
+        self._base = base
+        self._tell_all("set_trajectory_base", base)
+
+    def _tell_all(self, method: str, *args: Any) -> list[Any]:
+        with self._lock:
+            self._welcome()
+            living = [process for process in self._processes if process.ready]
+            for process in living:
+                self._send(process, method, *args)
+            deadline = time.monotonic() + _CALL_S
+            answers = []
+            for process in living:
+                assert process.connection is not None
+                if not process.connection.poll(max(0.0, deadline - time.monotonic())):
+                    raise DeadlineError(f"env process {process.index} did not answer {method}")
+                try:
+                    answers.append(self._receive(process))
+                except EOFError:
+                    self._replace(process, None)
+            return answers
+
+    def cut(self, request: int, least: int) -> None:
+        """As ``RolloutWorker.cut``."""
+        self._words[CUT_LEAST] = least  # first: it counts from the next line on
+        self._words[CUT_REQUEST] = request
+
+    def collect(
+        self,
+        steps: int | None = None,
+        num_envs: int | None = None,
+        weights: PackedWeights | None = None,
+        request: int | None = None,
+    ) -> tuple[TensorDict | None, RolloutStats]:
+        """As ``RolloutWorker.collect``. Rows of a process that ended are missing, and it is named
+        in the statistics. The rows stay as they are until the call after the next one.
+
+        Raises:
+            RemoteError: an env raised.
+            PeerLostError: a process ended for the third time in a row.
+        """
+        index = self.config.worker_index
+        with self._turns.wait_for(request), self._lock:
+            if self._closed:
+                return None, RolloutStats(index, 0)
+            if weights is not None:
+                self._take_weights(weights)
+            kept = self.num_envs if num_envs is None else num_envs
+            steps = self.steps if steps is None else steps
+            replaced: list[str] = []
+            parts: list[_Piece] = []
+            while not parts and not self._words[STOP]:
+                self._welcome()
+                parts = self._run(steps, kept, request or 0, replaced)
+            stats = self._join_stats([part.stats for part in parts], replaced)
+            return self._join(parts, steps), stats
+
+    def _run(self, steps: int, kept: int, request: int, replaced: list[str]) -> list[_Piece]:
+        """One rollout of all processes that are ready; what became of those that ended is added
+        to ``replaced``."""
+        self._rollouts += 1
+        pending = {
+            process.connection: process
+            for process in self._processes
+            if process.ready and kept > process.index * self._envs
+        }
+        for process in pending.values():
+            process.seen_at = time.monotonic()
+            self._send(
+                process,
+                "collect",
+                steps=steps,
+                num_envs=min(self._envs, kept - process.index * self._envs),
+                request=request,
+                weights=self._weights.ticket,
+                rows=self._ticket(process.index),
+            )
+        pieces: list[_Piece] = []
+        failure: RemoteError | None = None
+        limit_s = self.config.step_timeout_s
+        while pending:
+            for connection in wait(list(pending), None if limit_s is None else limit_s / 4):
+                process = pending.pop(connection)
+                try:
+                    rows, stats = self._receive(process)
+                except EOFError:
+                    replaced.append(self._replace(process, None))
+                except RemoteError as error:
+                    failure = failure or error
+                else:
+                    process.deaths = 0
+                    process.numbered = max(process.numbered, stats.next_trajectory)
+                    if stats.frames:
+                        pieces.append(_Piece(process.index, rows, stats))
+            for connection, process in list(pending.items()):
+                if limit_s is not None and self._hangs(process, limit_s):
+                    del pending[connection]
+                    replaced.append(self._replace(process, f"made no step for {limit_s:g} s"))
+        if failure is not None:
+            raise failure
+        return sorted(pieces, key=lambda piece: piece.index)
+
+    def _hangs(self, process: _Process, limit_s: float) -> bool:
+        made, now = int(self._words[FIRST_PROGRESS + process.index]), time.monotonic()
+        if made != process.steps_seen:
+            process.steps_seen, process.seen_at = made, now
+        return now - process.seen_at > limit_s
+
+    def _ticket(self, index: int) -> RowsTicket | None:
+        if self._layout is None or self.config.replay_buffer is not None:
+            return None
+        block = self._blocks[self._rollouts % _BLOCKS]
+        return RowsTicket(block.path, self._layout, index * self._envs)
+
+    def _join(self, pieces: list[_Piece], steps: int) -> TensorDict | None:
+        """All pieces as one rollout: the shared block itself where it is whole."""
+        if not pieces or self.config.replay_buffer is not None:
+            return None
+        first = next((piece.rows for piece in pieces if piece.rows is not None), None)
+        if first is not None and self._layout is None and first.ndim == 2:
+            self._layout = RolloutLayout.of(first, self.num_envs, self.steps)
+            self._blocks = [SharedBlock(self._layout.size_bytes) for _ in range(_BLOCKS)]
+            self._views = [self._layout.view(block.data) for block in self._blocks]
+        whole = all(piece.rows is None for piece in pieces) and all(
+            piece.stats.frames == self._envs * steps for piece in pieces
+        )
+        if whole and len(pieces) == self._count:
+            shared = self._views[self._rollouts % _BLOCKS][:, :steps]
+            # To another process they go by themselves; here the caller may keep them.
+            return shared if self.config.own_process else shared.clone()
+        found = [self._rows_of(piece) for piece in pieces]
+        cut = first is None and len({rows.shape[1] for rows in found}) > 1
+        return join(found, masked=cut)
+
+    def _rows_of(self, piece: _Piece) -> TensorDict:
+        if piece.rows is not None:
+            return piece.rows
+        first = piece.index * self._envs
+        envs = piece.stats.num_envs
+        view = self._views[self._rollouts % _BLOCKS]
+        return view[first : first + envs, : piece.stats.frames // envs].clone()
+
+    def _join_stats(self, parts: Sequence[RolloutStats], replaced: Sequence[str]) -> RolloutStats:
+        return RolloutStats(
+            self.config.worker_index,
+            sum(s.frames for s in parts),
+            min((s.oldest_version for s in parts), default=0),
+            max((s.newest_version for s in parts), default=0),
+            [r for s in parts for r in s.episode_returns],
+            [n for s in parts for n in s.episode_lengths],
+            max((s.collect_s for s in parts), default=0.0),
+            max((s.write_s for s in parts), default=0.0),
+            sum(s.data_bytes for s in parts),
+            num_envs=sum(s.num_envs for s in parts),
+            replaced=tuple(replaced),
+        )
+
+    def close(self, step_limit_s: float = _CLOSE_S) -> None:
+        """Stop a running rollout after its current steps, close the envs, end the processes, also
+        those that hang: blocks at most about ``step_limit_s``. Idempotent."""
+        self._words[STOP] = 1
+        self._turns.open()
+        idle = self._lock.acquire(timeout=step_limit_s)
+        try:
+            if self._closed:
+                return
+            self._closed = True
+            if idle:
+                for process in self._processes:
+                    if process.ready:
+                        self._send(process, "close")
+                self._children.wait_gone(min(step_limit_s, _CLOSE_S))
+        finally:
+            self._end()
+            if idle:
+                self._lock.release()
+
+    def _end(self) -> None:
+        if self._own_server:
+            self._server.close()
+        else:
+            self._server.kill_children()
+        self._listener.close()
+        for process in self._processes:
+            if process.connection is not None:
+                process.connection.close()

@@ -1,0 +1,164 @@
+"""Memory that the processes of a node share, without a name that could be left behind.
+
+The owner's block is an anonymous file; the others open it through the owner's entry in ``/proc``,
+as its own user may. It lives as long as a tensor over it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+
+from torchrl_dist.collect.spaces import Key
+from torchrl_dist.weights import PackedWeights, find_target, named_tensors
+
+_ALIGN_BYTES = 64
+
+
+class SharedBlock:
+    """``data``: uint8 ``[size_bytes]``. The owner must live when others attach."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._fd = os.memfd_create("torchrl_dist", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, max(1, size_bytes))
+        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        self.data = attach(self.path)
+
+    def close(self) -> None:
+        """Nobody can attach any more; idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            self.close()
+
+
+def attach(path: str) -> Tensor:
+    """The bytes of a block, in memory that is shared with all who attached."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return torch.frombuffer(mmap.mmap(fd, 0), dtype=torch.uint8)
+    finally:
+        os.close(fd)
+
+
+@dataclass(frozen=True)
+class RolloutLayout:
+    """Where the tensors of a rollout ``[num_envs, steps]`` lie in a block.
+
+    ``entries``: key, dtype, shape behind ``[num_envs, steps]``.
+    """
+
+    num_envs: int
+    steps: int
+    entries: tuple[tuple[Key, torch.dtype, tuple[int, ...]], ...]
+
+    @classmethod
+    def of(cls, rows: TensorDictBase, num_envs: int, steps: int) -> RolloutLayout:
+        """Room for rollouts with the keys of ``rows [n, t]``."""
+        items = sorted(rows.items(True, True), key=lambda item: str(item[0]))
+        entries = tuple((key, value.dtype, tuple(value.shape[2:])) for key, value in items)
+        return cls(num_envs, steps, entries)
+
+    def _places(self) -> list[tuple[int, int]]:
+        places, offset = [], 0
+        for _, dtype, shape in self.entries:
+            size = math.prod((self.num_envs, self.steps, *shape)) * dtype.itemsize
+            places.append((offset, size))
+            offset += -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
+        return places
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for _, size in self._places())
+
+    def view(self, data: Tensor) -> TensorDict:
+        """The block as a TensorDict of views."""
+        rollout = TensorDict({}, batch_size=[self.num_envs, self.steps], names=[None, "time"])
+        for (key, dtype, shape), (offset, size) in zip(self.entries, self._places(), strict=True):
+            flat = data[offset : offset + size].view(dtype)
+            rollout.set(key, flat.view(self.num_envs, self.steps, *shape))
+        return rollout
+
+    def fits(self, rows: TensorDictBase) -> bool:
+        """Whether rows can be written into a part of this rollout."""
+        return (
+            rows.ndim == 2
+            and rows.shape[0] <= self.num_envs
+            and rows.shape[1] <= self.steps
+            and RolloutLayout.of(rows, self.num_envs, self.steps) == self
+        )
+
+
+class SharedWeights:
+    """The owner's side: one copy of a policy's weights for all processes of the node."""
+
+    def __init__(self) -> None:
+        self._block: SharedBlock | None = None
+        self._packed: PackedWeights | None = None
+
+    def write(self, packed: PackedWeights) -> None:
+        """Nobody may run the policy meanwhile."""
+        if self._packed is None or self._packed.entries != packed.entries:
+            self._block = SharedBlock(packed.size_bytes)
+        assert self._block is not None
+        self._block.data[: packed.size_bytes].copy_(packed.data)
+        self._packed = PackedWeights(packed.version, packed.entries, self._block.data)
+
+    @property
+    def ticket(self) -> WeightsTicket | None:
+        """What a process needs to use them."""
+        if self._packed is None or self._block is None:
+            return None
+        return WeightsTicket(self._packed.version, self._packed.entries, self._block.path)
+
+
+@dataclass(frozen=True)
+class WeightsTicket:
+    version: int
+    entries: tuple
+    path: str
+
+
+class WeightsView:
+    """A process's side: its module's parameters become views of the shared copy."""
+
+    def __init__(self) -> None:
+        self._path = ""
+        self._buffers: Sequence[tuple[Tensor, Tensor]] = ()
+
+    def take(self, ticket: WeightsTicket, module: nn.Module) -> None:
+        """Make the module, or the part that they fit, use these weights.
+
+        Parameters share the memory, so that later updates cost this process nothing. Buffers are
+        copied: a module may write to its own.
+
+        Raises:
+            ConfigurationError: they fit nothing.
+        """
+        if ticket.path != self._path:
+            packed = PackedWeights(ticket.version, ticket.entries, attach(ticket.path))
+            target = find_target(packed, module)
+            own = named_tensors(target)
+            shared = packed.tensors()
+            buffers = []
+            for name, tensor in own.items():
+                if name not in shared:
+                    continue
+                if isinstance(tensor, nn.Parameter):
+                    tensor.data = shared[name]
+                else:
+                    buffers.append((tensor, shared[name]))
+            self._buffers, self._path = buffers, ticket.path
+        for own_buffer, source in self._buffers:
+            own_buffer.copy_(source)
