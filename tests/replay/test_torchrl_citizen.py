@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import threading
@@ -14,9 +15,22 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
-from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-from torchrl.data.replay_buffers.samplers import PrioritizedSampler
+from tensordict import TensorDict, tensorclass
+from torchrl.data import (
+    FlatStorageCheckpointer,
+    LazyTensorStorage,
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    RandomSampler,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+    TensorDictReplayBuffer,
+    TensorDictRoundRobinWriter,
+)
+from torchrl.data.replay_buffers import Sequence
+from torchrl.data.replay_buffers.samplers import ConsumingSampler
 from torchrl.data.replay_buffers.scheduler import LambdaScheduler, LinearScheduler, StepScheduler
 
 from tests.replay.conftest import make_rows
@@ -26,6 +40,7 @@ from torchrl_dist import (
     SharedCursorWriter,
     SharedMemmapStorage,
     SharedPrioritizedSampler,
+    SharedRandomSampler,
     SharedReplayBuffer,
 )
 
@@ -283,6 +298,207 @@ def test_another_threads_sampling_does_not_hold_up_writes_and_updates(make_buffe
         sampling.join(30)
 
 
+def _options(name: str) -> dict:
+    """Constructor arguments that cannot be right over rows that others write."""
+    samplers = {
+        "RandomSampler": RandomSampler,
+        "SamplerWithoutReplacement": SamplerWithoutReplacement,
+        "ConsumingSampler": lambda: ConsumingSampler(1),
+        "SliceSampler": lambda: SliceSampler(slice_len=2, traj_key="id"),
+        "SliceSamplerWithoutReplacement": lambda: SliceSamplerWithoutReplacement(slice_len=2),
+        "PrioritizedSampler": lambda: PrioritizedSampler(16, 0.6, 0.4),
+        "PrioritizedSliceSampler": lambda: PrioritizedSliceSampler(16, 0.6, 0.4, slice_len=2),
+    }
+    if name in samplers:
+        try:
+            return {"sampler": samplers[name]()}
+        except RuntimeError as error:
+            if "SegmentTree" not in str(error):
+                raise
+            pytest.skip("TorchRL's compiled priority trees do not load with this torch")
+    return {
+        "sample_unit": {"sample_unit": Sequence(length=2)},
+        "consume_after_n_samples": {"consume_after_n_samples": 1},
+        "shared": {"shared": True},
+        "dim_extend": {"dim_extend": 1},
+        "compilable": {"compilable": True},
+        "checkpointer": {"checkpointer": FlatStorageCheckpointer()},
+    }[name]
+
+
+@BUFFERS
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        *[
+            (name, f"{name} keeps count .* use Shared")
+            for name in (
+                "RandomSampler",
+                "SamplerWithoutReplacement",
+                "ConsumingSampler",
+                "SliceSampler",
+                "SliceSamplerWithoutReplacement",
+                "PrioritizedSampler",
+                "PrioritizedSliceSampler",
+            )
+        ],
+        ("consume_after_n_samples", "ConsumingSampler"),
+        ("sample_unit", "SharedSliceSampler"),
+        ("shared", "leave it out"),
+        ("dim_extend", "dim_extend=1"),
+        ("compilable", "leave it out"),
+        ("checkpointer", "leave it out"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_when_the_buffer_is_built(
+    folder: Path, kind, option: str, message: str
+) -> None:
+    storage = SharedMemmapStorage(16, scratch_dir=folder, job_id="test")
+    options = _options(option)
+    arguments = {"sampler": SharedRandomSampler(), "writer": SharedCursorWriter(), **options}
+    with pytest.raises(ConfigurationError, match=message):
+        kind(storage=storage, batch_size=4, **arguments)
+    rb = kind(  # the same storage is good for a right one
+        storage=storage, sampler=SharedRandomSampler(), writer=SharedCursorWriter(), batch_size=4
+    )
+    rb.extend(make_rows(range(8)))
+    assert len(rb.sample()) == 4
+    if "sampler" in options:
+        rb.set_sampler(options["sampler"])
+        with pytest.raises((ConfigurationError, RuntimeError, KeyError)):
+            rb.sample()
+    storage.close()
+
+
+def test_a_buffer_of_ours_needs_only_a_storage(folder: Path) -> None:
+    rb = SharedReplayBuffer(
+        storage=lambda: SharedMemmapStorage(8, scratch_dir=folder, job_id="test"), batch_size=4
+    )
+    rb.extend(make_rows(range(8)).set("td_error", torch.ones(8)))  # not prioritized: ignored
+    rb.update_tensordict_priority(rb.sample())
+    assert isinstance(rb.sampler, SharedRandomSampler)
+    with pytest.raises(ConfigurationError, match="leave writer= out"):
+        SharedReplayBuffer(storage=LazyTensorStorage(8), writer=TensorDictRoundRobinWriter())
+    rb.storage.close()
+
+
+@BUFFERS
+def test_rows_written_in_place_are_new_rows_and_parts_of_rows_are_refused(
+    make_buffer, kind
+) -> None:
+    rb = make_buffer(16, alpha=1.0, kind=kind)
+    rb.extend(make_rows(range(10)))
+    sampled = rb.sample(64).set("td_error", torch.full((64,), 9.0))
+    new = make_rows(range(70, 80))
+    rb[3] = new[3]
+    rb[4:6] = new[4:6]
+    rb[torch.tensor([7, 6])] = new[[7, 6]]
+    rb[-2] = new[8]
+    rb.write_all(new[:1])
+    generation = rb.writer.generations_of(torch.arange(10))
+    assert generation.tolist() == [2, 1, 1, 2, 2, 2, 2, 2, 2, 1]
+    expected = [70 + i if g == 2 else i for i, g in enumerate(generation.tolist())]
+    for change in (
+        lambda: rb.set_at_("id", torch.zeros(1, dtype=torch.int64), torch.tensor([1])),
+        lambda: rb.set_("id", torch.zeros(10, dtype=torch.int64)),
+        lambda: rb.update_({"id": torch.zeros(10, dtype=torch.int64)}),
+        lambda: rb.__setitem__("id", torch.zeros(10, dtype=torch.int64)),
+        lambda: rb.__setitem__(("next", "obs"), torch.zeros(10, 4)),
+        lambda: rb.__setitem__(1, {"id": torch.tensor(0)}),
+        lambda: rb.__setitem__(1, new[1].exclude("obs")),
+        lambda: rb.update_if_present(
+            index=torch.tensor([1]), generation=generation[1:2], patch={"id": torch.tensor([0])}
+        ),
+    ):
+        with pytest.raises(RuntimeError):  # ConfigurationError, or TorchRL's own
+            change()
+    assert rb[:]["id"].tolist() == rb[...]["id"].tolist() == expected
+    assert rb.writer.generations_of(torch.arange(10)).tolist() == generation.tolist()
+    rb.update_tensordict_priority(sampled)  # of the rows that were there before
+    old = set(sampled["index"].tolist()) & {1, 2, 9}
+    leaves = rb.storage.directory.tree.leaves
+    np.testing.assert_allclose(leaves[:10], [9.0 if i in old else 1.0 for i in range(10)])
+
+
+@tensorclass
+class Step:
+    obs: torch.Tensor
+
+
+@pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer, SharedReplayBuffer])
+@pytest.mark.parametrize("data", ["tensorclass", "tensor", "string", "one row"])
+def test_rows_that_are_no_tensordicts_are_refused_before_anything_is_stored(
+    folder: Path, kind, data: str
+) -> None:
+    rb = kind(
+        storage=SharedMemmapStorage(8, scratch_dir=folder, job_id="test"),
+        sampler=SharedRandomSampler(),
+        writer=SharedCursorWriter(),
+    )
+    given = {
+        "tensorclass": Step(torch.zeros(3), batch_size=[3]),
+        "tensor": torch.zeros(3),
+        "string": TensorDict({"obs": torch.zeros(3), "name": "x"}, [3]),
+        "one row": TensorDict({"obs": torch.zeros(3)}, []),
+    }[data]
+    with pytest.raises(ValueError):  # ConfigurationError is one, TorchRL's own class raises it
+        rb.extend(given)
+    assert rb.storage.directory.rows is None
+    rb.extend(Step(torch.zeros(3), batch_size=[3]).to_tensordict())
+    assert len(rb) == 3
+    rb.storage.close()
+
+
+def test_another_row_spec_or_capacity_in_another_process_is_an_error_there(make_buffer) -> None:
+    rb = make_buffer(16)
+    rb.extend(make_rows(range(8)))
+    folder = rb.storage.scratch_dir
+
+    def other() -> None:
+        with pytest.raises(ConfigurationError, match="missing 'obs'; unknown 'pixels'"):
+            rb.extend(make_rows(range(2)).rename_key_("obs", "pixels"))
+        with pytest.raises(ConfigurationError, match="is torch.float32 .4. per row, stored as"):
+            rb.extend(make_rows(range(2)).float().set("id", torch.arange(2)))
+        with pytest.raises(DirectoryError, match="capacity 16, asked for 32"):
+            SharedMemmapStorage(32, scratch_dir=folder, job_id="test")
+
+    _in_a_forked_process(other)
+    assert rb[:]["id"].tolist() == list(range(8)) and len(rb) == 8
+
+
+def test_a_forked_buffer_with_prefetched_batches_goes_on_in_both_processes(make_buffer) -> None:
+    rb = make_buffer(64, kind=SharedReplayBuffer, prefetch=4)
+    rb.extend(make_rows(range(32)))
+    for _ in range(3):
+        rb.sample()
+    again = pickle.dumps(rb)
+
+    def attach() -> None:
+        mine = pickle.loads(again)  # TorchRL's prefetch threads do not survive a fork
+        mine.extend(make_rows(range(100, 116)))
+        for _ in range(8):
+            mine.update_tensordict_priority(mine.sample().set("td_error", torch.ones(16)))
+
+    _in_a_forked_process(attach)
+    assert len(rb) == 48
+    seen = {i for _ in range(20) for i in rb.sample()["id"].tolist()}
+    assert seen & set(range(100, 116))
+
+
+def test_a_dump_replaces_an_earlier_one_as_a_whole(make_buffer, tmp_path: Path) -> None:
+    rb = make_buffer(64)
+    for rows in (range(32), range(0)):
+        if len(rows):
+            rb.extend(make_rows(rows))
+        else:
+            rb.empty()
+        rb.dumps(tmp_path)
+        rb.extend(make_rows(range(50, 60)))
+        rb.loads(tmp_path)
+        assert len(rb) == len(rows) and rb[:]["id"].tolist() == list(rows)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
 def _write_in_a_spawned_process(rb: TensorDictReplayBuffer) -> None:
     rb.extend(make_rows(range(100, 110)))
 
@@ -360,6 +576,21 @@ def test_a_disk_that_fills_up_is_an_error_and_the_rows_of_others_stay(small_disk
     assert first[:]["id"].tolist() == list(range(16))
     first.close()
     second.close()
+
+
+def test_a_dump_that_does_not_fit_is_an_error_and_leaves_the_earlier_one(
+    small_disk: Path, folder: Path
+) -> None:
+    storage = SharedMemmapStorage(4096, scratch_dir=folder, job_id="test")
+    storage.append(TensorDict({"x": torch.ones(64, 1024)}, [64]))
+    storage.dumps(small_disk / "dump")
+    storage.append(TensorDict({"x": torch.ones(2048, 1024)}, [2048]))
+    with pytest.raises(DirectoryError, match="could not write 8 MiB"):
+        storage.dumps(small_disk / "dump")
+    storage.loads(small_disk / "dump")
+    assert len(storage) == 64
+    assert [path.name for path in small_disk.iterdir()] == ["dump"]
+    storage.close()
 
 
 def _write_and(fail: bool, folder: Path) -> None:

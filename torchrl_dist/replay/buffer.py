@@ -88,9 +88,15 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         priority = None
         if with_priority and isinstance(self._sampler, PrioritizedSampler):
             if data.get(self.priority_key, None) is not None:
-                vector = self._get_priority_vector(data)
+                vector = self._priority_per_row(data)
                 priority = vector.detach().to("cpu", torch.float64).numpy()
         return self._writer.extend(data, priority=priority)
+
+    def _priority_per_row(self, data: TensorDictBase) -> torch.Tensor:
+        priority = data.get(self.priority_key, None)
+        if priority is not None and priority.numel() == data.shape[0]:
+            return priority.reshape(-1)  # nothing to reduce; a reduction costs more than the update
+        return self._get_priority_vector(data)
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Set the priorities of a batch, or of parts of one, from ``data[priority_key]``.
@@ -111,7 +117,7 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
                 "sample of this buffer"
             )
         if data.ndim:
-            priority = self._get_priority_vector(data)
+            priority = self._priority_per_row(data)
         else:
             priority = torch.as_tensor(self._get_priority_item(data))
         self.update_priority(

@@ -59,6 +59,7 @@ FORMAT = 1
 MAX_MEMBERS = 1024
 MAX_CLAIMS = 1024
 _CONTROL_WORDS = 64
+_BLOCK_BYTES = 4096
 
 # columns of the claim table, int64 [MAX_CLAIMS, 4]
 CLAIM_COUNT, CLAIM_FIRST, CLAIM_MEMBER, CLAIM_STATE = range(4)
@@ -703,6 +704,23 @@ def _allocate(path: Path, size: int) -> None:
         raise
     finally:
         os.close(fd)
+
+
+def require_room(folder: Path, sizes: list[int]) -> None:
+    """Make sure that files of these sizes fit, for a library that would map sparse ones.
+
+    Raises:
+        DirectoryError: if the disk is too full.
+    """
+    wanted = sum(-(-size // _BLOCK_BYTES) + 1 for size in sizes) * _BLOCK_BYTES
+    try:
+        _allocate(folder / "room", max(wanted, 1))
+    except OSError as error:
+        raise DirectoryError(
+            f"could not write {wanted / 2**20:.0f} MiB to {folder.parent}: {error}; free "
+            "space there"
+        ) from error
+    (folder / "room").unlink()
 
 
 def _map(path: Path, size: int) -> mmap.mmap:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import os
 import platform
+import shutil
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,7 @@ from torchrl_dist.replay.directory import (
     Word,
     close_directory,
     open_directory,
+    require_room,
 )
 from torchrl_dist.replay.placement import split_rows
 from torchrl_dist.replay.priorities import check_priorities
@@ -446,6 +449,8 @@ class SharedMemmapStorage(TensorStorage):
             return self.as_rows(batch[2])
         if isinstance(index, (int, np.integer)):
             return self._get_slots(np.array([int(index)], dtype=np.int64))[0]
+        if index is Ellipsis:
+            index = slice(None)
         if isinstance(index, slice):
             slots = np.arange(*index.indices(self._directory.high))
             versions = self._directory.versions[slots]
@@ -614,11 +619,25 @@ class SharedMemmapStorage(TensorStorage):
     register_load_hook = register_save_hook
 
     def dumps(self, path: str | os.PathLike[str]) -> None:
-        """Write :meth:`snapshot` to a folder, as memory-mapped tensors and JSON."""
-        if self.initialized:
-            self.snapshot().memmap(os.fspath(path), copy_existing=True)
-        else:
-            os.makedirs(path, exist_ok=True)
+        """Write :meth:`snapshot` to a folder, as memory-mapped tensors and JSON.
+
+        What an earlier call wrote there is replaced once the new files are complete.
+
+        Raises:
+            DirectoryError: if the disk has no room for both; the earlier files stay.
+        """
+        target = Path(os.path.abspath(path))
+        beside = target.with_name(f".{target.name}.new-{os.getpid()}")
+        try:
+            beside.mkdir(parents=True)
+            if self.initialized:
+                snapshot = self.snapshot()
+                require_room(beside, [leaf.nbytes for leaf in snapshot.values(True, True)])
+                snapshot.memmap(os.fspath(beside), copy_existing=True)
+            shutil.rmtree(target, ignore_errors=True)
+            os.replace(beside, target)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
 
     def loads(self, path: str | os.PathLike[str]) -> None:
         """:meth:`restore` what :meth:`dumps` wrote."""

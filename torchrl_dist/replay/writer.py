@@ -74,6 +74,8 @@ class SharedCursorWriter(Writer):
         """
         if isinstance(data, (list, tuple)):
             data = torch.stack(list(data))
+        if not getattr(data, "batch_size", True):
+            raise ConfigurationError("extend takes a batch of rows [n, ...], got one row: use add")
         if not len(data):
             raise ConfigurationError("extend needs at least one row, got an empty batch")
         index, generation = self._storage.append(data, priority)
