@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, RandomSampler, TensorDictReplayBuffer
-from torchrl.data.replay_buffers.writers import TensorDictRoundRobinWriter
+from torchrl.data import LazyTensorStorage, RandomSampler, ReplayBuffer, TensorDictReplayBuffer
+from torchrl.data.replay_buffers.writers import RoundRobinWriter, TensorDictRoundRobinWriter
+from torchrl.envs import DoubleToFloat
 
 from tests.replay.conftest import folder, make_rows  # noqa: F401
 from torchrl_dist import (
@@ -173,3 +174,79 @@ def test_a_state_dict_brings_the_rows_back(buffer) -> None:
     buffer.extend(make_rows(range(90, 120)))
     buffer.load_state_dict(state)
     assert len(buffer) == 10 and ids(buffer[:]) == list(range(10))
+
+
+def test_a_dump_brings_rows_cursor_and_count_back(buffer, tmp_path: Path) -> None:
+    buffer.extend(make_rows(range(30)))
+    stored = ids(buffer[:])
+    buffer.dumps(tmp_path)
+    buffer.extend(make_rows(range(90, 100)))
+    buffer.loads(tmp_path)
+    assert ids(buffer[:]) == stored and buffer.write_count == 30
+    assert buffer.extend(make_rows(range(2))).tolist() == [6, 7]
+
+
+def test_single_rows_are_added_behind_the_others(buffer) -> None:
+    buffer.extend(make_rows(range(CAPACITY - 1)))
+    for value in (50, 51):
+        index = buffer.add(make_rows(range(value, value + 1))[0])
+        assert int(index) == (value - 51) % CAPACITY
+    assert ids(buffer[:]) == [51, *range(1, CAPACITY - 1), 50]
+
+
+def test_transforms_work_on_the_way_in_and_out(buffer) -> None:
+    buffer.append_transform(DoubleToFloat(in_keys=["obs"], in_keys_inv=[]))
+    buffer.append_transform(lambda rows: rows.set("twice", 2 * rows["id"]))
+    rows = make_rows(range(10))
+    buffer.extend(rows)
+    batch = buffer.sample()
+    assert batch["obs"].dtype == torch.float32 and (batch["twice"] == 2 * batch["id"]).all()
+    assert "index" not in rows.keys() and "twice" not in rows.keys()
+
+
+def test_iteration_goes_on_as_rows_come(buffer) -> None:
+    buffer.extend(make_rows(range(4)))
+    seen: set[int] = set()
+    for turn, batch in enumerate(buffer):
+        seen |= set(ids(batch))
+        if turn == 20:
+            buffer.extend(make_rows(range(4, 8)))
+        if turn == 60:
+            break
+    assert seen == set(range(8))
+
+
+def test_rows_at_given_slots_are_replaced(buffer) -> None:
+    buffer.extend(make_rows(range(10)))
+    new = make_rows(range(60, 70))
+    buffer[2] = new[2]
+    buffer[4:6] = new[4:6]
+    buffer[torch.tensor([9, 7])] = new[[9, 7]]
+    expected = [60 + i if i in (2, 4, 5, 7, 9) else i for i in range(10)]
+    assert ids(buffer[:]) == expected and len(buffer) == 10 and buffer.write_count >= 10
+    assert ids(buffer[torch.arange(10) < 3]) == expected[:3]
+
+
+@pytest.mark.parametrize("kind", ["torchrl", "shared"])
+def test_prefetch_and_a_plain_replay_buffer(kind: str, folder: Path) -> None:  # noqa: F811
+    shared = kind == "shared"
+    buffer = ReplayBuffer(
+        storage=SharedMemmapStorage(CAPACITY, scratch_dir=folder, job_id="test")
+        if shared
+        else LazyTensorStorage(CAPACITY),
+        sampler=SharedPrioritizedSampler(CAPACITY, 0.6, 0.4) if shared else RandomSampler(),
+        writer=SharedCursorWriter() if shared else RoundRobinWriter(track_generations=True),
+        batch_size=8,
+        prefetch=3,
+    )
+    buffer.extend([row for row in make_rows(range(10))])
+    buffer.add(make_rows(range(10, 11))[0])
+    for _ in range(10):
+        batch, info = buffer.sample(return_info=True)
+        assert ids(batch) == info["index"].tolist()
+        assert (info["index_generation"] == buffer.writer.generations_of(info["index"])).all()
+    buffer.empty()
+    assert len(buffer) == 0
+    buffer.shutdown()
+    if shared:
+        buffer.storage.close()
