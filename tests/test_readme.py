@@ -33,6 +33,14 @@ def test_every_rank_sees_the_rows_of_all(program: Path) -> None:
     assert not (program.parent / "replay").exists()
 
 
+@pytest.mark.parametrize("program", ["learn.py"], indirect=True)
+def test_ranks_that_learn_together_end_with_one_checksum(program: Path) -> None:
+    job = run_job([str(program)], nproc=2)
+    assert job.returncode == 0, job
+    (checksum,) = {job.log(rank).splitlines()[-1].split(": ")[1] for rank in range(2)}
+    assert len(checksum) == 16
+
+
 @pytest.mark.parametrize("program", ["collect.py"], indirect=True)
 def test_the_collector_example_prints_its_batches(program: Path) -> None:
     done = subprocess.run(

@@ -215,7 +215,7 @@ def _play(options: argparse.Namespace) -> int:
 
 
 def _add_bench(commands: argparse._SubParsersAction) -> None:
-    from .bench import collect, law, replay
+    from .bench import collect, ddp, law, replay
 
     bench = commands.add_parser("bench", help="measure", description="Run a benchmark.")
     questions = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
@@ -225,3 +225,5 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     collect.add_options(questions.add_parser("collect", help=summary))
     summary = "the sampling law of a buffer spread over workers beside a single buffer's"
     law.add_options(questions.add_parser("law", help=summary))
+    summary = "from which batch and network on it pays to learn on several ranks"
+    ddp.add_options(questions.add_parser("ddp", help=summary))

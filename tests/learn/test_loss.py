@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from torch import nn
 from torch.distributions import Categorical
 from torchrl.data import TensorDictReplayBuffer
-from torchrl.modules import QValueActor
+from torchrl.modules import BatchRenorm1d, QValueActor
 from torchrl.objectives import DQNLoss, HardUpdate, LossModule, SoftUpdate, ValueEstimators
 
 from tests.learn.losses import (
@@ -110,6 +110,7 @@ def test_copies_are_refused() -> None:
         (lambda: DistributedLoss(make_loss("dqn")), "distributed already"),
         (lambda: q_loss(nn.LazyLinear(ACTIONS)), "lazy"),
         (lambda: q_loss(nn.Sequential(mlp(OBSERVATION, 4), nn.BatchNorm1d(4))), "BatchNorm1d"),
+        (lambda: q_loss(nn.Sequential(mlp(OBSERVATION, 4), BatchRenorm1d(4))), "BatchRenorm1d"),
     ],
 )
 def test_what_cannot_be_distributed_is_refused(wrong: Any, message: str) -> None:

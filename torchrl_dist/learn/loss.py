@@ -21,7 +21,7 @@ from ..weights import named_tensors, pack
 from .gradients import GradientAverage
 from .ranks import Ranks
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # SyncBatchNorm is none of them
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class DistributedLoss:
@@ -222,7 +222,12 @@ def _refuse_batch_norm(loss: LossModule) -> None:
     networks = {k: v for k, v in loss.__dict__.items() if isinstance(v, nn.Module)}
     for name, network in {"": loss, **networks}.items():
         for path, module in network.named_modules(prefix=name):
-            if isinstance(module, _BATCH_NORMS) and module.training:
+            has_statistics = getattr(module, "running_mean", None) is not None
+            if (
+                (has_statistics or isinstance(module, _BATCH_NORMS))
+                and module.training
+                and not isinstance(module, nn.SyncBatchNorm)
+            ):
                 raise ConfigurationError(
                     f"{path} is a {type(module).__name__}, which would normalize each rank's rows "
                     "by themselves and keep statistics of its own. Convert the network with "

@@ -150,9 +150,7 @@ class Ranks:
             RemoteError: on the other ranks, if it raised on rank 0, where the exception itself is.
         """
         if not self.is_first:
-            (failure,) = [told for told in self.exchange(None, "what rank 0 does") if told] or [
-                None
-            ]
+            failure = self.exchange(None, "what rank 0 does")[0]
             if failure is not None:
                 raise self._remote_error(failure)
             return None
@@ -247,9 +245,9 @@ class Ranks:
                 waiting = True
                 self._say_waiting()
             work.wait()
+        except RemoteError:
+            raise
         except RuntimeError as error:
-            if isinstance(error, RemoteError):
-                raise
             late = time.monotonic() - start >= self.timeout_s
             raise self._explanation(what, error, late=late) from error
         if waiting:

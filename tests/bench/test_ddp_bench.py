@@ -1,0 +1,58 @@
+"""The benchmark of learning on several ranks, at toy size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from torchrl_dist.bench import ddp
+from torchrl_dist.errors import ConfigurationError
+
+TOY = ["--ranks", "2", "--batches", "16,64", "--widths", "8", "--rounds", "1", "--seconds", "0.1"]
+
+
+@pytest.mark.timeout(90)
+def test_updates_are_split_where_their_time_goes(tmp_path: Path, capsys) -> None:
+    json_file, png = tmp_path / "ddp.jsonl", tmp_path / "ddp.png"
+    options = ["--no-imports", "--json", str(json_file), "--plot", str(png)]
+    assert ddp.main([*TOY, *options]) == 0
+    lines = [json.loads(line) for line in json_file.read_text().splitlines()]
+    found = {(line["peer"], line["ranks"], line["batch"]) for line in lines}
+    alone = {(ddp.ALONE, 1, batch) for batch in (8, 16, 32, 64)}
+    peers = {(p, 2, batch) for p in ddp.PEERS.values() for batch in (16, 64)}
+    assert found == alone | peers
+    for line in lines:
+        parts = line["parts_ms"]
+        assert sum(parts.values()) == pytest.approx(line["update_ms"])
+        assert (parts["averaging"] > 0) == (line["peer"] == ddp.OURS)
+        assert (line["join_ms"] > 0) == (line["peer"] in (ddp.OURS, ddp.TORCH))
+        assert bool(line["verdict"]) == (line["peer"] in (ddp.OURS, ddp.TORCH))
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert "2 ranks pay with width 8:" in capsys.readouterr().out
+
+
+def test_the_verdict_names_the_main_reason() -> None:
+    def of(update_ms: float, saved_ms: float, averaging_ms: float, ranks: int = 2) -> str:
+        line = {
+            "peer": ddp.OURS,
+            "ranks": ranks,
+            "update_ms": update_ms,
+            "speed_up": 10 / update_ms,
+            "saved_ms": saved_ms,
+            "parts_ms": {"averaging": averaging_ms},
+        }
+        return ddp.verdict(line, cpus=2)
+
+    assert of(6, 5, 1) == "pays"
+    assert of(12, 0.5, 1) == "too small: of 10.00 ms, 0.50 depend on the batch"
+    assert of(12, 4, 6) == "averaging (6.00 ms) costs more than is saved (4.00)"
+    assert of(12, 4, 1, ranks=4) == "4 ranks share 2 cores"
+    assert "more than the 4.00 ms" in of(12, 4, 1)
+
+
+def test_batches_must_divide_among_ranks() -> None:
+    for options in (["--ranks", "3", "--batches", "128"], ["--ranks", "1"]):
+        with pytest.raises(ConfigurationError, match="divide among them"):
+            ddp.main(options)

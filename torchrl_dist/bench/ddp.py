@@ -1,0 +1,516 @@
+"""From which point on does it pay to learn on several ranks?
+
+    torchrl-dist bench ddp --json ddp.jsonl --plot ddp.png
+
+One update of TorchRL's DQN on a batch of B rows of 64 floats, with a network of two hidden layers
+of width W: by one process, by one process with as many threads as there are ranks, by ranks with
+B / ranks rows each, whose gradients ``DistributedLoss`` averages (``ours``), and by the same ranks
+under torch's DistributedDataParallel. All ranks are processes of this machine.
+
+An update's time is split where it goes: ``forward`` (the loss), ``backward`` (with copying the
+gradients to and from the buffer that travels), ``averaging`` (the collective, with waiting for the
+slowest rank; torch's runs within ``backward``), ``step`` (optimizer and target network). The last
+column says whether ranks pay, and if not, why: ``saved`` is what one process saves when it has
+B / ranks rows instead of B, the most that ranks can gain.
+
+Start-up: ``import`` (of TorchRL, in as many processes at once as there are ranks), ``join``
+(torch.distributed, until all ranks are there), ``wrap`` (comparing losses, copying rank 0's
+parameters).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torchrl_dist.bench.command import (
+    TerminatedError,
+    above_zero,
+    counts,
+    folder_in,
+    names,
+    say,
+    terminable,
+)
+from torchrl_dist.errors import ConfigurationError, TorchRLDistError
+
+ALONE, THREADS, OURS, TORCH = "one process", "threads", "ours", "torch ddp"
+PEERS = {"threads": THREADS, "ours": OURS, "torch": TORCH}
+PARTS = ("forward", "backward", "averaging", "step")
+_OBSERVATION, _ACTIONS = 64, 8
+_WARM_UP, _UPDATES_AT_ONCE = 3, 5
+_LITTLE = 0.1  # a saving below this part of an update cannot pay for anything
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement: ``peer`` with ``ranks`` processes (or threads) and ``batch`` rows in all."""
+
+    peer: str
+    ranks: int
+    batch: int
+    width: int
+    seconds: float
+    timeout_s: float
+
+
+@dataclass
+class Result:
+    """The median update of rank 0, and its start-up, in milliseconds."""
+
+    update_ms: float
+    parts_ms: dict[str, float]
+    join_ms: float = 0.0
+    wrap_ms: float = 0.0
+
+
+@dataclass
+class Rounds:
+    """The results of all rounds, by cell; medians over rounds."""
+
+    results: dict[Cell, list[Result]] = field(default_factory=dict)
+
+    def median(self, cell: Cell, value: str, part: str | None = None) -> float:
+        found = [getattr(result, value) for result in self.results[cell]]
+        return statistics.median(f[part] if part else f for f in found)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and its options."""
+    parser.description = __doc__
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    for option, default, text in (
+        ("--ranks", "2,4", "processes that learn together"),
+        ("--batches", "128,1024,8192", "rows of all ranks together"),
+        ("--widths", "64,256,1024", "of the hidden layers"),
+    ):
+        parser.add_argument(
+            option, type=counts, default=counts(default), metavar="N,M", help=f"{text} ({default})"
+        )
+    parser.add_argument(
+        "--peers",
+        type=names(list(PEERS)),
+        default=list(PEERS),
+        metavar="A,B",
+        help=f"some of {','.join(PEERS)}, beside one process (default: all)",
+    )
+    parser.add_argument("--rounds", type=above_zero(int), default=3, help="(default: 3)")
+    parser.add_argument(
+        "--seconds", type=above_zero(float), default=1.0, help="per measurement (default: 1)"
+    )
+    parser.add_argument(
+        "--no-imports", action="store_true", help="do not measure how long imports take"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append a line per result")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the speed-ups")
+    parser.add_argument(
+        "--timeout-s", type=above_zero(float), default=120.0, help="per measurement (default: 120)"
+    )
+    parser.set_defaults(command=run)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse ``argv`` and :func:`run`."""
+    parser = argparse.ArgumentParser(prog="torchrl-dist bench ddp")
+    add_options(parser)
+    return run(parser.parse_args(argv))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print tables. Blocks for minutes; Ctrl-C ends it in order and prints what is there.
+
+    Returns:
+        0; 1 if a measurement failed; 130 or 143 after SIGINT or SIGTERM.
+
+    Raises:
+        ConfigurationError: a batch does not divide among ranks, or a file has no folder.
+    """
+    from torchrl_dist.bench.replay_peers import versions
+    from torchrl_dist.bench.table import append_json
+
+    for batch, ranks in itertools.product(options.batches, options.ranks):
+        if batch % ranks or ranks < 2:
+            raise ConfigurationError(
+                f"--batches {batch} and --ranks {ranks}: expected 2 ranks or more, and batches "
+                "that divide among them"
+            )
+    for path in (options.json, options.plot):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigurationError(f"{path}: there is no folder {path.absolute().parent}")
+    rounds = Rounds()
+    imports: dict[int, float] = {}
+    status = 0
+    try:
+        with terminable():
+            if not options.no_imports:
+                imports = {n: _import_seconds(n) for n in sorted({1, *options.ranks})}
+            status = _measure_all(options, rounds)
+    except KeyboardInterrupt:
+        status = 128 + signal.SIGINT
+    except TerminatedError:
+        status = 128 + signal.SIGTERM
+    lines = list(_lines(rounds))
+    _print(lines, rounds, imports)
+    if options.json is not None:
+        extra = {"seconds": options.seconds, "cpus": os.cpu_count(), "versions": versions([])}
+        append_json(options.json, lines, {"bench": "ddp", "import_s": imports, **extra})
+    if options.plot is not None:
+        _plot(options.plot, lines)
+    return status
+
+
+def plan(options: argparse.Namespace) -> list[Cell]:
+    """What one round measures, cells that are compared with one another side by side."""
+    cells: dict[Cell, None] = {}  # a set that keeps its order
+    for width, batch in itertools.product(options.widths, options.batches):
+
+        def cell(peer: str, ranks: int, rows: int, width: int = width) -> Cell:
+            return Cell(peer, ranks, rows, width, options.seconds, options.timeout_s)
+
+        cells[cell(ALONE, 1, batch)] = None
+        for ranks in options.ranks:
+            cells[cell(ALONE, 1, batch // ranks)] = None
+            for name in options.peers:
+                cells[cell(PEERS[name], ranks, batch)] = None
+    return list(cells)
+
+
+def _measure_all(options: argparse.Namespace, rounds: Rounds) -> int:
+    from torchrl_dist.bench.processes import Launcher
+
+    failed: set[Cell] = set()
+    with Launcher() as launcher:
+        for _, cell in itertools.product(range(options.rounds), plan(options)):
+            if cell in failed:
+                continue
+            try:
+                with folder_in(Path(tempfile.gettempdir())) as folder:
+                    result = launcher.run(
+                        measure,
+                        cell,
+                        str(folder),
+                        folder=folder,
+                        timeout_s=cell.timeout_s,
+                        environment={"GLOO_SOCKET_IFNAME": "lo", "RL_WARNINGS": "False"},
+                    )
+            except TorchRLDistError as error:
+                failed.add(cell)
+                say(f"{_label(cell)}: failed: {error}")
+                continue
+            rounds.results.setdefault(cell, []).append(result)
+            say(f"{_label(cell)}: {result.update_ms:.2f} ms per update")
+    return 1 if failed else 0
+
+
+def _label(cell: Cell) -> str:
+    return f"{cell.peer} x{cell.ranks}, batch {cell.batch}, width {cell.width}"
+
+
+def _import_seconds(processes: int) -> float:
+    """Until as many fresh processes as that, started at once, have imported what a rank needs."""
+    command = [sys.executable, "-c", "import torchrl.objectives, torchrl_dist.learn"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    start = time.monotonic()
+    started = [subprocess.Popen(command, env=environment) for _ in range(processes)]
+    try:
+        for process in started:
+            process.wait(120)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    return time.monotonic() - start
+
+
+# ---- in the measuring processes
+
+
+def measure(cell: Cell, folder: str) -> Result:
+    """Run ``cell`` in this process, as rank 0, and in forks of it."""
+    from torchrl_dist.bench.processes import ForkedWorker
+
+    others = 0 if cell.peer in (ALONE, THREADS) else cell.ranks - 1
+    workers = [ForkedWorker(None) for _ in range(others)]
+    try:
+        pending = [w.submit(_learn, cell, folder, i + 1) for i, w in enumerate(workers)]
+        result = _learn(None, cell, folder, 0)
+        for other in pending:
+            other.result(cell.timeout_s)
+    finally:
+        for worker in workers:
+            worker.close()
+    return result
+
+
+def _learn(_: Any, cell: Cell, folder: str, rank: int) -> Result:
+    import torch
+    import torch.distributed as dist
+
+    from torchrl_dist.learn import Ranks
+
+    torch.set_num_threads(cell.ranks if cell.peer == THREADS else 1)
+    joined = time.monotonic()
+    distributed = cell.peer in (OURS, TORCH)
+    if distributed:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=cell.ranks,
+            timeout=timedelta(seconds=cell.timeout_s),
+        )
+    ranks = Ranks(timeout_s=cell.timeout_s)
+    wrapped = time.monotonic()
+    update = _Update(cell, rank)
+    ready = time.monotonic()
+    try:
+        for _ in range(_WARM_UP):
+            update()
+        update.times.clear()
+        while not ranks.any(time.monotonic() > ready + cell.seconds and len(update.times) > 4):
+            for _ in range(_UPDATES_AT_ONCE):
+                update()
+    finally:
+        if distributed:
+            dist.destroy_process_group()
+    median = sorted(update.times, key=lambda t: sum(t.values()))[len(update.times) // 2]
+    return Result(
+        update_ms=1e3 * sum(median.values()),
+        parts_ms={part: 1e3 * seconds for part, seconds in median.items()},
+        join_ms=1e3 * (wrapped - joined) if distributed else 0.0,
+        wrap_ms=1e3 * update.wrap_s,
+    )
+
+
+class _Update:
+    """One DQN update of this rank on its part of a batch, with a stop watch."""
+
+    def __init__(self, cell: Cell, rank: int) -> None:
+        import torch
+        from torch import nn
+        from torchrl.modules import QValueActor
+        from torchrl.objectives import DQNLoss, SoftUpdate
+
+        torch.manual_seed(rank)
+        width = cell.width
+        network = nn.Sequential(
+            nn.Linear(_OBSERVATION, width),
+            nn.ReLU(),
+            nn.Linear(width, width),
+            nn.ReLU(),
+            nn.Linear(width, _ACTIONS),
+        )
+        actor = QValueActor(network, in_keys=["observation"], action_space="categorical")
+        loss = DQNLoss(actor, action_space="categorical", delay_value=True)
+        loss.make_value_estimator(gamma=0.99)
+        rows = cell.batch // (cell.ranks if cell.peer in (OURS, TORCH) else 1)
+        self.times: list[dict[str, float]] = []
+        self._batch = _rows(rows)
+        self._averaging_s = 0.0
+        start = time.monotonic()
+        self._losses = self._wrap(cell.peer, loss)
+        self.wrap_s = time.monotonic() - start
+        self._optimizer = torch.optim.Adam(loss.parameters(), lr=1e-4)
+        self._target = SoftUpdate(loss, tau=0.01)
+
+    def _wrap(self, peer: str, loss: Any) -> Any:
+        from torch import nn
+        from torch.nn.parallel import DistributedDataParallel
+
+        from torchrl_dist.learn import DistributedLoss
+
+        if peer == TORCH:
+
+            class Tensors(nn.Module):  # DistributedDataParallel does not look into a TensorDict
+                def __init__(self) -> None:
+                    super().__init__()
+                    self.loss = loss
+
+                def forward(self, batch: Any) -> Any:
+                    return self.loss(batch)["loss"]
+
+            return DistributedDataParallel(Tensors(), broadcast_buffers=False)
+        if peer == OURS:
+            loss = DistributedLoss(loss)
+            reduce = loss.ranks.all_reduce
+
+            def timed(*args: Any) -> None:
+                start = time.perf_counter()
+                reduce(*args)
+                self._averaging_s = time.perf_counter() - start
+
+            loss.ranks.all_reduce = timed
+        return lambda batch: loss(batch)["loss"]
+
+    def __call__(self) -> None:
+        start = time.perf_counter()
+        value = self._losses(self._batch)
+        forward = time.perf_counter()
+        self._optimizer.zero_grad()
+        value.backward()
+        backward = time.perf_counter()
+        self._optimizer.step()
+        self._target.step()
+        end = time.perf_counter()
+        self.times.append(
+            {
+                "forward": forward - start,
+                "backward": backward - forward - self._averaging_s,
+                "averaging": self._averaging_s,
+                "step": end - backward,
+            }
+        )
+
+
+def _rows(count: int) -> Any:
+    import torch
+    from tensordict import TensorDict
+
+    def observations() -> Any:
+        return torch.randn(count, _OBSERVATION)
+
+    ended = torch.zeros(count, 1, dtype=torch.bool)
+    following = {
+        "observation": observations(),
+        "reward": torch.randn(count, 1),
+        "terminated": ended,
+        "done": ended.clone(),
+    }
+    return TensorDict(
+        {
+            "observation": observations(),
+            "action": torch.randint(_ACTIONS, (count,)),
+            "next": TensorDict(following, [count]),
+        },
+        [count],
+    )
+
+
+# ---- what becomes of it
+
+
+def _lines(rounds: Rounds) -> Iterator[dict[str, Any]]:
+    """One JSON object per measured cell, with the speed-up over one process and the verdict."""
+    for cell in rounds.results:
+        update = rounds.median(cell, "update_ms")
+        alone = _alone(cell, rounds, cell.batch)
+        part = _alone(cell, rounds, cell.batch // cell.ranks)
+        line = {
+            "peer": cell.peer,
+            "ranks": cell.ranks,
+            "batch": cell.batch,
+            "width": cell.width,
+            "update_ms": update,
+            "parts_ms": {p: rounds.median(cell, "parts_ms", p) for p in PARTS},
+            "join_ms": rounds.median(cell, "join_ms"),
+            "wrap_ms": rounds.median(cell, "wrap_ms"),
+            "rounds": len(rounds.results[cell]),
+            "speed_up": alone / update if alone else None,
+            "saved_ms": alone - part if alone and part and cell.ranks > 1 else None,
+        }
+        yield {**line, "verdict": verdict(line, os.cpu_count() or 1)}
+
+
+def _alone(cell: Cell, rounds: Rounds, batch: int) -> float | None:
+    same = Cell(ALONE, 1, batch, cell.width, cell.seconds, cell.timeout_s)
+    return rounds.median(same, "update_ms") if same in rounds.results else None
+
+
+def verdict(line: dict[str, Any], cpus: int) -> str:
+    """Whether ranks pay in this line, and the main reason if they do not."""
+    if line["peer"] not in (OURS, TORCH) or line["speed_up"] is None or line["saved_ms"] is None:
+        return ""
+    if line["speed_up"] > 1.05:
+        return "pays"
+    alone, saved = line["update_ms"] * line["speed_up"], line["saved_ms"]
+    if saved < _LITTLE * alone:
+        return f"too small: of {alone:.2f} ms, {max(0.0, saved):.2f} depend on the batch"
+    averaging = line["parts_ms"]["averaging"]
+    if averaging > saved:
+        return f"averaging ({averaging:.2f} ms) costs more than is saved ({saved:.2f})"
+    if line["ranks"] > cpus:
+        return f"{line['ranks']} ranks share {cpus} cores"
+    return f"what ranks add is more than the {saved:.2f} ms that they save"
+
+
+def _print(lines: list[dict[str, Any]], rounds: Rounds, imports: dict[int, float]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=150)
+    table = Table(title="one update, ms")
+    for column in ("width", "batch", "peer", "ranks"):
+        table.add_column(column)
+    for column in ("update", *PARTS, "speed-up", "saved"):
+        table.add_column(column, justify="right")
+    table.add_column("verdict")
+    for line in lines:
+        table.add_row(
+            *(str(line[name]) for name in ("width", "batch", "peer", "ranks")),
+            f"{line['update_ms']:.2f}",
+            *(f"{line['parts_ms'][part]:.2f}" for part in PARTS),
+            *(
+                "" if line[name] is None else f"{line[name]:.2f}"
+                for name in ("speed_up", "saved_ms")
+            ),
+            line["verdict"],
+        )
+    console.print(table)
+    for ranks in sorted({line["ranks"] for line in lines if line["peer"] == OURS}):
+        console.print(_summary([x for x in lines if x["peer"] == OURS and x["ranks"] == ranks]))
+    if imports:
+        told = ", ".join(f"{n} at once {s:.1f} s" for n, s in imports.items())
+        console.print(f"import of TorchRL in fresh processes: {told}")
+    started = [line for line in lines if line["peer"] == OURS]
+    if started:
+        join, wrap = (statistics.median(x[n] for x in started) for n in ("join_ms", "wrap_ms"))
+        console.print(f"join {join:.0f} ms, wrap {wrap:.0f} ms (medians of ours)")
+
+
+def _summary(lines: list[dict[str, Any]]) -> str:
+    """From which batch on ranks pay, for each width."""
+    told = []
+    for width in sorted({line["width"] for line in lines}):
+        pays = [x["batch"] for x in lines if x["width"] == width and x["verdict"] == "pays"]
+        told.append(f"width {width}: " + (f"from batch {min(pays)} on" if pays else "never here"))
+    return f"{lines[0]['ranks']} ranks pay with " + "; ".join(told)
+
+
+def _plot(path: Path, lines: list[dict[str, Any]]) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    drawn = [line for line in lines if line["peer"] == OURS and line["speed_up"]]
+    for ranks, width in sorted({(line["ranks"], line["width"]) for line in drawn}):
+        of_curve = [x for x in drawn if (x["ranks"], x["width"]) == (ranks, width)]
+        axis.plot(
+            [x["batch"] for x in of_curve],
+            [x["speed_up"] for x in of_curve],
+            marker="o",
+            label=f"{ranks} ranks, width {width}",
+        )
+    axis.axhline(1, color="gray", linewidth=1)
+    axis.set(xscale="log", xlabel="rows per update", ylabel="speed-up over one process")
+    axis.set_title(f"DQN updates with DistributedLoss, {os.cpu_count()} cores")
+    if drawn:
+        axis.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
