@@ -234,6 +234,25 @@ def test_ranks_may_reach_different_parameters(two_ranks: LearningRanks) -> None:
     assert_close({name: first[name] for name in actor}, halved)
 
 
+def added_to_by_one_rank() -> dict[str, Tensor]:
+    """A second pass that only rank 0 lets reach the actor, without clearing gradients."""
+    loss = distributed("td3")
+    total(loss(part_of(make_batch("td3", ROWS), "equal"))).backward()
+    losses = loss(part_of(make_batch("td3", ROWS), "equal"))
+    (total(losses) if dist.get_rank() == 0 else losses["loss_qvalue"]).backward()
+    return gradients(loss)
+
+
+def test_gradients_of_an_earlier_pass_stay_in_the_sum(two_ranks: LearningRanks) -> None:
+    first, second = two_ranks.run(added_to_by_one_rank)
+    assert_close(first, second, atol=0)
+    alone = make_loss("td3")
+    total(alone(make_batch("td3", ROWS))).backward()
+    alone(make_batch("td3", ROWS))["loss_qvalue"].backward()
+    (alone(make_batch("td3", ROWS)[:6])["loss_actor"] / 2).backward()
+    assert_close(first, gradients(alone), atol=1e-6)
+
+
 def after_a_failed_pass() -> dict[str, Tensor]:
     loss = distributed("dqn")
     batch = part_of(make_batch("dqn", ROWS), "equal")

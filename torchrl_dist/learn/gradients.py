@@ -100,15 +100,16 @@ class GradientAverage:
         if self._local or not self._reached:
             return
         parameters = list(self._parameters.values())
+        # Reached earlier, by a pass that raised, and set to None since: not reached.
         reached = [i in self._reached and p.grad is not None for i, p in enumerate(parameters)]
         self._reached.clear()
         buffer, count = self._buffer, len(parameters)
         header = torch.tensor([1.0, *map(float, reached)], dtype=buffer.dtype, device="cpu")
         buffer[: 1 + count].copy_(header)
-        for name, parameter, view, here in zip(
-            self._parameters, parameters, self._views, reached, strict=True
-        ):
-            if not here:
+        for (name, parameter), view in zip(self._parameters.items(), self._views, strict=True):
+            # Also what this pass did not reach here: if another rank's did, the gradients that an
+            # earlier pass left on all ranks must come out as they were.
+            if parameter.grad is None:
                 view.zero_()
             elif parameter.grad.is_sparse:
                 raise ConfigurationError(

@@ -35,7 +35,8 @@ class DistributedLoss:
     - All ranks start from rank 0's parameters, targets and buffers.
     - After each backward pass, gradients are averaged over the ranks: those that the pass reached,
       wherever its loss came from (``loss(batch)``, ``loss.actor_loss(batch)``, one forward with
-      several backward passes). Clip and step afterwards, as ever.
+      several backward passes). Clip and step afterwards, as ever. ``torch.autograd.grad`` gives
+      this rank's own.
     - A rank weighs as much as its batch has rows (valid ones, where ``loss_mask_key`` finds a
       mask). So the average is the gradient of one process on all rows, if the loss is a mean over
       rows. It is not for what is computed over a rank's rows first, as a normalized advantage:

@@ -12,12 +12,11 @@ import argparse
 import json
 from pathlib import Path
 
-import gymnasium
-import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict.nn import TensorDictSequential
 from torchrl.data import TensorDictReplayBuffer
-from torchrl.modules import QValueActor
+from torchrl.envs import GymEnv
+from torchrl.modules import EGreedyModule, QValueActor
 from torchrl.objectives import DQNLoss, SoftUpdate
 
 from ..learn import DistributedLoss
@@ -31,20 +30,19 @@ from ..runtime import Session, session
 from .evaluate import evaluate
 from .q_network import QNetwork
 
-CAPACITY, BATCH, STEPS_PER_UPDATE, LEARNING_STARTS = 50_000, 128, 8, 1_000
+CAPACITY, BATCH, FRAMES_PER_UPDATE, LEARNING_STARTS = 50_000, 128, 8, 1_000
 
 
-def train(job: Session, replay: Path, checkpoint: Path, updates: int, seed: int) -> dict:
-    """Learn until ``updates`` or a stop signal; every rank calls it and gets the same metrics."""
+def train(job: Session, output: Path, updates: int, seed: int) -> dict:
+    """Learn until ``updates`` or a stop signal; called by every rank. Rank 0 leaves ``loss.pt``."""
     torch.set_num_threads(1)
     network = QNetwork(4, 2, (64, 64))
     actor = QValueActor(network, in_keys=["observation"], action_space="categorical")
     dqn = DQNLoss(actor, delay_value=True, double_dqn=True, action_space="categorical")
-    dqn.make_value_estimator(gamma=0.99)
     with DistributedLoss(dqn, timeout_s=job.timeout_s) as loss:
         ranks = loss.ranks
         buffer = TensorDictReplayBuffer(
-            storage=SharedMemmapStorage(CAPACITY, scratch_dir=replay),
+            storage=SharedMemmapStorage(CAPACITY, scratch_dir=output / "replay"),
             sampler=SharedPrioritizedSampler(CAPACITY, alpha=0.6, beta=0.4),
             writer=SharedCursorWriter(),
             batch_size=BATCH // ranks.size,
@@ -52,8 +50,12 @@ def train(job: Session, replay: Path, checkpoint: Path, updates: int, seed: int)
         )
         optimizer = torch.optim.Adam(loss.parameters(), lr=2e-3)
         target = SoftUpdate(loss, tau=0.05)
-        steps = Steps(network, seed=ranks.seed(seed))
-        update = 0
+        env = GymEnv("CartPole-v1", categorical_action_encoding=True)
+        env.set_seed(ranks.seed(seed) % 2**31)
+        explore = EGreedyModule(env.action_spec, eps_init=1.0, eps_end=0.05,
+                                annealing_num_steps=updates // 2 or 1)  # fmt: skip
+        policy = TensorDictSequential(actor, explore)
+        state, frames, update = env.reset(), 0, 0
         while not ranks.any(job.stop_requested or update >= updates):  # all ranks meet here
             if len(buffer) >= LEARNING_STARTS:
                 anneal_beta(buffer.sampler, update, steps=updates)  # once for the job
@@ -64,50 +66,21 @@ def train(job: Session, replay: Path, checkpoint: Path, updates: int, seed: int)
                 optimizer.step()
                 target.step()
                 buffer.update_tensordict_priority(batch)
+                explore.step()
                 update += 1
-            epsilon = max(0.05, 1 - 2 * update / updates)
-            buffer.extend(steps.take(STEPS_PER_UPDATE // ranks.size or 1, epsilon))
-        ranks.on_first(torch.save, loss.state_dict(), checkpoint)
+            rows = []
+            for _ in range(FRAMES_PER_UPDATE // ranks.size or 1):
+                with torch.no_grad():
+                    row, state = env.step_and_maybe_reset(policy(state))
+                rows.append(row.select("observation", "action", "next"))
+            buffer.extend(torch.stack(rows))
+            frames += len(rows)
+        ranks.on_first(torch.save, loss.state_dict(), output / "loss.pt")
         result = {"ranks": ranks.size, "updates": update, "rows": len(buffer)}
-        result |= ranks.sums({"frames": steps.taken}) | {"checksum": loss.check_drift()}
+        result |= ranks.sums({"frames": frames}) | {"checksum": loss.check_drift()}
         buffer.storage.close()
     returns = evaluate(network, "CartPole-v1", episodes=20, seed=seed)
     return result | {"return": sum(returns) / len(returns)}
-
-
-class Steps:
-    """One environment of this rank, and a network's steps in it."""
-
-    def __init__(self, values: QNetwork, seed: int) -> None:
-        self._values, self._env = values, gymnasium.make("CartPole-v1")
-        self._observation, _ = self._env.reset(seed=seed)
-        self.taken = 0
-
-    @torch.no_grad()
-    def take(self, count: int, epsilon: float) -> TensorDict:
-        """``[count]`` transitions, epsilon-greedily."""
-        rows = []
-        for _ in range(count):
-            if torch.rand(()) < epsilon:
-                action = int(torch.randint(2, ()))
-            else:
-                action = int(self._values(torch.as_tensor(self._observation)).argmax())
-            following, reward, terminated, truncated, _ = self._env.step(action)
-            ended = terminated or truncated
-            rows.append((self._observation, action, following, [reward], [terminated], [ended]))
-            self._observation = self._env.reset()[0] if ended else following
-        self.taken += count
-        names = ("observation", "action", "next", "reward", "terminated", "done")
-        columns = map(np.array, zip(*rows, strict=True))
-        row = {name: torch.from_numpy(c) for name, c in zip(names, columns, strict=True)}
-        following = {
-            "observation": row["next"],
-            "reward": row["reward"].float(),
-            "terminated": row["terminated"],
-            "done": row["done"],
-        }
-        start = {"observation": row["observation"], "action": row["action"]}
-        return TensorDict({**start, "next": TensorDict(following, [count])}, [count])
 
 
 def main() -> None:
@@ -118,13 +91,7 @@ def main() -> None:
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     with session({"learner": -1}, process_group="gloo", timeout_s=120) as job:
-        result = train(
-            job,
-            options.output / "replay",
-            options.output / "loss.pt",
-            options.updates,
-            options.seed,
-        )
+        result = train(job, options.output, options.updates, options.seed)
         if job.is_driver:
             print(json.dumps(result))
 
