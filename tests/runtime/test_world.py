@@ -33,6 +33,25 @@ SLURM = {
 }
 
 
+FABRIC = {
+    "WORLD_SIZE": "4",
+    "NODE_RANK": "0",
+    "LOCAL_RANK": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "1234",
+}
+
+
+def test_fabrics_processes_belong_to_the_job_of_the_script_that_started_them():
+    world = World.from_env(FABRIC)
+    assert (world.launcher, world.global_rank, world.world_size) == ("fabric", 2, 4)
+    assert world.one_node and world.job_id == process_stamp(os.getppid())
+    script = World.from_env({**FABRIC, "LOCAL_RANK": "0"})
+    assert script.job_id == process_stamp(os.getpid())
+    with pytest.raises(ConfigurationError, match="several nodes .* torchrun"):
+        World.from_env({**FABRIC, "MASTER_ADDR": "node0"})
+
+
 def test_torchrun_environment_is_read_completely():
     world = World.from_env(TORCHRUN)
     assert (world.global_rank, world.world_size, world.local_rank) == (5, 8, 1)

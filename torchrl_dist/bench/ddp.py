@@ -21,6 +21,7 @@ parameters).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import os
 import signal
@@ -239,10 +240,14 @@ def _import_seconds(processes: int) -> float:
 
 def measure(cell: Cell, folder: str) -> Result:
     """Run ``cell`` in this process, as rank 0, and in forks of it."""
+    import torchrl.objectives  # noqa: F401 (once, before the forks)
+
     from torchrl_dist.bench.processes import ForkedWorker
 
+    if cell.peer == TORCH:
+        import torch._dynamo  # noqa: F401 (DistributedDataParallel does, for seconds)
     others = 0 if cell.peer in (ALONE, THREADS) else cell.ranks - 1
-    workers = [ForkedWorker(None) for _ in range(others)]
+    workers = [ForkedWorker(contextlib.ExitStack()) for _ in range(others)]
     try:
         pending = [w.submit(_learn, cell, folder, i + 1) for i, w in enumerate(workers)]
         result = _learn(None, cell, folder, 0)
@@ -271,15 +276,15 @@ def _learn(_: Any, cell: Cell, folder: str, rank: int) -> Result:
             world_size=cell.ranks,
             timeout=timedelta(seconds=cell.timeout_s),
         )
-    ranks = Ranks(timeout_s=cell.timeout_s)
-    wrapped = time.monotonic()
-    update = _Update(cell, rank)
-    ready = time.monotonic()
-    try:
+    try:  # a rank that fails leaves, so that the others fail as well and do not wait
+        ranks = Ranks(timeout_s=cell.timeout_s)
+        wrapped = time.monotonic()
+        update = _Update(cell, rank)
         for _ in range(_WARM_UP):
             update()
         update.times.clear()
-        while not ranks.any(time.monotonic() > ready + cell.seconds and len(update.times) > 4):
+        end = time.monotonic() + cell.seconds
+        while not ranks.any(time.monotonic() > end and len(update.times) > 4):
             for _ in range(_UPDATES_AT_ONCE):
                 update()
     finally:

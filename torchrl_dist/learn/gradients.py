@@ -28,8 +28,9 @@ class GradientAverage:
 
         grad = sum_r weight_r * grad_r / sum_r weight_r,
 
-    with the rank's count of rows as its weight. ``grad_r`` is all that has been accumulated there;
-    what was averaged before is the same on all ranks, and stays what it is.
+    with what the rank's mean divides by as its weight: its count of rows, as a rule. ``grad_r`` is
+    all that has been accumulated there; what was averaged before is the same on all ranks, and
+    stays what it is.
 
     One collective per backward pass: the weight, a flag per parameter (reached by this rank or not)
     and all gradients travel in one buffer, so that ranks may reach different parameters.

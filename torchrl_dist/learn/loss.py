@@ -38,9 +38,10 @@ class DistributedLoss:
       several backward passes). Clip and step afterwards, as ever. ``torch.autograd.grad`` gives
       this rank's own.
     - A rank weighs as much as its batch has rows (valid ones, where ``loss_mask_key`` finds a
-      mask). So the average is the gradient of one process on all rows, if the loss is a mean over
-      rows. It is not for what is computed over a rank's rows first, as a normalized advantage:
-      normalize over all rows before. Losses with ``reduction="sum"`` weigh the same everywhere.
+      mask; with their importance weights, where there are some, because TorchRL's losses divide by
+      the sum of these). So the average is the gradient of one process on all rows, if the loss is a
+      mean over rows. It is not for what is computed over a rank's rows first, as a normalized
+      advantage: normalize over all rows before. With ``reduction="sum"`` all ranks weigh the same.
     - ``loss.ranks`` answers what ranks must agree on, and does what only one of them should.
     - ``with DistributedLoss(...) as loss:`` tells the waiting ranks the exception that leaves the
       block, with its traceback.
@@ -204,17 +205,24 @@ def _counting(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _count_rows(loss: LossModule, batch: Any) -> float | Tensor:
-    """How many rows the losses are means over; 1 if that cannot be seen."""
+    """What the losses' mean divides by: the count of rows, or the sum of their weights; 1 if that
+    cannot be seen."""
     if not isinstance(batch, TensorDictBase) or getattr(loss, "reduction", "mean") == "sum":
         return 1.0
     key = loss.loss_mask_key
     keys = AUTO_LOSS_MASK_KEYS if key == "auto" else () if key is None else (key,)
-    masks = [mask for key in keys if (mask := batch.get(key, default=None)) is not None]
-    if not masks:
+    factors = [mask for key in keys if (mask := batch.get(key, default=None)) is not None]
+    weight_key = getattr(loss.tensor_keys, "priority_weight", None)
+    if weight_key is not None and loss.use_prioritized_weights in (True, "auto"):
+        weights = batch.get(weight_key, default=None)
+        if weights is not None:
+            # TorchRL divides by the sum of the weights of the rows that it has, not by their count.
+            factors.append(weights)
+    if not factors:
         return float(batch.batch_size.numel())  # batch.numel() is 1 where it is empty
-    # A mask may have a trailing dimension of one, like the rewards it goes with.
-    valid = [mask.reshape(*batch.batch_size, -1).all(-1) for mask in masks]
-    return functools.reduce(torch.logical_and, valid).sum()
+    # There may be a trailing dimension of one, like that of the rewards.
+    per_row = [factor.reshape(*batch.batch_size, -1)[..., 0] for factor in factors]
+    return functools.reduce(torch.mul, per_row).sum()
 
 
 def _refuse_batch_norm(loss: LossModule) -> None:

@@ -18,6 +18,8 @@ from ..errors import ConfigurationError
 JOB_ID_VARIABLE = "TORCHRL_DIST_JOB_ID"
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# What Lightning Fabric sets in the script and in the copies of it that it starts.
+_FABRIC = ("WORLD_SIZE", "NODE_RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_JOB_ID")
 
 
@@ -26,8 +28,9 @@ class World:
     """This process's place in the job, as its launcher gave it.
 
     ``job_id`` is the same in every process of one node and after a restart by the launcher, and
-    differs between two launches. ``launcher`` is ``"torchrun"``, ``"slurm"``, ``"local"`` (a
-    child of, or the caller of, ``local_cluster``) or ``"single"``.
+    differs between two launches. ``launcher`` is ``"torchrun"``, ``"slurm"``, ``"fabric"``
+    (Lightning Fabric's own, on one node), ``"local"`` (a child of, or the caller of,
+    ``local_cluster``) or ``"single"``.
     """
 
     global_rank: int
@@ -58,7 +61,9 @@ class World:
             ConfigurationError: some of a launcher's variables are missing or cannot be right.
         """
         env = os.environ if environ is None else environ
-        if "RANK" in env or "WORLD_SIZE" in env:
+        if "RANK" not in env and all(env.get(name) for name in _FABRIC):
+            world = _from_fabric(env)
+        elif "RANK" in env or "WORLD_SIZE" in env:
             world = _from_torchrun(env)
         elif "SLURM_PROCID" in env and "SLURM_STEP_ID" in env:
             world = _from_slurm(env)
@@ -133,6 +138,30 @@ def _from_torchrun(env: Mapping[str, str]) -> World:
         job_id=process_stamp(os.getppid()) if run_id == "none" else run_id,
         restart_count=_integer(env, "TORCHELASTIC_RESTART_COUNT", default=0),
         launcher="torchrun",
+    )
+
+
+def _from_fabric(env: Mapping[str, str]) -> World:
+    world_size, local_rank = _integer(env, "WORLD_SIZE", at_least=1), _integer(env, "LOCAL_RANK")
+    if env["MASTER_ADDR"] not in ("127.0.0.1", "localhost"):
+        raise ConfigurationError(
+            f"Lightning Fabric started this process for several nodes (MASTER_ADDR="
+            f"{env['MASTER_ADDR']}), and its variables do not say how many processes a node has. "
+            "Start the job with torchrun, which Fabric recognizes."
+        )
+    return World(
+        global_rank=local_rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=world_size,
+        node_rank=0,
+        host=socket.gethostname(),
+        master_addr=env["MASTER_ADDR"],
+        master_port=_integer(env, "MASTER_PORT", at_least=1),
+        # The script that the user started is local rank 0, and the parent of the others.
+        job_id=process_stamp(os.getppid() if local_rank else os.getpid()),
+        restart_count=0,
+        launcher="fabric",
     )
 
 
