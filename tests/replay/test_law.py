@@ -164,7 +164,8 @@ def test_torchrls_sampler_draws_by_the_same_law(folder: Path, alpha: float) -> N
     ours = attach(folder, _CAPACITY, alpha=alpha)
     for rb in (ours, theirs):
         rb.extend(rows_of(range(_CAPACITY)))
-        rb.update_priority(torch.arange(_CAPACITY), priority_of(torch.arange(_CAPACITY)))
+        # their tree takes nothing but float32
+        rb.update_priority(torch.arange(_CAPACITY), priority_of(torch.arange(_CAPACITY)).float())
     drawn = np.zeros(_CAPACITY, dtype=np.int64)
     for _ in range(_DRAWS // _BATCH):
         index, _ = theirs.sampler.sample(theirs.storage, _BATCH)
