@@ -20,7 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
+from ..errors import (
+    ConfigurationError,
+    DeadlineError,
+    PeerLostError,
+    RemoteError,
+    TorchRLDistError,
+)
 from ..runtime import World, current_session
 from ..runtime.world import process_stamp
 
@@ -212,12 +218,17 @@ class Ranks:
                     self._store.set("failure", json.dumps(self._description(error)))
 
     def _description(self, error: BaseException) -> list[Any]:
+        if type(error) in (DeadlineError, PeerLostError):  # about a third rank
+            return [self.index, str(error), type(error).__name__]
         message = traceback.format_exception_only(error)[-1].strip()
         return [self.index, message, "".join(traceback.format_exception(error))]
 
-    def _remote_error(self, description: list[Any]) -> RemoteError:
+    def _remote_error(self, description: list[Any]) -> Exception:
         index, message, trace = description
         who = self.members[index]
+        for kind in (DeadlineError, PeerLostError):
+            if trace == kind.__name__:
+                return kind(f"{message} (says {who})")
         return RemoteError(message, peer=f"rank {index}", host=who.host, remote_traceback=trace)
 
     def _raise_reported(self) -> None:
@@ -245,7 +256,7 @@ class Ranks:
                 waiting = True
                 self._say_waiting()
             work.wait()
-        except RemoteError:
+        except TorchRLDistError:  # reported by another rank
             raise
         except RuntimeError as error:
             late = time.monotonic() - start >= self.timeout_s
@@ -276,7 +287,7 @@ class Ranks:
             self._arrived(keys, _GRACE_S)
             self._raise_reported()
             absent = self._absent(keys)
-        except RemoteError as reported:
+        except TorchRLDistError as reported:
             return reported
         except dist.DistError:  # the store died with its process
             absent = []
