@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests import netns
-from tests.netns import Host, run_torchrun
+from tests.netns import Host, HostJob, run_tasks, run_torchrun
+from torchrl_dist.errors import DeadlineError, PeerLostError
 from torchrl_dist.runtime import session
 
 pytestmark = [
@@ -26,6 +28,13 @@ def network() -> Iterator[list[Host]]:
         yield network
     assert not any(name.startswith("rlhosts-") for name in os.listdir("/dev/shm"))
     assert not any(name.startswith("rlhosts-") for name in netns._namespaces())
+
+
+def wait_for(path: Path, timeout_s: float = 60, job: HostJob | None = None) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path.name} does not appear\n{job}"
+        time.sleep(0.05)
 
 
 def everybody_calls_everybody(folder: str) -> None:
@@ -46,3 +55,93 @@ def test_ranks_on_three_hosts_know_their_nodes_and_call_each_other(network, tmp_
     facts = [json.loads((tmp_path / f"facts{rank}").read_text()) for rank in range(4)]
     places = [(0, 0), (0, 1), (1, 0), (2, 0)]
     assert facts == [[node, local, f"host{node}", "torchrun", False] for node, local in places]
+
+
+# Long enough for two busy cores to answer; what waits longer than this must have failed.
+TIMEOUT_S = 8.0
+
+
+def the_driver_loses_a_host(folder: str, while_away: str) -> None:
+    """The driver waits in a call to the last host, which then goes away."""
+    with session(ROLES, timeout_s=TIMEOUT_S) as me:
+        if me.is_driver:
+            assert [me.call(peer, os.getpid) for peer in me.peers[1:]]
+            Path(folder, "ready").touch()
+            wait_for(Path(folder, "disturbed"))
+            start = time.monotonic()
+            if while_away == "silent":  # its kernel may answer, it does not
+                with pytest.raises(DeadlineError, match="collector1 on host2 did not answer"):
+                    me.call(me.peers[2], os.getpid, timeout_s=0.5)
+                assert me.lost() == ()
+            with pytest.raises(PeerLostError, match="collector1 on host2"):
+                me.call(me.peers[2], time.sleep, 100, timeout_s=100)
+            # noticed before the call's own deadline, and within the session's
+            assert time.monotonic() - start < 4 * TIMEOUT_S
+            assert [peer.name for peer in me.lost()] == ["collector1"]
+            report = me.lost_reason(me.peers[2])
+            assert me.call(me.peers[1], os.getpid) == me.pid_of(me.peers[1])
+            assert me.call(me.peers[1], lambda: remote_lost()) == ["collector1"]
+            Path(folder, "report").write_text(report)
+            wait_for(Path(folder, "go on"))
+        else:
+            me.serve()
+
+
+def remote_lost() -> list[str]:
+    from torchrl_dist.runtime.remote import current_session
+
+    return [peer.name for peer in current_session().lost()]
+
+
+def start_and_disturb(network, folder: Path, while_away: str, disturb) -> HostJob:
+    arguments = {"folder": str(folder), "while_away": while_away}
+    job = run_tasks(network, the_driver_loses_a_host, arguments, folder)
+    wait_for(folder / "ready", job=job)
+    disturb()
+    (folder / "disturbed").touch()
+    wait_for(folder / "report", job=job)
+    return job
+
+
+def test_when_a_cable_is_pulled_both_sides_know_and_the_others_go_on(network, tmp_path):
+    job = start_and_disturb(network, tmp_path, "silent", network[2].unplug)
+    assert "no sign of life" in (tmp_path / "report").read_text()
+    assert job.wait(30, [2]) == [1], job
+    assert "PeerLostError: the job has ended: learner0 on host0 is lost: no sign" in job.log(2)
+    (tmp_path / "go on").touch()
+    assert job.wait(30, [0, 1]) == [0, 0], job
+
+
+def test_a_host_that_was_paused_too_long_is_told_that_the_job_goes_on_without_it(network, tmp_path):
+    job = start_and_disturb(network, tmp_path, "silent", network[2].pause)
+    assert "no sign of life" in (tmp_path / "report").read_text()
+    network[2].resume()
+    assert job.wait(30, [2]) == [1], job
+    assert "counts collector1 as lost" in job.log(2), job
+    (tmp_path / "go on").touch()
+    assert job.wait(30, [0, 1]) == [0, 0], job
+
+
+def test_when_a_host_is_killed_its_connections_break_at_once(network, tmp_path):
+    job = start_and_disturb(network, tmp_path, "gone", network[2].kill)
+    assert "connection failed" in (tmp_path / "report").read_text()
+    (tmp_path / "go on").touch()
+    assert job.wait(30) == [0, 0, -9], job
+
+
+def the_driver_only_starts(folder: str) -> None:
+    with session(ROLES, timeout_s=TIMEOUT_S, process_group={"collector": "gloo"}) as me:
+        if me.is_driver:
+            assert [me.call(peer, os.getpid) for peer in me.peers[1:]]
+            Path(folder, "ready").touch()
+            time.sleep(100)
+        me.serve()
+
+
+def test_when_the_drivers_host_vanishes_the_others_end_with_an_error(network, tmp_path):
+    job = run_tasks(network, the_driver_only_starts, {"folder": str(tmp_path)}, tmp_path)
+    wait_for(tmp_path / "ready", job=job)
+    network[0].crash()
+    assert job.wait(4 * TIMEOUT_S, [1, 2]) == [1, 1], job
+    for host in (1, 2):
+        assert "the job has ended: learner0 on host0 is lost: no sign of life" in job.log(host)

@@ -51,6 +51,11 @@ class Membership:
         with self._changed:
             return self._lost.get(rank)
 
+    def gone(self, rank: int) -> bool:
+        """Whether ``rank`` is lost or has left in order."""
+        with self._changed:
+            return rank in self._gone()
+
     def wait_until_all_serve(self, timeout_s: float) -> set[int]:
         """Block until every other rank serves or is gone; returns those that do not yet."""
         return self._wait_for(lambda: self._busy(), timeout_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
 import traceback
@@ -32,6 +33,9 @@ _STOP_GRACE_S = 10.0
 _GOODBYE_S = 3.0
 # How long a broken connection waits for the supervisor to say how the process died.
 _CAUSE_S = 1.0
+# Between hosts, of the session's deadline: how often a sign of life is asked for, and how long it
+# may take. Together at most the whole, so that silence is noticed within it.
+_BEAT_EVERY, _BEAT_PATIENCE = 0.25, 0.7
 
 
 class Session:
@@ -82,6 +86,8 @@ class Session:
         self._opened = threading.Event()
         self._at_leave: list[Callable[[bool], None]] = []
         self._at_end: list[Callable[[bool], None]] = []
+        self._no_more_beats = threading.Event()
+        self._beats: threading.Thread | None = None
         if supervised:  # by local_cluster, whose children do nothing but serve
             for peer in self.peers[1:]:
                 self._members.serve(peer.global_rank)
@@ -339,13 +345,16 @@ class Session:
             number, rank = args
             self._members.arrive(number, rank, lambda: answer(()))
         else:
+            reply = ()
             if kind == "serving":
                 self._members.serve(*args)
             elif kind == "leaving":
                 self._left(*args)
             elif kind == "lost":
                 self._lose(*args)
-            answer(())
+            elif kind == "beat":
+                reply = (self._members.why_lost(*args),)
+            answer(reply)
 
     def _left(self, rank: int, reason: str | None) -> None:
         if reason is None or self._ending:
@@ -383,6 +392,32 @@ class Session:
             timeout_s=None,
             done=done,
         )
+
+    def _beat(self, watched: tuple[Peer, ...]) -> None:
+        """Ask for signs of life until the session ends; a thread of its own runs this.
+
+        A host that vanishes closes no connection: without this ``serve`` would wait for ever, and
+        nobody would hear of a loss before calling.
+        """
+        patience_s = _BEAT_PATIENCE * self.timeout_s
+        waiting: set[int] = set()
+
+        def answered(peer: Peer, future: Future) -> None:
+            answer, error = future.result()
+            if isinstance(error, DeadlineError):
+                self._lose(peer.global_rank, f"no sign of life for {patience_s:g} s")
+            elif answer is not None and answer[0] is not None and peer == self._driver:
+                # We were silent: paused, or cut off for a while. The job goes on without us.
+                self._end_job(f"{peer} counts {self.me.name} as lost: {answer[0]}")
+            waiting.discard(peer.global_rank)
+
+        while not self._no_more_beats.wait(_BEAT_EVERY * self.timeout_s):
+            for peer in watched:
+                rank = peer.global_rank
+                if rank not in waiting and not self._members.gone(rank):
+                    waiting.add(rank)
+                    told = self._tell(peer, "beat", self.me.global_rank, timeout_s=patience_s)
+                    told.add_done_callback(functools.partial(answered, peer))
 
     def _end_job(self, reason: str | None) -> None:
         self._end_reason = reason
@@ -489,8 +524,14 @@ class Session:
                 timeout_s=self.timeout_s,
                 handler=self._receive,
             )
-            for peer in self.peers[1:] if self.is_driver else self.peers[:1]:
+            watched = self.peers[1:] if self.is_driver else self.peers[:1]
+            for peer in watched:
                 self._watch(peer)
+            if not world.one_node:
+                self._beats = threading.Thread(
+                    target=self._beat, args=(watched,), name="torchrl_dist-beat", daemon=True
+                )
+                self._beats.start()
         self.process_group = rendezvous.make_process_group(
             process_group, self._member, self.timeout_s
         )
@@ -557,6 +598,7 @@ class Session:
 
     def _tear_down(self, *, clean: bool = False) -> None:
         self._ending = self._closed = True
+        self._no_more_beats.set()
         set_current(None)
         self._objects.clear()
         with contextlib.ExitStack() as steps:  # runs in reverse order, whatever fails
@@ -570,6 +612,8 @@ class Session:
             if self.process_group is not None:
                 steps.callback(dist.destroy_process_group)
             steps.callback(self._run_callbacks, self._at_end, clean)
+            if self._beats is not None:  # it must not send while the transport closes
+                steps.callback(self._beats.join, _GOODBYE_S)
         for rank, futures in self._in_flight.items():
             for future in list(futures):
                 self._settle(rank, future, error=self._lost_error(self.peers[rank]))
@@ -595,7 +639,8 @@ def session(
         roles: counts in rank order, e.g. ``{"learner": 1, "collector": -1}``; one may be -1 and
             takes the rest. Default: every rank is a ``"worker"``.
         world: default ``World.from_env()``.
-        timeout_s: deadline for start-up, and of every call that names none.
+        timeout_s: deadline for start-up, and of every call that names none. In a job of several
+            hosts, a process that gives no sign of life for this long is lost, for good.
         process_group: a torch.distributed backend, such as ``"gloo"``. Each role gets a default
             group of its own; a mapping (``{"learner": "nccl"}``) makes groups for these only.
 
