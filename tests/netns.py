@@ -240,6 +240,20 @@ def _start_everywhere(
     return job
 
 
+def wait_for(path: Path, timeout_s: float = 100, job: HostJob | None = None) -> None:
+    """Block until a process of the job has made this file."""
+    deadline = time.monotonic() + timeout_s
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path.name} does not appear\n{job}"
+        time.sleep(0.05)
+
+
+def leftovers() -> list[str]:
+    """Namespaces and folders of this process that are still there."""
+    mine = f"{_PREFIX}-{os.getpid()}-"
+    return [name for name in [*_namespaces(), *os.listdir("/dev/shm")] if name.startswith(mine)]
+
+
 @functools.cache
 def missing() -> str | None:
     """Why there can be no hosts here; None if there can."""

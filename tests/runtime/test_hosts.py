@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests import netns
-from tests.netns import Host, HostJob, run_tasks, run_torchrun
+from tests.netns import Host, HostJob, run_tasks, run_torchrun, wait_for
 from torchrl_dist.errors import DeadlineError, PeerLostError
 from torchrl_dist.runtime import session
 
@@ -27,15 +26,7 @@ ROLES = {"learner": 1, "collector": -1}
 def network() -> Iterator[list[Host]]:
     with netns.hosts(3) as network:
         yield network
-    assert not any(name.startswith("rlhosts-") for name in os.listdir("/dev/shm"))
-    assert not any(name.startswith("rlhosts-") for name in netns._namespaces())
-
-
-def wait_for(path: Path, timeout_s: float = 60, job: HostJob | None = None) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path.name} does not appear\n{job}"
-        time.sleep(0.05)
+    assert netns.leftovers() == []
 
 
 def everybody_calls_everybody(folder: str) -> None:
@@ -59,7 +50,7 @@ def test_ranks_on_three_hosts_know_their_nodes_and_call_each_other(network, tmp_
 
 
 # Long enough for two busy cores to answer; what waits longer than this must have failed.
-TIMEOUT_S = 8.0
+TIMEOUT_S = 6.0
 
 
 def the_driver_loses_a_host(folder: str, while_away: str) -> None:
@@ -146,57 +137,3 @@ def test_when_the_drivers_host_vanishes_the_others_end_with_an_error(network, tm
     assert job.wait(4 * TIMEOUT_S, [1, 2]) == [1, 1], job
     for host in (1, 2):
         assert "the job has ended: learner0 on host0 is lost: no sign of life" in job.log(host)
-
-
-ROWS = 100
-
-
-def a_replay_buffer_over_restarts(folder: str) -> None:
-    from tensordict import TensorDict
-    from torchrl.data import TensorDictReplayBuffer
-
-    from torchrl_dist import SharedCursorWriter, SharedMemmapStorage, SharedPrioritizedSampler
-
-    with session(timeout_s=TIMEOUT_S) as me:
-        buffer = TensorDictReplayBuffer(
-            storage=SharedMemmapStorage(1000, scratch_dir="/dev/shm/replay"),
-            sampler=SharedPrioritizedSampler(1000, alpha=0.6, beta=0.4),
-            writer=SharedCursorWriter(),
-            batch_size=8,
-        )
-        found = len(buffer)
-        if found == 0:
-            values = torch.arange(ROWS) + 1000 * me.world.node_rank
-            buffer.extend(TensorDict({"value": values}, [ROWS]))
-            me.barrier()
-            Path(folder, "ready").touch()
-            if me.is_driver:
-                me.call(me.peers[2], time.sleep, 100, timeout_s=100)
-            me.serve()
-        else:
-            rows = buffer[:ROWS]["value"]
-            facts = [found, rows.tolist(), me.world.world_size, me.world.restart_count]
-            Path(folder, f"resumed-{me.world.host}").write_text(json.dumps(facts))
-
-
-def test_after_a_host_died_torchrun_goes_on_with_the_rows_of_the_others(network, tmp_path):
-    job = run_torchrun(
-        network,
-        a_replay_buffer_over_restarts,
-        {"folder": str(tmp_path)},
-        tmp_path,
-        nnodes="2:3",
-        max_restarts=1,
-        rdzv_conf="timeout=60,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3",
-    )
-    wait_for(tmp_path / "ready", job=job)
-    assert len(list((network[2].shm / "replay").iterdir())) > 0
-    network[2].crash()
-    assert job.wait(80, [0, 1]) == [0, 0], job
-    for k in (0, 1):
-        found, rows, world_size, restart_count = json.loads(
-            (tmp_path / f"resumed-host{k}").read_text()
-        )
-        assert found == ROWS and rows == [1000 * k + i for i in range(ROWS)]
-        assert world_size == 2 and restart_count == 1
-        assert list(network[k].shm.iterdir()) == []  # the last member of a clean end removes it

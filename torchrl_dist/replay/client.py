@@ -96,7 +96,8 @@ class ReplayClient:
 
     def note_trouble(self, shard: int, error: Exception) -> None:
         """A host did not answer: report it, or raise if too few are left."""
-        answering = sum(link.state is None for link in self.links)
+        others = [link for other, link in enumerate(self.links) if other != shard]
+        answering = sum(link.state is None for link in others)
         if len(self.links) == 1 or answering < self._min_shards:
             raise error
         with self._lock:

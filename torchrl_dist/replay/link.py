@@ -80,8 +80,8 @@ class Link(Protocol):
     ) -> None:
         """Hand an operation over; see ``RemoteLink.put``."""
 
-    def ask(self, count: int, prioritized: bool) -> Future[Answer]:
-        """Draw rows after all operations put before."""
+    def ask(self, count: int | None, prioritized: bool) -> Future[Answer]:
+        """Draw rows after all operations put before; None: only wait for these."""
 
     def flush(self, timeout_s: float) -> None:
         """Block until every operation put before is applied."""
@@ -126,8 +126,11 @@ class LocalLink:
         if written is not None:
             written(*result)
 
-    def ask(self, count: int, prioritized: bool) -> Future[Answer]:
+    def ask(self, count: int | None, prioritized: bool) -> Future[Answer]:
         future: Future[Answer] = Future()
+        if count is None:  # operations are applied as they are put
+            future.set_result(None)
+            return future
         try:
             state, drawn = self._host.draw(count, prioritized, self.max_priority)
             rows = None

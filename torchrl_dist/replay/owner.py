@@ -182,7 +182,7 @@ def host_replay(
         session.remote(
             peer,
             open_host,
-            f"{name}-{shard}",
+            f"{name}-{peers[:shard].count(peer)}",
             shard_capacity,
             parent,
             resume,
@@ -224,7 +224,10 @@ def open_host(name: str, capacity: int, parent: str | None, resume: bool, keep: 
         host = _hosts.get((session.session_id, name))
         if host is None:
             job_id = session.world.job_id
-            folder = f"torchrl_dist-{os.getuid()}-{job_id}-{name}-{session.me.name}"
+            # Only what stays when other hosts are lost: after a restart ranks and shards may have
+            # other numbers, and this node's directory is to be found again.
+            place = f"{name}-{session.world.local_rank}"
+            folder = f"torchrl_dist-{os.getuid()}-{job_id}-{place}"
             storage = SharedMemmapStorage(
                 capacity,
                 scratch_dir=Path(parent or _default_parent(), quote(folder, safe="")),

@@ -1,0 +1,192 @@
+"""One replay buffer over three hosts, each a network namespace, and what can happen to them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from tests import netns
+from tests.netns import Host, HostJob, run_tasks, run_torchrun, wait_for
+from torchrl_dist import (
+    DeadlineError,
+    HostedReplayBuffer,
+    PeerLostError,
+    Session,
+    replay_buffer,
+    session,
+)
+
+pytestmark = [
+    pytest.mark.timeout(150),
+    pytest.mark.skipif(netns.missing() is not None, reason=f"no hosts here: {netns.missing()}"),
+]
+ROLES = {"learner": 1, "collector": -1}
+ROWS = 40  # per host; ids of host k start at 1000 * k
+SESSION_S = 10.0
+BUFFER_S = 1.0
+
+
+@pytest.fixture
+def network() -> Iterator[list[Host]]:
+    with netns.hosts(3) as network:
+        yield network
+    assert netns.leftovers() == []
+
+
+def write_rows(buffer: HostedReplayBuffer, host: int) -> None:
+    buffer.extend(TensorDict({"id": torch.arange(ROWS) + 1000 * host}, [ROWS]))
+    buffer.flush()
+
+
+def over_all_hosts(job: Session) -> HostedReplayBuffer:
+    return replay_buffer(
+        job,
+        capacity=64 * len(job.peers),
+        batch_size=32,
+        hosts=job.peers,
+        prefetch=0,
+        timeout_s=BUFFER_S,
+    )
+
+
+def sample_until(buffer: HostedReplayBuffer, hosts: set[int], timeout_s: float) -> list[str]:
+    """Sample until batches come from exactly these hosts; the warnings on the way."""
+    deadline = time.monotonic() + timeout_s
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        while True:
+            with contextlib.suppress(DeadlineError):
+                batches = [buffer.sample() for _ in range(4)]
+                if {int(i) // 1000 for batch in batches for i in batch["id"]} == hosts:
+                    return [str(warning.message) for warning in caught]
+            assert time.monotonic() < deadline, f"no samples from {hosts} within {timeout_s} s"
+
+
+def the_learner_samples(folder: str, comes_back: bool) -> None:
+    with session(ROLES, timeout_s=SESSION_S) as job:
+        if not job.is_driver:
+            job.serve()
+            return
+        buffer = over_all_hosts(job)
+        alone = replay_buffer(
+            job,
+            "alone",
+            capacity=64,
+            batch_size=8,
+            hosts=[job.peers[2]],
+            prefetch=0,
+            timeout_s=BUFFER_S,
+        )
+        for peer in job.peers:
+            job.call(peer, write_rows, buffer, peer.global_rank)
+        write_rows(alone, 0)
+        assert len(buffer) == 3 * ROWS and len(alone.sample()) == 8
+        sample_until(buffer, {0, 1, 2}, 30)
+        Path(folder, "ready").touch()
+        wait_for(Path(folder, "disturbed"))
+
+        start = time.monotonic()
+        with pytest.raises((DeadlineError, PeerLostError), match="collector1"):
+            alone.sample()
+        assert time.monotonic() - start < 5 * BUFFER_S
+        report = sample_until(buffer, {0, 1}, 20)
+        # nobody asks the host that does not answer, so nobody waits for it any more
+        start = time.monotonic()
+        for _ in range(20):
+            batch = buffer.sample()
+            batch["td_error"] = torch.rand(32)
+            buffer.update_tensordict_priority(batch)
+        assert time.monotonic() - start < 10 * BUFFER_S
+        assert len(buffer) == 2 * ROWS
+        Path(folder, "left out").write_text(json.dumps(report))
+        if comes_back:
+            back = sample_until(buffer, {0, 1, 2}, 40)
+            Path(folder, "back").write_text(json.dumps(back))
+        warnings.simplefilter("ignore")  # closing a client of the lost host is one more warning
+
+
+def run_and_disturb(
+    network: list[Host], folder: Path, disturb: Callable[[], None], *, comes_back: bool
+) -> HostJob:
+    arguments = {"folder": str(folder), "comes_back": comes_back}
+    job = run_tasks(network, the_learner_samples, arguments, folder)
+    wait_for(folder / "ready", job=job)
+    disturb()
+    (folder / "disturbed").touch()
+    wait_for(folder / "left out", job=job)
+    report = json.loads((folder / "left out").read_text())
+    assert len(report) == 1, report  # reported once
+    assert "replay shard 2 (collector1 on host2) is left out, the other 2 go on" in report[0]
+    return job
+
+
+def test_the_others_go_on_when_a_cable_is_pulled_and_the_shard_returns_with_it(network, tmp_path):
+    job = run_and_disturb(network, tmp_path, network[2].unplug, comes_back=True)
+    network[2].plug_in()
+    assert job.wait(60) == [0, 0, 0], job
+    back = json.loads((tmp_path / "back").read_text())
+    assert any("replay shard 2 (collector1 on host2) answers again" in text for text in back)
+    assert [list(host.shm.iterdir()) for host in network] == [[], [], []]
+
+
+def test_the_others_go_on_while_a_host_is_paused(network, tmp_path):
+    job = run_and_disturb(network, tmp_path, network[2].pause, comes_back=True)
+    network[2].resume()
+    assert job.wait(60) == [0, 0, 0], job
+    assert (tmp_path / "back").exists()
+
+
+def test_the_others_go_on_after_a_host_was_killed(network, tmp_path):
+    job = run_and_disturb(network, tmp_path, network[2].kill, comes_back=False)
+    assert job.wait(60) == [0, 0, -9], job
+    assert [list(host.shm.iterdir()) for host in network[:2]] == [[], []]
+
+
+def the_job_is_restarted(folder: str) -> None:
+    with session(ROLES, timeout_s=6) as job:
+        if not job.is_driver:
+            job.serve()
+            return
+        buffer = over_all_hosts(job)
+        if job.world.restart_count == 0:
+            for peer in job.peers:
+                job.call(peer, write_rows, buffer, peer.global_rank)
+            Path(folder, "ready").touch()
+            job.call(job.peers[1], time.sleep, 100, timeout_s=100)
+        rows = [job.call(peer, stored_here, peer.host) for peer in job.peers]
+        facts = [len(buffer), [peer.host for peer in job.peers], rows]
+        Path(folder, "resumed").write_text(json.dumps(facts))
+
+
+def stored_here(host: str) -> list[int]:
+    from torchrl_dist.replay import owner
+
+    (kept,) = owner._hosts.values()
+    return sorted(kept.storage[:ROWS]["id"].tolist())
+
+
+def test_after_a_host_died_torchrun_goes_on_with_all_rows_of_the_others(network, tmp_path):
+    job = run_torchrun(
+        network,
+        the_job_is_restarted,
+        {"folder": str(tmp_path)},
+        tmp_path,
+        nnodes="2:3",
+        max_restarts=1,
+        rdzv_conf="timeout=60,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3",
+    )
+    wait_for(tmp_path / "ready", job=job)
+    network[1].crash()  # the last host gets its number then, and still finds its rows
+    assert job.wait(90, [0, 2]) == [0, 0], job
+    length, hosts, rows = json.loads((tmp_path / "resumed").read_text())
+    assert length == 2 * ROWS and hosts == ["host0", "host2"]
+    assert rows == [[1000 * k + i for i in range(ROWS)] for k in (0, 2)]
+    assert [list(network[k].shm.iterdir()) for k in (0, 2)] == [[], []]
