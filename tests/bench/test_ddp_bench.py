@@ -41,6 +41,7 @@ def test_the_verdict_names_the_main_reason() -> None:
             "update_ms": update_ms,
             "speed_up": 10 / update_ms,
             "saved_ms": saved_ms,
+            "part_alone_ms": 10 - saved_ms,
             "parts_ms": {"averaging": averaging_ms},
         }
         return ddp.verdict(line, cpus=2)
@@ -48,8 +49,9 @@ def test_the_verdict_names_the_main_reason() -> None:
     assert of(6, 5, 1) == "pays"
     assert of(12, 0.5, 1) == "too small: of 10.00 ms, 0.50 depend on the batch"
     assert of(12, 4, 6) == "averaging (6.00 ms) costs more than is saved (4.00)"
-    assert of(12, 4, 1, ranks=4) == "4 ranks share 2 cores"
-    assert "more than the 4.00 ms" in of(12, 4, 1)
+    assert of(12, 4, 1) == "what takes 6.00 ms alone takes 11.00 beside other ranks"
+    assert of(12, 4, 3.9, ranks=4) == "4 ranks share 2 cores"
+    assert "more than the 4.00 ms" in of(12, 4, 3.9)
 
 
 def test_batches_must_divide_among_ranks() -> None:

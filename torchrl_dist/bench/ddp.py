@@ -423,6 +423,7 @@ def _lines(rounds: Rounds) -> Iterator[dict[str, Any]]:
             "wrap_ms": rounds.median(cell, "wrap_ms"),
             "rounds": len(rounds.results[cell]),
             "speed_up": alone / update if alone else None,
+            "part_alone_ms": part,
             "saved_ms": alone - part if alone and part and cell.ranks > 1 else None,
         }
         yield {**line, "verdict": verdict(line, os.cpu_count() or 1)}
@@ -443,6 +444,9 @@ def verdict(line: dict[str, Any], cpus: int) -> str:
     if saved < _LITTLE * alone:
         return f"too small: of {alone:.2f} ms, {max(0.0, saved):.2f} depend on the batch"
     averaging = line["parts_ms"]["averaging"]
+    computing, part = line["update_ms"] - averaging, line["part_alone_ms"]
+    if line["peer"] == OURS and computing - part > max(averaging, saved / 2):
+        return f"what takes {part:.2f} ms alone takes {computing:.2f} beside other ranks"
     if averaging > saved:
         return f"averaging ({averaging:.2f} ms) costs more than is saved ({saved:.2f})"
     if line["ranks"] > cpus:
