@@ -248,6 +248,14 @@ def wait_for(path: Path, timeout_s: float = 100, job: HostJob | None = None) -> 
         time.sleep(0.05)
 
 
+def wait_until_all_are_up(folder: Path) -> None:
+    """Called by each task of ``run_tasks`` before its session, whose deadline is for what happens
+    to hosts and too short for the imports of three processes on a busy machine."""
+    (folder / f"up{os.environ['SLURM_PROCID']}").touch()
+    for rank in range(int(os.environ["SLURM_NTASKS"])):
+        wait_for(folder / f"up{rank}")
+
+
 def leftovers() -> list[str]:
     """Namespaces and folders of this process that are still there."""
     mine = f"{_PREFIX}-{os.getpid()}-"

@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 
 from tests import netns
-from tests.netns import Host, HostJob, run_tasks, run_torchrun, wait_for
+from tests.netns import Host, HostJob, run_tasks, run_torchrun, wait_for, wait_until_all_are_up
 from torchrl_dist import (
     DeadlineError,
     HostedReplayBuffer,
@@ -71,6 +71,7 @@ def sample_until(buffer: HostedReplayBuffer, hosts: set[int], timeout_s: float) 
 
 
 def the_learner_samples(folder: str, comes_back: bool) -> None:
+    wait_until_all_are_up(Path(folder))
     with session(ROLES, timeout_s=SESSION_S) as job:
         if not job.is_driver:
             job.serve()
@@ -151,7 +152,7 @@ def test_the_others_go_on_after_a_host_was_killed(network, tmp_path):
 
 
 def the_job_is_restarted(folder: str) -> None:
-    with session(ROLES, timeout_s=6) as job:
+    with session(ROLES, timeout_s=SESSION_S) as job:
         if not job.is_driver:
             job.serve()
             return

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import netns
-from tests.netns import Host, HostJob, run_tasks, run_torchrun, wait_for
+from tests.netns import Host, HostJob, run_tasks, run_torchrun, wait_for, wait_until_all_are_up
 from torchrl_dist.errors import DeadlineError, PeerLostError
 from torchrl_dist.runtime import session
 
@@ -55,6 +55,7 @@ TIMEOUT_S = 6.0
 
 def the_driver_loses_a_host(folder: str, while_away: str) -> None:
     """The driver waits in a call to the last host, which then goes away."""
+    wait_until_all_are_up(Path(folder))
     with session(ROLES, timeout_s=TIMEOUT_S) as me:
         if me.is_driver:
             assert [me.call(peer, os.getpid) for peer in me.peers[1:]]
@@ -122,6 +123,7 @@ def test_when_a_host_is_killed_its_connections_break_at_once(network, tmp_path):
 
 
 def the_driver_only_starts(folder: str) -> None:
+    wait_until_all_are_up(Path(folder))
     with session(ROLES, timeout_s=TIMEOUT_S, process_group={"collector": "gloo"}) as me:
         if me.is_driver:
             assert [me.call(peer, os.getpid) for peer in me.peers[1:]]
