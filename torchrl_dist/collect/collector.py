@@ -78,6 +78,9 @@ class RPCBatchedCollector(BaseCollector):
         postproc_factory: ``policy of the worker -> postproc``, called there once.
         seed: of all envs and of the workers' random numbers; default: drawn from torch's.
         min_workers: with fewer living workers, iteration raises.
+        worker_timeout_s: a worker whose rollout takes longer (it hangs, or was paused) counts as
+            lost until it answers: others collect its frames, and its late rows are dropped (with
+            ``replay_buffer`` they are in the buffer, beyond ``total_frames``). Default: never.
         timeout_s: bounds the wait for each batch as a whole, and other calls; default the
             session's, which also bounds building the workers.
         categorical_action_encoding: as in TorchRL's ``GymEnv``; for gymnasium envs.
@@ -116,6 +119,7 @@ class RPCBatchedCollector(BaseCollector):
         seed: int | None = None,
         exploration_type: ExplorationType = ExplorationType.RANDOM,
         min_workers: int = 1,
+        worker_timeout_s: float | None = None,
         timeout_s: float | None = None,
         categorical_action_encoding: bool = False,
     ) -> None:
@@ -137,6 +141,7 @@ class RPCBatchedCollector(BaseCollector):
             require_shared(replay_buffer)
         self.max_policy_lag = max_policy_lag
         self.min_workers = min_workers
+        self.worker_timeout_s = worker_timeout_s
         self.timeout_s = timeout_s or (60.0 if session is None else session.timeout_s)
         self.total_frames = total_frames
         self.requested_frames_per_batch = frames_per_batch
@@ -186,7 +191,7 @@ class RPCBatchedCollector(BaseCollector):
         budget = FrameBudget(
             self.total_frames if self.total_frames >= 0 else None, self.readiness.in_rounds
         )
-        crew = Crew(workers, lost, budget, self.readiness, self.min_workers)
+        crew = Crew(workers, lost, budget, self.readiness, self.min_workers, self.worker_timeout_s)
         if not errors and len(workers) < self.min_workers:
             errors = [
                 PeerLostError(
@@ -302,6 +307,53 @@ class RPCBatchedCollector(BaseCollector):
             the seed after those used.
         """
         return self._crew.ask_all("set_seed", seed, static_seed, timeout_s=self.timeout_s)[0]
+
+    def get_attr(self, name: str, env: int | None = None) -> list[Any]:
+        """An attribute of every env of the job in their order, or of one, as a list. Looked up
+        through gymnasium's wrappers; blocks until the rollouts in flight have ended, as the next
+        three do.
+
+        Raises:
+            RemoteError: there is no such attribute.
+            ConfigurationError: no env has that number.
+        """
+        return self._visit(env, "get", name)
+
+    def set_attr(self, name: str, value: Any, env: int | None = None) -> None:
+        """Set an attribute of every env, or of one."""
+        self._visit(env, "set", name, value)
+
+    def call(self, method: str, *args: Any, env: int | None = None, **kwargs: Any) -> list[Any]:
+        """Call a method of every env, or of one, such as ``reset_task``; a result per env.
+
+        Running episodes go on; see :meth:`reset`.
+        """
+        return self._visit(env, "call", method, *args, **kwargs)
+
+    def render(self, env: int = 0) -> Any:
+        """What ``render()`` of that env returns; ``make_env`` chooses the ``render_mode``."""
+        return self._visit(env, "call", "render")[0]
+
+    def reset(self) -> None:
+        """Start new episodes in all envs before the next rollout that is asked for."""
+        self._crew.ask_all("reset", timeout_s=self.timeout_s)
+
+    def _visit(self, env: int | None, what: str, name: str, *args: Any, **kwargs: Any) -> list:
+        if env is None:
+            answers = self._crew.ask_all(
+                "visit_envs", None, what, name, args, kwargs, timeout_s=self.timeout_s
+            )
+            return [result for results in answers for result in results]
+        workers = {worker.index: worker for worker in self._crew.workers}
+        size = self._crew.workers[0].num_envs
+        worker = workers.get(env // size)
+        if worker is None:
+            raise ConfigurationError(
+                f"env={env}: the living workers {sorted(workers)} have {size} envs each"
+            )
+        return worker.handle.call(
+            "visit_envs", env % size, what, name, args, kwargs, timeout_s=self.timeout_s
+        )
 
     def state_dict(self) -> OrderedDict:
         """Progress, small and plain. Envs start anew on loading; weights are the caller's."""

@@ -58,12 +58,15 @@ class Worker:
     num_envs: int
     steps: int
     max_ahead: int
+    specs: dict[str, str]
     in_flight: list[Request] = field(default_factory=list)
     requests: int = 0
     settled: int = 0  # of all requests before this number it is known what came of them
     early: dict[int, Arrival | None] = field(default_factory=dict)  # answers that overtook others
     cut_through: int = -1  # requests up to this number were told to stop early
     inbox: deque[Arrival] = field(default_factory=deque)
+    busy_since: float = 0.0  # time.monotonic() when the first request in flight began
+    given_up: int = 0  # requests in flight that nobody waits for any more
     failure: BaseException | None = None
     lost: bool = False
     sent_version: int = -1
@@ -77,6 +80,7 @@ class Crew:
         workers: at least one.
         names_of_unstarted: workers that were lost before they began.
         min_workers: with fewer living ones, ``gather`` raises.
+        worker_timeout_s: a worker whose rollout takes longer counts as lost, until it answers.
     """
 
     def __init__(
@@ -86,7 +90,9 @@ class Crew:
         budget: FrameBudget,
         readiness: Readiness,
         min_workers: int,
+        worker_timeout_s: float | None = None,
     ) -> None:
+        self._worker_timeout_s = worker_timeout_s
         self.workers = list(workers)
         self._by_index = {worker.index: worker for worker in workers}
         self.budget = budget
@@ -133,6 +139,7 @@ class Crew:
                 while True:
                     for worker in self.workers:
                         self._request(worker)
+                    self._give_up_hanging()
                     if self._note_failures():
                         continue
                     arrived, expected = self._standing()
@@ -155,6 +162,11 @@ class Crew:
         rule_s = self._readiness.deadline_s
         if rule_s is not None and waited_s < rule_s:
             left_s = min(left_s, rule_s - waited_s)
+        if self._worker_timeout_s is not None and left_s > 0:
+            since = min((w.busy_since for w in self.workers if w.in_flight), default=None)
+            if since is not None:
+                hangs_in_s = since + self._worker_timeout_s - time.monotonic()
+                left_s = min(left_s, max(0.001, hangs_in_s))
         if left_s <= 0:
             now = time.monotonic()
             names = ", ".join(
@@ -208,6 +220,21 @@ class Crew:
                 least = math.ceil(least_part * request.share.steps)
                 worker.handle.submit("cut", request.number, least)
 
+    def _give_up_hanging(self) -> None:
+        """Count workers as lost whose rollout takes too long, and free what they were to do."""
+        limit_s = self._worker_timeout_s
+        for worker in self.workers if limit_s is not None else ():
+            if worker.in_flight and time.monotonic() - worker.busy_since > limit_s:
+                worker.failure = PeerLostError(
+                    f"{worker.name}: no rollout within worker_timeout_s={limit_s:g} s"
+                )
+                worker.given_up += len(worker.in_flight)
+                for request in worker.in_flight:
+                    self.budget.give_back(worker.index, request.round, request.share)
+                    worker.early[request.number] = None
+                worker.in_flight.clear()
+                self._settle(worker)
+
     # ---- requests
 
     def _request(self, worker: Worker) -> None:
@@ -247,6 +274,8 @@ class Crew:
             worker.failure = error
             return False
         worker.requests += 1
+        if not worker.in_flight:
+            worker.busy_since = request.begun
         worker.in_flight.append(request)
         future.add_done_callback(partial(self._arrived, worker, request))
         return True
@@ -254,9 +283,13 @@ class Crew:
     def _arrived(self, worker: Worker, request: Request, future: Future) -> None:
         """Called in a thread of the transport when a rollout is here or has failed."""
         with self._cond:
-            worker.in_flight.remove(request)
-            worker.early[request.number] = None
             error = future.exception()
+            if request not in worker.in_flight:
+                self._arrived_late(worker, error)
+                return
+            worker.in_flight.remove(request)
+            worker.busy_since = time.monotonic()
+            worker.early[request.number] = None
             if error is not None:
                 worker.failure = error
                 if isinstance(error, PeerLostError):
@@ -266,14 +299,27 @@ class Crew:
                 if stats.frames:  # else it was closed meanwhile
                     worker.early[request.number] = (request, stats, rows)
                     self.budget.return_frames(request.share.frames - stats.frames)
-            while worker.settled in worker.early:
-                arrival = worker.early.pop(worker.settled)
-                worker.settled += 1
-                if arrival is not None:
-                    worker.inbox.append(arrival)
-                    self._arrivals.append(worker.index)
+            self._settle(worker)
             self._request(worker)
             self._cond.notify_all()
+
+    def _arrived_late(self, worker: Worker, error: BaseException | None) -> None:
+        """Others collect what this was to be: it is dropped, and its worker is welcome again."""
+        worker.given_up -= 1
+        if error is not None:
+            worker.failure = error
+        elif worker.given_up == 0:
+            worker.failure, worker.lost = None, False
+        self._cond.notify_all()
+
+    def _settle(self, worker: Worker) -> None:
+        """Move answers to the inbox in the order of their requests."""
+        while worker.settled in worker.early:
+            arrival = worker.early.pop(worker.settled)
+            worker.settled += 1
+            if arrival is not None:
+                worker.inbox.append(arrival)
+                self._arrivals.append(worker.index)
 
     def _note_failures(self) -> bool:
         """Turn new failures into a warning or an error; whether there were any."""

@@ -41,6 +41,10 @@ class EnvDriver(Protocol):
 
     def close(self) -> None: ...
 
+    @property
+    def target(self) -> Any:
+        """What :func:`torchrl_dist.collect.access.visit` is to visit."""
+
 
 class EnvListDriver:
     """Plain envs in a row. Cheaper than SyncVectorEnv, which merges infos and copies results."""
@@ -84,6 +88,10 @@ class EnvListDriver:
                 self._write(current, i, observation)
         return self._reward, self._terminated, self._truncated
 
+    @property
+    def target(self) -> Any:
+        return self.envs
+
     def _write(self, outs: Arrays, i: int, observation: Any) -> None:
         for leaf, out in zip(self.leaves, outs, strict=True):
             leaf.write(out[i, ...], observation)
@@ -108,6 +116,10 @@ class _VectorDriver:
 
     def __repr__(self) -> str:
         return repr(self.env)
+
+    @property
+    def target(self) -> Any:
+        return self.env
 
     def _write(self, observation: Any, outs: Arrays) -> None:
         for leaf, out in zip(self.leaves, outs, strict=True):

@@ -36,6 +36,7 @@ from torchrl_dist.collect.env_process import (
     dump_registrations,
 )
 from torchrl_dist.collect.shared_block import RolloutLayout, SharedBlock, SharedWeights
+from torchrl_dist.collect.specs import require_equal_specs
 from torchrl_dist.collect.worker import RolloutStats, RolloutWorker, Turns, WorkerConfig, WorkerInfo
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
 from torchrl_dist.runtime import ForkServer
@@ -126,6 +127,13 @@ class NodeWorker:
             self._listener.listen(self._count)
             self._children = self._server.start(self._job(), range(self._count))
             infos = self._await_all(time.monotonic() + _START_S)
+        except BaseException:
+            self._end()
+            raise
+        self._specs = infos[0].specs
+        names = {f"env process {i}": info.specs for i, info in enumerate(infos)}
+        try:
+            require_equal_specs(names)
         except BaseException:
             self._end()
             raise
@@ -284,7 +292,7 @@ class NodeWorker:
     # ---- the verbs of a worker
 
     def describe(self) -> WorkerInfo:
-        return WorkerInfo(self.num_envs, self.steps, socket.gethostname(), os.getpid())
+        return WorkerInfo(self.num_envs, self.steps, socket.gethostname(), os.getpid(), self._specs)
 
     def set_weights(self, packed: PackedWeights) -> None:
         """As ``RolloutWorker.set_weights``; one copy for all processes."""
@@ -305,22 +313,45 @@ class NodeWorker:
         self._base = base
         self._tell_all("set_trajectory_base", base)
 
-    def _tell_all(self, method: str, *args: Any) -> list[Any]:
+    def reset(self) -> None:
+        """As ``RolloutWorker.reset``."""
+        self._tell_all("reset")
+
+    def visit_envs(
+        self, index: int | None, what: str, name: str, args: tuple, kwargs: dict
+    ) -> list[Any]:
+        """As ``RolloutWorker.visit_envs``."""
+        if index is None:
+            answers = self._tell_all("visit_envs", None, what, name, args, kwargs)
+            return [result for results in answers for result in results]
+        process, inside = divmod(index, self._envs)
+        answers = self._tell_all("visit_envs", inside, what, name, args, kwargs, only=process)
+        if not answers:
+            raise PeerLostError(f"env process {process} has just been replaced; ask again")
+        return answers[0]
+
+    def _tell_all(self, method: str, *args: Any, only: int | None = None) -> list[Any]:
         with self._lock:
             self._welcome()
-            living = [process for process in self._processes if process.ready]
+            living = [p for p in self._processes if p.ready and only in (None, p.index)]
             for process in living:
                 self._send(process, method, *args)
             deadline = time.monotonic() + _CALL_S
-            answers = []
-            for process in living:
+            answers: list[Any] = []
+            failure: RemoteError | None = None
+            for process in living:  # every answer is read, or it would be taken for the next one's
                 assert process.connection is not None
                 if not process.connection.poll(max(0.0, deadline - time.monotonic())):
-                    raise DeadlineError(f"env process {process.index} did not answer {method}")
+                    self._replace(process, f"did not answer {method} within {_CALL_S:g} s")
+                    continue
                 try:
                     answers.append(self._receive(process))
                 except EOFError:
                     self._replace(process, None)
+                except RemoteError as error:
+                    failure = failure or error
+            if failure is not None:
+                raise failure
             return answers
 
     def cut(self, request: int, least: int) -> None:

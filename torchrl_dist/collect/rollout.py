@@ -65,6 +65,17 @@ class Rollout(Protocol):
             RolloutStopped: :meth:`stop` was called from another thread.
         """
 
+    def reset(self) -> None:
+        """Start new episodes in all envs."""
+
+    @property
+    def specs(self) -> dict[str, str]:
+        """What all workers of a job must agree in, in words."""
+
+    @property
+    def target(self) -> Any:
+        """The envs, as :func:`torchrl_dist.collect.access.visit` takes them."""
+
     def stop(self) -> None: ...
 
     def close(self) -> None: ...
@@ -195,6 +206,21 @@ class GymnasiumRollout:
         self._rng = np.random.default_rng(list(seeds))
         self._surplus = [None] * self.num_envs
         self._started = True
+
+    def reset(self) -> None:
+        self._surplus = [None] * self.num_envs
+        self._started = False
+
+    @property
+    def specs(self) -> dict[str, str]:
+        return {
+            "observation space": repr(self.driver.single_observation_space),
+            "action space": repr(self.driver.single_action_space),
+        }
+
+    @property
+    def target(self) -> Any:
+        return self.driver.target
 
     def stop(self) -> None:
         self._stop = True
@@ -391,6 +417,22 @@ class TorchRLRollout:
         batch.names = [None, "time"]
         batch.set("policy_version", torch.full(batch.shape, self.policy_version))
         return batch
+
+    def reset(self) -> None:
+        self._collector.reset()
+
+    @property
+    def specs(self) -> dict[str, str]:
+        env = self.env
+        return {
+            "observation spec": repr(env.observation_spec),
+            "action spec": repr(env.action_spec),
+            "reward spec": repr(env.reward_spec),
+        }
+
+    @property
+    def target(self) -> Any:
+        return self.env
 
     def stop(self) -> None:
         self._stop = True

@@ -10,6 +10,7 @@ from dataclasses import replace
 from torchrl_dist.collect.crew import Worker
 from torchrl_dist.collect.handles import Handle, LocalHandle
 from torchrl_dist.collect.node import make_worker
+from torchrl_dist.collect.specs import require_equal_specs
 from torchrl_dist.collect.worker import WorkerConfig
 from torchrl_dist.errors import ConfigurationError, PeerLostError
 from torchrl_dist.runtime import Peer, Session
@@ -44,7 +45,8 @@ def start_workers(
             handle = session.remote(peers[index], make_worker, own, timeout_s=limit_s)
             name = peers[index].name
         info = handle.call("describe", timeout_s=limit_s)
-        return Worker(index, name, handle, info.num_envs, info.steps, ahead)
+        specs = {"number of envs": str(info.num_envs), **info.specs}
+        return Worker(index, name, handle, info.num_envs, info.steps, ahead, specs)
 
     count = len(peers) or 1
     with ThreadPoolExecutor(count) as pool:
@@ -61,9 +63,9 @@ def start_workers(
             warnings.warn(f"a worker is lost before it began: {error}", stacklevel=_WARN_AT_CALLER)
         else:
             errors.append(error)
-    sizes = {worker.name: worker.num_envs for worker in workers}
-    if not errors and len(set(sizes.values())) > 1:
-        errors.append(
-            ConfigurationError(f"make_env gave different numbers of envs on workers: {sizes}")
-        )
+    if not errors:
+        try:
+            require_equal_specs({worker.name: worker.specs for worker in workers})
+        except ConfigurationError as error:
+            errors.append(error)
     return workers, lost, errors

@@ -22,6 +22,7 @@ from torch import nn
 from torchrl._utils import seed_generator
 from torchrl.envs.utils import ExplorationType
 
+from torchrl_dist.collect.access import visit
 from torchrl_dist.collect.batches import truncate_last
 from torchrl_dist.collect.fast_policy import fast_policy
 from torchrl_dist.collect.rollout import Episodes, RolloutStopped, make_rollout
@@ -79,6 +80,7 @@ class WorkerInfo:
     steps: int
     host: str
     pid: int
+    specs: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,8 @@ class RolloutWorker:
             self.set_seed(config.seed)
 
     def describe(self) -> WorkerInfo:
-        return WorkerInfo(self.num_envs, self.steps, socket.gethostname(), os.getpid())
+        specs = self._rollout.specs
+        return WorkerInfo(self.num_envs, self.steps, socket.gethostname(), os.getpid(), specs)
 
     def set_weights(self, packed: PackedWeights) -> None:
         """Take newer weights from the next step on; an older version than the current is ignored.
@@ -230,6 +233,19 @@ class RolloutWorker:
             self._seed_process(seed)
             self._episodes.restart()
             return env_seeds(seed, total, 1, static_seed)[0]
+
+    def visit_envs(
+        self, index: int | None, what: str, name: str, args: tuple, kwargs: dict
+    ) -> list[Any]:
+        """See :func:`torchrl_dist.collect.access.visit`; between two rollouts."""
+        with self._lock:
+            return visit(self._rollout.target, index, what, name, args, kwargs)
+
+    def reset(self) -> None:
+        """Start new episodes in all envs before the next rollout."""
+        with self._lock:
+            self._rollout.reset()
+            self._episodes.restart()
 
     def _seed_process(self, seed: int | None) -> None:
         """Processes from one fork server would otherwise explore with identical numbers."""

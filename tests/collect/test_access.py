@@ -1,0 +1,217 @@
+"""Calls to the envs of workers, and what workers must have in common."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import warnings
+from typing import Any
+
+import gymnasium
+import numpy as np
+import psutil
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode
+from torchrl.envs import GymEnv
+
+from tests.collect.envs import Counter, counters
+from torchrl_dist.collect import FirstReady, RPCBatchedCollector, WaitAll
+from torchrl_dist.collect.node import NodeWorker
+from torchrl_dist.collect.worker import RolloutWorker, WorkerConfig
+from torchrl_dist.errors import ConfigurationError, PeerLostError, RemoteError
+from torchrl_dist.runtime import ForkServer, local_cluster
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Task(Counter):
+    """A meta-RL env: its reward is its task."""
+
+    task = 0
+
+    def reset_task(self, task: int, offset: int = 0) -> int:
+        self.task = task + offset
+        return self.task
+
+    def step(self, action: Any) -> Any:
+        observation, _, *rest = super().step(action)
+        return observation, float(self.task), *rest
+
+    def render(self) -> np.ndarray:
+        return np.full((2, 2, 3), self.task, np.uint8)
+
+
+def wrapped() -> gymnasium.Env:
+    return gymnasium.wrappers.TimeLimit(Task(10**6), 1000)
+
+
+def check(worker: Any, num_envs: int) -> None:
+    everybody = worker.visit_envs(None, "call", "reset_task", (3,), {"offset": 1})
+    assert everybody == [4] * num_envs
+    assert worker.visit_envs(1, "call", "reset_task", (9,), {}) == [9]
+    assert worker.visit_envs(None, "get", "task", (), {}) == [4, 9] + [4] * (num_envs - 2)
+    rows, _ = worker.collect(request=0)
+    assert rows["next", "reward"][:, -1, 0].tolist() == [4, 9] + [4] * (num_envs - 2)
+    worker.visit_envs(0, "set", "task", (7,), {})
+    assert worker.visit_envs(0, "get", "task", (), {}) == [7]
+    (picture,) = worker.visit_envs(1, "call", "render", (), {})
+    assert picture.shape == (2, 2, 3) and picture.max() == 9
+    with pytest.raises(Exception, match="no_such"):
+        worker.visit_envs(None, "get", "no_such", (), {})
+    before, _ = worker.collect(request=1)
+    worker.reset()
+    after, _ = worker.collect(request=2)
+    assert (after["observation"][:, 0, 0] % 100 == 0).all()
+    assert (before["observation"][:, 0, 0] % 100 != 0).all()
+    ids = [set(td["collector", "traj_ids"].flatten().tolist()) for td in (before, after)]
+    assert not ids[0] & ids[1]
+
+
+def test_envs_of_a_worker_can_be_called_all_or_one() -> None:
+    check(RolloutWorker(WorkerConfig(wrapped, frames_per_rollout=12, num_envs=4)), 4)
+
+
+def test_envs_of_a_vector_env_can_be_called_one_by_one() -> None:
+    def make() -> Any:
+        return gymnasium.vector.SyncVectorEnv([wrapped] * 3, autoreset_mode=AutoresetMode.SAME_STEP)
+
+    check(RolloutWorker(WorkerConfig(make, frames_per_rollout=12)), 3)
+
+
+def test_envs_of_node_workers_can_be_called_all_or_one(fork_server: ForkServer) -> None:
+    config = WorkerConfig(wrapped, frames_per_rollout=12, num_envs=2, env_processes=2)
+    worker = NodeWorker(config, fork_server)
+    try:
+        check(worker, 4)
+    finally:
+        worker.close()
+
+
+def test_a_native_vector_env_is_visited_as_a_whole() -> None:
+    worker = RolloutWorker(WorkerConfig("CartPole-v1", frames_per_rollout=8, num_envs=4))
+    assert worker.visit_envs(None, "get", "num_envs", (), {}) == [4]
+    worker.visit_envs(None, "set", "low", (-0.01,), {})
+    assert worker.visit_envs(None, "get", "low", (), {}) == [-0.01]
+    with pytest.raises(ConfigurationError, match="ask all"):
+        worker.visit_envs(1, "get", "num_envs", (), {})
+
+
+def test_torchrl_envs_can_be_called() -> None:
+    worker = RolloutWorker(WorkerConfig(lambda: GymEnv("CartPole-v1"), frames_per_rollout=8))
+    assert worker.visit_envs(0, "get", "batch_size", (), {}) == [torch.Size([])]
+
+
+def test_the_collector_numbers_envs_through_the_job(fork_server: ForkServer) -> None:
+    with (
+        local_cluster({"learner": 1, "collector": 2}, fork_server=fork_server) as session,
+        RPCBatchedCollector(
+            wrapped, None, session=session, frames_per_batch=16, num_envs=2, max_policy_lag=1
+        ) as collector,
+    ):
+        collector.next()
+        assert collector.call("reset_task", 2) == [2] * 4
+        collector.set_attr("task", 5, env=3)
+        assert collector.get_attr("task") == [2, 2, 2, 5]
+        assert collector.get_attr("task", env=3) == [5]
+        assert collector.render(env=3).max() == 5
+        with pytest.raises(RemoteError, match="no_such"):
+            collector.get_attr("no_such", env=0)
+        with pytest.raises(ConfigurationError, match="env=4"):
+            collector.get_attr("task", env=4)
+        collector.reset()
+        starts = [collector.next()["observation"][:, 0, 0] % 100 for _ in range(4)]
+        assert any((start == 0).all() for start in starts)
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_workers_with_different_envs_are_told_apart_at_the_start(
+    fork_server: ForkServer, tmp_path: Any, processes: int
+) -> None:
+    class Bigger(Counter):
+        action_space = gymnasium.spaces.Discrete(7)
+
+    def make() -> gymnasium.Env:
+        try:
+            (tmp_path / "flag").touch(exist_ok=False)
+        except FileExistsError:
+            return Counter()
+        return Bigger()
+
+    with (
+        local_cluster({"learner": 1, "collector": 2}, fork_server=fork_server) as session,
+        pytest.raises((ConfigurationError, RemoteError)) as caught,
+    ):
+        RPCBatchedCollector(
+            make, None, session=session, frames_per_batch=8, env_processes=processes
+        )
+    assert "action space is Discrete" in str(caught.value)
+    assert "Discrete(3)" in str(caught.value) and "Discrete(7)" in str(caught.value)
+
+
+@pytest.mark.parametrize("readiness", [WaitAll(), FirstReady()])
+def test_a_paused_worker_is_lost_until_it_answers(fork_server: ForkServer, readiness: Any) -> None:
+    with (
+        local_cluster({"learner": 1, "collector": 2}, fork_server=fork_server) as session,
+        RPCBatchedCollector(
+            lambda: Counter(10**6),
+            None,
+            session=session,
+            frames_per_batch=20,
+            total_frames=2000,
+            readiness=readiness,
+            worker_timeout_s=0.7,
+            max_policy_lag=1,
+        ) as collector,
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        batches = [collector.next()]
+        pid = session.pid_of(session.of_role("collector")[1])
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
+                time.sleep(0.01)
+            while not collector.report.lost_workers:
+                batches.append(collector.next())
+            assert collector.report.lost_workers == ("collector1",)
+            batches.append(collector.next())
+            assert set(batches[-1]["collector", "worker_index"].flatten().tolist()) == {0}
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        deadline = time.monotonic() + 20
+        while collector.report.lost_workers and time.monotonic() < deadline:
+            time.sleep(0.02)
+            batches.append(collector.next())
+        batches += list(collector)
+        assert collector.report.lost_workers == ()
+    assert any("worker_timeout_s=0.7" in str(w.message) for w in caught)
+    assert sum(batch.numel() for batch in batches) == 2000
+    rows = torch.cat([batch.reshape(-1) for batch in batches])
+    for trajectory in rows["collector", "traj_ids"].unique():
+        one = rows[rows["collector", "traj_ids"] == trajectory]
+        steps = one["next", "observation"][:, 0]
+        assert len(steps.unique()) == len(steps) and (steps.diff() > 0).all()  # none twice
+
+
+def test_when_everybody_hangs_collection_ends(fork_server: ForkServer) -> None:
+    class Stuck(Counter):
+        def step(self, action: Any) -> Any:
+            time.sleep(5)
+            return super().step(action)
+
+    with (
+        local_cluster({"learner": 1, "collector": 1}, fork_server=fork_server) as session,
+        RPCBatchedCollector(
+            Stuck, None, session=session, frames_per_batch=20, worker_timeout_s=0.3
+        ) as collector,
+        pytest.raises(PeerLostError, match="min_workers=1"),
+    ):
+        collector.next()
+
+
+def test_counters_of_a_vector_env_share_its_modes() -> None:
+    envs = counters([2, 3], AutoresetMode.DISABLED)
+    worker = RolloutWorker(WorkerConfig(lambda: envs, frames_per_rollout=4))
+    assert worker.visit_envs(None, "get", "length", (), {}) == [2, 3]

@@ -1,0 +1,26 @@
+"""Whether all workers of a job have the same kind of env."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torchrl_dist.errors import ConfigurationError
+
+
+def require_equal_specs(specs: Mapping[str, Mapping[str, str]]) -> None:
+    """Compare each worker's specs with the first one's.
+
+    Args:
+        specs: by the worker's name: what is described -> description.
+
+    Raises:
+        ConfigurationError: names what differs, on which workers, and both descriptions.
+    """
+    (first, expected), *others = specs.items()
+    for name, found in others:
+        for what in expected.keys() | found.keys():
+            if expected.get(what) != found.get(what):
+                raise ConfigurationError(
+                    f"make_env gave different envs: the {what} is {expected.get(what)} on {first} "
+                    f"and {found.get(what)} on {name}. Every worker must build the same kind of env"
+                )
