@@ -53,6 +53,25 @@ def check_parts(make_env: Any, readiness: Any, replay_buffer: Any, postproc: Any
         )
 
 
+def check_trajectories(
+    trajs_per_batch: int | None, split_trajs: bool, readiness: Readiness, others: dict[str, Any]
+) -> None:
+    """Refuse what makes no whole rollouts here, where trajectories would be put together."""
+    if trajs_per_batch is None and not split_trajs:
+        return
+    given = [name for name, value in others.items() if value is not None]
+    if trajs_per_batch is not None and (trajs_per_batch < 1 or split_trajs):
+        raise ConfigurationError(
+            f"trajs_per_batch={trajs_per_batch}, split_trajs={split_trajs}: expected a number of "
+            "at least 1, or split_trajs, not both"
+        )
+    if given or readiness.cuts:
+        raise ConfigurationError(
+            f"trajs_per_batch= and split_trajs= need whole rollouts at the learner; they do not go "
+            f"with {', '.join(given) or readiness}"
+        )
+
+
 def check_numbers(
     *,
     frames_per_batch: int,

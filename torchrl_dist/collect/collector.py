@@ -13,15 +13,23 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 from torchrl.collectors import BaseCollector
+from torchrl.collectors.utils import split_trajectories
 from torchrl.envs.utils import ExplorationType
 
-from torchrl_dist.collect.arguments import check_numbers, check_parts, choose_peers, require_shared
+from torchrl_dist.collect.arguments import (
+    check_numbers,
+    check_parts,
+    check_trajectories,
+    choose_peers,
+    require_shared,
+)
 from torchrl_dist.collect.batches import join
 from torchrl_dist.collect.budget import FrameBudget
 from torchrl_dist.collect.crew import Crew
 from torchrl_dist.collect.readiness import Readiness, WaitAll
 from torchrl_dist.collect.report import CollectReport, summarize
 from torchrl_dist.collect.start import start_workers
+from torchrl_dist.collect.trajectories import TrajectoryAssembler
 from torchrl_dist.collect.worker import Postproc, WorkerConfig
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError
 from torchrl_dist.runtime import Peer, Session
@@ -74,6 +82,10 @@ class RPCBatchedCollector(BaseCollector):
             ahead: TorchRL's exploration type, which it sets, is one per process.
         replay_buffer: pickled to the workers, where ``extend(rows.reshape(-1))`` is called; over a
             ``SharedMemmapStorage``, unless the worker is this process.
+        trajs_per_batch: batches are so many complete trajectories ``[trajs_per_batch, longest]`` in
+            the order in which they ended, zero-padded, with ``("collector", "mask")``, as
+            TorchRL's. What is unfinished at ``total_frames`` is not delivered.
+        split_trajs: each batch through TorchRL's ``split_trajectories``.
         postproc: rollout ``[N, T]`` -> rows, run on the worker.
         postproc_factory: ``policy of the worker -> postproc``, called there once.
         seed: of all envs and of the workers' random numbers; default: drawn from torch's.
@@ -114,6 +126,8 @@ class RPCBatchedCollector(BaseCollector):
         readiness: Readiness | None = None,
         max_policy_lag: int = 0,
         replay_buffer: Any = None,
+        trajs_per_batch: int | None = None,
+        split_trajs: bool = False,
         postproc: Postproc | None = None,
         postproc_factory: Callable[[Any], Postproc] | None = None,
         seed: int | None = None,
@@ -136,7 +150,20 @@ class RPCBatchedCollector(BaseCollector):
             num_workers=num_workers,
         )
         self.readiness: Readiness = WaitAll() if readiness is None else readiness
+        self.trajs_per_batch = trajs_per_batch
+        self.split_trajs = split_trajs
+        self._trajectories = TrajectoryAssembler()
         check_parts(make_env, self.readiness, replay_buffer, postproc or postproc_factory)
+        check_trajectories(
+            trajs_per_batch,
+            split_trajs,
+            self.readiness,
+            {
+                "replay_buffer": replay_buffer,
+                "postproc": postproc,
+                "postproc_factory": postproc_factory,
+            },
+        )
         if env_processes or any(session is not None and peer != session.me for peer in peers):
             require_shared(replay_buffer)
         self.max_policy_lag = max_policy_lag
@@ -277,6 +304,16 @@ class RPCBatchedCollector(BaseCollector):
             raise
 
     def _next_batch(self) -> TensorDict | CollectReport | None:
+        if self.trajs_per_batch is None:
+            return self._next_rollouts()
+        while len(self._trajectories) < self.trajs_per_batch:
+            batch = self._next_rollouts()
+            if batch is None:
+                return None
+            self._trajectories.add(batch)
+        return self._trajectories.take(self.trajs_per_batch)
+
+    def _next_rollouts(self) -> TensorDict | CollectReport | None:
         begun = time.monotonic()
         taken = self._crew.gather(self.timeout_s)
         if taken is None:
@@ -295,7 +332,8 @@ class RPCBatchedCollector(BaseCollector):
             warnings.warn(f"replaced {what}", stacklevel=4)
         if self.replay_buffer is not None:
             return self.report
-        return join([rows for _, rows in taken if rows is not None], self.readiness.cuts)
+        batch = join([rows for _, rows in taken if rows is not None], self.readiness.cuts)
+        return split_trajectories(batch, prefix="collector") if self.split_trajs else batch
 
     # ---- the rest of TorchRL's interface
 

@@ -26,7 +26,7 @@ def fast_policy(policy: Policy | None) -> Policy | None:
     """
     if not isinstance(policy, TensorDictModule):
         return policy
-    return FastPolicy(_calls(policy), list(policy.in_keys), list(policy.out_keys))
+    return FastPolicy(_calls(policy), list(policy.in_keys), list(policy.out_keys), policy)
 
 
 class FastPolicy:
@@ -34,10 +34,18 @@ class FastPolicy:
 
     Attributes:
         in_keys, out_keys: as the policy's.
+        module_of_user: the policy.
         plain: the chain needs no TensorDict; then ``on_tensors`` may be used as well.
     """
 
-    def __init__(self, calls: list[Policy], in_keys: list[Key], out_keys: list[Key]) -> None:
+    def __init__(
+        self,
+        calls: list[Policy],
+        in_keys: list[Key],
+        out_keys: list[Key],
+        module_of_user: TensorDictModule,
+    ) -> None:
+        self.module_of_user = module_of_user
         self.in_keys = in_keys
         self.out_keys = out_keys
         self.plain = all(isinstance(call, _Direct) for call in calls)

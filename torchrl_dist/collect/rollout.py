@@ -22,7 +22,14 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_dist.collect.drivers import EnvDriver, make_driver
 from torchrl_dist.collect.fast_policy import FastPolicy
-from torchrl_dist.collect.spaces import Key, action_codec, observation_leaves
+from torchrl_dist.collect.recurrent import IS_INIT, carried_state
+from torchrl_dist.collect.spaces import (
+    Key,
+    action_codec,
+    join_key,
+    observation_leaves,
+    plain_key,
+)
 from torchrl_dist.errors import ConfigurationError
 
 Policy = Callable[[TensorDictBase], Any]
@@ -182,17 +189,20 @@ class GymnasiumRollout:
             leaf.key: torch.from_numpy(np.zeros((n, *leaf.shape), leaf.dtype)) for leaf in leaves
         }
         self._current = [inputs[leaf.key].numpy() for leaf in leaves]
+        self._state = carried_state(policy, n)
+        self._new_episode = {key: value.clone() for key, value in self._state.items()}
         inputs |= {key: torch.zeros(n, 1, dtype=torch.bool) for key in _DONE_KEYS}
+        inputs |= self._state
         self._input = _nested(inputs, [n])
         self._tensors = inputs
         self._input_keys = set(inputs)
         # A policy that overwrites its input must get a new (shallow) copy of it every step.
-        written = {_key(k) for k in getattr(policy, "out_keys", ())}
+        written = {plain_key(k) for k in getattr(policy, "out_keys", ())}
         self._copies_input = bool(written & self._input_keys)
         self._on_tensors = (
             isinstance(policy, FastPolicy)
             and policy.plain
-            and {_key(k) for k in policy.in_keys} <= self._input_keys
+            and {plain_key(k) for k in policy.in_keys} <= self._input_keys
         )
         self._surplus: list[TensorDict | None] = [None] * n
         self._started = False
@@ -202,13 +212,28 @@ class GymnasiumRollout:
         return td.set("action", self._codec.sample(self._rng, self.num_envs))
 
     def seed(self, seeds: Sequence[int]) -> None:
-        self.driver.reset(seeds, self._current)
+        self._reset(seeds)
         self._rng = np.random.default_rng(list(seeds))
-        self._surplus = [None] * self.num_envs
         self._started = True
 
-    def reset(self) -> None:
+    def _reset(self, seeds: Sequence[int] | None) -> None:
+        self.driver.reset(seeds, self._current)
         self._surplus = [None] * self.num_envs
+        self._carry_on({}, np.ones(self.num_envs, bool))
+
+    def _carry_on(self, out: Any, begins: np.ndarray) -> None:
+        """Hand the policy's state to its next step; a new one where an episode ``begins``."""
+        first = torch.from_numpy(begins)
+        for key, value in self._state.items():
+            if key == IS_INIT:
+                value[:, 0] = first
+                continue
+            after = out.get(join_key("next", key), None)
+            if after is not None:
+                value.copy_(after)
+            value[first] = self._new_episode[key][first]
+
+    def reset(self) -> None:
         self._started = False
 
     @property
@@ -230,7 +255,7 @@ class GymnasiumRollout:
 
     def run(self, steps: int, enough: Callable[[int], bool] = never) -> TensorDict:
         if not self._started:
-            self.driver.reset(None, self._current)
+            self._reset(None)
             self._started = True
         with torch.no_grad(), set_exploration_type(self.exploration_type):
             if self.driver.valid is None:
@@ -248,7 +273,12 @@ class GymnasiumRollout:
         terminated = np.empty((n, steps, 1), bool)
         truncated = np.empty((n, steps, 1), bool)
         valid = None if driver.valid is None else np.empty((n, steps), bool)
+        state = {
+            key: np.empty((n, steps, *value.shape[1:]), value.numpy().dtype)
+            for key, value in self._state.items()
+        }
         pairs = list(zip(root, self._current, strict=True))
+        pairs += [(state[key], value.numpy()) for key, value in self._state.items()]
         recorded: dict[Key, Tensor] = {}
         slots: list[tuple[Key, tuple[Tensor, ...]]] = []
         actions: tuple[Tensor, ...] = ()
@@ -271,6 +301,8 @@ class GymnasiumRollout:
             truncated[:, t, 0] = cut
             if valid is not None:
                 valid[:, t] = driver.valid
+            if state:
+                self._carry_on(out, done | cut if valid is None else ~driver.valid)
             if self._stop:
                 raise RolloutStopped
             if enough(t + 1 if valid is None else int(valid[:, : t + 1].sum(1).min())):
@@ -279,8 +311,11 @@ class GymnasiumRollout:
         data: dict[Key, Tensor] = {}
         for key, at, after in zip(keys, root, following, strict=True):
             data[key] = torch.from_numpy(at)
-            data[_join("next", key)] = torch.from_numpy(after)
+            data[join_key("next", key)] = torch.from_numpy(after)
         data |= recorded
+        data |= {key: torch.from_numpy(array) for key, array in state.items()}
+        if IS_INIT in state:  # as InitTracker: only a root can be the first of its episode
+            data["next", IS_INIT] = torch.zeros(n, steps, 1, dtype=torch.bool)
         data |= {
             ("next", "reward"): torch.from_numpy(reward),
             ("next", "terminated"): torch.from_numpy(terminated),
@@ -321,7 +356,7 @@ class GymnasiumRollout:
         found: dict[Key, Tensor] = {}
         items = out.items(True, True) if isinstance(out, TensorDictBase) else out.items()
         for raw, value in items:
-            key = _key(raw)
+            key = plain_key(raw)
             if isinstance(value, Tensor) and (key not in self._input_keys or self._copies_input):
                 found[key] = torch.empty(
                     (self.num_envs, steps, *value.shape[1:]), dtype=value.dtype
@@ -470,14 +505,6 @@ def make_rollout(
         exploration_type=exploration_type,
         categorical_action_encoding=categorical_action_encoding,
     )
-
-
-def _key(key: Any) -> Key:
-    return key if isinstance(key, str) or len(key) > 1 else key[0]
-
-
-def _join(first: str, key: Key) -> tuple[str, ...]:
-    return (first, key) if isinstance(key, str) else (first, *key)
 
 
 def _nested(

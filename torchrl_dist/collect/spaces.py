@@ -20,6 +20,16 @@ from torchrl_dist.errors import ConfigurationError
 Key = str | tuple[str, ...]
 
 
+def plain_key(key: Any) -> Key:
+    """``("a",)`` is ``"a"``."""
+    return key if isinstance(key, str) or len(key) > 1 else key[0]
+
+
+def join_key(first: str, key: Key) -> tuple[str, ...]:
+    """``(first, *key)``."""
+    return (first, key) if isinstance(key, str) else (first, *key)
+
+
 @dataclass(frozen=True)
 class ObservationLeaf:
     """One tensor of an observation: where it is in the env's structure and how to write it.

@@ -1,0 +1,163 @@
+"""Policies with memory, and trajectories that are put together again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torch import nn
+from torchrl.data import OneHot
+from torchrl.envs import Compose, GymWrapper, InitTracker, TransformedEnv
+from torchrl.envs.utils import ExplorationType
+from torchrl.modules import GRUModule, LSTMModule, QValueActor
+from torchrl.objectives.value import GAE
+
+from tests.collect.envs import Counter, counters, mlp
+from tests.collect.test_rollout import assert_equal_data, collect, seeded, torchrl_data
+from torchrl_dist.collect import Preempt, RPCBatchedCollector
+from torchrl_dist.collect.trajectories import TrajectoryAssembler
+from torchrl_dist.errors import ConfigurationError
+
+
+def recurrent_policy(kind: type = LSTMModule, inputs: int = 4, actions: int = 2) -> Any:
+    torch.manual_seed(0)
+    memory = kind(input_size=inputs, hidden_size=8, in_key="observation", out_key="embedding")
+    head = QValueActor(mlp(8, actions), in_keys=["embedding"], spec=OneHot(actions))
+    return TensorDictSequential(memory, head), memory
+
+
+@pytest.mark.parametrize("kind", [LSTMModule, GRUModule])
+def test_the_data_of_a_recurrent_policy_equal_torchrls(kind: type) -> None:
+    policy, memory = recurrent_policy(kind)
+    mode = {"exploration_type": ExplorationType.DETERMINISTIC}
+    ours = collect(lambda: seeded("CartPole-v1", 0), policy, 50, batches=3, **mode)
+    env = TransformedEnv(
+        GymWrapper(seeded("CartPole-v1", 0)),
+        Compose(InitTracker(), memory.make_tensordict_primer()),
+    )
+    theirs = torchrl_data(env, policy, 150, **mode)
+    assert ours["next", "terminated"].sum() >= 2
+    assert ours["is_init"].sum() == ours["next", "done"].sum() + 1
+    assert_equal_data(ours, theirs)
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_memory_counts_the_steps_of_its_own_episode_in_every_autoreset_mode(
+    mode: AutoresetMode,
+) -> None:
+    class Count(nn.Module):
+        def forward(self, observation: Any, count: Any, is_init: Any) -> tuple:
+            count = torch.where(is_init, 0, count)
+            return torch.zeros(len(count), dtype=torch.int64), count + 1
+
+        def make_tensordict_primer(self) -> Any:
+            from torchrl.data import Unbounded
+            from torchrl.envs import TensorDictPrimer
+
+            return TensorDictPrimer({"count": Unbounded((1,), dtype=torch.int64)})
+
+    policy = TensorDictModule(
+        Count(),
+        in_keys=["observation", "count", "is_init"],
+        out_keys=["action", ("next", "count")],
+    )
+    rows = collect(
+        lambda: counters([3, 5], mode), policy, 40, batches=2, categorical_action_encoding=True
+    )
+    steps = rows["observation"][..., 0] % 100  # which the env counts itself
+    assert torch.equal(rows["count"][..., 0].float(), steps)
+    assert torch.equal(rows["next", "count"][..., 0].float(), steps + 1)
+    assert torch.equal(rows["is_init"][..., 0], steps == 0)
+
+
+def test_memory_whose_beginning_nobody_knows_is_refused() -> None:
+    policy = TensorDictModule(
+        lambda observation, h: (observation, h),
+        in_keys=["observation", "h"],
+        out_keys=["action", ("next", "h")],
+    )
+    with pytest.raises(ConfigurationError, match="make_tensordict_primer"):
+        collect(Counter, policy, 10)
+
+
+def test_batches_of_complete_trajectories() -> None:
+    with RPCBatchedCollector(
+        lambda: Counter(5), None, frames_per_batch=14, total_frames=140, num_envs=2,
+        trajs_per_batch=3,
+    ) as collector:  # fmt: skip
+        batches = list(collector)
+    assert len(batches) == 9  # 2 envs x 14 trajectories, three at a time
+    for batch in batches:
+        assert batch.shape == (3, 5) and batch["collector", "mask"].all()
+        assert torch.equal(batch["observation"][..., 0] % 100, torch.arange(5.0).expand(3, 5))
+        assert batch["next", "done"][:, -1].all()
+        assert (batch["collector", "traj_ids"] == batch["collector", "traj_ids"][:, :1]).all()
+
+
+def test_trajectories_of_different_lengths_are_padded_and_masked() -> None:
+    rows = collect(
+        lambda: counters([2, 5], AutoresetMode.SAME_STEP),
+        None,
+        20,
+        categorical_action_encoding=True,
+    )
+    ids = torch.stack([torch.arange(10) // 2, 100 + torch.arange(10) // 5])
+    rows["collector"] = TensorDict({"traj_ids": ids}, batch_size=rows.shape)
+    assembler = TrajectoryAssembler()
+    for start in range(0, 10, 3):
+        assembler.add(rows[:, start : start + 3])
+    assert len(assembler) == 7
+    batch = assembler.take(3)  # in the order in which they ended: steps 2, 4, 5
+    assert batch.shape == (3, 5)
+    assert batch["collector", "mask"].sum(-1).tolist() == [2, 2, 5]
+    assert not batch["observation"][0, 2:].any()
+
+
+def test_split_trajs_is_torchrls() -> None:
+    with RPCBatchedCollector(
+        lambda: Counter(4), None, frames_per_batch=10, total_frames=20, split_trajs=True
+    ) as collector:
+        batch = collector.next()
+    assert batch.shape == (3, 4)
+    assert batch["collector", "mask"].sum(-1).tolist() == [4, 4, 2]
+
+
+def test_advantages_across_batches_never_cross_a_reset() -> None:
+    with RPCBatchedCollector(
+        lambda: Counter(5), None, frames_per_batch=14, total_frames=56, num_envs=2
+    ) as collector:
+        batches = list(collector)
+
+    def with_advantage(batch: TensorDict) -> TensorDict:
+        for part in (batch, batch["next"]):
+            part["state_value"] = part["observation"].sum(-1, keepdim=True)
+        return GAE(gamma=0.9, lmbda=0.8, value_network=None)(batch)
+
+    whole = torch.cat([with_advantage(batch) for batch in batches], 1)
+    ids = whole["collector", "traj_ids"]
+    for batch, start in zip(batches, range(0, 28, 7), strict=True):
+        for row in range(2):
+            for trajectory in batch["collector", "traj_ids"][row].unique():
+                inside = batch[row : row + 1, batch["collector", "traj_ids"][row] == trajectory]
+                alone = with_advantage(inside.exclude("advantage", "value_target"))
+                columns = (ids[row, start : start + 7] == trajectory).nonzero().flatten() + start
+                assert torch.allclose(whole["advantage"][row, columns], alone["advantage"][0])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"trajs_per_batch": 0},
+        {"trajs_per_batch": 2, "split_trajs": True},
+        {"trajs_per_batch": 2, "replay_buffer": object()},
+        {"trajs_per_batch": 2, "readiness": Preempt()},
+        {"split_trajs": True, "postproc": lambda rows: rows},
+    ],
+)
+def test_trajectories_that_could_not_be_put_together_are_refused(arguments: dict) -> None:
+    with pytest.raises(ConfigurationError, match="trajs"):
+        RPCBatchedCollector(Counter, None, frames_per_batch=8, **arguments)
