@@ -12,7 +12,7 @@ import pytest
 
 from torchrl_dist.bench import collect
 from torchrl_dist.bench.collect_cells import Cell, Result
-from torchrl_dist.bench.collect_peers import PEERS
+from torchrl_dist.bench.collect_peers import OURS, PEERS
 from torchrl_dist.errors import ConfigurationError
 
 FIELDS = """bench peer env workers step_s steps_per_message sps ideal_sps floor_sps efficiency
@@ -43,7 +43,7 @@ def test_a_toy_run_gives_cells_with_sane_content(tmp_path: Path, capsys) -> None
     options += ["--json", str(json_file), "--plot", str(png)]
     assert collect.main(options) == 0
     cells = {cell["peer"]: cell for cell in map(json.loads, json_file.read_text().splitlines())}
-    assert {"floor", "ours", "ours-node", "gymnasium-async"} == set(cells)
+    assert {"floor", *OURS, "gymnasium-async"} == set(cells)
     for cell in cells.values():
         assert set(FIELDS) <= set(cell)
         assert cell["bench"] == "collect" and cell["env"] == "sleep"

@@ -129,25 +129,33 @@ class Ours(Peer):
         return cell.workers, 0
 
     @classmethod
+    def options(cls, cell: Cell) -> dict[str, Any]:
+        """Arguments of the collector."""
+        return {}
+
+    @classmethod
     @contextlib.contextmanager
     def open(cls, cell: Cell, folder: str) -> Iterator[Iterator[Any]]:
         from torchrl_dist.collect import FirstReady, RPCBatchedCollector
         from torchrl_dist.runtime import local_cluster
 
         workers, processes = cls.ranks(cell)
+        options = {
+            "frames_per_batch": cell.steps * cell.envs * max(1, processes),
+            "num_envs": cell.envs,
+            "env_processes": processes,
+        }
         with (
             local_cluster({"learner": 1, "collector": workers}) as session,
             RPCBatchedCollector(
                 make_env(cell, folder),
                 make_policy(cell.env),
                 session=session,
-                frames_per_batch=cell.steps * cell.envs * max(1, processes),
-                num_envs=cell.envs,
-                env_processes=processes,
                 readiness=FirstReady(),
                 max_policy_lag=1,
                 categorical_action_encoding=True,
                 timeout_s=cell.timeout_s,
+                **{**options, **cls.options(cell)},
             ) as collector,
         ):
             yield iter(collector)
@@ -161,6 +169,33 @@ class OursOnOneNode(Ours):
     @classmethod
     def ranks(cls, cell: Cell) -> tuple[int, int]:
         return 1, cell.workers
+
+
+class OursWithLearnersPolicy(Ours):
+    """The policy at the learner; a worker has one group of envs, and waits for its actions."""
+
+    name = "ours-inference-1"
+    groups: ClassVar[int] = 1
+
+    @classmethod
+    def options(cls, cell: Cell) -> dict[str, Any]:
+        return {
+            "inference": "learner",
+            "env_groups": cls.groups,
+            "num_envs": cell.envs * cls.groups,
+            "frames_per_batch": cell.steps * cell.envs * cls.groups,
+        }
+
+    @classmethod
+    def refuses(cls, cell: Cell) -> str | None:
+        return None if cell.env == "sleep" else "it is measured with --env sleep"
+
+
+class OursWithTwoGroups(OursWithLearnersPolicy):
+    """Two groups of envs per worker: one is stepped while the other waits for its actions."""
+
+    name = "ours-inference-2"
+    groups: ClassVar[int] = 2
 
 
 # ---- TorchRL
@@ -308,6 +343,8 @@ PEERS: dict[str, type[Peer]] = {
         Floor,
         Ours,
         OursOnOneNode,
+        OursWithLearnersPolicy,
+        OursWithTwoGroups,
         TorchRLRPC,
         TorchRLDistributed,
         TorchRLMultiSync,
@@ -315,4 +352,4 @@ PEERS: dict[str, type[Peer]] = {
         GymnasiumAsync,
     )
 }
-OURS = ("ours", "ours-node")
+OURS = ("ours", "ours-node", "ours-inference-1", "ours-inference-2")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch import nn
 from torchrl.data import ReplayBuffer
 
 from torchrl_dist.collect.readiness import Readiness
@@ -50,6 +51,22 @@ def check_parts(make_env: Any, readiness: Any, replay_buffer: Any, postproc: Any
         raise ConfigurationError(
             f"make_env is {make_env!r}; expected a gymnasium id or a function that makes the "
             "env on the worker, such as lambda: env_class()"
+        )
+
+
+def check_inference(
+    session: Session | None, peers: Sequence[Peer], policy: Any, others: dict[str, Any]
+) -> None:
+    """Refuse what leaves nothing to do for a policy at the learner."""
+    if session is None or session.me in peers:
+        raise ConfigurationError(
+            "inference='learner' is for workers of other processes; pass a session that has some"
+        )
+    given = [name for name, value in others.items() if value]
+    if not isinstance(policy, nn.Module) or given:
+        raise ConfigurationError(
+            f"inference='learner' needs policy=, a module, and does not go with {given}; got "
+            f"policy={type(policy).__name__}"
         )
 
 

@@ -7,7 +7,8 @@ import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -17,6 +18,7 @@ from torchrl.collectors.utils import split_trajectories
 from torchrl.envs.utils import ExplorationType
 
 from torchrl_dist.collect.arguments import (
+    check_inference,
     check_numbers,
     check_parts,
     check_trajectories,
@@ -26,6 +28,7 @@ from torchrl_dist.collect.arguments import (
 from torchrl_dist.collect.batches import join
 from torchrl_dist.collect.budget import FrameBudget
 from torchrl_dist.collect.crew import Crew
+from torchrl_dist.collect.inference import LearnerInference
 from torchrl_dist.collect.readiness import Readiness, WaitAll
 from torchrl_dist.collect.report import CollectReport, summarize
 from torchrl_dist.collect.start import start_workers
@@ -33,7 +36,7 @@ from torchrl_dist.collect.trajectories import TrajectoryAssembler
 from torchrl_dist.collect.worker import Postproc, WorkerConfig
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError
 from torchrl_dist.runtime import Peer, Session
-from torchrl_dist.weights import pack
+from torchrl_dist.weights import PackedWeights, pack
 
 _SHUTDOWN_S = 10.0
 # Trajectory ids of a resumed job start above all that earlier runs can have given out.
@@ -82,6 +85,11 @@ class RPCBatchedCollector(BaseCollector):
             ahead: TorchRL's exploration type, which it sets, is one per process.
         replay_buffer: pickled to the workers, where ``extend(rows.reshape(-1))`` is called; over a
             ``SharedMemmapStorage``, unless the worker is this process.
+        inference: where the policy runs: ``"worker"``, or ``"learner"``: workers send the
+            observations of each step and get actions, from a copy of ``policy`` on the learner's
+            CPU that ``update_policy_weights_()`` updates. For workers that cannot hold the policy.
+        env_groups: with ``inference="learner"``: a worker's envs are divided into so many groups,
+            and one is stepped while the others wait for actions.
         trajs_per_batch: batches are so many complete trajectories ``[trajs_per_batch, longest]`` in
             the order in which they ended, zero-padded, with ``("collector", "mask")``, as
             TorchRL's. What is unfinished at ``total_frames`` is not delivered.
@@ -126,6 +134,8 @@ class RPCBatchedCollector(BaseCollector):
         readiness: Readiness | None = None,
         max_policy_lag: int = 0,
         replay_buffer: Any = None,
+        inference: Literal["worker", "learner"] = "worker",
+        env_groups: int = 2,
         trajs_per_batch: int | None = None,
         split_trajs: bool = False,
         postproc: Postproc | None = None,
@@ -198,7 +208,27 @@ class RPCBatchedCollector(BaseCollector):
         self._frames = 0
         self._iter = -1  # as TorchRL counts: batches delivered, less one
         self._run = 0
-        self._crew = self._start(session, peers, config)
+        self._inference: LearnerInference | None = None
+        if inference == "learner":
+            unfit = {"policy_factory": policy_factory, "env_processes": env_processes}
+            unfit |= {"postproc_factory": postproc_factory, "readiness": self.readiness.cuts}
+            check_inference(session, peers, policy, unfit)
+            self._inference = LearnerInference(session, policy, exploration_type)
+            config = replace(
+                config,
+                policy=None,
+                inference=self._inference.handle,
+                inference_timeout_s=self.timeout_s,
+                env_groups=min(env_groups, num_envs),
+            )
+        elif inference != "worker":
+            raise ConfigurationError(f"inference={inference!r}: expected 'worker' or 'learner'")
+        try:
+            self._crew = self._start(session, peers, config)
+        except BaseException:
+            if self._inference is not None:
+                self._inference.close()
+            raise
         if initial is not None and policy_factory is not None:
             self._crew.send_weights(initial)
         first = self._crew.workers[0]
@@ -269,7 +299,13 @@ class RPCBatchedCollector(BaseCollector):
             )
         packed = pack(source, self._version + 1)
         self._version = packed.version
-        self._crew.send_weights(packed)
+        self._send_weights(packed)
+
+    def _send_weights(self, packed: PackedWeights) -> None:
+        if self._inference is not None:
+            self._inference.take_weights(packed)
+        else:
+            self._crew.send_weights(packed)
 
     # ---- iteration
 
@@ -417,7 +453,7 @@ class RPCBatchedCollector(BaseCollector):
         if self.total_frames >= 0:
             self._crew.budget.remaining = max(0, self.total_frames - self._frames)
         if isinstance(self.policy, nn.Module):
-            self._crew.send_weights(pack(self.policy, self._version))
+            self._send_weights(pack(self.policy, self._version))
         self._crew.ask_all("set_trajectory_base", self._run << _RUN_SHIFT, timeout_s=self.timeout_s)
 
     def shutdown(
@@ -429,6 +465,8 @@ class RPCBatchedCollector(BaseCollector):
         """Stop the rollouts in flight after their current step and close all envs. Idempotent;
         blocks at most ``timeout`` seconds (default 10), dead or stuck workers or not."""
         self._crew.close(_SHUTDOWN_S if timeout is None else timeout)
+        if self._inference is not None:
+            self._inference.close()
 
     def __enter__(self) -> RPCBatchedCollector:
         return self

@@ -8,7 +8,7 @@ reused, results written into preallocated tensors. TorchRL envs go through Torch
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -189,6 +189,7 @@ class GymnasiumRollout:
             leaf.key: torch.from_numpy(np.zeros((n, *leaf.shape), leaf.dtype)) for leaf in leaves
         }
         self._current = [inputs[leaf.key].numpy() for leaf in leaves]
+        self._observed = _nested(inputs, [n])
         self._state = carried_state(policy, n)
         self._new_episode = {key: value.clone() for key, value in self._state.items()}
         inputs |= {key: torch.zeros(n, 1, dtype=torch.bool) for key in _DONE_KEYS}
@@ -254,17 +255,46 @@ class GymnasiumRollout:
         self.driver.close()
 
     def run(self, steps: int, enough: Callable[[int], bool] = never) -> TensorDict:
-        if not self._started:
-            self._reset(None)
-            self._started = True
+        self._begin()
         with torch.no_grad(), set_exploration_type(self.exploration_type):
             if self.driver.valid is None:
                 return self._run(steps, enough)[0]
             return self._run_ragged(steps, enough)
 
+    def steps_one_by_one(self, steps: int) -> Generator[TensorDictBase, TensorDictBase, TensorDict]:
+        """As ``run``, for a policy elsewhere: yields the observations ``[N]`` of each step, is sent
+        what a policy makes of them, and returns the rollout. What was yielded changes with the
+        next ``send``."""
+        self._begin()
+        loop = self._loop(steps, never)
+        next(loop)
+        while True:
+            out = yield self._observed
+            try:
+                loop.send(out)
+            except StopIteration as end:
+                return end.value[0]
+
+    def _begin(self) -> None:
+        if not self._started:
+            self._reset(None)
+            self._started = True
+
     def _run(
         self, steps: int, enough: Callable[[int], bool]
     ) -> tuple[TensorDict, np.ndarray | None]:
+        loop = self._loop(steps, enough)
+        next(loop)
+        while True:
+            try:
+                loop.send(self._act())
+            except StopIteration as end:
+                return end.value
+
+    def _loop(
+        self, steps: int, enough: Callable[[int], bool]
+    ) -> Generator[None, Any, tuple[TensorDict, np.ndarray | None]]:
+        """Is sent what the policy made of the current observations, ``steps`` times."""
         n, driver = self.num_envs, self.driver
         to_env = self._codec.to_env
         root = [np.empty((n, steps, *leaf.shape), leaf.dtype) for leaf in self._leaves]
@@ -285,7 +315,7 @@ class GymnasiumRollout:
         for t in range(steps):
             for array, current in pairs:
                 array[:, t] = current
-            out = self._act()
+            out = yield
             if t == 0:
                 recorded = self._allocate(out, steps)
                 slots = [(key, store.unbind(1)) for key, store in recorded.items()]
@@ -324,7 +354,8 @@ class GymnasiumRollout:
         }
         # The root is always an observation after a reset or in mid-episode.
         data |= {key: torch.zeros(n, steps, 1, dtype=torch.bool) for key in _DONE_KEYS}
-        data["policy_version"] = torch.full((n, steps), self.policy_version)
+        if "policy_version" not in data:  # else the policy's owner has stamped it
+            data["policy_version"] = torch.full((n, steps), self.policy_version)
         rollout = _nested(data, [n, steps], names=[None, "time"])
         return (rollout if t + 1 == steps else rollout[:, : t + 1]), valid
 

@@ -25,8 +25,10 @@ from torchrl.envs.utils import ExplorationType
 from torchrl_dist.collect.access import visit
 from torchrl_dist.collect.batches import truncate_last
 from torchrl_dist.collect.fast_policy import fast_policy
-from torchrl_dist.collect.rollout import Episodes, RolloutStopped, make_rollout
+from torchrl_dist.collect.inference import make_grouped_rollout
+from torchrl_dist.collect.rollout import Episodes, Rollout, RolloutStopped, make_rollout
 from torchrl_dist.errors import ConfigurationError, DeadlineError
+from torchrl_dist.runtime import Remote
 from torchrl_dist.weights import PackedWeights, unpack
 
 Postproc = Callable[[TensorDictBase], TensorDictBase]
@@ -50,6 +52,8 @@ class WorkerConfig:
         own_process: the worker may seed this process' global random generators.
         env_processes: 0, or the number of processes in which the worker's envs run.
         step_timeout_s: an env process that makes no step for so long is replaced.
+        inference: of the learner's ``RPCInferenceTransport``, if the policy stays there; the envs
+            are then stepped in ``env_groups``.
         shown_index: of the worker that this one is a part of, for data and statistics.
     """
 
@@ -70,6 +74,9 @@ class WorkerConfig:
     env_processes: int = 0
     step_timeout_s: float | None = None
     shown_index: int | None = None
+    inference: Remote | None = None
+    inference_timeout_s: float = 60.0
+    env_groups: int = 1
 
 
 @dataclass(frozen=True)
@@ -182,14 +189,26 @@ class RolloutWorker:
         if config.postproc_factory is not None:
             self._postproc = config.postproc_factory(self.policy)
         # T is fixed by the number of envs, which a vector env knows and the collector does not.
-        self._rollout = make_rollout(
-            config.make_env,
-            fast_policy(self.policy),
-            frames=config.frames_per_rollout,
-            num_envs=config.num_envs,
-            exploration_type=config.exploration_type,
-            categorical_action_encoding=config.categorical_action_encoding,
-        )
+        self._rollout: Rollout
+        if config.inference is not None:
+            self._rollout = make_grouped_rollout(
+                config.make_env,
+                config.inference,
+                frames=config.frames_per_rollout,
+                num_envs=config.num_envs,
+                groups=config.env_groups,
+                timeout_s=config.inference_timeout_s,
+                categorical_action_encoding=config.categorical_action_encoding,
+            )
+        else:
+            self._rollout = make_rollout(
+                config.make_env,
+                fast_policy(self.policy),
+                frames=config.frames_per_rollout,
+                num_envs=config.num_envs,
+                exploration_type=config.exploration_type,
+                categorical_action_encoding=config.categorical_action_encoding,
+            )
         self.num_envs = self._rollout.num_envs
         self.steps = self._rollout.steps
         self._episodes = Episodes(

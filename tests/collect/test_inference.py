@@ -1,0 +1,159 @@
+"""The policy at the learner."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictSequential
+from torchrl.data import OneHot
+from torchrl.envs.utils import ExplorationType
+from torchrl.modules import EGreedyModule, LSTMModule, QValueActor
+
+from tests.collect.envs import Counter, mlp
+from torchrl_dist.collect import Preempt, RPCBatchedCollector
+from torchrl_dist.collect.inference import RPCInferenceTransport
+from torchrl_dist.errors import ConfigurationError, PeerLostError, RemoteError
+from torchrl_dist.runtime import ForkServer, local_cluster
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def policy(seed: int = 0) -> QValueActor:
+    return QValueActor(mlp(2, 3, seed), in_keys=["observation"], spec=OneHot(3))
+
+
+class Sleeper(Counter):
+    def step(self, action: Any) -> Any:
+        time.sleep(0.02)
+        return super().step(action)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_data_are_those_of_a_policy_on_the_workers(
+    fork_server: ForkServer, groups: int
+) -> None:
+    def batches(session: Any, **options: Any) -> list[TensorDict]:
+        with RPCBatchedCollector(
+            lambda: Counter(5), policy(), session=session, frames_per_batch=48, total_frames=96,
+            num_envs=4, seed=0, exploration_type=ExplorationType.DETERMINISTIC, **options,
+        ) as collector:  # fmt: skip
+            return list(collector)
+
+    with local_cluster({"learner": 1, "collector": 2}, fork_server=fork_server) as session:
+        ours = batches(session, inference="learner", env_groups=groups)
+        theirs = batches(session)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.shape == other.shape == (8, 6)
+        assert set(one.keys(True, True)) == set(other.keys(True, True))
+        for key in other.keys(True, True):
+            if "action_value" in key:  # rounded by how many rows a product has
+                assert torch.allclose(one[key], other[key], atol=1e-6), key
+            else:
+                assert torch.equal(one[key], other[key]), key
+
+
+def test_weights_are_used_from_the_next_step_on_and_stamped(fork_server: ForkServer) -> None:
+    module = policy()
+    with (
+        local_cluster({"learner": 1, "collector": 2}, fork_server=fork_server) as session,
+        RPCBatchedCollector(
+            Counter, module, session=session, frames_per_batch=16, num_envs=2, inference="learner"
+        ) as collector,
+    ):
+        for version in range(3):
+            batch = collector.next()
+            assert batch["policy_version"].eq(version).all()
+            expected = module(batch.select("observation"))["action_value"]
+            assert torch.allclose(batch["action_value"], expected, atol=1e-6)
+            module.load_state_dict(policy(version + 1).state_dict())
+            collector.update_policy_weights_()
+
+
+def test_exploration_happens_at_the_learner(fork_server: ForkServer) -> None:
+    module = TensorDictSequential(policy(), EGreedyModule(OneHot(3), eps_init=1.0, eps_end=1.0))
+    with (
+        local_cluster({"learner": 1, "collector": 1}, fork_server=fork_server) as session,
+        RPCBatchedCollector(
+            Counter, module, session=session, frames_per_batch=60, num_envs=2, inference="learner"
+        ) as collector,
+    ):
+        assert collector.next()["action"].flatten(0, 1).sum(0).gt(0).all()
+
+
+def test_with_two_groups_a_worker_steps_while_it_waits(fork_server: ForkServer) -> None:
+    class Slow(torch.nn.Module):
+        def forward(self, observation: Any) -> Any:
+            time.sleep(0.02)
+            return torch.zeros(*observation.shape[:-1], 3)
+
+    slow = QValueActor(Slow(), in_keys=["observation"], spec=OneHot(3))
+
+    def steps_per_s(session: Any, groups: int) -> float:
+        with RPCBatchedCollector(
+            lambda: Sleeper(100), slow, session=session, frames_per_batch=20 * groups,
+            num_envs=groups, inference="learner", env_groups=groups,
+        ) as collector:  # fmt: skip
+            collector.next()
+            begun = time.perf_counter()
+            frames = sum(collector.next().numel() for _ in range(2))
+            return frames / (time.perf_counter() - begun)
+
+    with local_cluster({"learner": 1, "collector": 1}, fork_server=fork_server) as session:
+        assert steps_per_s(session, 2) > 1.3 * steps_per_s(session, 1)
+
+
+def test_an_error_of_the_policy_reaches_the_learner(fork_server: ForkServer) -> None:
+    class Broken(torch.nn.Module):
+        def forward(self, observation: Any) -> Any:
+            raise ZeroDivisionError("no value today")
+
+    broken = QValueActor(Broken(), in_keys=["observation"], spec=OneHot(3))
+    with (
+        local_cluster({"learner": 1, "collector": 1}, fork_server=fork_server) as session,
+        RPCBatchedCollector(
+            Counter, broken, session=session, frames_per_batch=8, inference="learner"
+        ) as collector,
+        pytest.raises(RemoteError, match="no value today"),
+    ):
+        collector.next()
+
+
+def test_what_cannot_go_together_is_refused(fork_server: ForkServer) -> None:
+    with pytest.raises(ConfigurationError, match="session"):
+        RPCBatchedCollector(Counter, policy(), frames_per_batch=8, inference="learner")
+    memory = LSTMModule(input_size=2, hidden_size=4, in_key="observation", out_key="embedding")
+    head = QValueActor(mlp(4, 3), in_keys=["embedding"], spec=OneHot(3))
+    with local_cluster({"learner": 1, "collector": 1}, fork_server=fork_server) as session:
+        for arguments, message in (
+            ({"policy": None}, "needs policy="),
+            ({"env_processes": 2}, "env_processes"),
+            ({"readiness": Preempt()}, "readiness"),
+            ({"num_envs": 3}, "cannot be divided"),
+            ({"policy": TensorDictSequential(memory, head)}, "recurrent"),
+        ):
+            with pytest.raises((ConfigurationError, RemoteError), match=message):
+                RPCBatchedCollector(
+                    **{"make_env": Counter, "policy": policy(), "session": session,
+                       "frames_per_batch": 8, "inference": "learner", **arguments}
+                )  # fmt: skip
+    names = [thread.name for thread in threading.enumerate()]
+    assert not any("nference" in name for name in names), (os.getpid(), names)
+
+
+def test_a_closed_transport_refuses_what_waits_and_what_comes() -> None:
+    transport = RPCInferenceTransport()
+    first = transport.submit(TensorDict({}, [2]))
+    transport.submit(TensorDict({}, [2]))
+    inputs, _, times = transport.drain_with_timing(1)
+    assert len(inputs) == len(times) == 1 and transport.drain(0) == ([], [])
+    transport.resolve(first, TensorDict({}, [2]))
+    transport.close()
+    transport.wait_for_work(10)  # returns at once
+    with pytest.raises(PeerLostError):
+        transport.infer(TensorDict({}, [2]), 1.0)
