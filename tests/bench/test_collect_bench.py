@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from torchrl_dist.bench import collect
-from torchrl_dist.bench.collect_cells import Cell, Result
-from torchrl_dist.bench.collect_peers import OURS, PEERS
+from torchrl_dist.bench.collect_peers import PEERS
+from torchrl_dist.bench.collect_plan import FLOOR, OTHERS, OURS, Cell, Result
 from torchrl_dist.errors import ConfigurationError
 
 FIELDS = """bench peer env workers step_s steps_per_message sps ideal_sps floor_sps efficiency
@@ -100,3 +100,7 @@ def test_what_cannot_be_measured_is_named_with_the_reason(
     assert "2048 processes" in capsys.readouterr().err
     with pytest.raises(ConfigurationError, match="--step-s"):
         collect.plan(parse("--env", "cartpole", "--step-s", "1"), ["ours"])
+
+
+def test_the_command_knows_every_peer() -> None:
+    assert list(PEERS) == [FLOOR, *OURS, *OTHERS]

@@ -54,16 +54,16 @@ def test_whoever_asks_first_and_whoever_dies_the_total_is_exact(
     delivered = 0
     lengths: dict[int, set[int]] = {}
     order = iter(turns + list(range(10**6)))
-    idle = 0
+    idle: set[int] = set()
     for turn in order:
         worker = sorted(alive)[turn % len(alive)]
         planned = budget.next_share(worker, alive, steps)
         if planned is None:
-            idle += 1
-            if idle > len(sizes):  # nobody gets any more
+            idle.add(worker)
+            if idle >= alive.keys():  # nobody gets any more
                 break
             continue
-        idle = 0
+        idle.clear()
         round_, share = planned
         dies_after -= 1
         if dies_after == 0 and len(alive) > 1:

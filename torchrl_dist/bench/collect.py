@@ -25,8 +25,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torchrl_dist.bench.collect_cells import ENVS, Cell, Result, measure
-from torchrl_dist.bench.collect_peers import OURS, PEERS
+from torchrl_dist.bench.collect_plan import ENVS, FLOOR, OTHERS, OURS, Cell, Result
 from torchrl_dist.bench.command import (
     TerminatedError,
     above_zero,
@@ -65,15 +64,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N,M",
         help="steps of each env in a message (default: 8,64)",
     )
-    others = [name for name in PEERS if name not in OURS and name != "floor"]
-    known = ["none", "all", *others]
+    known = ["none", "all", *OTHERS]
     parser.add_argument(
         "--peers",
         type=names(known),
         default=["all"],
         metavar="A,B",
         help=f"measured beside {', '.join(OURS)} and the floor: none, all, or some of "
-        f"{','.join(others)} (default: all)",
+        f"{','.join(OTHERS)} (default: all)",
     )
     parser.add_argument("--rounds", type=above_zero(int), default=3, help="(default: 3)")
     parser.add_argument(
@@ -145,11 +143,13 @@ def _chosen(options: argparse.Namespace) -> list[str]:
             raise ConfigurationError(
                 "--env halfcheetah needs MuJoCo: pip install 'torchrl-dist[bench-mujoco]'"
             )
+    from torchrl_dist.bench.collect_peers import PEERS
+
     asked = set(options.peers)
-    chosen = ["floor", *OURS]
-    for name, peer in PEERS.items():
-        if name not in chosen and ("all" in asked or name in asked):
-            reason = peer.missing()
+    chosen = [FLOOR, *OURS]
+    for name in OTHERS:
+        if "all" in asked or name in asked:
+            reason = PEERS[name].missing()
             if reason is None:
                 chosen.append(name)
             else:
@@ -159,6 +159,8 @@ def _chosen(options: argparse.Namespace) -> list[str]:
 
 def plan(options: argparse.Namespace, peers: list[str]) -> list[list[Cell]]:
     """What one round measures: groups of cells that differ by the peer only."""
+    from torchrl_dist.bench.collect_peers import PEERS
+
     sleeps = options.env == "sleep"
     if options.step_s and not sleeps:
         raise ConfigurationError("--step-s is for --env sleep; other environments compute")
@@ -195,6 +197,7 @@ class Figures:
 
 
 def _measure_all(rounds: int, groups: list[list[Cell]], found: dict[Cell, Figures]) -> int:
+    from torchrl_dist.bench.collect_cells import measure
     from torchrl_dist.bench.processes import Launcher
 
     failed: set[Cell] = set()
@@ -222,7 +225,7 @@ def _measure_all(rounds: int, groups: list[list[Cell]], found: dict[Cell, Figure
 
 def to_cells(found: dict[Cell, Figures]) -> list[dict[str, Any]]:
     """One JSON object per cell."""
-    floors = {cell.line: f.median("sps") for cell, f in found.items() if cell.peer == "floor"}
+    floors = {cell.line: f.median("sps") for cell, f in found.items() if cell.peer == FLOOR}
     cells = []
     for cell, figures in found.items():
         floor = floors.get(cell.line)

@@ -8,7 +8,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,39 +17,11 @@ import torch
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 
-ENVS = ("sleep", "cartpole", "halfcheetah")
+from torchrl_dist.bench.collect_plan import Cell, Result
+
 _IDS = {"cartpole": "CartPole-v1", "halfcheetah": "HalfCheetah-v5"}
 # (observation size, action size, continuous)
 _SHAPES = {"sleep": (4, 2, False), "cartpole": (4, 2, False), "halfcheetah": (17, 6, True)}
-
-
-@dataclass(frozen=True)
-class Cell:
-    """What is measured. ``envs`` are per worker, ``steps`` per message and env; ``part`` is the
-    seconds that a step sleeps."""
-
-    peer: str
-    env: str
-    workers: int
-    envs: int
-    step_s: float
-    steps: int
-    seconds: float
-    timeout_s: float
-
-    @property
-    def line(self) -> tuple[Any, ...]:
-        """What cells that differ by the peer only have in common."""
-        return (self.env, self.workers, self.envs, self.step_s, self.steps)
-
-
-@dataclass(frozen=True)
-class Result:
-    """``cpu_s``: CPU seconds per second that this process, the learner, spent on taking in."""
-
-    sps: float
-    startup_s: float
-    learner_cpu: float
 
 
 # ---- steps are counted where they are made

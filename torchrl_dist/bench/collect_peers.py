@@ -14,13 +14,13 @@ from typing import Any, ClassVar
 import torch
 
 from torchrl_dist.bench.collect_cells import (
-    Cell,
     Greedy,
     make_env,
     make_policy,
     single_env,
     vector_env,
 )
+from torchrl_dist.bench.collect_plan import Cell
 from torchrl_dist.bench.processes import ForkedWorker
 
 _GIB = 1 << 30
@@ -232,6 +232,8 @@ class _TorchRLCollector(Peer):
     @classmethod
     @contextlib.contextmanager
     def open(cls, cell: Cell, folder: str) -> Iterator[Iterator[Any]]:
+        # As in a program of its own; forked, DistributedCollector's processes hang.
+        torch.multiprocessing.set_start_method("spawn", force=True)
         envs = [functools.partial(torchrl_env, cell, folder)] * cell.workers
         collector = cls.build(cell, envs, **cls.options(cell, folder))
         yield iter(collector)
@@ -352,4 +354,3 @@ PEERS: dict[str, type[Peer]] = {
         GymnasiumAsync,
     )
 }
-OURS = ("ours", "ours-node", "ours-inference-1", "ours-inference-2")

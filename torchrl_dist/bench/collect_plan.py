@@ -1,0 +1,47 @@
+"""What the collection benchmark can measure; imports nothing heavy, for the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+ENVS = ("sleep", "cartpole", "halfcheetah")
+FLOOR = "floor"
+OURS = ("ours", "ours-node", "ours-inference-1", "ours-inference-2")
+OTHERS = (
+    "torchrl-rpc",
+    "torchrl-distributed",
+    "torchrl-multisync",
+    "torchrl-ray",
+    "gymnasium-async",
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is measured. ``envs`` are per worker, ``steps`` per message and env; ``step_s`` is how
+    long a step sleeps."""
+
+    peer: str
+    env: str
+    workers: int
+    envs: int
+    step_s: float
+    steps: int
+    seconds: float
+    timeout_s: float
+
+    @property
+    def line(self) -> tuple[Any, ...]:
+        """What cells that differ by the peer only have in common."""
+        return (self.env, self.workers, self.envs, self.step_s, self.steps)
+
+
+@dataclass(frozen=True)
+class Result:
+    """``sps``: steps per second; ``startup_s``: until the first batch; ``learner_cpu``: CPU seconds
+    per second of the learner's process."""
+
+    sps: float
+    startup_s: float
+    learner_cpu: float
