@@ -22,7 +22,7 @@ FIELDS = """bench peer env workers step_s steps_per_message sps ideal_sps floor_
 @pytest.fixture(autouse=True)
 def nothing_is_left_in_memory() -> Iterator[None]:
     def ours() -> set[str]:
-        return {name for name in os.listdir("/dev/shm") if name.startswith("torchrl_dist-bench-")}
+        return {n for n in os.listdir("/dev/shm") if n.startswith("torchrl_dist-bench-")}
 
     before = ours()
     yield

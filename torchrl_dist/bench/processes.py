@@ -21,6 +21,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -160,6 +161,8 @@ def _serve() -> None:
     import torch
     import torchrl.data  # noqa: F401
 
+    # Outside the groups that are killed: it removes the semaphores that those leave in /dev/shm.
+    resource_tracker.ensure_running()
     torch.set_num_threads(1)
     requests = sys.stdin.buffer
     os.write(answers, struct.pack("<q", 0))
