@@ -50,6 +50,16 @@ def test_the_collector_example_prints_its_batches(program: Path) -> None:
     assert done.stdout.count("torch.Size([16, 64])") == 4
 
 
+@pytest.mark.parametrize("program", ["shards.py"], indirect=True)
+def test_the_sharded_example_samples_from_all_three(program: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode == 0, done.stderr
+    assert "3000 rows, one batch from shards [0, 1, 2]" in done.stdout
+    assert not done.stderr
+
+
 def test_ci_runs_the_test_command_as_it_stands() -> None:
     command = next(line for line in README.splitlines() if line.endswith("python -m pytest"))
     assert command.strip() in (ROOT / ".ci" / "run").read_text().splitlines()

@@ -215,7 +215,7 @@ def _play(options: argparse.Namespace) -> int:
 
 
 def _add_bench(commands: argparse._SubParsersAction) -> None:
-    from .bench import collect, ddp, law, replay
+    from .bench import collect, ddp, law, remote, replay
 
     bench = commands.add_parser("bench", help="measure", description="Run a benchmark.")
     questions = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
@@ -223,6 +223,8 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     replay.add_options(questions.add_parser("replay", help=summary))
     summary = "how busy collectors keep the cores, beside other collectors"
     collect.add_options(questions.add_parser("collect", help=summary))
+    summary = "a replay buffer in other processes, when every row travels by RPC"
+    remote.add_options(questions.add_parser("remote", help=summary))
     summary = "the sampling law of a buffer spread over workers beside a single buffer's"
     law.add_options(questions.add_parser("law", help=summary))
     summary = "from which batch and network on it pays to learn on several ranks"

@@ -80,7 +80,7 @@ class Peer:
             worker.close()
 
 
-class _TorchRLBuffer(Peer):
+class TorchRLBuffer(Peer):
     """Whatever has the methods of TorchRL's TensorDictReplayBuffer."""
 
     buffer: Any
@@ -99,7 +99,7 @@ class _TorchRLBuffer(Peer):
 # ---- ours
 
 
-class Ours(_TorchRLBuffer):
+class Ours(TorchRLBuffer):
     """The shared buffer, attached to by each process on its own; nothing crosses the fork."""
 
     name = "ours-numpy"
@@ -182,7 +182,7 @@ def _prioritized_buffer(storage: Any, **options: Any) -> Any:
     )
 
 
-class TorchRL(_TorchRLBuffer):
+class TorchRL(TorchRLBuffer):
     """TensorDictPrioritizedReplayBuffer in the learner's process."""
 
     name = "torchrl"
@@ -198,7 +198,7 @@ class TorchRL(_TorchRLBuffer):
         self.buffer = _prioritized_buffer(LazyTensorStorage(self.capacity))
 
 
-class TorchRLShared(_TorchRLBuffer):
+class TorchRLShared(TorchRLBuffer):
     """``shared=True, sync=False``: writers inherit a lock, the learner keeps the priorities."""
 
     name = "torchrl-shared"
@@ -270,7 +270,7 @@ class TorchRLQueue(Peer):
         super().close()
 
 
-class TorchRLRemote(_TorchRLBuffer):
+class TorchRLRemote(TorchRLBuffer):
     """RemoteTensorDictReplayBuffer in a process of its own, called by torch.distributed.rpc."""
 
     name = "torchrl-rpc"
@@ -290,7 +290,7 @@ class TorchRLRemote(_TorchRLBuffer):
         for writer in session.of_role("writer"):
             view = TorchRLRemote(self.kind, self.capacity, self.folder)
             view.buffer = self.buffer
-            self.workers.append(_RPCWorker(session.remote(writer, Host, view)))
+            self.workers.append(RPCWorker(session.remote(writer, Host, view)))
 
     def close(self) -> None:
         self._end.close()
@@ -325,7 +325,7 @@ class _Calls:
 
 
 @dataclass
-class _RPCWorker:
+class RPCWorker:
     remote: Any
 
     def submit(self, function: Any, *args: Any) -> Pending:
@@ -374,7 +374,7 @@ class CPPRB(Peer):
         self.buffer.update_priorities(batch["indexes"], priorities.numpy())
 
 
-class Ray(_TorchRLBuffer):
+class Ray(TorchRLBuffer):
     """TorchRL's RayReplayBuffer: the buffer is a Ray actor."""
 
     name = "ray"
@@ -411,7 +411,7 @@ class Ray(_TorchRLBuffer):
         )
         remote = self._ray.remote(num_cpus=0)(Host)
         for _ in range(workers):
-            view = _TorchRLBuffer(self.kind, self.capacity, self.folder)
+            view = TorchRLBuffer(self.kind, self.capacity, self.folder)
             view.buffer = self.buffer.client()
             self.workers.append(_RayWorker(self._ray, remote.remote(view)))
 

@@ -198,7 +198,7 @@ class BatchSource:
         size = self._batch_size
         batches = []
         for start in range(0, index.numel(), size):
-            part = rows.part(start, start + size) if index.numel() > size else rows
+            part = rows.part(start, start + size)
             batches.append(
                 Batch(
                     rows.spec,

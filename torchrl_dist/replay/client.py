@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 import warnings
@@ -69,6 +70,8 @@ class ReplayClient:
         self.links = tuple(links)
         self.shard_capacity = shard_capacity
         self.timeout_s = timeout_s
+        self.max_priority = math.nan
+        """Of several shards, the largest priority that this client knows of."""
         self.recent = RecentGenerations()
         self._own_shard = own_shard
         self._turn = itertools.count(first_shard)
@@ -292,14 +295,12 @@ class ReplayClient:
     def _note_max_priority(self, seen: float | np.ndarray) -> None:
         """What new rows get in every shard; a single host knows it by itself."""
         if len(self.links) > 1:
-            for link in self.links:
-                link.max_priority = largest_priority(link.max_priority, seen)
+            known = self.max_priority
+            self.max_priority = largest_priority(known, seen)
+            if self.max_priority != known:
+                for link in self.links:
+                    link.max_priority = self.max_priority
 
     def note_states(self, states: Sequence[HostState]) -> None:
         """Take over what draws have told about the shards."""
         self._note_max_priority(np.array([state.max_priority for state in states]))
-
-    @property
-    def max_priority(self) -> float:
-        """The largest that this client knows of; NaN before any."""
-        return largest_priority(*(link.max_priority for link in self.links))

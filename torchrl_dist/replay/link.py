@@ -46,6 +46,9 @@ class Rows:
     tensors: list[torch.Tensor]
 
     def part(self, start: int, stop: int) -> Rows:
+        """The rows ``start`` to ``stop``."""
+        if start == 0 and stop == self.slot.numel():
+            return self
         return Rows(
             self.spec,
             self.slot[start:stop],

@@ -18,6 +18,10 @@ from torchrl_dist.replay.directory import LeafSpec, RowSpec
 
 _ALIGNMENT = 16  # of every dtype that torch has
 _LARGEST_PACKED_BYTES = 2**16  # above this a copy costs more than another tensor in the message
+_NUMPY = {
+    torch.from_numpy(np.empty(0, dtype)).dtype: dtype
+    for dtype in map(np.dtype, "? u1 i1 i2 i4 i8 f2 f4 f8 c8 c16".split())
+}
 
 Column = tuple[torch.dtype, tuple[int, ...]]
 """dtype and full shape, ``(rows, ...)``, of one tensor."""
@@ -51,6 +55,7 @@ def unpack(packed: Sequence[torch.Tensor], columns: Sequence[Column]) -> list[to
     following = iter(large)
     tensors = []
     offset = 0
+    array = block.numpy()
     for dtype, shape in columns:
         size = math.prod(shape) * dtype.itemsize
         if not size:  # a view cannot change the dtype of nothing
@@ -59,7 +64,12 @@ def unpack(packed: Sequence[torch.Tensor], columns: Sequence[Column]) -> list[to
             tensor = next(following)
             tensors.append(tensor if tensor.dtype == dtype else tensor.view(dtype))
         else:
-            tensors.append(block[offset : offset + size].view(dtype).reshape(shape))
+            part = array[offset : offset + size]
+            seen_as = _NUMPY.get(dtype)
+            if seen_as is None:
+                tensors.append(torch.from_numpy(part).view(dtype).reshape(shape))
+            else:  # NumPy slices and views in a fifth of torch's time
+                tensors.append(torch.from_numpy(part.view(seen_as).reshape(shape)))
             offset += _padded(size)
     return tensors
 

@@ -395,12 +395,12 @@ class RPCRandomSampler(_RPCSampler, RandomSampler):
 
     _prioritized = False
 
-    def __new__(cls, *, owner: ReplayOwner, prefetch: int = 1, batches_per_call: int = 1) -> Any:
+    def __new__(cls, *, owner: ReplayOwner, prefetch: int = 2, batches_per_call: int = 1) -> Any:
         if owner.direct() is not None:
             return _DirectRandomSampler(owner, prefetch, batches_per_call)
         return super().__new__(cls)
 
-    def __init__(self, *, owner: ReplayOwner, prefetch: int = 1, batches_per_call: int = 1) -> None:
+    def __init__(self, *, owner: ReplayOwner, prefetch: int = 2, batches_per_call: int = 1) -> None:
         super().__init__()
         self._setup()
         self._set_owner(owner, prefetch, batches_per_call)
@@ -459,8 +459,8 @@ class RPCPrioritizedSampler(_RPCSampler, PrioritizedSampler):
             when a batch is used, not when it is drawn.
         eps, dtype, reduction: as in :class:`SharedPrioritizedSampler`.
         owner: the storage's.
-        prefetch: batches to draw ahead; 1 hides the round trip from a learner that computes at
-            least as long.
+        prefetch: batches to draw ahead, which hides the round trip. While a call is under way
+            the next one waits, so one that follows may carry two batches.
         batches_per_call: batches in one call, at most ``prefetch``: fewer messages, older rows.
 
     Raises:
@@ -482,7 +482,7 @@ class RPCPrioritizedSampler(_RPCSampler, PrioritizedSampler):
         reduction: str = "max",
         *,
         owner: ReplayOwner,
-        prefetch: int = 1,
+        prefetch: int = 2,
         batches_per_call: int = 1,
     ) -> Any:
         if owner.direct() is not None:
@@ -501,7 +501,7 @@ class RPCPrioritizedSampler(_RPCSampler, PrioritizedSampler):
         reduction: str = "max",
         *,
         owner: ReplayOwner,
-        prefetch: int = 1,
+        prefetch: int = 2,
         batches_per_call: int = 1,
     ) -> None:
         # PrioritizedSampler.__init__ would build process-local trees

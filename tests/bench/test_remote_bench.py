@@ -1,0 +1,45 @@
+"""The benchmark of buffers in other processes, at toy size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from torchrl_dist.bench import remote
+from torchrl_dist.bench.remote import Case, Result
+
+TOY = ["--rounds", "1", "--seconds", "0.2", "--capacity", "4096"]
+
+
+@pytest.mark.timeout(100)
+def test_learners_and_shards_give_lines_with_sane_content(tmp_path: Path, capsys) -> None:
+    lines, png = tmp_path / "lines.jsonl", tmp_path / "rates.png"
+    options = ["--peers", "ours", "--learners", "1,2", "--shards", "1,2"]
+    assert remote.main([*TOY, *options, "--json", str(lines), "--plot", str(png)]) == 0
+    found = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert {(line["learners"], line["shards"]) for line in found} == {(1, 1), (2, 1), (1, 2)}
+    for line in found:
+        assert line["bench"] == "remote" and line["peer"] == "ours"
+        assert line["rate"] > 0 and line["empty_call_ms"] > 0
+        assert line["bytes"] > 256 * 45  # every row travels
+        assert 0 < line["messages"] < 1.5 * line["shards"]
+    shown = capsys.readouterr().out
+    assert "32 nodes" in shown and "cost of an empty call" in shown
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_bound_and_the_extrapolation_are_straight_lines() -> None:
+    one = Result(rate=1, batch_ms=2.0, messages=1, bytes=1, empty_call_ms=0.5)
+    assert remote.shard_bound_ms(one, 8) == 5.5
+    assert remote.extrapolated_ms({1: 2.0, 2: 3.0, 4: 5.0}, 32) == pytest.approx(33.0)
+
+
+def test_shards_are_measured_for_our_buffer_only() -> None:
+    parser = remote.argparse.ArgumentParser()
+    remote.add_options(parser)
+    cases = remote.plan(parser.parse_args(["--peers", "ours,ours-8"]))
+    assert Case("ours", 1, 8, 1_000_000, 2.0) in cases
+    assert {case.peer for case in cases if case.shards > 1} == {"ours"}
+    assert len(cases) == len(set(cases)) == 7

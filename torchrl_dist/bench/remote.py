@@ -1,0 +1,467 @@
+"""What does a replay buffer in other processes cost, when every row travels by RPC?
+
+    torchrl-dist bench remote --json remote.jsonl --plot remote.png
+
+1,000,000 rows of 45 B; learners sample batches of 256 (alpha 0.6) and send new priorities back.
+Each measurement runs in fresh processes with one torch thread each, all on this machine and without
+the shortcut through its memory; rounds go over all cases in turn, and the table shows medians.
+
+- ``ours``: one owner, a batch per call, two drawn ahead. ``ours-4`` and ``ours-8``: that many
+  batches per call.
+- ``torchrl-rpc``: TorchRL's RemoteTensorDictReplayBuffer. ``ray``: its RayReplayBuffer.
+- ``shards``: ours over 1, 2, 4 and 8 owners, one learner, which asks all of them for each batch.
+  ``cost``: the time of an empty call; with it, ``bound`` is ``t(1) + (shards - 1) * cost``, and
+  the line ``32 nodes`` extends the measured times by a straight line.
+
+``messages`` and ``KiB`` are calls and payload per batch, in both directions together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torchrl_dist.bench.command import (
+    TerminatedError,
+    above_zero,
+    counts,
+    folder_in,
+    names,
+    say,
+    terminable,
+)
+from torchrl_dist.bench.processes import Host
+from torchrl_dist.bench.replay_cells import Tally, Window
+from torchrl_dist.bench.replay_peers import (
+    ALPHA,
+    BETA,
+    SAMPLE_BATCH,
+    Peer,
+    Ray,
+    RPCWorker,
+    TorchRLBuffer,
+    TorchRLRemote,
+    versions,
+)
+from torchrl_dist.bench.workloads import make_rows
+from torchrl_dist.errors import TorchRLDistError
+
+_CALL_S = 60.0
+_FILL_BATCH = 4096
+_WARM_CALLS = 50
+_EMPTY_CALLS = 300
+_NODES = 32
+
+
+class Ours(TorchRLBuffer):
+    """A buffer of ``shards`` owners, each a process of its own, without the shortcut."""
+
+    name = "ours"
+    ahead: ClassVar[tuple[int, int]] = (2, 1)
+    """``prefetch`` and ``batches_per_call``."""
+    shards = 1
+
+    def open(self, workers: int) -> None:
+        from torchrl_dist.runtime import local_cluster
+
+        self._end = contextlib.ExitStack()
+        roles = {"learner": 1, "owner": self.shards, "worker": workers}
+        self.session = self._end.enter_context(local_cluster(roles, timeout_s=_CALL_S))
+        self.join(self.session)
+        for worker in self.session.of_role("worker"):
+            view = type(self)(self.kind, self.capacity, self.folder)
+            remote = self.session.remote(worker, _joined_view, view)
+            self.workers.append(RPCWorker(remote))
+
+    def join(self, session: Any) -> None:
+        """Build this process's buffer."""
+        from torchrl_dist.replay import replay_buffer
+
+        prefetch, batches_per_call = self.ahead
+        self.buffer = replay_buffer(
+            session,
+            capacity=self.capacity,
+            batch_size=SAMPLE_BATCH,
+            hosts=session.of_role("owner"),
+            alpha=ALPHA,
+            beta=BETA,
+            prefetch=prefetch,
+            batches_per_call=batches_per_call,
+            shortcut=False,
+            write_to="all",
+            scratch_dir=self.folder,
+        )
+
+    def traffic(self) -> tuple[int, int]:
+        """Messages and bytes since the buffer was built."""
+        links = self.buffer.storage.client.links
+        return (
+            sum(link.messages for link in links),
+            sum(link.bytes_sent + link.bytes_received for link in links),
+        )
+
+    def empty_call_s(self) -> float:
+        """Median duration of a call that does nothing."""
+        owner = self.session.of_role("owner")[0]
+        durations = []
+        for _ in range(_EMPTY_CALLS):
+            begin = time.monotonic()
+            self.session.call(owner, os.getpid)
+            durations.append(time.monotonic() - begin)
+        return statistics.median(durations)
+
+    def close(self) -> None:
+        self.buffer.close()
+        self._end.close()
+
+
+def _joined_view(view: Ours) -> Host:
+    from torchrl_dist.runtime.remote import current_session
+
+    view.join(current_session())
+    return Host(view)
+
+
+class OursBy4(Ours):
+    name = "ours-4"
+    ahead = (8, 4)
+
+
+class OursBy8(Ours):
+    name = "ours-8"
+    ahead = (16, 8)
+
+
+PEERS: dict[str, type[Peer]] = {
+    peer.name: peer for peer in (Ours, OursBy4, OursBy8, TorchRLRemote, Ray)
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement."""
+
+    peer: str
+    learners: int
+    shards: int
+    capacity: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """``rate``: batches/s of all learners; per batch: milliseconds of one learner, messages and
+    bytes where the peer counts them; ``empty_call_ms`` where it can be measured."""
+
+    rate: float
+    batch_ms: float
+    messages: float | None
+    bytes: float | None
+    empty_call_ms: float | None
+
+
+def measure(case: Case, folder: str) -> Result:
+    """Run one case, in a fresh process; blocks for about the filling and ``seconds``."""
+    import torch
+
+    torch.set_num_threads(1)
+    peer = PEERS[case.peer]("S", case.capacity, folder)
+    if isinstance(peer, Ours):
+        peer.shards = case.shards
+    with contextlib.ExitStack() as stack:
+        stack.callback(peer.close)
+        peer.open(case.learners if case.learners > 1 else 0)
+        rows = make_rows("S", min(_FILL_BATCH, case.capacity // (2 * case.shards)))
+        for _ in range(-(-case.capacity // len(rows))):
+            peer.extend(rows)
+        learn(peer, Window(0.0, 0.0))
+        empty_call_s = peer.empty_call_s() if isinstance(peer, Ours) else None
+        window = Window.soon(case.seconds)
+        if case.learners == 1:
+            found = [learn(peer, window)]
+        else:
+            pending = [worker.submit(learn, window) for worker in peer.workers]
+            found = [each.result(_CALL_S + case.seconds) for each in pending]
+    steps = sum(each.steps for each in found)
+    counted = all(each.messages is not None for each in found)
+    return Result(
+        rate=sum(each.tally.calls / each.tally.seconds for each in found),
+        batch_ms=1e3 * statistics.mean(each.tally.seconds / each.tally.calls for each in found),
+        messages=sum(each.messages for each in found) / steps if counted else None,
+        bytes=sum(each.bytes for each in found) / steps if counted else None,
+        empty_call_ms=None if empty_call_s is None else 1e3 * empty_call_s,
+    )
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What a learner counted: ``tally`` in its window, the rest over ``steps``, from its start."""
+
+    tally: Tally
+    steps: int
+    messages: Any
+    bytes: Any
+
+
+def learn(peer: Peer, window: Window) -> Learned:
+    """A learner's loop, after a few calls that do not count."""
+    import torch
+
+    priorities = [torch.rand(SAMPLE_BATCH) for _ in range(16)]
+    steps = 0
+
+    def step() -> None:
+        nonlocal steps
+        batch = peer.sample()
+        peer.update(batch, priorities[steps % 16])
+        steps += 1
+
+    if window.stop == 0:
+        for _ in range(_WARM_CALLS):
+            step()
+        now = time.monotonic()
+        window = Window(now, now)
+    before = peer.traffic() if isinstance(peer, Ours) else (None, None)
+    steps = 0
+    tally = window.count(step)
+    after = peer.traffic() if isinstance(peer, Ours) else (None, None)
+    used = [None if a is None else b - a for a, b in zip(before, after, strict=True)]
+    return Learned(tally, steps, *used)
+
+
+# ---- the command
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and its options."""
+    parser.description = __doc__
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--peers",
+        type=names(list(PEERS)),
+        default=list(PEERS),
+        metavar="A,B",
+        help=f"some of {','.join(PEERS)} (default: all)",
+    )
+    for option, default, text in (
+        ("--learners", [1, 4], "learners at a time, one owner (1,4)"),
+        ("--shards", [1, 2, 4, 8], "owners, one learner (1,2,4,8)"),
+    ):
+        parser.add_argument(option, type=counts, default=default, metavar="N,M", help=text)
+    for option, kind, default, text in (
+        ("--rounds", int, 3, ""),
+        ("--seconds", float, 2.0, "per measurement "),
+        ("--capacity", int, 1_000_000, "in rows "),
+        ("--timeout-s", float, 120.0, "longest duration of one measurement "),
+    ):
+        parser.add_argument(
+            option, type=above_zero(kind), default=default, help=f"{text}(default: {default})"
+        )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append a line per case")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the rates")
+    parser.add_argument(
+        "--scratch-dir",
+        type=Path,
+        default=Path("/dev/shm"),
+        help="where buffers lie during a measurement (default: /dev/shm)",
+    )
+    parser.set_defaults(command=run)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse ``argv`` and :func:`run`."""
+    parser = argparse.ArgumentParser(prog="torchrl-dist bench remote")
+    add_options(parser)
+    return run(parser.parse_args(argv))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print tables. Blocks for minutes; Ctrl-C ends it in order and prints what is there.
+
+    Returns:
+        0; 1 if a measurement failed; 130 or 143 after SIGINT or SIGTERM.
+    """
+    results: dict[Case, list[Result]] = {}
+    status = 0
+    try:
+        with terminable():
+            status = _measure_all(options, results)
+    except KeyboardInterrupt:
+        status = 128 + signal.SIGINT
+    except TerminatedError:
+        status = 128 + signal.SIGTERM
+    medians = {case: _median(found) for case, found in results.items()}
+    _print_rates(medians, options)
+    if options.json is not None:
+        _append_json(options.json, results, medians, versions(options.peers))
+    if options.plot is not None:
+        _plot(options.plot, medians)
+    return status
+
+
+def plan(options: argparse.Namespace) -> list[Case]:
+    """What one round measures."""
+    cases = []
+    for peer in options.peers:
+        reason = PEERS[peer].missing()
+        if reason is not None:
+            say(f"skipped {peer}: {reason}")
+            continue
+        for learners in options.learners:
+            cases.append(Case(peer, learners, 1, options.capacity, options.seconds))
+    if "ours" in options.peers:
+        for shards in options.shards:
+            cases.append(Case("ours", 1, shards, options.capacity, options.seconds))
+    return list(dict.fromkeys(cases))
+
+
+def _measure_all(options: argparse.Namespace, results: dict[Case, list[Result]]) -> int:
+    from torchrl_dist.bench.processes import Launcher
+
+    cases = plan(options)
+    failed: set[Case] = set()
+    with Launcher() as launcher:
+        for round_ in range(options.rounds):
+            shift = round_ % max(1, len(cases))  # nobody is always the first
+            for case in cases[shift:] + cases[:shift]:
+                if case in failed:
+                    continue
+                label = f"round {round_ + 1}: {case.peer} x{case.learners}, {case.shards} shards"
+                try:
+                    with folder_in(options.scratch_dir) as folder:
+                        result = launcher.run(
+                            measure,
+                            case,
+                            str(folder),
+                            folder=folder,
+                            timeout_s=options.timeout_s,
+                            environment=PEERS[case.peer].environment,
+                        )
+                except TorchRLDistError as error:
+                    failed.add(case)
+                    say(f"{label}: failed: {error}")
+                    continue
+                results.setdefault(case, []).append(result)
+                say(f"{label}: {result.rate:,.0f} batches/s")
+    return 1 if failed else 0
+
+
+def _median(results: list[Result]) -> Result:
+    columns = zip(*(asdict(result).values() for result in results), strict=True)
+    return Result(*(None if None in each else statistics.median(each) for each in columns))
+
+
+def shard_bound_ms(one: Result, shards: int) -> float:
+    """``t(1) + (shards - 1) * cost`` of one message, milliseconds per batch."""
+    assert one.empty_call_ms is not None
+    return one.batch_ms + (shards - 1) * one.empty_call_ms
+
+
+def extrapolated_ms(times_ms: dict[int, float], nodes: int) -> float:
+    """Milliseconds per batch at ``nodes`` shards, by least squares of ``a + b * shards``."""
+    import numpy as np
+
+    slope, start = np.polyfit(list(times_ms), list(times_ms.values()), 1)
+    return float(start + slope * nodes)
+
+
+def _print_rates(medians: dict[Case, Result], options: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=100)
+
+    def number(value: float | None, digits: int = 2) -> str:
+        return "-" if value is None else f"{value:,.{digits}f}"
+
+    table = Table(title="sample + update of 256 rows by RPC, one owner")
+    for column in ("peer", "learners", "batches/s", "of torchrl-rpc", "messages", "KiB"):
+        table.add_column(column, justify="left" if column == "peer" else "right")
+    for case, result in medians.items():
+        if case.shards != 1:
+            continue
+        base = medians.get(Case("torchrl-rpc", case.learners, 1, case.capacity, case.seconds))
+        table.add_row(
+            case.peer,
+            str(case.learners),
+            number(result.rate, 0),
+            number(None if base is None else result.rate / base.rate),
+            number(result.messages),
+            number(None if result.bytes is None else result.bytes / 1024, 1),
+        )
+    console.print(table)
+    times = {
+        case.shards: result
+        for case, result in sorted(medians.items(), key=lambda item: item[0].shards)
+        if case.peer == "ours" and case.learners == 1
+    }
+    if 1 in times and len(times) > 1:
+        table = Table(title="ours over several owners, one learner")
+        for column in ("shards", "ms per batch", "bound ms", "messages", "KiB"):
+            table.add_column(column, justify="right")
+        for shards, result in times.items():
+            table.add_row(
+                str(shards),
+                number(result.batch_ms),
+                number(shard_bound_ms(times[1], shards)),
+                number(result.messages),
+                number(None if result.bytes is None else result.bytes / 1024, 1),
+            )
+        beyond = extrapolated_ms({s: result.batch_ms for s, result in times.items()}, _NODES)
+        table.add_row(f"{_NODES} nodes", number(beyond), "", "", "")
+        console.print(table)
+        console.print(f"cost of an empty call: {times[1].empty_call_ms:.3f} ms")
+
+
+def _append_json(
+    path: Path,
+    results: dict[Case, list[Result]],
+    medians: dict[Case, Result],
+    of_packages: dict[str, str],
+) -> None:
+    import json
+
+    with path.open("a") as file:
+        for case, result in medians.items():
+            line = {"bench": "remote", **asdict(case), **asdict(result), "batch": SAMPLE_BATCH}
+            line["rates"] = [each.rate for each in results[case]]
+            line |= {"cpus": os.cpu_count(), "versions": of_packages}
+            file.write(json.dumps(line) + "\n")
+
+
+def _plot(path: Path, medians: dict[Case, Result]) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    rates, shards = figure.subplots(1, 2)
+    one = {case: result for case, result in medians.items() if case.shards == 1}
+    labels = [f"{case.peer}, {case.learners}" for case in one]
+    rates.barh(labels, [result.rate for result in one.values()])
+    rates.invert_yaxis()
+    rates.set_xlabel("batches/s of all learners")
+    rates.set_title("one owner; peer, learners", fontsize=9)
+    times = sorted(
+        (case.shards, result.batch_ms)
+        for case, result in medians.items()
+        if case.peer == "ours" and case.learners == 1
+    )
+    shards.plot([each[0] for each in times], [each[1] for each in times], "o-")
+    shards.set_ylim(bottom=0)
+    shards.set_xlabel("shards")
+    shards.set_ylabel("ms per batch")
+    shards.set_title("ours, one learner", fontsize=9)
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
