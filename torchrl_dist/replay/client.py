@@ -79,7 +79,7 @@ class ReplayClient:
         self._numbers = itertools.count(1)
         self._spec: RowSpec | None = None
         self._pending: list[_PendingWrite] = []
-        self._reported: set[int] = set()
+        self._reported: dict[int, int] = {}  # replies that the shard had sent when it failed
         self._lock = threading.Lock()
 
     # --- who answers -------------------------------------------------------------------------
@@ -87,9 +87,9 @@ class ReplayClient:
     def check(self) -> None:
         """Raise what went wrong with earlier operations, one error per call."""
         for shard, link in enumerate(self.links):
-            if link.state is None and shard in self._reported:
+            if link.state is None and link.replies > self._reported.get(shard, link.replies):
                 with self._lock:
-                    self._reported.discard(shard)
+                    self._reported.pop(shard, None)
                 warnings.warn(f"replay shard {shard} ({link.name}) answers again", stacklevel=3)
             error = link.failure()
             if isinstance(error, (DeadlineError, PeerLostError)):
@@ -105,7 +105,7 @@ class ReplayClient:
             raise error
         with self._lock:
             new = shard not in self._reported
-            self._reported.add(shard)
+            self._reported.setdefault(shard, self.links[shard].replies)
         if new:
             warnings.warn(
                 f"replay shard {shard} ({self.links[shard].name}) is left out, the other "

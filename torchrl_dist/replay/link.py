@@ -72,6 +72,8 @@ class Link(Protocol):
     name: str
     max_priority: float
     """The largest of the buffer, as far as its client knows; NaN before any."""
+    replies: int
+    """How often the host has answered."""
 
     def put(
         self,
@@ -107,6 +109,7 @@ class LocalLink:
     """A host in this process, called directly: over the directory of the same node."""
 
     state: str | None = None
+    replies = 0
 
     def __init__(self, host: ReplayHost, client: str, incarnation: int, name: str) -> None:
         self.name = name
@@ -241,6 +244,7 @@ class RemoteLink:
         self._closed = False
         self._urgent = False
         self._company: threading.Thread | None = None
+        self.replies = 0
         self.messages = 0
         self.bytes_sent = 0
         self.bytes_received = 0
@@ -399,6 +403,7 @@ class RemoteLink:
         ]
         with self._changed:
             self._silent = None
+            self.replies += 1
             self._errors.extend(errors)
         self._finish(call)
         unpacked = _Unpacked(reply)
