@@ -92,6 +92,7 @@ class NodeWorker:
 
     Raises:
         RemoteError: a process could not build its envs.
+        ConfigurationError: they built different ones.
         PeerLostError, DeadlineError: it died, or took too long.
     """
 
@@ -127,16 +128,11 @@ class NodeWorker:
             self._listener.listen(self._count)
             self._children = self._server.start(self._job(), range(self._count))
             infos = self._await_all(time.monotonic() + _START_S)
+            require_equal_specs({f"env process {i}": info.specs for i, info in enumerate(infos)})
         except BaseException:
             self._end()
             raise
         self._specs = infos[0].specs
-        names = {f"env process {i}": info.specs for i, info in enumerate(infos)}
-        try:
-            require_equal_specs(names)
-        except BaseException:
-            self._end()
-            raise
         self._envs = infos[0].num_envs
         self.steps = infos[0].steps
         self.num_envs = self._envs * self._count
