@@ -159,9 +159,9 @@ def test_a_paused_worker_is_lost_until_it_answers(fork_server: ForkServer, readi
             None,
             session=session,
             frames_per_batch=20,
-            total_frames=2000,
+            total_frames=10_000,
             readiness=readiness,
-            worker_timeout_s=0.7,
+            worker_timeout_s=1.5,
             max_policy_lag=1,
         ) as collector,
         warnings.catch_warnings(record=True) as caught,
@@ -186,8 +186,8 @@ def test_a_paused_worker_is_lost_until_it_answers(fork_server: ForkServer, readi
             batches.append(collector.next())
         batches += list(collector)
         assert collector.report.lost_workers == ()
-    assert any("worker_timeout_s=0.7" in str(w.message) for w in caught)
-    assert sum(batch.numel() for batch in batches) == 2000
+    assert any("worker_timeout_s=1.5" in str(w.message) for w in caught)
+    assert sum(batch.numel() for batch in batches) == 10_000
     rows = torch.cat([batch.reshape(-1) for batch in batches])
     for trajectory in rows["collector", "traj_ids"].unique():
         one = rows[rows["collector", "traj_ids"] == trajectory]
