@@ -183,7 +183,9 @@ def test_a_dump_brings_rows_cursor_and_count_back(buffer, tmp_path: Path) -> Non
     buffer.extend(make_rows(range(90, 100)))
     buffer.loads(tmp_path)
     assert ids(buffer[:]) == stored and buffer.write_count == 30
-    assert buffer.extend(make_rows(range(2))).tolist() == [6, 7]
+    index = buffer.extend(make_rows(range(2)))
+    settle(buffer)
+    assert index.tolist() == [6, 7]
 
 
 def test_a_single_row_is_added_to_the_others(buffer) -> None:

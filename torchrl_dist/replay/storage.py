@@ -270,6 +270,8 @@ class SharedMemmapStorage(TensorStorage):
         if parts == [(0, count)]:
             slots, generations = self._append_part(source, 0, count, priority)
             return torch.from_numpy(slots), torch.from_numpy(generations)
+        if count > self.max_size:  # the rest would be overwritten at once
+            self._cursor.skip(count - self.max_size)
         index = np.full(count, -1, dtype=np.int64)
         generation = np.full(count, -1, dtype=np.int64)
         for start, stop in parts:
