@@ -5,10 +5,12 @@ Seen in torchrl 0.14.1 and tensordict 0.14.3.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
+from tensordict.utils import expand_as_right
 from torchrl.data.replay_buffers.sample_units import Transition
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
@@ -111,3 +113,27 @@ def _collect(data: Any, path: tuple[str, ...], found: dict[tuple[str, ...], torc
         elif not _collect(value, (*path, key), found):
             return False
     return True
+
+
+def add_columns(data: TensorDictBase, columns: dict[str, Any]) -> None:
+    """Set one value per row under each name, as ``TensorDictReplayBuffer.sample`` does.
+
+    Values of the batch's own shape go into a plain TensorDict without its checks.
+    """
+    plain = type(data) is TensorDict and not data.is_locked and data.device is None
+    with contextlib.nullcontext() if plain else data.unlock_():
+        for key, value in columns.items():
+            if (
+                plain
+                and isinstance(key, str)
+                and isinstance(value, torch.Tensor)
+                and value.shape == data.batch_size
+            ):
+                data._tensordict[key] = value
+                continue
+            if isinstance(value, tuple):  # an index per dimension of the storage
+                value = torch.stack(value, -1)
+            value = torch.as_tensor(value, device=data.device)
+            if value.ndim < data.ndim:
+                value = expand_as_right(value, data)
+            data.set(key, value)

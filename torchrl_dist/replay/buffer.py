@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torchrl.data import TensorDictReplayBuffer
+from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 
 from torchrl_dist.errors import ConfigurationError
@@ -97,6 +97,29 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         if priority is not None and priority.numel() == data.shape[0]:
             return priority.reshape(-1)  # nothing to reduce; a reduction costs more than the update
         return self._get_priority_vector(data)
+
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        include_info: bool | None = None,
+    ) -> Any:
+        """A batch with ``"index"``, ``"index_generation"`` and what the sampler adds."""
+        if return_info or include_info is not None:
+            return super().sample(batch_size, return_info, include_info)
+        return ReplayBuffer.sample(self, batch_size)  # _sample has put the handles in
+
+    def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
+        if self._pin_memory or self._sample_unit is not None or len(self._transform or ()):
+            data, info = super()._sample(batch_size)
+        else:
+            with self._replay_lock, self._write_lock:
+                index, info = self._sampler.sample(self._storage, batch_size)
+                info["index"] = index
+                info["index_generation"] = self._writer.generations_of(index)
+                data = self._collate_fn(self._storage.get(index))
+        _torchrl.add_columns(data, info)
+        return data, info
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Set the priorities of a batch, or of parts of one, from ``data[priority_key]``.
