@@ -46,7 +46,8 @@ from torchrl_dist.bench.workloads import KINDS
 from torchrl_dist.errors import ConfigurationError, TorchRLDistError
 
 OPS = ("write", "sample", "sample+update", "mixed", "lock", "cursor")
-_OURS = ("ours-c", "ours-numpy", "ours-c-2t")  # ratios are to the first of them that was measured
+# ratios are to the first of them that was measured
+_OURS = ("ours-c", "ours-numpy", "ours-c-stock", "ours-c-2t")
 _MIXED_WRITERS, _MIXED_BATCH = 2, 64
 
 

@@ -106,17 +106,21 @@ class Ours(TorchRLBuffer):
     environment: ClassVar[Mapping[str, str]] = {"TORCHRL_DIST_KERNEL": "numpy"}
     gather_threads: ClassVar[int] = 1
 
+    @classmethod
+    def buffer_class(cls) -> type:
+        from torchrl_dist.replay import SharedReplayBuffer
+
+        return SharedReplayBuffer
+
     @functools.cached_property
     def buffer(self) -> Any:
-        from torchrl.data import TensorDictReplayBuffer
-
         from torchrl_dist.replay import (
             SharedCursorWriter,
             SharedMemmapStorage,
             SharedPrioritizedSampler,
         )
 
-        return TensorDictReplayBuffer(
+        return self.buffer_class()(
             storage=SharedMemmapStorage(
                 self.capacity,
                 scratch_dir=f"{self.folder}/replay",
@@ -146,6 +150,18 @@ class OursWithKernel(Ours):
         if importlib.util.find_spec("torchrl_dist.replay._kernel") is None:
             return "the C kernel was not built: reinstall torchrl-dist where a C compiler is"
         return None
+
+
+class OursInStockBuffer(OursWithKernel):
+    """The same parts in TorchRL's own buffer class."""
+
+    name = "ours-c-stock"
+
+    @classmethod
+    def buffer_class(cls) -> type:
+        from torchrl.data import TensorDictReplayBuffer
+
+        return TensorDictReplayBuffer
 
 
 class OursWithTwoThreads(OursWithKernel):
@@ -508,6 +524,7 @@ PEERS: dict[str, type[Peer]] = {
     for peer in (
         Ours,
         OursWithKernel,
+        OursInStockBuffer,
         OursWithTwoThreads,
         TorchRL,
         TorchRLShared,
