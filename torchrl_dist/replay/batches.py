@@ -92,9 +92,13 @@ class BatchSource:
                 self._drop()
                 self._batch_size = batch_size
             if not self._ready:
-                round_ = self._rounds.popleft() if self._rounds else self._start(1)
-                self._top_up(coming=round_.count // batch_size)
-                self._ready.extend(self._finish(round_))
+                try:
+                    round_ = self._rounds.popleft() if self._rounds else self._start(1)
+                    self._top_up(coming=round_.count // batch_size)
+                    self._ready.extend(self._finish(round_))
+                except Exception:
+                    self._drop()  # what was asked for since failed for the same reason
+                    raise
             batch = self._ready.popleft()
             self._top_up(coming=0)
             return batch

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from torchrl_dist.errors import DeadlineError, PeerLostError
+from torchrl_dist.errors import DeadlineError, PeerLostError, RemoteError
 from torchrl_dist.replay import rows
 from torchrl_dist.replay.directory import RowSpec
 from torchrl_dist.replay.host import (
@@ -85,9 +85,14 @@ class ReplayClient:
     # --- who answers -------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise what went wrong with earlier operations, one error per call."""
+        """Raise what went wrong with earlier operations, one error per call; also if too few
+        shards answer."""
         for shard, link in enumerate(self.links):
-            if link.state is None and link.replies > self._reported.get(shard, link.replies):
+            problem = link.problem
+            if problem is not None:
+                if len(self.links) > 1:  # a call of this client need not have met it
+                    self.note_trouble(shard, problem)
+            elif link.replies > self._reported.get(shard, link.replies):
                 with self._lock:
                     self._reported.pop(shard, None)
                 warnings.warn(f"replay shard {shard} ({link.name}) answers again", stacklevel=3)
@@ -100,9 +105,9 @@ class ReplayClient:
     def note_trouble(self, shard: int, error: Exception) -> None:
         """A host did not answer: report it, or raise if too few are left."""
         others = [link for other, link in enumerate(self.links) if other != shard]
-        answering = sum(link.state is None for link in others)
+        answering = sum(link.problem is None for link in others)
         if len(self.links) == 1 or answering < self._min_shards:
-            raise error
+            raise error.with_traceback(None)  # it may be raised by many calls
         with self._lock:
             new = shard not in self._reported
             self._reported.setdefault(shard, self.links[shard].replies)
@@ -128,12 +133,12 @@ class ReplayClient:
             found.append(answer)
         return found
 
-    def ask(self, counts: Sequence[int | None], prioritized: bool) -> list[Any]:
+    def ask(self, counts: Sequence[int | None], prioritized: bool | None) -> list[Any]:
         """One future per shard; None where ``counts`` is, and where nobody answers."""
         futures: list[Any] = []
         for shard, (link, count) in enumerate(zip(self.links, counts, strict=True)):
             future = None
-            if count is not None and (link.state is None or len(self.links) == 1):
+            if count is not None and self._answers(shard):
                 try:
                     future = link.ask(int(count), prioritized)
                 except PeerLostError as error:
@@ -141,10 +146,11 @@ class ReplayClient:
             futures.append(future)
         return futures
 
-    def states(self, prioritized: bool = False) -> list[HostState]:
-        """Of the hosts that answer, after all operations of this client. Blocks for one call."""
+    def states(self) -> list[HostState]:
+        """Of the hosts that answer, after all operations of this client. Blocks for one call.
+        Their masses may be those of uniform draws."""
         self.check()
-        found = self.answers(self.ask([0] * len(self.links), prioritized))
+        found = self.answers(self.ask([0] * len(self.links), None))
         return [answer.state for answer in found if answer is not None]
 
     def flush(self) -> None:
@@ -164,14 +170,14 @@ class ReplayClient:
         futures: list[Any] = []
         for shard, link in enumerate(self.links):
             try:
-                futures.append(link.ask(None, True) if self._answers(shard) else None)
+                futures.append(link.ask(None, None) if self._answers(shard) else None)
             except PeerLostError as error:
                 futures.append(None)
                 self.note_trouble(shard, error)
         return futures
 
     def _answers(self, shard: int) -> bool:
-        return len(self.links) == 1 or self.links[shard].state is None
+        return len(self.links) == 1 or self.links[shard].problem is None
 
     def call(self, shard: int, method: str, *args: Any) -> Any:
         """A method of one host, after all operations of this client there. Blocks."""
@@ -183,12 +189,18 @@ class ReplayClient:
         return [self.call(s, method, *args) for s in range(len(self.links)) if self._answers(s)]
 
     def close(self) -> None:
-        """Flush, say goodbye to the hosts that answer. Problems are warned about."""
+        """Flush, say goodbye to the hosts that answer. Problems are warned about, also those of
+        earlier operations that no call has raised."""
         for shard, link in enumerate(self.links):
+            problems: list[Exception] = []
             try:
                 link.close(self.timeout_s if self._answers(shard) else 0.0)
-            except (DeadlineError, PeerLostError) as error:
-                warnings.warn(f"closing the client of {link.name}: {error}", stacklevel=3)
+            except (DeadlineError, PeerLostError, RemoteError) as error:
+                problems.append(error)
+            while (failed := link.failure()) is not None:
+                problems.append(failed)
+            for problem in problems:
+                warnings.warn(f"closing the client of {link.name}: {problem}", stacklevel=3)
 
     # --- writing -----------------------------------------------------------------------------
 
@@ -214,12 +226,15 @@ class ReplayClient:
         shard = self._shard_to_write()
         pending = _PendingWrite(handed[0], shard, next(self._numbers))
 
+        def forget() -> None:
+            with self._lock:
+                self._pending = [each for each in self._pending if each is not pending]
+
         def written(slots: np.ndarray, generations: np.ndarray) -> None:
             kept = slots >= 0
             generation[:] = generations
             index[kept] = global_index(shard, slots[kept], self.shard_capacity)
-            with self._lock:
-                self._pending = [each for each in self._pending if each is not pending]
+            forget()
             if kept.any():
                 self._spec = spec
                 self.recent.remember(*handed, written=True)
@@ -227,8 +242,14 @@ class ReplayClient:
         with self._lock:
             self._pending.append(pending)
         size = _FEW_BYTES + sum(tensor.nbytes for tensor in packed)
-        write = Write(spec_as_text(spec), count, packed, priority, pending.number)
-        self.links[shard].put(write, size=size, written=written)
+        # copied: they are sent later, and the caller may go on with its tensors
+        own = None if priority is None else priority.copy()
+        write = Write(spec_as_text(spec), count, packed, own, pending.number)
+        try:
+            self.links[shard].put(write, size=size, written=written)
+        except BaseException:
+            forget()
+            raise
         if priority is not None:
             self._note_max_priority(priority)
         return handed
@@ -242,7 +263,7 @@ class ReplayClient:
             if self._answers(shard):
                 return shard
         raise PeerLostError(
-            "no replay shard answers: " + "; ".join(str(link.state) for link in self.links)
+            "no replay shard answers: " + "; ".join(str(link.problem) for link in self.links)
         )
 
     # --- priorities --------------------------------------------------------------------------

@@ -85,8 +85,11 @@ class Link(Protocol):
     ) -> None:
         """Hand an operation over; see ``RemoteLink.put``."""
 
-    def ask(self, count: int | None, prioritized: bool) -> Future[Answer]:
-        """Draw rows after all operations put before; None: only wait for these."""
+    def ask(self, count: int | None, prioritized: bool | None) -> Future[Answer]:
+        """Draw rows after all operations put before; None: only wait for these.
+
+        ``prioritized`` also says what the masses of the answer are; None: it does not matter.
+        """
 
     def flush(self, timeout_s: float) -> None:
         """Block until every operation put before is applied."""
@@ -98,7 +101,7 @@ class Link(Protocol):
         """An error that nobody was told yet."""
 
     @property
-    def state(self) -> str | None:
+    def problem(self) -> Exception | None:
         """None if the host answers, else what is known to be wrong with it."""
 
     def close(self, flush_s: float) -> None:
@@ -108,7 +111,7 @@ class Link(Protocol):
 class LocalLink:
     """A host in this process, called directly: over the directory of the same node."""
 
-    state: str | None = None
+    problem: Exception | None = None
     replies = 0
 
     def __init__(self, host: ReplayHost, client: str, incarnation: int, name: str) -> None:
@@ -132,13 +135,13 @@ class LocalLink:
         if written is not None:
             written(*result)
 
-    def ask(self, count: int | None, prioritized: bool) -> Future[Answer]:
+    def ask(self, count: int | None, prioritized: bool | None) -> Future[Answer]:
         future: Future[Answer] = Future()
         if count is None:  # operations are applied as they are put
             future.set_result(None)
             return future
         try:
-            state, drawn = self._host.draw(count, prioritized, self.max_priority)
+            state, drawn = self._host.draw(count, bool(prioritized), self.max_priority)
             rows = None
             if drawn is not None:
                 spec = self._host.storage.directory.rows
@@ -175,7 +178,7 @@ class _Ask:
     """``count`` None: nothing is drawn, the answer says that the operations were applied."""
 
     count: int | None
-    prioritized: bool
+    prioritized: bool | None
     future: Future = field(default_factory=Future)
 
 
@@ -299,7 +302,7 @@ class RemoteLink:
         if self._closed:
             raise PeerLostError(f"this client of {self.name} was closed")
 
-    def ask(self, count: int | None, prioritized: bool) -> Future[Answer]:
+    def ask(self, count: int | None, prioritized: bool | None) -> Future[Answer]:
         ask = _Ask(count, prioritized)
         with self._changed:
             self._require_host()
@@ -309,7 +312,7 @@ class RemoteLink:
 
     def flush(self, timeout_s: float) -> None:
         """Raises DeadlineError or PeerLostError; errors of operations are left to ``failure``."""
-        await_answer(self.ask(None, True), timeout_s, self.name)
+        await_answer(self.ask(None, None), timeout_s, self.name)
 
     def call(self, method: str, *args: Any) -> Any:
         self.flush(self._timeout_s)
@@ -320,9 +323,8 @@ class RemoteLink:
             return self._errors.popleft() if self._errors else None
 
     @property
-    def state(self) -> str | None:
-        problem = self._lost or self._silent
-        return None if problem is None else str(problem)
+    def problem(self) -> Exception | None:
+        return self._lost or self._silent
 
     def close(self, flush_s: float) -> None:
         try:
@@ -344,7 +346,7 @@ class RemoteLink:
             if self._under_way is not None or self._lost is not None or not due:
                 return
             queued, self._queue = list(self._queue), deque()
-            asks, self._asks = list(self._asks), deque()
+            prioritized, asks = self._take_asks()
             self._urgent = False
             self._sequence += 1
             counts = [ask.count for ask in asks if ask.count is not None]
@@ -354,12 +356,21 @@ class RemoteLink:
                 self._sequence,
                 tuple(each.operation for each in queued),
                 draw=sum(counts) if counts else None,
-                prioritized=asks[0].prioritized if asks else True,
+                prioritized=prioritized,
                 max_priority=self.max_priority,
             )
             call = _Call(request, queued, asks, sum(each.size for each in queued))
             self._under_way = call
         self._send(call)
+
+    def _take_asks(self) -> tuple[bool, list[_Ask]]:
+        """Those that one request can answer: it draws by priority or uniformly."""
+        kinds = (ask.prioritized for ask in self._asks)
+        prioritized = next((kind for kind in kinds if kind is not None), False)
+        asks = []
+        while self._asks and self._asks[0].prioritized in (None, prioritized):
+            asks.append(self._asks.popleft())
+        return prioritized, asks
 
     def _send(self, call: _Call) -> None:
         self.messages += 1
@@ -401,6 +412,11 @@ class RemoteLink:
             RemoteError(message, peer=self._host.peer.name, host=self.name, remote_traceback=trace)
             for message, trace in reply.failures
         ]
+        draw_error = None
+        if call.request.draw is not None and reply.state is None:
+            draw_error = errors[-1]
+            if any(ask.count is not None for ask in call.asks):
+                errors.pop()  # they are told
         with self._changed:
             self._silent = None
             self.replies += 1
@@ -411,9 +427,10 @@ class RemoteLink:
         for ask in call.asks:
             if ask.count is None:
                 ask.future.set_result(None)
-            elif reply.state is None:  # the draw failed
-                ask.future.set_exception(errors[-1])
+            elif draw_error is not None:
+                ask.future.set_exception(draw_error)
             else:
+                assert reply.state is not None
                 count = min(ask.count, reply.count)
                 rows = unpacked.rows.part(start, start + count) if count else None
                 start += count

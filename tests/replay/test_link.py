@@ -1,0 +1,193 @@
+"""A client's line to hosts whose answers the test holds back."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.replay.conftest import folder, make_rows  # noqa: F401
+from torchrl_dist import DeadlineError, PeerLostError, RemoteError, SharedMemmapStorage
+from torchrl_dist.replay.batches import BatchSource
+from torchrl_dist.replay.client import ReplayClient
+from torchrl_dist.replay.host import ReplayHost, SetPriorities
+from torchrl_dist.replay.link import RemoteLink
+from torchrl_dist.runtime import Peer
+
+pytestmark = pytest.mark.timeout(60)
+CAPACITY = 32
+
+
+class HeldHost:
+    """Stands for a ``Remote`` of a host: calls are answered at once, or while ``held`` later."""
+
+    def __init__(self, folder: Path, number: int = 0) -> None:  # noqa: F811
+        self.peer = Peer("owner", number, number, "here")
+        self.host = ReplayHost(SharedMemmapStorage(CAPACITY, scratch_dir=folder, job_id="test"))
+        self.held = False
+        self.lost: Exception | None = None
+        self._waiting: list[tuple[Future, Any]] = []
+
+    def call(self, method: str, *args: Any, timeout_s: float) -> Any:
+        return getattr(self.host, method)(*args)
+
+    def submit(self, method: str, request: Any, *, timeout_s: float) -> Future:
+        future: Future = Future()
+        self._waiting.append((future, request))
+        if not self.held:
+            self.release()
+        return future
+
+    def release(self) -> None:
+        self.held = False
+        while self._waiting:
+            future, request = self._waiting.pop(0)
+            if self.lost is not None:
+                future.set_exception(self.lost)
+            else:
+                future.set_result(self.host.serve(request))
+
+    def lose(self) -> None:
+        self.lost = PeerLostError(f"{self.peer} is lost")
+        self.release()
+
+
+@pytest.fixture
+def hosts(folder: Path) -> Iterator[list[HeldHost]]:  # noqa: F811
+    hosts = [HeldHost(folder / str(number), number) for number in range(2)]
+    for held in hosts:
+        held.host.use_priorities(1.0, 1e-8)
+    yield hosts
+    for held in hosts:
+        held.host.close()
+
+
+def connect(hosts: list[HeldHost], min_shards: int = 1, timeout_s: float = 5.0) -> ReplayClient:
+    links = [
+        RemoteLink(held, "test", 1, timeout_s=timeout_s, max_queued_bytes=2**20)  # type: ignore[arg-type]
+        for held in hosts
+    ]
+    return ReplayClient(
+        links,
+        CAPACITY,
+        own_shard=None,
+        first_shard=0,
+        min_shards=min_shards,
+        timeout_s=timeout_s,
+    )
+
+
+def batches_of(client: ReplayClient, prefetch: int = 0) -> BatchSource:
+    return BatchSource(
+        client,
+        prioritized=True,
+        prefetch=prefetch,
+        batches_per_call=1,
+        uniforms=np.random.default_rng(0).random,
+    )
+
+
+def test_a_draw_keeps_its_kind_when_others_ask_with_it(hosts) -> None:
+    client = connect(hosts[:1])
+    client.write(make_rows(range(2)), np.array([1.0, 3.0]))
+    client.write(make_rows(range(2)), np.array([0.0, 0.0]))
+    client.flush()
+    (link,) = client.links
+    hosts[0].held = True
+    link.ask(None, None)
+    length = link.ask(0, None)  # as len() of another thread
+    uniform, prioritized = link.ask(256, False), link.ask(256, True)
+    hosts[0].release()
+    assert length.result(5).state.length == 4
+    assert set(prioritized.result(5).rows.leaf.tolist()) >= {1.00000001, 3.00000001}
+    assert prioritized.result(5).state.mass == pytest.approx(4)
+    assert (uniform.result(5).rows.leaf == 1).all() and uniform.result(5).state.mass == 4
+
+
+def test_too_few_shards_are_an_error_at_every_call(hosts) -> None:
+    client = connect(hosts, min_shards=2)
+    source = batches_of(client)
+    for _ in hosts:
+        client.write(make_rows(range(4)), None)
+    assert len(source.next(8).index) == 8
+    hosts[1].lose()
+    for _ in range(3):
+        with pytest.raises(PeerLostError, match="owner1"):
+            source.next(8)
+    with pytest.raises(PeerLostError, match="owner1"):
+        client.write(make_rows(range(4)), None)
+
+
+def test_a_shard_that_is_lost_while_rows_travel_is_reported(hosts) -> None:
+    client = connect(hosts)
+    hosts[0].held = True
+    client.write(make_rows(range(4)), None)  # to the first
+    hosts[0].lose()
+    with pytest.warns(UserWarning, match="replay shard 0 .*1 operations of this process were not"):
+        client.write(make_rows(range(4)), None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        client.write(make_rows(range(4)), None)
+        assert len(batches_of(client).next(8).index) == 8
+
+
+def test_batches_asked_for_while_the_buffer_was_empty_are_forgotten(hosts) -> None:
+    for number in (1, 2):
+        client = connect(hosts[:number])
+        source = batches_of(client, prefetch=2)
+        hosts[0].host.empty(True)
+        with pytest.raises(RuntimeError, match="sample"):
+            source.next(8)
+        client.write(make_rows(range(4)), None)
+        client.flush()
+        assert len(source.next(8).index) == 8
+        client.close()
+
+
+def test_what_fails_last_is_told_at_the_end(hosts) -> None:
+    client = connect(hosts[:1])
+    client.write(make_rows(range(4)), None)
+    client.flush()
+    client.links[0].put(SetPriorities(np.array([99]), None, np.array([1.0])), urgent=False)
+    with pytest.warns(UserWarning, match="slot 99 is beyond"):
+        client.close()
+
+
+def test_priorities_of_queued_rows_are_copies(hosts) -> None:
+    client = connect(hosts[:1])
+    hosts[0].held = True
+    client.links[0].ask(None, None)
+    priority = np.array([1.0, 3.0])
+    client.write(make_rows(range(2)), priority)
+    priority[:] = 100.0
+    hosts[0].release()
+    client.flush()
+    assert hosts[0].host.storage.directory.tree.leaves[:2].tolist() == pytest.approx([1, 3])
+
+
+def test_rows_that_found_no_room_leave_nothing_behind(hosts) -> None:
+    client = connect(hosts[:1], timeout_s=0.05)
+    hosts[0].held = True
+    client.links[0].put(SetPriorities(np.array([0]), None, np.array([1.0])), size=2**20)
+    for _ in range(3):
+        with pytest.raises(DeadlineError, match="no room"):
+            client.write(make_rows(range(2)), None)
+    assert not client._pending
+    hosts[0].release()
+    client.flush()
+
+
+def test_a_draw_that_fails_is_told_once(hosts, monkeypatch) -> None:
+    client = connect(hosts[:1])
+    source = batches_of(client)
+    client.write(make_rows(range(2)), None)
+    with monkeypatch.context() as broken:
+        broken.setattr(ReplayHost, "_draw", lambda *_: 1 / 0)
+        with pytest.raises(RemoteError, match="ZeroDivisionError"):
+            source.next(8)
+    assert len(source.next(8).index) == 8
