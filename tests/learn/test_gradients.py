@@ -109,18 +109,52 @@ def test_importance_weights_count_as_in_the_whole_batch(two_ranks, name: str) ->
         assert_close(found, gradients(alone), atol=1e-6)
 
 
-def of_no_rows() -> dict[str, Tensor]:
+def batch_for_one_rank(counted_by: str) -> TensorDict:
+    batch = make_batch("dqn", ROWS)
+    if counted_by == "weights":
+        batch["priority_weight"] = torch.linspace(0.1, 1, ROWS)
+    elif counted_by == "mask":
+        batch["collector"] = TensorDict({"mask": torch.arange(ROWS)[:, None] % 4 > 0}, [ROWS])
+    return batch
+
+
+def of_no_rows(counted_by: str) -> dict[str, Tensor]:
     loss = distributed("dqn")
-    rows = make_batch("dqn", ROWS)
+    rows = batch_for_one_rank(counted_by)
     loss(rows if dist.get_rank() == 0 else rows[:0])["loss"].backward()
     return gradients(loss)
 
 
-def test_a_rank_without_rows_takes_those_of_the_others(two_ranks: LearningRanks) -> None:
+@pytest.mark.parametrize("counted_by", ["rows", "weights", "mask"])
+def test_a_rank_without_rows_takes_those_of_the_others(two_ranks, counted_by: str) -> None:
     alone = make_loss("dqn")
-    alone(make_batch("dqn", ROWS))["loss"].backward()
-    for found in two_ranks.run(of_no_rows):
+    alone(batch_for_one_rank(counted_by))["loss"].backward()
+    for found in two_ranks.run(of_no_rows, counted_by):
         assert_close(found, gradients(alone))
+
+
+def padded_trajectories() -> TensorDict:
+    """``[ROWS]`` trajectories, whose time the batch size does not show; later ones are shorter."""
+    batch = make_batch("ppo", ROWS)
+    steps = batch.batch_size[1]
+    lengths = torch.tensor([steps] * (ROWS // 2) + [1] * (ROWS - ROWS // 2))
+    mask = torch.arange(steps) < lengths[:, None]
+    batch["collector"] = TensorDict({"mask": mask[..., None]}, batch.batch_size)
+    batch.batch_size = [ROWS]
+    return batch
+
+
+def of_padded_trajectories() -> dict[str, Tensor]:
+    loss = distributed("ppo")
+    total(loss(part_of(padded_trajectories(), "equal"))).backward()
+    return gradients(loss)
+
+
+def test_a_mask_counts_steps_that_the_batch_size_does_not_show(two_ranks: LearningRanks) -> None:
+    alone = make_loss("ppo")
+    total(alone(padded_trajectories())).backward()
+    for found in two_ranks.run(of_padded_trajectories):
+        assert_close(found, gradients(alone), atol=1e-6)
 
 
 def of_rows_counted_by_the_caller() -> dict[str, Tensor]:

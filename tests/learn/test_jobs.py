@@ -45,6 +45,15 @@ def test_four_ranks_with_one_buffer_learn_cartpole(tmp_path: Path) -> None:
     assert all("return" not in job.log(rank) for rank in (1, 2, 3))
 
 
+def test_ranks_that_do_not_divide_the_first_rows_start_to_learn_together(tmp_path: Path) -> None:
+    # 3 ranks write 6 rows between meetings: the 1,000th while some have not looked yet.
+    command = ["-m", "torchrl_dist.recipes.ddp_dqn", "--updates", "3", "--output", str(tmp_path)]
+    job = run_job(command, nproc=3)
+    assert job.returncode == 0, job
+    result = json.loads(job.log(0).splitlines()[-1])
+    assert result["rows"] == result["sum_over_ranks/frames"] == 1002 + 3 * 6
+
+
 def open_buffer(folder: str, ranks: int) -> TensorDictReplayBuffer:
     return TensorDictReplayBuffer(
         storage=SharedMemmapStorage(ROWS, scratch_dir=folder),

@@ -183,6 +183,22 @@ def test_ranks_with_different_losses_are_told(two_ranks: LearningRanks) -> None:
     assert first == second and "expected the same loss on every rank" in first
 
 
+def frozen_on_one_rank() -> str:
+    loss = make_loss("ppo")
+    if dist.get_rank() == 1:
+        loss.actor_network_params.requires_grad_(False)
+    try:
+        DistributedLoss(loss, timeout_s=20)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def test_what_one_rank_has_frozen_must_be_frozen_on_all(two_ranks: LearningRanks) -> None:
+    for told in two_ranks.run(frozen_on_one_rank):
+        assert "actor_network_params" in told and "(frozen) on rank 1" in told
+
+
 class OddLoss(LossModule):
     """Holds an optimizer in its state, and returns a distribution beside the loss."""
 

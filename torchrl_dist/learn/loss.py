@@ -42,6 +42,7 @@ class DistributedLoss:
       the sum of these). So the average is the gradient of one process on all rows, if the loss is a
       mean over rows. It is not for what is computed over a rank's rows first, as a normalized
       advantage: normalize over all rows before. With ``reduction="sum"`` all ranks weigh the same.
+      Calls count whether or not they go backward: use ``torch.no_grad()`` for those that do not.
     - ``loss.ranks`` answers what ranks must agree on, and does what only one of them should.
     - ``with DistributedLoss(...) as loss:`` tells the waiting ranks the exception that leaves the
       block, with its traceback.
@@ -220,9 +221,21 @@ def _count_rows(loss: LossModule, batch: Any) -> float | Tensor:
             factors.append(weights)
     if not factors:
         return float(batch.batch_size.numel())  # batch.numel() is 1 where it is empty
-    # There may be a trailing dimension of one, like that of the rewards.
-    per_row = [factor.reshape(*batch.batch_size, -1)[..., 0] for factor in factors]
-    return functools.reduce(torch.mul, per_row).sum()
+    return functools.reduce(torch.mul, _aligned(factors, batch.batch_dims)).sum()
+
+
+def _aligned(factors: list[Tensor], batch_dims: int) -> list[Tensor]:
+    """The same rows at the same place, as TorchRL aligns masks and weights with losses: a trailing
+    dimension of one, like that of rewards, is dropped, and further ones are added at the end."""
+    shapes = [list(factor.shape) for factor in factors]
+    for shape in shapes:
+        while len(shape) > max(batch_dims, 1) and shape[-1] == 1:
+            shape.pop()
+    dims = max(map(len, shapes))
+    return [
+        factor.reshape(shape + [1] * (dims - len(shape)))
+        for factor, shape in zip(factors, shapes, strict=True)
+    ]
 
 
 def _refuse_batch_norm(loss: LossModule) -> None:
@@ -246,9 +259,10 @@ def _refuse_batch_norm(loss: LossModule) -> None:
 
 
 def _compare(loss: LossModule, ranks: Ranks) -> None:
-    """Raise unless all ranks hold tensors of the same names, types and shapes."""
+    """Raise unless all ranks hold tensors of the same names, types and shapes, frozen or not: with
+    other sizes in a collective, gloo aborts the process."""
     tensors = named_tensors(loss)
-    mine = {name: f"{t.dtype} {list(t.shape)}" for name, t in tensors.items()}
+    mine = {name: _card(tensor) for name, tensor in tensors.items()}
     devices = sorted({str(t.device) for t in tensors.values()})
     nccl = ranks.group is not None and "nccl" in str(dist.get_backend_config(ranks.group))
     cards = ranks.exchange([mine, devices, nccl], "the comparison of the ranks' losses")
@@ -257,6 +271,11 @@ def _compare(loss: LossModule, ranks: Ranks) -> None:
         _compare_devices(
             [(who.host, card[1]) for who, card in zip(ranks.members, cards, strict=True)]
         )
+
+
+def _card(tensor: Tensor) -> str:
+    frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    return f"{tensor.dtype} {list(tensor.shape)}{' (frozen)' if frozen else ''}"
 
 
 def _compare_tensors(ranks: list[Mapping[str, str]]) -> None:

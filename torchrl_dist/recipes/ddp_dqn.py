@@ -57,7 +57,8 @@ def train(job: Session, output: Path, updates: int, seed: int) -> dict:
         policy = TensorDictSequential(actor, explore)
         state, frames, update = env.reset(), 0, 0
         while not ranks.any(job.stop_requested or update >= updates):  # all ranks meet here
-            if len(buffer) >= LEARNING_STARTS:
+            # Not len(buffer), to which faster ranks have added already: all must agree.
+            if frames * ranks.size >= LEARNING_STARTS:
                 anneal_beta(buffer.sampler, update, steps=updates)  # once for the job
                 batch = buffer.sample()
                 optimizer.zero_grad()
