@@ -347,12 +347,12 @@ def die_at(point: str, rb: TensorDictReplayBuffer) -> None:
 
         setattr(owner, name, wrapped)
 
+    directory.tree.kernel = None  # the C kernel has no points between: test_kills stops inside
     if step == "reserve":
         during(rb.storage._cursor, "_try_reserve")
     elif step == "publish":
         during(rb.storage._cursor, "publish")
     elif step == "update":
-        directory.tree.kernel = None  # the C kernel begins the change itself
         during(sampler_module, "update")
     elif step == "copy":
         arrays = directory.arrays
@@ -364,7 +364,6 @@ def die_at(point: str, rb: TensorDictReplayBuffer) -> None:
 
         directory._arrays = Half(arrays)
     else:
-        directory.tree.kernel = None  # inside it, which only works in Python
         marks = directory.tree._sums
 
         class Killer(list):
@@ -463,6 +462,7 @@ def test_an_exception_inside_a_critical_section_is_repaired_by_the_next(
     repairs = rb.storage.directory.counters["repairs"]
 
     tree = rb.storage.directory.tree
+    tree.kernel = None
     set_range = tree.set_range
 
     def interrupted(start: int, stop: int, values: float) -> None:

@@ -1,6 +1,6 @@
-/* The loops of PriorityTree that NumPy does in a dozen passes, as plain C.
+/* What NumPy does in a dozen passes under the directory's lock, as plain C.
  *
- * Optional: tree.py and priorities.py do the same with NumPy where this was not built. No torch ABI;
+ * Optional: tree.py, priorities.py and cursor.py do the same with NumPy where this was not built. No torch ABI;
  * the functions are called through ctypes, which keeps the GIL, so that a holder of the directory's
  * lock cannot lose 5 ms to another Python thread in the middle.
  *
@@ -14,6 +14,15 @@
 #include <stdint.h>
 
 enum { FANOUT = 32, SHIFT = 5, TOP = 1024 };
+
+/* Stores before it reach memory before those after it, as far as another process can tell that finds
+ * what a killed one left: the compiler must not move them, the processor of x86-64 does not. */
+#define IN_ORDER __atomic_thread_fence(__ATOMIC_RELEASE)
+
+/* directory.Word, and the columns and states of the claim table */
+enum { DIRTY = 0, CURSOR = 1, LENGTH = 3, WRITE_COUNT = 4, MAX_SLOT = 10, NEXT_WRITE_COUNT = 15 };
+enum { COUNT, FIRST, MEMBER, STATE, COLUMNS };
+enum { WRITING = 1, PUBLISHING = 2 };
 
 /* Recompute the ancestors of the marked blocks of leaves, then clear the marks.
  * sums[l], minima[l]: nodes of level l (minima[0] is not used); scratch: int64 [blocks]. */
@@ -156,7 +165,7 @@ int torchrl_dist_update(const int64_t *slots, const double *raw, const int64_t *
     }
     if (best >= 0) {
         *dirty = 1;
-        __asm__ volatile("" ::: "memory");
+        IN_ORDER;
         for (int64_t i = 0; i < n; i++) {
             if (leaves[i] < 0.0) continue;
             marks[slots[i] >> SHIFT] = 1;
@@ -166,6 +175,76 @@ int torchrl_dist_update(const int64_t *slots, const double *raw, const int64_t *
     result[0] = stale;
     result[1] = best;
     result[2] = moved;
+    return 0;
+}
+
+/* cursor._try_reserve where no claim is in the way: the next `count` tickets, claim row `row`.
+ * used: rows of the claim table that were ever used. Returns 0, or 1 (nothing was changed) if some
+ * claim shares a slot with them. */
+int torchrl_dist_reserve(volatile int64_t *words, volatile int64_t *claims, int64_t *versions,
+                         double *leaves, uint8_t *marks, int64_t capacity, int64_t used,
+                         int64_t row, int64_t count, int64_t member) {
+    int64_t ticket = words[CURSOR], start = ticket % capacity;
+    for (int64_t other = 0; other < used; other++) {
+        int64_t rows = claims[other * COLUMNS + COUNT];
+        if (!rows) continue;
+        int64_t ahead = claims[other * COLUMNS + FIRST] % capacity - start;
+        if (ahead < 0) ahead += capacity;
+        if (ahead < count || capacity - ahead < rows) return 1;
+    }
+    volatile int64_t *claim = claims + row * COLUMNS;
+    words[DIRTY] = 1;
+    IN_ORDER;
+    words[CURSOR] = ticket + count;
+    claim[FIRST] = ticket;
+    claim[MEMBER] = member;
+    claim[STATE] = WRITING;
+    IN_ORDER;
+    claim[COUNT] = count; /* the claim holds from here on */
+    IN_ORDER;
+    int64_t published = 0;
+    for (int64_t i = 0, slot = start; i < count; i++, slot = slot + 1 == capacity ? 0 : slot + 1) {
+        published += versions[slot] > 0 && !(versions[slot] & 1);
+        versions[slot] |= 1;
+        marks[slot >> SHIFT] = 1;
+        leaves[slot] = 0.0;
+        if (words[MAX_SLOT] == slot) words[MAX_SLOT] = -1;
+    }
+    words[LENGTH] -= published;
+    IN_ORDER;
+    words[DIRTY] = 0;
+    return 0;
+}
+
+/* cursor.publish of rows that all get the same leaf. Returns 0, or 1 (nothing was changed) if the
+ * claim is not the member's own or not being written. */
+int torchrl_dist_publish(volatile int64_t *words, volatile int64_t *claims, int64_t *versions,
+                         double *leaves, uint8_t *marks, int64_t capacity, int64_t row,
+                         int64_t first, int64_t count, int64_t member, double leaf,
+                         int64_t *generations) {
+    volatile int64_t *claim = claims + row * COLUMNS;
+    if (claim[COUNT] != count || claim[FIRST] != first || claim[MEMBER] != member ||
+        claim[STATE] != WRITING)
+        return 1;
+    words[DIRTY] = 1;
+    IN_ORDER;
+    words[NEXT_WRITE_COUNT] = words[WRITE_COUNT] + count;
+    IN_ORDER;
+    claim[STATE] = PUBLISHING;
+    IN_ORDER;
+    int64_t slot = first % capacity;
+    for (int64_t i = 0; i < count; i++, slot = slot + 1 == capacity ? 0 : slot + 1) {
+        versions[slot] += 1;
+        generations[i] = versions[slot] >> 1;
+        marks[slot >> SHIFT] = 1;
+        leaves[slot] = leaf;
+    }
+    words[LENGTH] += count;
+    words[WRITE_COUNT] = words[NEXT_WRITE_COUNT];
+    IN_ORDER;
+    claim[COUNT] = 0;
+    IN_ORDER;
+    words[DIRTY] = 0;
     return 0;
 }
 

@@ -32,6 +32,7 @@ from torchrl_dist.replay.directory import (
     ReplayDirectory,
     Word,
 )
+from torchrl_dist.replay.kernel import address
 from torchrl_dist.replay.placement import first_free_ticket, largest_reservation, slot_ranges
 from torchrl_dist.replay.priorities import default_leaf, leaves_of, track_maximum
 
@@ -97,6 +98,17 @@ class SharedCursor:
         directory = self._directory
         words, capacity = directory.words, directory.capacity
         ticket, row = words[Word.CURSOR], self._free_row()
+        if row is not None and directory.tree.kernel is not None:
+            reservation = Reservation(
+                row, ticket, count, tuple(slot_ranges(ticket, count, capacity))
+            )
+            self._hold(reservation)
+            in_the_way = directory.tree.kernel.torchrl_dist_reserve(
+                *directory.kernel_arguments, words[Word.CLAIM_ROWS], row, count, directory.member
+            )
+            if not in_the_way:
+                return reservation
+            self._forget(reservation)
         if self._live_claims(slot_ranges(ticket, count, capacity)):
             free = first_free_ticket(ticket, count, self._live_claims(), capacity)
             if free is None:
@@ -118,7 +130,7 @@ class SharedCursor:
         claim[CLAIM_FIRST] = reservation.first_ticket
         claim[CLAIM_MEMBER] = directory.member
         claim[CLAIM_STATE] = CLAIM_WRITING
-        directory.held.setdefault(threading.get_ident(), []).append(reservation)
+        self._hold(reservation)
         claim[CLAIM_COUNT] = reservation.count  # last: the claim holds from here on
         for start, stop in reservation.ranges:
             _unpublish(directory, start, stop)
@@ -137,8 +149,18 @@ class SharedCursor:
         """
         directory = self._directory
         words, tree = directory.words, directory.tree
-        published = []
+        published: list[np.ndarray] = []
         with directory.lock():
+            if tree.kernel is not None and priority is None:
+                generations = np.empty(reservation.count, dtype=np.int64)
+                row, first, count, _ = reservation
+                not_ours = tree.kernel.torchrl_dist_publish(
+                    *directory.kernel_arguments, row, first, count, directory.member,
+                    default_leaf(directory), address(generations),
+                )  # fmt: skip
+                if not not_ours:
+                    self._forget(reservation)
+                    return generations
             if not self._owns(reservation):
                 raise RuntimeError(
                     f"the reservation of tickets {reservation.first_ticket} to "
@@ -199,6 +221,10 @@ class SharedCursor:
         held = self._directory.held.get(threading.get_ident())
         for reservation in list(held or ()):
             self.abandon(reservation)
+
+    def _hold(self, reservation: Reservation) -> None:
+        """Note that this thread is writing, before the claim: an interrupt may come between."""
+        self._directory.held.setdefault(threading.get_ident(), []).append(reservation)
 
     def _forget(self, reservation: Reservation) -> None:
         held = self._directory.held.get(threading.get_ident(), [])

@@ -399,6 +399,12 @@ class ReplayDirectory:
         )
         self.words_address = address(np.frombuffer(control, dtype=np.int64))
         self.versions_address = address(self.versions)
+        if self.tree.kernel is not None:
+            leaves, marks, capacity = self.tree.update_arguments
+            self.kernel_arguments = (
+                self.words_address, address(self.claims), self.versions_address,
+                leaves, marks, capacity,
+            )  # fmt: skip
 
     def _open_lock(self) -> None:
         self._fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

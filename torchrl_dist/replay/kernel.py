@@ -38,6 +38,13 @@ def _library() -> ctypes.PyDLL | None:
         number, number, number, pointer, integer, pointer, pointer,
     )  # fmt: skip
     library.torchrl_dist_update.restype = ctypes.c_int
+    state = (pointer, pointer, pointer, pointer, pointer, integer)
+    library.torchrl_dist_reserve.argtypes = (*state, integer, integer, integer, integer)
+    library.torchrl_dist_reserve.restype = ctypes.c_int
+    library.torchrl_dist_publish.argtypes = (
+        *state, integer, integer, integer, integer, number, pointer,
+    )  # fmt: skip
+    library.torchrl_dist_publish.restype = ctypes.c_int
     return library
 
 
