@@ -31,6 +31,11 @@ def written_here() -> int:
     return sum(host.storage.write_count for host in owner._hosts.values())
 
 
+def clients_here() -> int:
+    """Runs in an owner: clients that its buffers know."""
+    return sum(len(host._clients) for host in owner._hosts.values())
+
+
 def draw_ids(buffer: HostedReplayBuffer) -> list[int]:
     """A sample after seeding everything alike."""
     torch.manual_seed(0)

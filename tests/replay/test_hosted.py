@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,7 +20,13 @@ from tensordict import TensorDict
 from torchrl.data import TensorDictReplayBuffer
 
 from tests.replay.conftest import folder, make_rows  # noqa: F401
-from tests.replay.hosted_helpers import draw_ids, extend_twice, slow_down, written_here
+from tests.replay.hosted_helpers import (
+    clients_here,
+    draw_ids,
+    extend_twice,
+    slow_down,
+    written_here,
+)
 from torchrl_dist import (
     ConfigurationError,
     DeadlineError,
@@ -558,6 +566,23 @@ def test_what_was_queued_at_the_end_of_the_session_is_sent(folder, fork_server) 
     left = SharedMemmapStorage(64, scratch_dir=path, job_id="look", resume=True)
     assert left[:]["id"].tolist() == [0, 1, 2, 3]
     left.close()
+
+
+def test_copies_of_a_buffer_that_are_gone_leave_nothing_behind(make, cluster) -> None:
+    buffer = make(prefetch=0)
+    text = pickle.dumps(buffer)
+    owner_peer = cluster.of_role("owner")[0]
+    for _ in range(8):
+        copy = pickle.loads(text)
+        copy.extend(make_rows(range(4)))
+        batch = copy.sample()
+        batch["td_error"] = torch.rand(16)
+        copy.update_tensordict_priority(batch)
+        del copy
+        gc.collect()
+    assert cluster.call(owner_peer, clients_here) <= 3
+    assert sum("torchrl_dist-replay" in each.name for each in threading.enumerate()) <= 3
+    assert buffer.storage.write_count == 32
 
 
 def test_wrong_arguments_say_what_is_expected(alone, folder) -> None:  # noqa: F811

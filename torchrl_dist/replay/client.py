@@ -191,16 +191,7 @@ class ReplayClient:
     def close(self) -> None:
         """Flush, say goodbye to the hosts that answer. Problems are warned about, also those of
         earlier operations that no call has raised."""
-        for shard, link in enumerate(self.links):
-            problems: list[Exception] = []
-            try:
-                link.close(self.timeout_s if self._answers(shard) else 0.0)
-            except (DeadlineError, PeerLostError, RemoteError) as error:
-                problems.append(error)
-            while (failed := link.failure()) is not None:
-                problems.append(failed)
-            for problem in problems:
-                warnings.warn(f"closing the client of {link.name}: {problem}", stacklevel=3)
+        close_links(self.links, self.timeout_s)
 
     # --- writing -----------------------------------------------------------------------------
 
@@ -325,3 +316,17 @@ class ReplayClient:
     def note_states(self, states: Sequence[HostState]) -> None:
         """Take over what draws have told about the shards."""
         self._note_max_priority(np.array([state.max_priority for state in states]))
+
+
+def close_links(links: Sequence[Link], timeout_s: float) -> None:
+    """What :meth:`ReplayClient.close` does, for links whose client is no more. Idempotent."""
+    for link in links:
+        problems: list[Exception] = []
+        try:
+            link.close(timeout_s if len(links) == 1 or link.problem is None else 0.0)
+        except (DeadlineError, PeerLostError, RemoteError) as error:
+            problems.append(error)
+        while (failed := link.failure()) is not None:
+            problems.append(failed)
+        for problem in problems:
+            warnings.warn(f"closing the client of {link.name}: {problem}", stacklevel=4)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import tempfile
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +17,7 @@ from typing import Literal
 from urllib.parse import quote
 
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.replay.client import ReplayClient
+from torchrl_dist.replay.client import ReplayClient, close_links
 from torchrl_dist.replay.host import ReplayHost
 from torchrl_dist.replay.link import Link, LocalLink, RemoteLink
 from torchrl_dist.replay.storage import SharedMemmapStorage
@@ -25,6 +28,8 @@ _MAX_QUEUED_BYTES = 2**26
 
 _hosts: dict[tuple[str, str], ReplayHost] = {}
 """Hosts in this process by session and name."""
+_clients: dict[str, _Clients] = {}
+"""Clients in this process by session."""
 _hosts_lock = threading.Lock()
 _client_numbers = itertools.count()
 
@@ -75,7 +80,8 @@ class ReplayOwner:
         return None
 
     def connect(self) -> ReplayClient:
-        """A client of this process; it says goodbye when the session ends."""
+        """A client of this process; it says goodbye when the session ends, or after nobody holds it
+        any more."""
         session = current_session()
         name = f"{session.me.name}/{next(_client_numbers)}"
         incarnation = time.time_ns()
@@ -105,8 +111,52 @@ class ReplayOwner:
             min_shards=self.min_shards,
             timeout_s=self.timeout_s,
         )
-        session.on_leave(lambda clean: client.close() if clean else None)
+        _clients_of(session).add(client)
         return client
+
+
+class _Clients:
+    """The clients of this process in one session.
+
+    Each copy of a buffer that arrives here pickled has one. Those that nobody holds any more are
+    closed when the next one comes, which blocks for calls in any case: garbage collection must not.
+    """
+
+    def __init__(self) -> None:
+        self._alive: weakref.WeakSet[ReplayClient] = weakref.WeakSet()
+        self._dropped: deque[tuple[Sequence[Link], float]] = deque()
+
+    def add(self, client: ReplayClient) -> None:
+        self._close_dropped()
+        self._alive.add(client)
+        dropped = (client.links, client.timeout_s)
+        weakref.finalize(client, self._dropped.append, dropped).atexit = False
+
+    def _close_dropped(self) -> None:
+        with contextlib.suppress(IndexError):  # nothing left, or another thread was faster
+            while True:
+                close_links(*self._dropped.popleft())
+
+    def close(self) -> None:
+        for client in list(self._alive):
+            client.close()
+        self._close_dropped()
+
+
+def _clients_of(session: Session) -> _Clients:
+    with _hosts_lock:
+        clients = _clients.get(session.session_id)
+        if clients is None:
+            clients = _clients[session.session_id] = _Clients()
+            session.on_leave(lambda clean: _leave(session.session_id, clean))
+        return clients
+
+
+def _leave(session_id: str, clean: bool) -> None:
+    with _hosts_lock:
+        clients = _clients.pop(session_id)
+    if clean:
+        clients.close()
 
 
 def open_directly(
