@@ -158,6 +158,16 @@ def test_an_operation_that_fails_is_named_and_the_others_are_applied(host) -> No
     assert host.serve(Request("a", 1, 2, (), draw=4)).failures == ()
 
 
+def test_a_draw_that_fails_late_is_answered_and_the_client_goes_on(host, monkeypatch) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr(ReplayHost, "_pack", lambda *_: 1 / 0)
+        reply = host.serve(Request("a", 1, 1, (write(range(3)),), draw=4))
+    assert reply.state is None and "ZeroDivisionError" in reply.failures[0].message
+    assert len(reply.written) == 1
+    assert host.serve(Request("a", 1, 2, draw=4)).count == 4
+    assert host.storage.write_count == 3
+
+
 def test_a_late_priority_for_a_recycled_slot_is_dropped(host) -> None:
     host.serve(Request("a", 1, 1, (write(range(CAPACITY)),)))
     host.serve(Request("a", 1, 2, (write(range(100, 101), 2, [3.0]), priorities([0], [50.0]))))

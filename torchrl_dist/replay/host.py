@@ -277,17 +277,10 @@ class ReplayHost:
             if isinstance(operation, Write):
                 lost = np.full(operation.count, -1, dtype=np.int64)
                 written.append((lost, lost) if result is None else result)
-        draw = None
+        answer = None
         if request.draw is not None:
-            draw = attempt(self._draw, request.draw, request.prioritized)
-        state, drawn = draw or (None, None)
-        return Reply(
-            request.sequence,
-            tuple(written),
-            tuple(failures),
-            state,
-            *(self._pack(drawn) if drawn is not None else ()),
-        )
+            answer = attempt(self._draw_packed, request.draw, request.prioritized)
+        return Reply(request.sequence, tuple(written), tuple(failures), *(answer or ()))
 
     def apply(
         self,
@@ -389,6 +382,11 @@ class ReplayHost:
             directory.get_float(Word.ALPHA),
         )
         return state, drawn
+
+    def _draw_packed(self, count: int, prioritized: bool) -> tuple[Any, ...]:
+        """The last fields of a reply."""
+        state, drawn = self._draw(count, prioritized)
+        return state, *(self._pack(drawn) if drawn is not None else ())
 
     def _pack(self, drawn: Drawn) -> tuple[int, str, list[torch.Tensor]]:
         spec = self._storage.directory.rows
