@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from torchrl_dist import Session, local_cluster
 
 RESULT_S = 60.0
@@ -21,10 +23,15 @@ class LearningRanks:
     @contextlib.contextmanager
     def start(cls, count: int, fork_server: Any) -> Iterator[LearningRanks]:
         roles = {"learner": count}
-        with local_cluster(
-            roles, timeout_s=30, process_group="gloo", fork_server=fork_server
-        ) as session:
-            yield cls(session)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # as in the children, for which more would leave no core
+        try:
+            with local_cluster(
+                roles, timeout_s=30, process_group="gloo", fork_server=fork_server
+            ) as session:
+                yield cls(session)
+        finally:
+            torch.set_num_threads(threads)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """``function(*args)`` of each rank, in rank order."""
