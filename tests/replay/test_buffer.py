@@ -24,6 +24,7 @@ from torchrl_dist.replay import (
     SharedRandomSampler,
     anneal_beta,
 )
+from torchrl_dist.replay.kernel import find_kernel
 
 
 def assert_whole(batch: TensorDict) -> None:
@@ -545,6 +546,54 @@ def test_a_priority_whose_sum_would_overflow_is_refused(make_buffer) -> None:
     with pytest.raises(ConfigurationError, match="finite"):
         rb.update_priority(torch.arange(8), torch.full((8,), 1e308, dtype=torch.float64))
     rb.sample()
+
+
+@pytest.fixture(params=["numpy", "c"])
+def kernel(request, monkeypatch) -> None:
+    if request.param == "c" and find_kernel() is None:
+        pytest.skip("the C kernel was not built: no compiler at installation")
+    monkeypatch.setenv("TORCHRL_DIST_KERNEL", request.param)
+
+
+def test_a_slot_without_a_row_takes_no_priority_for_generation_zero(kernel, make_buffer) -> None:
+    rb = make_buffer()
+    rb.extend(make_rows(range(10)))
+    directory = rb.storage.directory
+    rb.sampler.update_priority(
+        torch.arange(20), torch.full((20,), 5.0), generation=torch.zeros(20, dtype=torch.int64)
+    )
+    assert not directory.tree.leaves[10:].any()
+    assert directory.counters["stale_updates"] == 20
+
+
+def test_a_row_stays_visible_however_small_its_priority_becomes(kernel, make_buffer) -> None:
+    rb = make_buffer(alpha=50.0)
+    index = rb.extend(make_rows(range(10)))
+    rb.update_priority(index, torch.zeros(10))
+    assert set(rb.sample(500)["id"].tolist()) == set(range(10))
+    rb.update_priority(index, torch.full((10,), 1e-5, dtype=torch.float64))
+    rb.sampler.alpha = 500.0
+    assert set(rb.sample(500)["id"].tolist()) == set(range(10))
+    assert (rb.storage.directory.tree.leaves[:10] > 0).all()
+
+
+def test_an_alpha_that_makes_leaves_too_large_is_refused(make_buffer) -> None:
+    rb = make_buffer(alpha=1.0)
+    index = rb.extend(make_rows(range(10)))
+    rb.update_priority(index, torch.full((10,), 1e150, dtype=torch.float64))
+    leaves = rb.storage.directory.tree.leaves.copy()
+    snapshot = rb.storage.snapshot()
+    with pytest.raises(ConfigurationError, match="too large"):
+        rb.sampler.alpha = 2.0
+    assert rb.sampler.alpha == 1.0
+    assert (rb.storage.directory.tree.leaves == leaves).all()
+    rb.update_priority(index, torch.ones(10))
+    rb.sampler.alpha = 2.0
+    rb.extend(make_rows(range(10, 20)))  # with the largest priority seen, 1e150, as far as it goes
+    assert set(rb.sample(500)["id"].tolist()) == set(range(10, 20))
+    with pytest.raises(ConfigurationError, match="too large"):
+        rb.storage.restore(snapshot)
+    assert len(rb) == 20
 
 
 def test_interrupts_do_not_leave_the_lock_taken(make_buffer) -> None:

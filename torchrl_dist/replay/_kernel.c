@@ -10,6 +10,7 @@
 #define Py_LIMITED_API 0x030A0000
 #include <Python.h>
 
+#include <float.h>
 #include <math.h>
 #include <stdint.h>
 
@@ -153,13 +154,15 @@ int torchrl_dist_update(const int64_t *slots, const double *raw, const int64_t *
         leaves[i] = -1.0;
         if (slots[i] < 0) continue;
         int64_t version = versions[slots[i]];
-        int fresh = generations ? version == 2 * generations[i] : version > 0 && !(version & 1);
+        int fresh = version > 0 && !(version & 1);
+        if (generations) fresh = fresh && version >> 1 == generations[i];
         if (!fresh) {
             stale++;
             continue;
         }
         leaves[i] = alpha == 1.0 ? raw[i] + eps : pow(raw[i] + eps, alpha);
         if (!(leaves[i] <= largest)) return 3;
+        if (leaves[i] < DBL_MIN) leaves[i] = DBL_MIN; /* a row with a leaf of 0 is never drawn */
         if (best < 0 || raw[i] > raw[best]) best = i;
         moved |= slots[i] == where;
     }

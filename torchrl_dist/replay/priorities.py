@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 
 from torchrl_dist.errors import ConfigurationError
@@ -13,6 +15,7 @@ from torchrl_dist.replay.directory import ReplayDirectory, Word
 from torchrl_dist.replay.kernel import address
 
 _LARGEST_LEAF = 1e200  # sums of these stay finite
+_SMALLEST_LEAF = sys.float_info.min  # a row with a leaf of 0 is never drawn
 
 
 def check_priorities(raw: np.ndarray) -> None:
@@ -35,7 +38,21 @@ def leaves_of(directory: ReplayDirectory, raw: np.ndarray) -> np.ndarray:
     leaves = (raw + directory.get_float(Word.EPS)) ** alpha
     if leaves.size and not leaves.max() <= _LARGEST_LEAF:
         raise _too_large(raw.max(), alpha)
-    return leaves
+    return np.maximum(leaves, _SMALLEST_LEAF)
+
+
+def check_rescaling(leaves: np.ndarray, power: float) -> None:
+    """Raises ``ConfigurationError`` if :func:`rescaled` would give too large leaves."""
+    if leaves.size and float(leaves.max()) > _LARGEST_LEAF ** (1 / max(power, 1.0)):
+        raise ConfigurationError(
+            f"alpha {power:g} times as large makes the largest tree value, {leaves.max():g}, too "
+            "large; scale priorities down, or keep alpha"
+        )
+
+
+def rescaled(leaves: np.ndarray, power: float) -> np.ndarray:
+    """Leaves above 0, as they are with an alpha that is ``power`` times as large."""
+    return np.maximum(leaves**power, _SMALLEST_LEAF)
 
 
 def _too_large(raw: float, alpha: float) -> ConfigurationError:
@@ -54,7 +71,11 @@ def default_leaf(directory: ReplayDirectory) -> float:
     raw = directory.get_float(Word.MAX_PRIORITY)
     if raw != raw:
         raw = 1.0
-    return (raw + directory.get_float(Word.EPS)) ** directory.get_float(Word.ALPHA)
+    try:
+        leaf = (raw + directory.get_float(Word.EPS)) ** directory.get_float(Word.ALPHA)
+    except OverflowError:  # the priority was given under a smaller alpha
+        leaf = _LARGEST_LEAF
+    return min(max(leaf, _SMALLEST_LEAF), _LARGEST_LEAF)
 
 
 def update(
@@ -107,10 +128,9 @@ def _store(
         raise IndexError(f"slot {slots.max()} is beyond the capacity {directory.capacity}")
     valid = slots >= 0
     versions = directory.versions[np.where(valid, slots, 0)]
-    if generation is None:
-        fresh = (versions & 1 == 0) & (versions > 0) & valid
-    else:
-        fresh = (versions == 2 * generation) & valid
+    fresh = (versions & 1 == 0) & (versions > 0) & valid
+    if generation is not None:
+        fresh &= versions >> 1 == generation
     stored = np.flatnonzero(fresh)
     stale = int(np.count_nonzero(valid)) - stored.size
     if not stored.size:

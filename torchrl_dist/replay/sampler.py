@@ -19,7 +19,7 @@ from torchrl.data.replay_buffers.storages import Storage
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay import _torchrl, rows
 from torchrl_dist.replay.directory import ReplayDirectory, Word
-from torchrl_dist.replay.priorities import update
+from torchrl_dist.replay.priorities import check_rescaling, rescaled, update
 from torchrl_dist.replay.storage import SharedMemmapStorage
 
 EMPTY = "Cannot sample from an empty storage."
@@ -333,7 +333,8 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
         """The priority exponent, shared by all processes; setting it rebuilds the tree once.
 
         As in TorchRL, priorities cannot be recovered from ``alpha == 0``: rows keep their uniform
-        tree value then until their priority is next updated.
+        tree value then until their priority is next updated. An alpha that makes a row's tree value
+        too large is refused with ``ConfigurationError``, and changes nothing.
         """
         if self._directory is not None:
             self._alpha = self._directory.get_float(Word.ALPHA)
@@ -348,10 +349,10 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
             with directory.lock():
                 old = directory.get_float(Word.ALPHA)
                 if value != old:
+                    power = value / old if old > 0 else 1.0
+                    check_rescaling(directory.tree.leaves, power)
                     directory.begin()
-                    if old > 0:
-                        power = value / old
-                        directory.tree.rescale(lambda leaves: leaves**power)
+                    directory.tree.rescale(lambda leaves: rescaled(leaves, power))
                     directory.set_float(Word.ALPHA, float(value))
                     directory.commit()
         self._alpha = float(value)

@@ -37,7 +37,7 @@ from torchrl_dist.replay.directory import (
     require_room,
 )
 from torchrl_dist.replay.placement import split_rows
-from torchrl_dist.replay.priorities import check_priorities
+from torchrl_dist.replay.priorities import check_priorities, check_rescaling, rescaled
 
 _REDRAWS = 8
 _RETRY_S = 2e-4
@@ -577,7 +577,8 @@ class SharedMemmapStorage(TensorStorage):
         """Replace the content, for all processes, by a snapshot. Generations do not go back.
 
         Raises:
-            ConfigurationError: for another capacity or row spec; nothing is changed then.
+            ConfigurationError: for another capacity or row spec, or priorities that are too large
+                with this directory's alpha; nothing is changed then.
         """
         directory = self._directory
         if int(state["capacity"]) != self.max_size:
@@ -591,7 +592,8 @@ class SharedMemmapStorage(TensorStorage):
         leaf = slots["leaf"].double().numpy()
         saved, alpha = float(state["alpha"]), directory.get_float(Word.ALPHA)
         if saved > 0 and alpha > 0:
-            leaf = leaf ** (alpha / saved)
+            check_rescaling(leaf, alpha / saved)
+            leaf = rescaled(leaf, alpha / saved)
         with self._cursor.quiet():
             directory.begin()
             empty_locked(directory)
