@@ -6,6 +6,9 @@ import os
 import pickle
 import shutil
 import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +25,12 @@ from torchrl_dist.replay import (
     SharedMemmapStorage,
     SharedPrioritizedSampler,
     SharedRandomSampler,
+    SharedSliceSampler,
     anneal_beta,
 )
+from torchrl_dist.replay.cursor import Reservation
 from torchrl_dist.replay.kernel import find_kernel
+from torchrl_dist.replay.sampler import RecentGenerations
 
 
 def assert_whole(batch: TensorDict) -> None:
@@ -491,6 +497,59 @@ def test_rows_that_were_being_written_when_the_buffer_was_emptied_are_dropped(ma
     assert rb[:]["id"].tolist() == list(range(8))
 
 
+def test_a_slice_leaves_out_rows_whose_writer_does_not_come_back(make_buffer) -> None:
+    rb = make_buffer(64, timeout_s=0.5)
+    rb.extend(make_rows(range(16)))
+    storage = rb.storage
+    lost: list[Reservation] = []
+
+    class Disturbed(np.ndarray):
+        def take(self, *arguments, **options):
+            if not lost:
+                lost.extend(storage._cursor.claim_slots(np.array([3, 4, 9])))
+            return np.asarray(self).take(*arguments, **options)
+
+    storage.directory._arrays = [array.view(Disturbed) for array in storage.directory.arrays]
+    rows = rb[:]
+    assert lost
+    assert rows["id"].tolist() == [i for i in range(16) if i not in (3, 4, 9)]
+    assert_whole(rows)
+
+
+@pytest.mark.parametrize("kind", ["uniform", "prioritized", "slices"])
+def test_a_sample_waits_while_all_rows_are_being_written(make_buffer, kind) -> None:
+    rb = make_buffer(8, uniform=kind == "uniform", timeout_s=0.5)
+    if kind == "slices":
+        rb.set_sampler(SharedSliceSampler(traj_key="id", slice_len=1))
+    rb.extend(make_rows(range(8)))
+    cursor, taken, go_on = rb.storage._cursor, threading.Event(), threading.Event()
+
+    def rewrite(finish: Callable[[Reservation], object]) -> None:
+        (reservation,) = cursor.claim_slots(np.arange(8))
+        taken.set()
+        assert go_on.wait(30)
+        finish(reservation)
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(rewrite, cursor.publish)
+        assert taken.wait(30)
+        assert len(rb) == 0
+        with pytest.raises(DeadlineError, match=f"being written, by processes .{os.getpid()}"):
+            rb.sample()
+        threading.Timer(0.1, go_on.set).start()
+        assert rb.sample()["id"].max() < 8
+        first.result(30)
+
+        taken.clear()
+        go_on.clear()
+        second = pool.submit(rewrite, cursor.abandon)
+        assert taken.wait(30)
+        threading.Timer(0.1, go_on.set).start()
+        with pytest.raises(RuntimeError, match="empty storage"):  # nobody writes any longer
+            rb.sample()
+        second.result(30)
+
+
 def test_many_separate_slots_are_written_in_place(make_buffer) -> None:
     rb = make_buffer(4096)
     rb.extend(make_rows(range(4096)))
@@ -546,6 +605,21 @@ def test_a_priority_whose_sum_would_overflow_is_refused(make_buffer) -> None:
     with pytest.raises(ConfigurationError, match="finite"):
         rb.update_priority(torch.arange(8), torch.full((8,), 1e308, dtype=torch.float64))
     rb.sample()
+
+
+def test_remembering_many_small_batches_takes_little_memory() -> None:
+    recent = RecentGenerations()
+    batches = [torch.tensor([k]) for k in range(20_000)]
+    for index in batches:
+        recent.remember(index, index + 1, written=True)
+    assert len(recent._batches) < 10_000
+    assert recent.recall(batches[-1]).tolist() == [20_000]
+    assert recent.recall(batches[-1].clone()).tolist() == [20_000]
+    assert recent.recall(batches[0]) is None
+    for index in batches:
+        recent.remember(index, index + 2, written=True)
+    assert recent.recall(batches[-1].clone()).tolist() == [20_001]
+    assert len(recent._by_values) + len(recent._unhashed) < 20_000
 
 
 @pytest.fixture(params=["numpy", "c"])

@@ -14,9 +14,19 @@ import numpy as np
 _SMALLEST_BYTES = 2**16  # below this the allocator recycles by itself
 _BLOCKS_PER_SIZE = 16
 _SIZES = 16
-# What sys.getrefcount reports of a block that only the pool knows: the pool's list, the loop
-# variable, the argument.
-_UNUSED = 3
+
+
+def _first_with(references: int, blocks: list[np.ndarray]) -> np.ndarray | None:
+    """The first block of which ``sys.getrefcount`` reports that many references."""
+    for block in blocks:
+        if sys.getrefcount(block) == references:
+            return block
+    return None
+
+
+# What it reports of a block that only the pool's list knows; Python 3.14 counts fewer of the
+# references that a function's own variables hold.
+_UNUSED = next(n for n in range(1, 9) if _first_with(n, [np.empty(0)]) is not None)
 
 
 class BatchMemory:
@@ -40,10 +50,9 @@ class BatchMemory:
             self._blocks[size] = blocks  # the sizes used last come last
             if len(self._blocks) > _SIZES:  # blocks in use live on in their arrays
                 del self._blocks[next(iter(self._blocks))]
-            for block in blocks:
-                if sys.getrefcount(block) == _UNUSED:
-                    return block.view(dtype).reshape(shape)
-            block = np.empty(size, dtype=np.uint8)
-            if len(blocks) < _BLOCKS_PER_SIZE:
-                blocks.append(block)
+            block = _first_with(_UNUSED, blocks)
+            if block is None:
+                block = np.empty(size, dtype=np.uint8)
+                if len(blocks) < _BLOCKS_PER_SIZE:
+                    blocks.append(block)
             return block.view(dtype).reshape(shape)

@@ -283,6 +283,40 @@ class SharedCursor:
         directory.commit()
         return reservation
 
+    def wait_for_rows(self, deadline: float) -> bool:
+        """Wait until a row is published, as long as a live process is writing some.
+
+        Args:
+            deadline: on ``time.monotonic``.
+
+        Returns:
+            False if no row is published, and nobody is writing one.
+
+        Raises:
+            DeadlineError: naming the writers.
+        """
+        directory = self._directory
+        self.drop_interrupted()
+        while True:
+            with directory.lock():
+                if directory.length:
+                    return True
+                writers = {
+                    directory.pid_of(member)
+                    for count, _, member, state in directory.claims.tolist()
+                    if count and state != CLAIM_DISCARDED and directory.is_alive(member)
+                }
+            if not writers:
+                return False
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"waited {directory.timeout_s:g} s for a row of {directory.path}: all rows are "
+                    f"being written, by processes {sorted(writers)}; are they stopped? Continue or "
+                    "kill them (what a killed one was writing is given up), or allow more with "
+                    "timeout_s"
+                )
+            time.sleep(_RETRY_S)
+
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
         """The directory's lock at a moment when nobody is writing rows.

@@ -20,10 +20,11 @@ from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay import _torchrl, rows
 from torchrl_dist.replay.directory import ReplayDirectory, Word
 from torchrl_dist.replay.priorities import check_rescaling, rescaled, update
-from torchrl_dist.replay.storage import SharedMemmapStorage
+from torchrl_dist.replay.storage import NoRowsError, SharedMemmapStorage
 
 EMPTY = "Cannot sample from an empty storage."
 _RECENT_ROWS = 2**19  # 8 MiB of slots and generations
+_ROWS_PER_BATCH = 64  # what a batch takes beside its rows, in memory and to be hashed, as rows
 _SAME_VALUES = 4
 
 
@@ -50,16 +51,16 @@ class RecentGenerations:
             self._batches.append(batch)
             self._by_identity[id(index)] = batch
             self._unhashed.append(batch)
-            self._rows += index.numel()
+            self._rows += _ROWS_PER_BATCH + index.numel()
             while self._rows > _RECENT_ROWS and len(self._batches) > 1:
                 self._forget(self._batches.popleft())
 
     def _forget(self, batch: _Batch) -> None:
-        self._rows -= batch.index.numel()
+        self._rows -= _ROWS_PER_BATCH + batch.index.numel()
         if self._by_identity.get(id(batch.index)) is batch:
             del self._by_identity[id(batch.index)]
-        if batch.digest is None:
-            self._unhashed.popleft()  # in the order of _batches, too
+        if self._unhashed and self._unhashed[0] is batch:  # in the order of _batches, too
+            self._unhashed.popleft()
             return
         same = self._by_values.get(batch.digest)
         if same and same[0] is batch:
@@ -79,9 +80,10 @@ class RecentGenerations:
             if known is not None and known.index is index:
                 return known.generation
             while self._unhashed:
-                batch = self._unhashed.popleft()
+                batch = self._unhashed[0]
                 batch.digest = _digest(batch.index)
                 self._by_values.setdefault(batch.digest, deque(maxlen=_SAME_VALUES)).append(batch)
+                self._unhashed.popleft()
             key = _digest(torch.as_tensor(index, dtype=torch.int64).detach().cpu())
             candidates: list[torch.Tensor] = []
             for batch in reversed(self._by_values.get(key, ())):
@@ -99,7 +101,7 @@ class _Batch:
     index: torch.Tensor
     generation: torch.Tensor
     written: bool
-    digest: bytes | None = None
+    digest: bytes = b""
 
 
 def _digest(index: torch.Tensor) -> bytes:
@@ -199,7 +201,7 @@ class SharedRandomSampler(SharedSampler, RandomSampler):
         """Returns slots, int64 [batch_size], and no further information.
 
         Raises:
-            RuntimeError: if no row is published.
+            RuntimeError: if no row is published, and none is being written.
         """
         drawn = self.draw(storage, batch_size)
         storage.hand_over(drawn.index, drawn.generation, drawn.tensors)
@@ -218,7 +220,7 @@ class SharedRandomSampler(SharedSampler, RandomSampler):
             for _ in range(100):
                 high = directory.high
                 if not directory.length or not high:
-                    raise RuntimeError(EMPTY)
+                    raise NoRowsError(EMPTY)
                 slots[todo] = (self._uniforms(todo.size) * high).astype(np.int64)
                 versions[todo] = directory.versions[slots[todo]]
                 now = versions[todo]
@@ -229,7 +231,7 @@ class SharedRandomSampler(SharedSampler, RandomSampler):
             now = directory.versions.copy()
             published = np.flatnonzero((now & 1 == 0) & (now > 0))
             if not published.size:
-                raise RuntimeError(EMPTY)
+                raise NoRowsError(EMPTY)
             slots[todo] = published[(self._uniforms(todo.size) * published.size).astype(np.int64)]
             versions[todo] = now[slots[todo]]
             return slots, versions, np.ones(count)
@@ -271,7 +273,7 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
     Raises:
         ConfigurationError: another alpha or eps than the directory's, a wrong capacity, or
             priorities that are negative or not finite (none of them is applied then).
-        RuntimeError: from ``sample``, if no row is published.
+        RuntimeError: from ``sample``, if no row is published, and none is being written.
     """
 
     def __init__(
@@ -407,7 +409,7 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
         def draw_locked(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             nonlocal smallest, mass
             if not directory.length:
-                raise RuntimeError(EMPTY)
+                raise NoRowsError(EMPTY)
             slots, leaves, minimum, total = directory.tree.sample(self._uniforms(count))
             while not leaves.all():  # rounding at the edge of a node
                 again = np.flatnonzero(leaves == 0)

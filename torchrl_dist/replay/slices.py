@@ -18,7 +18,12 @@ from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.directory import ReplayDirectory, Word
 from torchrl_dist.replay.placement import slot_ranges
 from torchrl_dist.replay.sampler import EMPTY, SharedSampler
-from torchrl_dist.replay.storage import _ORDERED_LOADS, _REDRAWS, SharedMemmapStorage
+from torchrl_dist.replay.storage import (
+    _ORDERED_LOADS,
+    _REDRAWS,
+    NoRowsError,
+    SharedMemmapStorage,
+)
 
 _USUAL_KEYS = (("collector", "traj_ids"), ("episode",))
 
@@ -177,7 +182,8 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         ConfigurationError: for what cannot be right over a shared buffer: trajectories told apart
             by ``end_key`` alone (the next row may be another process's), ``cache_values``,
             ``ends``, ``trajectories``, ``compile`` and ``use_gpu``; rows without the keys.
-        RuntimeError: from ``sample``, if there is no row, or no run that is long enough.
+        RuntimeError: from ``sample``, if there is no row and none is being written, or no run that
+            is long enough.
     """
 
     def __init__(
@@ -232,8 +238,14 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         self, storage: Storage, batch_size: int
     ) -> tuple[tuple[torch.Tensor, ...], dict[NestedKey, torch.Tensor]]:
         """Returns the slots, int64 [batch_size] in a tuple of one, and the flags of the slices."""
-        directory = self.attach(storage)
+        self.attach(storage)
         assert isinstance(storage, SharedMemmapStorage)
+        return storage.once_rows_are_published(lambda: self._sample(storage, batch_size))
+
+    def _sample(
+        self, storage: SharedMemmapStorage, batch_size: int
+    ) -> tuple[tuple[torch.Tensor, ...], dict[NestedKey, torch.Tensor]]:
+        directory = storage.directory
         if _ORDERED_LOADS:
             for attempt in range(_REDRAWS):
                 try:
@@ -266,7 +278,7 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         directory = storage.directory
         view = _View(storage, self._read_runs(directory, fresh=fresh, locked=locked))
         if not len(view):
-            raise RuntimeError(EMPTY)
+            raise NoRowsError(EMPTY)
         _, info = super().sample(view, batch_size)
         slots = view.slots.numpy()
         assert self._columns is not None

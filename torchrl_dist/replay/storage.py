@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import platform
 import shutil
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -48,9 +49,15 @@ _SNAPSHOT_BYTES = 2**24  # rows copied under one hold of the lock
 # reordered with loads and stores not with stores, as on x86-64; elsewhere it copies under the lock.
 _ORDERED_LOADS = platform.machine().lower() in ("x86_64", "amd64")
 
+_T = TypeVar("_T")
+
 Draw = Callable[[int, bool], tuple[np.ndarray, np.ndarray, np.ndarray]]
 """``draw(n, locked) -> (slots, versions, extra)``: slots published at these versions, and one
 number per row that travels along. ``locked``: the caller holds the directory's lock."""
+
+
+class NoRowsError(RuntimeError):
+    """No row is published at this moment."""
 
 
 class SharedMemmapStorage(TensorStorage):
@@ -394,7 +401,32 @@ class SharedMemmapStorage(TensorStorage):
 
         Returns:
             ``(slots, generation, extra, leaves)``, ``count`` rows of each.
+
+        Raises:
+            NoRowsError, DeadlineError: as :meth:`once_rows_are_published`, if ``draw`` raises the
+                former.
         """
+        return self.once_rows_are_published(lambda: self._read_drawn(draw, count))
+
+    def once_rows_are_published(self, read: Callable[[], _T]) -> _T:
+        """What ``read`` returns; while it finds no row because all are being written, wait.
+
+        Raises:
+            NoRowsError: ``read`` raised it, and nobody is writing a row.
+            DeadlineError: rows were being written, but none was published for ``timeout_s``.
+        """
+        deadline = math.inf
+        while True:
+            try:
+                return read()
+            except NoRowsError:
+                deadline = min(deadline, time.monotonic() + self._directory.timeout_s)
+                if not self._cursor.wait_for_rows(deadline):
+                    raise
+
+    def _read_drawn(
+        self, draw: Draw, count: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
         directory = self._directory
         if not _ORDERED_LOADS:
             with directory.lock():
@@ -457,14 +489,16 @@ class SharedMemmapStorage(TensorStorage):
             slots = np.arange(*index.indices(self._directory.high))
             versions = self._directory.versions[slots]
             # locked, as a memory-mapped storage of TorchRL's: ``rb[key] = value`` would be lost
-            return self._get_slots(slots[(versions & 1 == 0) & (versions > 0)]).lock_()
+            published = slots[(versions & 1 == 0) & (versions > 0)]
+            return self._get_slots(published, wait=False).lock_()
         index = torch.as_tensor(index)
         if index.dtype == torch.bool:
             index = index.nonzero().squeeze(-1)
         data = self._get_slots(index.reshape(-1).to(torch.int64).numpy())
         return data.reshape(*index.shape, *data.batch_size[1:]) if index.ndim != 1 else data
 
-    def _get_slots(self, slots: np.ndarray) -> TensorDict:
+    def _get_slots(self, slots: np.ndarray, *, wait: bool = True) -> TensorDict:
+        """``wait``: for rows that are not published; else leave them out."""
         directory = self._directory
         spec = self._spec()
         high = directory.high
@@ -485,6 +519,12 @@ class SharedMemmapStorage(TensorStorage):
                 published = (now & 1 == 0) & (now > 0)
                 self._regather(leaves, todo[published], slots)
                 todo = todo[~published]
+            if todo.size and not wait:
+                slots, leaves = (
+                    np.delete(slots, todo),
+                    [np.delete(leaf, todo, 0) for leaf in leaves],
+                )
+                break
             if todo.size:
                 if time.monotonic() > deadline:
                     raise DeadlineError(
