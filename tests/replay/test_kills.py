@@ -28,6 +28,7 @@ from tests.replay.faults import (
     attach,
     die_on_store,
     forked,
+    is_stopped,
     kill_self,
     priority_of,
     rows_of,
@@ -35,8 +36,10 @@ from tests.replay.faults import (
     torn_rows,
     wait_until,
 )
-from torchrl_dist.replay import SharedMemmapStorage
+from torchrl_dist.replay import SharedMemmapStorage, SharedReplayBuffer
 from torchrl_dist.replay.directory import CLAIM_COUNT, Word
+from torchrl_dist.replay.kernel import find_kernel
+from torchrl_dist.replay.priorities import default_leaf
 
 _STRIDE = 1 if LONG else 9
 """Mean distance of the steps at which a victim dies."""
@@ -81,6 +84,11 @@ def update(rb: TensorDictReplayBuffer) -> None:
     rb.update_tensordict_priority(batch)
 
 
+def extend_with_priorities(rb: TensorDictReplayBuffer) -> None:
+    ours = SharedReplayBuffer(storage=rb.storage, sampler=rb.sampler, priority_key="key")
+    ours.extend(victims_rows(15))
+
+
 def change_alpha_and_back(rb: TensorDictReplayBuffer) -> None:
     rb.sampler.alpha = 1.2
     rb.sampler.alpha = 0.6
@@ -91,6 +99,7 @@ _SCATTERED = torch.tensor([3, 4, 5, 30, 31, 60, 79])
 OPERATIONS: dict[str, Callable[[TensorDictReplayBuffer], object]] = {
     "extend": lambda rb: rb.extend(victims_rows(10)),
     "extend of two reservations": lambda rb: rb.extend(victims_rows(15)),
+    "extend with priorities": extend_with_priorities,
     "update": update,
     "write in place": lambda rb: rb.storage.set(_SCATTERED, victims_rows(7)),
     "empty": lambda rb: rb.empty(),
@@ -108,6 +117,7 @@ class State:
     leaves: np.ndarray
     write_count: int
     alpha: float
+    default_leaf: float
 
     @classmethod
     def of(cls, rb: TensorDictReplayBuffer) -> State:
@@ -119,6 +129,7 @@ class State:
                 directory.tree.leaves.copy(),
                 int(directory.words[Word.WRITE_COUNT]),
                 directory.get_float(Word.ALPHA),
+                default_leaf(directory),
             )
 
     @property
@@ -149,10 +160,14 @@ def assert_what_a_kill_may_leave(before: State, after: State, operation: str) ->
     runs = {
         "extend": [range(10)],
         "extend of two reservations": [range(10), range(10, 15)],
+        "extend with priorities": [range(10), range(10, 15)],
         "write in place": [range(3), range(3, 5), range(5, 6), range(6, 7)],
     }
     for run in runs.get(operation, []):
         assert visible.issuperset(run) or visible.isdisjoint(run), visible
+    if operation == "extend with priorities":  # or, of a kill while they were stored, the default
+        wanted = np.isclose(after.leaves[new], (after.keys[new] + 1e-8) ** 0.6, rtol=1e-12)
+        assert (wanted | (after.leaves[new] == after.default_leaf)).all()
     if operation == "empty":
         assert after.write_count in (before.write_count, 0)
     else:
@@ -248,6 +263,34 @@ def test_killed_in_the_middle_of_a_store_the_others_go_on(folder: Path, what: st
     request.node.user_properties.append(("kills", kills))
 
 
+@pytest.mark.parametrize("kernel", ["numpy", "c"])
+def test_killed_in_the_middle_of_an_update_the_others_go_on(
+    folder: Path, monkeypatch, kernel: str
+) -> None:
+    if kernel == "c" and find_kernel() is None:
+        pytest.skip("the C kernel was not built: no compiler at installation")
+    monkeypatch.setenv("TORCHRL_DIST_KERNEL", kernel)
+    with _wide_buffer(folder) as rb:
+        directory = rb.storage.directory
+        new = 2.0 + torch.rand(2048, dtype=torch.float64)
+        for slot in (0, 512, 1024, 1536):  # the first one of each page
+
+            def victim(slot: int = slot) -> None:
+                die_on_store(directory.tree.leaves[slot:].ctypes.data)
+                rb.update_priority(torch.arange(2048), new)
+
+            rb.update_priority(torch.arange(2048), torch.ones(2048))
+            before = State.of(rb)
+            assert run_forked(victim) == -signal.SIGSEGV
+            assert directory.words[Word.DIRTY]
+            after = State.of(rb)
+            expected = np.where(np.arange(2048) < slot, (new.numpy() + 1e-8) ** 0.6, before.leaves)
+            np.testing.assert_allclose(after.leaves, expected, rtol=1e-12)
+            assert (after.versions == before.versions).all()
+            assert_sound(rb)
+            assert torn_rows(rb.sample()) == 0
+
+
 # --- at any time, several at once ----------------------------------------------------------------
 
 
@@ -290,6 +333,15 @@ def test_killed_at_any_time_the_others_go_on(folder: Path, request) -> None:
     request.node.user_properties.append(("kills", kills))
 
 
+class _StopsOnStore(np.ndarray):
+    """Stops the process at the first store, after half of the rows."""
+
+    def __setitem__(self, where: slice, rows: np.ndarray) -> None:
+        half = len(rows) // 2
+        np.asarray(self)[where.start : where.start + half] = rows[:half]
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def test_all_killed_and_restarted_every_published_row_is_back(folder: Path, request) -> None:
     capacity = 256
 
@@ -303,6 +355,12 @@ def test_all_killed_and_restarted_every_published_row_is_back(folder: Path, requ
             np.fromfile(folder / "versions.bin", np.int64, capacity),
             np.fromfile(folder / "tree.bin", np.float64, capacity),
         )
+
+    def stop_in_the_middle_of_a_copy() -> None:
+        rb = attach(folder, capacity)
+        arrays = rb.storage.directory.arrays
+        arrays[0] = arrays[0].view(_StopsOnStore)
+        rb.extend(rows_of(range(20)))
 
     def next_life(versions: np.ndarray, leaves: np.ndarray, keys: np.ndarray) -> None:
         rb = attach(folder, capacity)
@@ -320,21 +378,24 @@ def test_all_killed_and_restarted_every_published_row_is_back(folder: Path, requ
 
     randomness = random.Random(0)
     lives = 200 if LONG else 20
-    repaired = 0
     for life in range(lives):
         with (
-            forked(_work, folder, capacity, 10**7 * (2 * life + 1)),
-            forked(_work, folder, capacity, 10**7 * (2 * life + 2)),
+            forked(_work, folder, capacity, 10**7 * (2 * life + 1)) as first,
+            forked(_work, folder, capacity, 10**7 * (2 * life + 2)) as second,
         ):
             before = tables()[0].sum()
             wait_until(lambda before=before: tables()[0].sum() > before + 400)
             time.sleep(randomness.random() * 0.01)
+            with forked(stop_in_the_middle_of_a_copy) as stopped:
+                wait_until(lambda stopped=stopped: is_stopped(stopped))
+                for pid in (first, second):  # before its slots are theirs to take over
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
         versions, leaves = tables()
-        repaired += int((versions & 1).any())
+        assert (versions & 1).any()
         keys = np.fromfile(folder / "data" / "key.bin", np.int64)
         assert run_forked(next_life, versions, leaves, keys) == 0
-    assert repaired > 0
-    request.node.user_properties.append(("kills", 2 * lives))
+    request.node.user_properties.append(("kills", 3 * lives))
 
 
 def test_a_child_of_a_killed_holder_does_not_keep_the_lock(rb) -> None:
