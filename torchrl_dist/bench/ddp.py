@@ -244,8 +244,6 @@ def measure(cell: Cell, folder: str) -> Result:
 
     from torchrl_dist.bench.processes import ForkedWorker
 
-    if cell.peer == TORCH:
-        import torch._dynamo  # noqa: F401 (DistributedDataParallel does, for seconds)
     others = 0 if cell.peer in (ALONE, THREADS) else cell.ranks - 1
     workers = [ForkedWorker(contextlib.ExitStack()) for _ in range(others)]
     try:
@@ -266,6 +264,10 @@ def _learn(_: Any, cell: Cell, folder: str, rank: int) -> Result:
     from torchrl_dist.learn import Ranks
 
     torch.set_num_threads(cell.ranks if cell.peer == THREADS else 1)
+    if cell.peer == TORCH:
+        # DistributedDataParallel does, for seconds. Not before the fork: it may start threads,
+        # and a lock that one of them holds then would stay held in the child.
+        import torch._dynamo
     joined = time.monotonic()
     distributed = cell.peer in (OURS, TORCH)
     if distributed:
