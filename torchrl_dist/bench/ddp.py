@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import itertools
 import os
 import signal
@@ -289,15 +290,20 @@ def _learn(_: Any, cell: Cell, folder: str, rank: int) -> Result:
         while not ranks.any(time.monotonic() > end and len(update.times) > 4):
             for _ in range(_UPDATES_AT_ONCE):
                 update()
+        times, wrap_s = update.times, update.wrap_s
+        # DistributedDataParallel keeps the process group: if it went last, the group's threads
+        # would be joined under the GIL, which one of them may wait for (seen with torch 2.13).
+        del update
+        gc.collect()
     finally:
         if distributed:
             dist.destroy_process_group()
-    median = sorted(update.times, key=lambda t: sum(t.values()))[len(update.times) // 2]
+    median = sorted(times, key=lambda t: sum(t.values()))[len(times) // 2]
     return Result(
         update_ms=1e3 * sum(median.values()),
         parts_ms={part: 1e3 * seconds for part, seconds in median.items()},
         join_ms=1e3 * (wrapped - joined) if distributed else 0.0,
-        wrap_ms=1e3 * update.wrap_s,
+        wrap_ms=1e3 * wrap_s,
     )
 
 
