@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import signal
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -27,13 +26,13 @@ from typing import Any
 
 from torchrl_dist.bench.collect_plan import ENVS, FLOOR, OTHERS, OURS, Cell, Result
 from torchrl_dist.bench.command import (
-    TerminatedError,
     above_zero,
+    check_folders,
     counts,
     folder_in,
     names,
     say,
-    terminable,
+    until_stopped,
 )
 from torchrl_dist.errors import ConfigurationError, TorchRLDistError
 
@@ -105,21 +104,12 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ConfigurationError: nothing of what was asked for can be measured.
     """
-    for path in (options.json, options.plot):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigurationError(f"{path}: there is no folder {path.absolute().parent}")
+    check_folders(options.json, options.plot)
     groups = plan(options, _chosen(options))
     if not any(groups):
         raise ConfigurationError("nothing can be measured with these options")
     found: dict[Cell, Figures] = {}
-    status = 0
-    try:
-        with terminable():
-            status = _measure_all(options.rounds, groups, found)
-    except KeyboardInterrupt:
-        status = 128 + signal.SIGINT
-    except TerminatedError:
-        status = 128 + signal.SIGTERM
+    status = until_stopped(lambda: _measure_all(options.rounds, groups, found))
     from torchrl_dist.bench.collect_table import plot, print_table
     from torchrl_dist.bench.replay_peers import versions
     from torchrl_dist.bench.table import append_json

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchrl_dist.errors import ConfigurationError
+
 _REMOVAL_S = 5.0
 
 
@@ -102,6 +104,32 @@ def terminable() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def until_stopped(measure: Callable[[], int]) -> int:
+    """Call ``measure``; what it has found so far stays usable when a signal ends it.
+
+    Returns:
+        What ``measure`` returns, or 130 or 143 after SIGINT or SIGTERM.
+    """
+    try:
+        with terminable():
+            return measure()
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except TerminatedError:
+        return 128 + signal.SIGTERM
+
+
+def check_folders(*files: Path | None) -> None:
+    """Refuse files to write that have no folder, before anything is measured.
+
+    Raises:
+        ConfigurationError: naming the first of them.
+    """
+    for path in files:
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigurationError(f"{path}: there is no folder {path.absolute().parent}")
 
 
 def say(text: str) -> None:

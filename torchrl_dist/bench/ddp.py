@@ -25,7 +25,6 @@ import contextlib
 import gc
 import itertools
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -38,13 +37,13 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_dist.bench.command import (
-    TerminatedError,
     above_zero,
+    check_folders,
     counts,
     folder_in,
     names,
     say,
-    terminable,
+    until_stopped,
 )
 from torchrl_dist.errors import ConfigurationError, TorchRLDistError
 
@@ -148,21 +147,16 @@ def run(options: argparse.Namespace) -> int:
                 f"--batches {batch} and --ranks {ranks}: expected 2 ranks or more, and batches "
                 "that divide among them"
             )
-    for path in (options.json, options.plot):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigurationError(f"{path}: there is no folder {path.absolute().parent}")
+    check_folders(options.json, options.plot)
     rounds = Rounds()
     imports: dict[int, float] = {}
-    status = 0
-    try:
-        with terminable():
-            if not options.no_imports:
-                imports = {n: _import_seconds(n) for n in sorted({1, *options.ranks})}
-            status = _measure_all(options, rounds)
-    except KeyboardInterrupt:
-        status = 128 + signal.SIGINT
-    except TerminatedError:
-        status = 128 + signal.SIGTERM
+
+    def all_of_it() -> int:
+        if not options.no_imports:
+            imports.update((n, _import_seconds(n)) for n in sorted({1, *options.ranks}))
+        return _measure_all(options, rounds)
+
+    status = until_stopped(all_of_it)
     lines = list(_lines(rounds))
     _print(lines, rounds, imports)
     if options.json is not None:

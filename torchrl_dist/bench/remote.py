@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import signal
 import statistics
 import time
 from collections.abc import Sequence
@@ -30,13 +29,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from torchrl_dist.bench.command import (
-    TerminatedError,
     above_zero,
+    check_folders,
     counts,
     folder_in,
     names,
     say,
-    terminable,
+    until_stopped,
 )
 from torchrl_dist.bench.processes import Host
 from torchrl_dist.bench.replay_cells import Tally, Window
@@ -288,16 +287,13 @@ def run(options: argparse.Namespace) -> int:
 
     Returns:
         0; 1 if a measurement failed; 130 or 143 after SIGINT or SIGTERM.
+
+    Raises:
+        ConfigurationError: a file has no folder.
     """
+    check_folders(options.json, options.plot)
     results: dict[Case, list[Result]] = {}
-    status = 0
-    try:
-        with terminable():
-            status = _measure_all(options, results)
-    except KeyboardInterrupt:
-        status = 128 + signal.SIGINT
-    except TerminatedError:
-        status = 128 + signal.SIGTERM
+    status = until_stopped(lambda: _measure_all(options, results))
     medians = {case: _median(found) for case, found in results.items()}
     _print_rates(medians, options)
     if options.json is not None:

@@ -25,20 +25,19 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torchrl_dist.bench.command import (
-    TerminatedError,
     above_zero,
+    check_folders,
     counts,
     folder_in,
     names,
     say,
-    terminable,
+    until_stopped,
 )
 from torchrl_dist.bench.replay_cells import Cell, measure
 from torchrl_dist.bench.replay_peers import PEERS, SAMPLE_BATCH, versions
@@ -113,9 +112,7 @@ def run(options: argparse.Namespace) -> int:
     """
     from torchrl_dist.bench.table import Table, append_json, plot, print_rates
 
-    for path in (options.json, options.plot):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigurationError(f"{path}: there is no folder {path.absolute().parent}")
+    check_folders(options.json, options.plot)
     least = 2 * max(SAMPLE_BATCH, *options.batches) * max(_MIXED_WRITERS, *options.writers)
     if options.capacity is not None and options.capacity < least:
         raise ConfigurationError(
@@ -124,14 +121,7 @@ def run(options: argparse.Namespace) -> int:
         )
     peers = _available(options.peers)
     table = Table()
-    status = 0
-    try:
-        with terminable():
-            status = _measure_all(options, peers, table)
-    except KeyboardInterrupt:
-        status = 128 + signal.SIGINT
-    except TerminatedError:
-        status = 128 + signal.SIGTERM
+    status = until_stopped(lambda: _measure_all(options, peers, table))
     cells = table.cells("replay", _OURS, "floor")
     print_rates(cells, peers)
     if options.json is not None:
