@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 import time
+from concurrent.futures import Future
+from multiprocessing import Pipe
+from multiprocessing.connection import wait
 from typing import Any
 
 import pytest
@@ -17,8 +21,10 @@ from torchrl.modules import EGreedyModule, LSTMModule, QValueActor
 
 from tests.collect.envs import Counter, mlp
 from torchrl_dist.collect import Preempt, RPCBatchedCollector
+from torchrl_dist.collect.groups import Inference
 from torchrl_dist.collect.inference import RPCInferenceTransport
-from torchrl_dist.errors import ConfigurationError, PeerLostError, RemoteError
+from torchrl_dist.collect.relay import NodeLearner, Relay
+from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
 from torchrl_dist.runtime import ForkServer, local_cluster
 
 pytestmark = pytest.mark.timeout(60)
@@ -34,19 +40,25 @@ class Sleeper(Counter):
         return super().step(action)
 
 
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(("groups", "processes"), [(1, 0), (2, 0), (2, 2)])
 def test_the_data_are_those_of_a_policy_on_the_workers(
-    fork_server: ForkServer, groups: int
+    fork_server: ForkServer, groups: int, processes: int
 ) -> None:
-    def batches(session: Any, **options: Any) -> list[TensorDict]:
+    def batches(session: Any, num_envs: int = 4, **options: Any) -> list[TensorDict]:
         with RPCBatchedCollector(
             lambda: Counter(5), policy(), session=session, frames_per_batch=48, total_frames=96,
-            num_envs=4, seed=0, exploration_type=ExplorationType.DETERMINISTIC, **options,
+            num_envs=num_envs, seed=0, exploration_type=ExplorationType.DETERMINISTIC, **options,
         ) as collector:  # fmt: skip
             return list(collector)
 
     with local_cluster({"learner": 1, "collector": 2}, fork_server=fork_server) as session:
-        ours = batches(session, inference="learner", env_groups=groups)
+        ours = batches(
+            session,
+            inference="learner",
+            env_groups=groups,
+            env_processes=processes,
+            num_envs=4 // max(1, processes),
+        )
         theirs = batches(session)
     for one, other in zip(ours, theirs, strict=True):
         assert one.shape == other.shape == (8, 6)
@@ -54,7 +66,7 @@ def test_the_data_are_those_of_a_policy_on_the_workers(
         for key in other.keys(True, True):
             if "action_value" in key:  # rounded by how many rows a product has
                 assert torch.allclose(one[key], other[key], atol=1e-6), key
-            else:
+            elif "traj_ids" not in key or not processes:  # else numbered by process
                 assert torch.equal(one[key], other[key]), key
 
 
@@ -108,7 +120,10 @@ def test_with_two_groups_a_worker_steps_while_it_waits(fork_server: ForkServer) 
         assert steps_per_s(session, 2) > 1.3 * steps_per_s(session, 1)
 
 
-def test_an_error_of_the_policy_reaches_the_learner(fork_server: ForkServer) -> None:
+@pytest.mark.parametrize("processes", [0, 2])
+def test_an_error_of_the_policy_reaches_the_learner(
+    fork_server: ForkServer, processes: int
+) -> None:
     class Broken(torch.nn.Module):
         def forward(self, observation: Any) -> Any:
             raise ZeroDivisionError("no value today")
@@ -117,11 +132,85 @@ def test_an_error_of_the_policy_reaches_the_learner(fork_server: ForkServer) -> 
     with (
         local_cluster({"learner": 1, "collector": 1}, fork_server=fork_server) as session,
         RPCBatchedCollector(
-            Counter, broken, session=session, frames_per_batch=8, inference="learner"
+            Counter, broken, session=session, frames_per_batch=8, inference="learner",
+            env_processes=processes, num_envs=2,
         ) as collector,
         pytest.raises(RemoteError, match="no value today"),
-    ):
+    ):  # fmt: skip
         collector.next()
+
+
+class Learner:
+    """Answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[dict, Future]] = []
+
+    def submit(self, method: str, values: dict, limit_s: float, *, timeout_s: float) -> Future:
+        self.sent.append((values, Future()))
+        return self.sent[-1][1]
+
+
+def test_a_node_worker_sends_in_one_message_what_waits_meanwhile() -> None:
+    learner = Learner()
+    relay = Relay(Inference(learner, ("observation",), groups=1, timeout_s=5.0))
+    links = [Pipe() for _ in range(6)]
+    answers = []
+    for index, (ours, theirs) in enumerate(links):
+        rows = torch.full((index + 1, 2), float(index))
+        answers.append(NodeLearner(theirs).submit("infer", {"observation": rows}, 5.0))
+        relay.ask(ours, pickle.loads(ours.recv_bytes())[1])
+        relay.flush()
+    assert [len(values["observation"]) for values, _ in learner.sent] == [1, 2]  # under way
+    for values, future in list(learner.sent):
+        future.set_result({"action": values["observation"] * 10})
+    assert wait([relay], 5.0) == [relay]
+    relay.deliver()
+    relay.flush()
+    values, future = learner.sent[2]
+    assert values["observation"][:, 0].tolist() == [2] * 3 + [3] * 4 + [4] * 5 + [5] * 6
+    links[4][0].close()  # its process is replaced meanwhile
+    future.set_result({"action": values["observation"] * 10})
+    relay.deliver()
+    for index in (0, 1, 2, 3, 5):
+        assert answers[index].result(5.0)["action"][:, 0].tolist() == [10.0 * index] * (index + 1)
+    relay.close()
+    relay.close()
+
+
+def test_a_node_worker_tells_its_processes_why_there_are_no_actions() -> None:
+    learner = Learner()
+    relay = Relay(Inference(learner, ("observation",), groups=1, timeout_s=5.0))
+    ours, theirs = Pipe()
+    process = NodeLearner(theirs)
+    answer = process.submit("infer", {"observation": torch.zeros(1, 2)}, 5.0)
+    relay.ask(ours, pickle.loads(ours.recv_bytes())[1])
+    relay.flush()
+    learner.sent[0][1].set_exception(PeerLostError("the learner is gone"))
+    relay.deliver()
+    with pytest.raises(PeerLostError, match="the learner is gone"):
+        answer.result(5.0)
+    with pytest.raises(DeadlineError, match="no actions"):
+        process.submit("infer", {"observation": torch.zeros(1, 2)}, 5.0).result(0.01)
+    relay.close()
+
+
+def test_who_waits_for_a_slow_policy_does_not_hang(fork_server: ForkServer) -> None:
+    class Slow(torch.nn.Module):
+        def forward(self, observation: Any) -> Any:
+            time.sleep(0.6)
+            return torch.zeros(*observation.shape[:-1], 3)
+
+    slow = QValueActor(Slow(), in_keys=["observation"], spec=OneHot(3))
+    with (
+        local_cluster({"learner": 1, "collector": 1}, fork_server=fork_server) as session,
+        RPCBatchedCollector(
+            Counter, slow, session=session, frames_per_batch=8, inference="learner",
+            env_processes=2, num_envs=2, step_timeout_s=0.4,
+        ) as collector,
+    ):  # fmt: skip
+        assert collector.next().numel() == 8
+        assert collector.report.replaced == ()
 
 
 def test_what_cannot_go_together_is_refused(fork_server: ForkServer) -> None:
@@ -129,10 +218,11 @@ def test_what_cannot_go_together_is_refused(fork_server: ForkServer) -> None:
         RPCBatchedCollector(Counter, policy(), frames_per_batch=8, inference="learner")
     memory = LSTMModule(input_size=2, hidden_size=4, in_key="observation", out_key="embedding")
     head = QValueActor(mlp(4, 3), in_keys=["embedding"], spec=OneHot(3))
+    other_keys = QValueActor(mlp(2, 3), in_keys=["elsewhere"], spec=OneHot(3))
     with local_cluster({"learner": 1, "collector": 1}, fork_server=fork_server) as session:
         for arguments, message in (
             ({"policy": None}, "needs policy="),
-            ({"env_processes": 2}, "env_processes"),
+            ({"policy": other_keys}, "elsewhere"),
             ({"readiness": Preempt()}, "readiness"),
             ({"num_envs": 3}, "cannot be divided"),
             ({"policy": TensorDictSequential(memory, head)}, "recurrent"),
@@ -148,12 +238,13 @@ def test_what_cannot_go_together_is_refused(fork_server: ForkServer) -> None:
 
 def test_a_closed_transport_refuses_what_waits_and_what_comes() -> None:
     transport = RPCInferenceTransport()
-    first = transport.submit(TensorDict({}, [2]))
-    transport.submit(TensorDict({}, [2]))
+    values = {"observation": torch.zeros(2, 3)}
+    first = transport.submit(values)
+    transport.submit(values)
     inputs, _, times = transport.drain_with_timing(1)
     assert len(inputs) == len(times) == 1 and transport.drain(0) == ([], [])
-    transport.resolve(first, TensorDict({}, [2]))
+    transport.resolve(first, values)
     transport.close()
     transport.wait_for_work(10)  # returns at once
     with pytest.raises(PeerLostError):
-        transport.infer(TensorDict({}, [2]), 1.0)
+        transport.infer(values, 1.0)

@@ -171,8 +171,9 @@ class OursOnOneNode(Ours):
         return 1, cell.workers
 
 
-class OursWithLearnersPolicy(Ours):
-    """The policy at the learner; a worker has one group of envs, and waits for its actions."""
+class OursWithLearnersPolicy(OursOnOneNode):
+    """The policy at the learner; an env process steps one group of envs at a time, and waits for
+    its actions."""
 
     name = "ours-inference-1"
     groups: ClassVar[int] = 1
@@ -183,7 +184,7 @@ class OursWithLearnersPolicy(Ours):
             "inference": "learner",
             "env_groups": cls.groups,
             "num_envs": cell.envs * cls.groups,
-            "frames_per_batch": cell.steps * cell.envs * cls.groups,
+            "frames_per_batch": cell.steps * cell.envs * cls.groups * cell.workers,
         }
 
     @classmethod
@@ -192,7 +193,7 @@ class OursWithLearnersPolicy(Ours):
 
 
 class OursWithTwoGroups(OursWithLearnersPolicy):
-    """Two groups of envs per worker: one is stepped while the other waits for its actions."""
+    """Two groups of envs per process: one is stepped while the other waits for its actions."""
 
     name = "ours-inference-2"
     groups: ClassVar[int] = 2

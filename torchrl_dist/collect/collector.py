@@ -28,6 +28,7 @@ from torchrl_dist.collect.arguments import (
 from torchrl_dist.collect.batches import join
 from torchrl_dist.collect.budget import FrameBudget
 from torchrl_dist.collect.crew import Crew
+from torchrl_dist.collect.groups import Inference
 from torchrl_dist.collect.inference import LearnerInference
 from torchrl_dist.collect.readiness import Readiness, WaitAll
 from torchrl_dist.collect.report import CollectReport, summarize
@@ -88,8 +89,9 @@ class RPCBatchedCollector(BaseCollector):
         inference: where the policy runs: ``"worker"``, or ``"learner"``: workers send the
             observations of each step and get actions, from a copy of ``policy`` on the learner's
             CPU that ``update_policy_weights_()`` updates. For workers that cannot hold the policy.
-        env_groups: with ``inference="learner"``: a worker's envs are divided into so many groups,
-            and one is stepped while the others wait for actions.
+        env_groups: with ``inference="learner"``: the envs of a worker, or of each of its env
+            processes, are divided into so many groups, and one is stepped while the others wait
+            for actions.
         trajs_per_batch: batches are so many complete trajectories ``[trajs_per_batch, longest]`` in
             the order in which they ended, zero-padded, with ``("collector", "mask")``, as
             TorchRL's. What is unfinished at ``total_frames`` is not delivered.
@@ -210,16 +212,19 @@ class RPCBatchedCollector(BaseCollector):
         self._run = 0
         self._inference: LearnerInference | None = None
         if inference == "learner":
-            unfit = {"policy_factory": policy_factory, "env_processes": env_processes}
-            unfit |= {"postproc_factory": postproc_factory, "readiness": self.readiness.cuts}
+            unfit = {"policy_factory": policy_factory, "postproc_factory": postproc_factory}
+            unfit |= {"readiness": self.readiness.cuts}
             check_inference(session, peers, policy, unfit)
             self._inference = LearnerInference(session, policy, exploration_type)
             config = replace(
                 config,
                 policy=None,
-                inference=self._inference.handle,
-                inference_timeout_s=self.timeout_s,
-                env_groups=min(env_groups, num_envs),
+                inference=Inference(
+                    self._inference.handle,
+                    self._inference.inputs,
+                    min(env_groups, num_envs),
+                    self.timeout_s,
+                ),
             )
         elif inference != "worker":
             raise ConfigurationError(f"inference={inference!r}: expected 'worker' or 'learner'")

@@ -20,6 +20,7 @@ import gymnasium
 import numpy as np
 from tensordict import TensorDictBase
 
+from torchrl_dist.collect.relay import NodeLearner, is_late_answer
 from torchrl_dist.collect.shared_block import RolloutLayout, WeightsTicket, WeightsView, attach
 from torchrl_dist.collect.worker import RolloutStats, RolloutWorker, WorkerConfig
 from torchrl_dist.runtime.surroundings import Surroundings
@@ -91,8 +92,10 @@ class EnvProcess:
 
         def build() -> Any:
             nonlocal part
+            words = attach(self.control).numpy().view(np.int64)
             config = config_of_part(cloudpickle.loads(self.config), index, self.generation)
-            part = _Part(config, attach(self.control), index)
+            config = _ask_through_node(config, connection, words[FIRST_PROGRESS + index :])
+            part = _Part(config, words, index)
             if self.trajectory_base or self.numbered:
                 part.worker.set_trajectory_base(self.trajectory_base, self.numbered)
             ready()
@@ -101,6 +104,8 @@ class EnvProcess:
         _answer(connection, build)
         while part is not None:
             method, args, kwargs = cloudpickle.loads(connection.recv_bytes())
+            if is_late_answer(method):
+                continue
             target = part if method == "collect" else part.worker
             _answer(connection, lambda: getattr(target, method)(*args, **kwargs))  # noqa: B023
             if method == "close":
@@ -125,6 +130,20 @@ def config_of_part(config: WorkerConfig, index: int, generation: int) -> WorkerC
     )
 
 
+def _ask_through_node(
+    config: WorkerConfig, connection: Connection, progress: np.ndarray
+) -> WorkerConfig:
+    if config.inference is None:
+        return config
+
+    def beat() -> None:
+        progress[0] += 1
+
+    beat_s = None if config.step_timeout_s is None else config.step_timeout_s / 4
+    learner = NodeLearner(connection, beat, beat_s)
+    return replace(config, inference=replace(config.inference, learner=learner))
+
+
 def _answer(connection: Connection, call: Callable[[], Any]) -> None:
     try:
         answer = (True, call())
@@ -141,8 +160,7 @@ def _answer(connection: Connection, call: Callable[[], Any]) -> None:
 class _Part:
     """The process's share of the node worker's envs."""
 
-    def __init__(self, config: WorkerConfig, control: Any, index: int) -> None:
-        words = control.numpy().view(np.int64)
+    def __init__(self, config: WorkerConfig, words: np.ndarray, index: int) -> None:
         self.worker = _Watched(config, words, FIRST_PROGRESS + index)
         self._weights = WeightsView()
         self._rows: dict[str, TensorDictBase] = {}

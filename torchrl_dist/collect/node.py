@@ -35,6 +35,7 @@ from torchrl_dist.collect.env_process import (
     RowsTicket,
     dump_registrations,
 )
+from torchrl_dist.collect.relay import Question, Relay
 from torchrl_dist.collect.shared_block import RolloutLayout, SharedBlock, SharedWeights
 from torchrl_dist.collect.specs import require_equal_specs
 from torchrl_dist.collect.worker import RolloutStats, RolloutWorker, Turns, WorkerConfig, WorkerInfo
@@ -119,6 +120,7 @@ class NodeWorker:
         self._surroundings = Surroundings.of_this_process(torch.get_num_threads())
         self._registrations = dump_registrations()
         self._config = cloudpickle.dumps(config)
+        self._relay = None if config.inference is None else Relay(config.inference)
         self._own_server = server is None
         self._server = ForkServer() if server is None else server
         self._listener = socket.socket(socket.AF_UNIX)
@@ -407,21 +409,32 @@ class NodeWorker:
             )
         pieces: list[_Piece] = []
         failure: RemoteError | None = None
-        limit_s = self.config.step_timeout_s
+        limit_s, relay = self.config.step_timeout_s, self._relay
         while pending:
-            for connection in wait(list(pending), None if limit_s is None else limit_s / 4):
-                process = pending.pop(connection)
+            sources: list[Any] = [*pending, relay] if relay is not None else list(pending)
+            for source in wait(sources, None if limit_s is None else limit_s / 4):
+                if relay is not None and source is relay:
+                    relay.deliver()
+                    continue
+                process = pending[source]
                 try:
-                    rows, stats = self._receive(process)
+                    answer = self._receive(process)
                 except EOFError:
                     replaced.append(self._replace(process, None))
                 except RemoteError as error:
                     failure = failure or error
                 else:
+                    if relay is not None and isinstance(answer, Question):
+                        relay.ask(source, answer)
+                        continue
+                    rows, stats = answer
                     process.deaths = 0
                     process.numbered = max(process.numbered, stats.next_trajectory)
                     if stats.frames:
                         pieces.append(_Piece(process.index, rows, stats))
+                del pending[source]
+            if relay is not None:
+                relay.flush()
             for connection, process in list(pending.items()):
                 if limit_s is not None and self._hangs(process, limit_s):
                     del pending[connection]
@@ -511,6 +524,8 @@ class NodeWorker:
         else:
             self._server.kill_children()
         self._listener.close()
+        if self._relay is not None:
+            self._relay.close()
         for process in self._processes:
             if process.connection is not None:
                 process.connection.close()

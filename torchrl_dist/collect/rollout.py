@@ -33,6 +33,7 @@ from torchrl_dist.collect.spaces import (
 from torchrl_dist.errors import ConfigurationError
 
 Policy = Callable[[TensorDictBase], Any]
+Values = dict[Key, Tensor]
 _DONE_KEYS = ("done", "terminated", "truncated")
 # With next-step autoreset envs drift apart, like a random walk if they are alike: slowly.
 _WARN_ROLLOUTS_AHEAD = 4
@@ -189,12 +190,11 @@ class GymnasiumRollout:
             leaf.key: torch.from_numpy(np.zeros((n, *leaf.shape), leaf.dtype)) for leaf in leaves
         }
         self._current = [inputs[leaf.key].numpy() for leaf in leaves]
-        self._observed = _nested(inputs, [n])
         self._state = carried_state(policy, n)
         self._new_episode = {key: value.clone() for key, value in self._state.items()}
         inputs |= {key: torch.zeros(n, 1, dtype=torch.bool) for key in _DONE_KEYS}
         inputs |= self._state
-        self._input = _nested(inputs, [n])
+        self._input = nested(inputs, [n])
         self._tensors = inputs
         self._input_keys = set(inputs)
         # A policy that overwrites its input must get a new (shallow) copy of it every step.
@@ -248,6 +248,11 @@ class GymnasiumRollout:
     def target(self) -> Any:
         return self.driver.target
 
+    @property
+    def observed(self) -> set[Key]:
+        """Keys of what the policy sees."""
+        return self._input_keys
+
     def stop(self) -> None:
         self._stop = True
 
@@ -261,15 +266,17 @@ class GymnasiumRollout:
                 return self._run(steps, enough)[0]
             return self._run_ragged(steps, enough)
 
-    def steps_one_by_one(self, steps: int) -> Generator[TensorDictBase, TensorDictBase, TensorDict]:
-        """As ``run``, for a policy elsewhere: yields the observations ``[N]`` of each step, is sent
-        what a policy makes of them, and returns the rollout. What was yielded changes with the
-        next ``send``."""
+    def steps_one_by_one(
+        self, steps: int, enough: Callable[[int], bool] = never
+    ) -> Generator[Values, Values, TensorDict]:
+        """As ``run``, for a policy elsewhere: yields the observations ``[N, ...]`` of each step, is
+        sent what a policy makes of them, and returns the rollout. What was yielded changes with
+        the next ``send``."""
         self._begin()
-        loop = self._loop(steps, never)
+        loop = self._loop(steps, enough)
         next(loop)
         while True:
-            out = yield self._observed
+            out = yield self._tensors
             try:
                 loop.send(out)
             except StopIteration as end:
@@ -356,7 +363,7 @@ class GymnasiumRollout:
         data |= {key: torch.zeros(n, steps, 1, dtype=torch.bool) for key in _DONE_KEYS}
         if "policy_version" not in data:  # else the policy's owner has stamped it
             data["policy_version"] = torch.full((n, steps), self.policy_version)
-        rollout = _nested(data, [n, steps], names=[None, "time"])
+        rollout = nested(data, [n, steps], names=[None, "time"])
         return (rollout if t + 1 == steps else rollout[:, : t + 1]), valid
 
     def _act(self) -> TensorDictBase | dict[Key, Tensor]:
@@ -538,7 +545,7 @@ def make_rollout(
     )
 
 
-def _nested(
+def nested(
     data: dict[Key, Tensor], batch_size: list[int], names: list[str | None] | None = None
 ) -> TensorDict:
     """A TensorDict from flat keys; builds the nested dict first (setting key by key is slow)."""

@@ -25,10 +25,9 @@ from torchrl.envs.utils import ExplorationType
 from torchrl_dist.collect.access import visit
 from torchrl_dist.collect.batches import truncate_last
 from torchrl_dist.collect.fast_policy import fast_policy
-from torchrl_dist.collect.inference import make_grouped_rollout
+from torchrl_dist.collect.groups import Inference, make_grouped_rollout
 from torchrl_dist.collect.rollout import Episodes, Rollout, RolloutStopped, make_rollout
 from torchrl_dist.errors import ConfigurationError, DeadlineError
-from torchrl_dist.runtime import Remote
 from torchrl_dist.weights import PackedWeights, unpack
 
 Postproc = Callable[[TensorDictBase], TensorDictBase]
@@ -52,8 +51,7 @@ class WorkerConfig:
         own_process: the worker may seed this process' global random generators.
         env_processes: 0, or the number of processes in which the worker's envs run.
         step_timeout_s: an env process that makes no step for so long is replaced.
-        inference: of the learner's ``RPCInferenceTransport``, if the policy stays there; the envs
-            are then stepped in ``env_groups``.
+        inference: if the policy stays at the learner.
         shown_index: of the worker that this one is a part of, for data and statistics.
     """
 
@@ -74,9 +72,7 @@ class WorkerConfig:
     env_processes: int = 0
     step_timeout_s: float | None = None
     shown_index: int | None = None
-    inference: Remote | None = None
-    inference_timeout_s: float = 60.0
-    env_groups: int = 1
+    inference: Inference | None = None
 
 
 @dataclass(frozen=True)
@@ -196,8 +192,6 @@ class RolloutWorker:
                 config.inference,
                 frames=config.frames_per_rollout,
                 num_envs=config.num_envs,
-                groups=config.env_groups,
-                timeout_s=config.inference_timeout_s,
                 categorical_action_encoding=config.categorical_action_encoding,
             )
         else:
