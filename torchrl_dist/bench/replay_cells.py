@@ -22,6 +22,7 @@ _PREPARED_BATCHES = 4
 _LEAD_S = 0.5  # all loops run this long before they count, so that all are running then
 _LATE_S = 0.5
 _WARM_S = 2.0
+_WARM_LAPS = 8  # draws are with replacement: after so many per row, one row in 3,000 was not met
 _PRIORITIES = 16
 _PAUSE_S = 2e-4  # between two entries of the reader that measures its waits
 
@@ -202,7 +203,7 @@ def _warm_learner(peer: Peer, cell: Cell) -> None:
     """Sample until about every page was met, or for a while; TorchRL's shared buffer catches up
     with what was written in the first call."""
     end = time.monotonic() + _WARM_S
-    for _ in range(-(-cell.capacity // SAMPLE_BATCH)):
+    for _ in range(-(-_WARM_LAPS * cell.capacity // SAMPLE_BATCH)):
         peer.sample()
         if time.monotonic() > end:
             break

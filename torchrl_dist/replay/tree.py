@@ -78,7 +78,6 @@ class PriorityTree:
                 offset += 8 * size
         marks = raw[offset : offset + _mark_bytes(sizes)]
         self._marks = marks[: sizes[0] // FANOUT]
-        self._mark_words = marks.view(np.uint64)
         self._padded_leaves = self._sums[0]
         self.kernel = find_kernel()
         if self.kernel is not None:
@@ -128,21 +127,21 @@ class PriorityTree:
         if self.kernel is not None:
             self.kernel.torchrl_dist_refresh(*self._refresh_arguments)
             return
-        if not self._mark_words.any():
-            return
         marked = blocks = np.flatnonzero(self._marks)
-        children = self._padded_leaves.reshape(-1, FANOUT)[blocks]
-        self._sums[1][blocks] = children.sum(1)
-        np.putmask(children, children <= 0, np.inf)
-        self._minima[1][blocks] = children.min(1)
-        for level in range(2, len(self._sums)):
-            blocks = blocks >> _SHIFT
-            blocks = blocks[np.flatnonzero(np.diff(blocks, prepend=-1))]
-            self._sums[level][blocks] = self._sums[level - 1].reshape(-1, FANOUT)[blocks].sum(1)
-            minima = self._minima[level - 1].reshape(-1, FANOUT)[blocks]
-            # padding nodes were never computed: their minimum is still the 0 of a new buffer
-            np.putmask(minima, minima <= 0, np.inf)
-            self._minima[level][blocks] = minima.min(1)
+        if not blocks.size:
+            return
+        for level in range(1, len(self._sums)):
+            children = _children(self._sums[level - 1], blocks)
+            self._sums[level][blocks] = np.einsum("ij->i", children)  # half the time of sum(1)
+            if level > 1:
+                children = _children(self._minima[level - 1], blocks)
+            # 0: a leaf without a row, or a padding node, which is never computed
+            np.putmask(children, children <= 0, np.inf)
+            self._minima[level][blocks] = children.min(1)
+            parents = blocks >> _SHIFT
+            first = np.ones(parents.size, dtype=bool)
+            np.not_equal(parents[1:], parents[:-1], out=first[1:])
+            blocks = parents[first]
         self._marks[marked] = 0
 
     # --- reading (after refresh) -------------------------------------------------------------
@@ -182,10 +181,11 @@ class PriorityTree:
         mass -= cumulative[node] - self._sums[-1][node]
         row = np.arange(node.size)
         for level in range(len(self._sums) - 2, -1, -1):
-            children = self._sums[level].reshape(-1, FANOUT)[node]
-            running = np.cumsum(children, axis=1)
-            child = np.minimum((running <= mass[:, None]).sum(1), FANOUT - 1)
-            mass -= running[row, child] - children[row, child]
+            children = _children(self._sums[level], node)
+            running = _cumulative(children)
+            running[:, -1] = np.inf  # the last child, if rounding leaves more than all of them have
+            child = (running > mass[:, None]).argmax(1)
+            mass -= np.where(child > 0, running[row, child - 1], 0.0)
             node = (node << _SHIFT) + child
         slots = np.minimum(node, self.capacity - 1)
         return slots, self.leaves[slots]
@@ -233,6 +233,26 @@ class PriorityTree:
         if failed:
             raise ValueError("cannot draw: no leaf is above 0")
         return slots, leaves
+
+
+_UPPER = np.triu(np.ones((FANOUT, FANOUT)))
+_BLAS_ROWS = 256  # more, and BLAS may wake threads for it
+
+
+def _children(level: np.ndarray, nodes: np.ndarray) -> np.ndarray:
+    """A copy [n, 32] of the nodes below ``nodes``, int64 [n]."""
+    return level.reshape(-1, FANOUT).take(nodes, 0)
+
+
+def _cumulative(children: np.ndarray) -> np.ndarray:
+    """Cumulative sums along the rows of [n, 32]; half the time of ``cumsum``."""
+    if len(children) <= _BLAS_ROWS:
+        return children @ _UPPER
+    running = np.empty_like(children)
+    for start in range(0, len(children), _BLAS_ROWS):
+        part = slice(start, start + _BLAS_ROWS)
+        np.matmul(children[part], _UPPER, out=running[part])
+    return running
 
 
 def _addresses(levels: list[np.ndarray | None]) -> np.ndarray:
