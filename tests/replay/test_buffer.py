@@ -462,12 +462,12 @@ def test_a_uniform_sampler_sees_every_row_equally_often(make_buffer) -> None:
 # --- what reviews found --------------------------------------------------------------------------
 
 
-def test_a_snapshot_is_restored_at_a_quiet_moment_only(make_buffer) -> None:
+def test_a_restore_waits_for_who_writes_its_slots(make_buffer) -> None:
     rb = make_buffer(64, timeout_s=0.5)
     rb.extend(make_rows(range(64)))
     state = rb.state_dict()
     writing = rb.storage._cursor.reserve(8)
-    with pytest.raises(DeadlineError, match="were writing rows"):
+    with pytest.raises(DeadlineError, match="slots 0 to 63 .* written by others for 0.5 s"):
         rb.load_state_dict(state)
     rb.storage._cursor.publish(writing)
     rb.load_state_dict(state)

@@ -47,6 +47,13 @@ def initialize(buffer: Any) -> None:
         buffer._init()
 
 
+def drop_prefetched(buffer: Any) -> None:
+    """Forget the batches that the buffer has drawn ahead."""
+    buffer.synchronize()
+    with buffer._futures_lock:
+        buffer._clear_prefetch_queue_locked()
+
+
 def nested_tensordict(nested: dict[str, Any], batch_size: torch.Size) -> TensorDict:
     """``TensorDict(nested, batch_size)`` of tensors that are known to fit, without the checks.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay import _torchrl
+from torchrl_dist.replay.dump import MANIFEST
 from torchrl_dist.replay.sampler import SharedRandomSampler
 from torchrl_dist.replay.writer import SharedCursorWriter
 
@@ -91,6 +94,51 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
                 vector = self._priority_per_row(data)
                 priority = vector.detach().to("cpu", torch.float64).numpy()
         return self._writer.extend(data, priority=priority)
+
+    # --- saving ------------------------------------------------------------------------------
+
+    def dumps(self, path: str | os.PathLike[str]) -> None:
+        """Write a checkpoint of the buffer to a folder: rows with priorities and generations,
+        cursor, counters, alpha, beta, the state of transforms and of ``set_rng``.
+
+        The whole checkpoint takes the place of an earlier one at once; see the storage's ``dumps``,
+        also for what it blocks and raises. Batches drawn ahead are not saved. Nothing is pickled.
+
+        Raises:
+            ConfigurationError: the state of a transform holds other things than tensors, numbers,
+                strings, lists and dictionaries.
+        """
+        _torchrl.initialize(self)
+        rng = self._rng
+        extra = {
+            "batch_size": self._batch_size,
+            "sampler": self._sampler.state_dict(),
+            "transforms": self._transform.state_dict(),
+            "rng": None if rng is None else {"device": str(rng.device), "state": rng.get_state()},
+        }
+        self._storage.dumps(path, extra)
+
+    def loads(self, path: str | os.PathLike[str]) -> None:
+        """Restore what :meth:`dumps` wrote, or the rows of what ``TensorDictReplayBuffer.dumps``
+        did over such a storage; see the storage's ``loads``."""
+        _torchrl.initialize(self)
+        if not Path(path, MANIFEST).exists() and Path(path, "storage", MANIFEST).exists():
+            path = Path(path, "storage")
+        extra = self._storage.restore_from(path)
+        _torchrl.drop_prefetched(self)
+        self._batch_size = extra.get("batch_size", self._batch_size)
+        if extra.get("sampler"):
+            self._sampler.load_state_dict(extra["sampler"])
+        if extra.get("transforms"):
+            self._transform.load_state_dict(extra["transforms"])
+        if extra.get("rng"):
+            rng = torch.Generator(extra["rng"]["device"])
+            rng.set_state(extra["rng"]["state"])
+            self.set_rng(rng)
+
+    # TorchRL's other names for the same
+    save = dump = dumps
+    load = loads
 
     def _priority_per_row(self, data: TensorDictBase) -> torch.Tensor:
         priority = data.get(self.priority_key, None)

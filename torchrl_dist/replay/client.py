@@ -138,7 +138,7 @@ class ReplayClient:
         futures: list[Any] = []
         for shard, (link, count) in enumerate(zip(self.links, counts, strict=True)):
             future = None
-            if count is not None and self._answers(shard):
+            if count is not None and self.answers_now(shard):
                 try:
                     future = link.ask(int(count), prioritized)
                 except PeerLostError as error:
@@ -170,13 +170,14 @@ class ReplayClient:
         futures: list[Any] = []
         for shard, link in enumerate(self.links):
             try:
-                futures.append(link.ask(None, None) if self._answers(shard) else None)
+                futures.append(link.ask(None, None) if self.answers_now(shard) else None)
             except PeerLostError as error:
                 futures.append(None)
                 self.note_trouble(shard, error)
         return futures
 
-    def _answers(self, shard: int) -> bool:
+    def answers_now(self, shard: int) -> bool:
+        """Whether calls to the shard are worth a try; a single one always is."""
         return len(self.links) == 1 or self.links[shard].problem is None
 
     def call(self, shard: int, method: str, *args: Any) -> Any:
@@ -186,7 +187,7 @@ class ReplayClient:
 
     def call_all(self, method: str, *args: Any) -> list[Any]:
         """The same of every host that answers, in shard order."""
-        return [self.call(s, method, *args) for s in range(len(self.links)) if self._answers(s)]
+        return [self.call(s, method, *args) for s in range(len(self.links)) if self.answers_now(s)]
 
     def close(self) -> None:
         """Flush, say goodbye to the hosts that answer. Problems are warned about, also those of
@@ -247,11 +248,11 @@ class ReplayClient:
 
     def _shard_to_write(self) -> int:
         own = self._own_shard
-        if own is not None and self._answers(own):
+        if own is not None and self.answers_now(own):
             return own
         for _ in self.links:
             shard = next(self._turn) % len(self.links)
-            if self._answers(shard):
+            if self.answers_now(shard):
                 return shard
         raise PeerLostError(
             "no replay shard answers: " + "; ".join(str(link.problem) for link in self.links)
@@ -285,7 +286,7 @@ class ReplayClient:
         shards, slots = split_index(where, self.shard_capacity)
         for shard in np.unique(shards[shards >= 0]).tolist():
             part = np.flatnonzero(shards == shard)
-            if self._answers(shard):
+            if self.answers_now(shard):
                 stamp = None if stamps is None else stamps[part]
                 self._put(shard, SetPriorities(slots[part], stamp, priority[part]), priority)
 
@@ -297,7 +298,7 @@ class ReplayClient:
         """Queue a new exponent for all hosts."""
         self.check()
         for shard in range(len(self.links)):
-            if self._answers(shard):
+            if self.answers_now(shard):
                 self._put(shard, SetAlpha(alpha), None)
 
     def _put(self, shard: int, operation: Operation, priority: np.ndarray | None) -> None:

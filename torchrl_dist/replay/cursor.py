@@ -12,10 +12,9 @@ The order of the stores inside each step is what :func:`repair` relies on.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +28,7 @@ from torchrl_dist.replay.directory import (
     CLAIM_PUBLISHING,
     CLAIM_STATE,
     CLAIM_WRITING,
+    FLOAT_WORDS,
     ReplayDirectory,
     Word,
 )
@@ -66,6 +66,11 @@ class SharedCursor:
 
     def __init__(self, directory: ReplayDirectory) -> None:
         self._directory = directory
+
+    @property
+    def directory(self) -> ReplayDirectory:
+        """The directory whose cursor this is."""
+        return self._directory
 
     def reserve(self, count: int) -> Reservation:
         """Take the next ``count`` slots that nobody is writing.
@@ -161,18 +166,9 @@ class SharedCursor:
                 if not not_ours:
                     self._forget(reservation)
                     return generations
-            if not self._owns(reservation):
-                raise RuntimeError(
-                    f"the reservation of tickets {reservation.first_ticket} to "
-                    f"{reservation.first_ticket + reservation.count - 1} in {directory.path} was "
-                    "taken over: this process's locks on the directory were dropped. Does some "
-                    "code open and close the file 'lock' in it?"
-                )
-            claim = directory.claims[reservation.row]
-            if claim[CLAIM_STATE] == CLAIM_DISCARDED:
-                claim[CLAIM_COUNT] = 0
-                self._forget(reservation)
+            if not self._still_ours(reservation):
                 return np.full(reservation.count, -1, dtype=np.int64)
+            claim = directory.claims[reservation.row]
             leaf: float | np.ndarray
             leaf = default_leaf(directory) if priority is None else leaves_of(directory, priority)
             directory.begin()
@@ -256,17 +252,22 @@ class SharedCursor:
                     if reservation is not None:
                         taken.append(reservation)
                         break
-                    if time.monotonic() > deadline:
-                        raise DeadlineError(
-                            f"slots {run[0]} to {run[-1]} of {directory.path} were being written "
-                            f"by others for {directory.timeout_s:g} s"
-                        )
-                    time.sleep(_RETRY_S)
+                    self._await_slots(run[0], run[-1], deadline)
         except BaseException:
             for reservation in taken:
                 self.abandon(reservation)
             raise
         return taken
+
+    def _await_slots(self, first: int, last: int, deadline: float) -> None:
+        """Pause before another try to claim them."""
+        directory = self._directory
+        if time.monotonic() > deadline:
+            raise DeadlineError(
+                f"slots {first} to {last} of {directory.path} were being written by others for "
+                f"{directory.timeout_s:g} s"
+            )
+        time.sleep(_RETRY_S)
 
     def _try_claim_run(self, start: int, count: int) -> Reservation | None:
         directory = self._directory
@@ -317,26 +318,80 @@ class SharedCursor:
                 )
             time.sleep(_RETRY_S)
 
-    @contextlib.contextmanager
-    def quiet(self) -> Iterator[None]:
-        """The directory's lock at a moment when nobody is writing rows.
+    # --- what a checkpoint gives back; see ``snapshot`` ------------------------------------------
 
-        Raises:
-            DeadlineError: if live processes hold reservations all the time.
+    def start_over(self, cursor: int, high: int, values: Mapping[Word, float]) -> int:
+        """Empty the directory, then set words and the cursor.
+
+        Args:
+            cursor: a ticket of the saved directory. Tickets do not go back: the next one is the
+                first beyond both that falls on the same slot.
+            high: slots in use.
+            values: other words to set.
+
+        Returns:
+            The next ticket.
         """
         directory = self._directory
+        words = directory.words
+        with directory.lock():
+            directory.begin()
+            empty_locked(directory)
+            now = words[Word.CURSOR]
+            words[Word.CURSOR] = max(cursor, now + (cursor - now) % directory.capacity)
+            words[Word.BASE] = words[Word.CURSOR] - high
+            for word, value in values.items():
+                if word in FLOAT_WORDS:
+                    directory.set_float(word, value)
+                else:
+                    words[word] = int(value)
+            directory.commit()
+            return words[Word.CURSOR]
+
+    def claim_unless_passed(self, slot: int, count: int, since: int) -> Reservation | None:
+        """Reserve the slots from ``slot`` on, but for those reserved since the ticket ``since``.
+
+        The latter are the first ones of the run. ``None`` if that is all of them. Blocks while
+        other processes write in the others.
+
+        Raises:
+            DeadlineError: they did so all the time.
+        """
+        directory = self._directory
+        position = (slot - since) % directory.capacity
         deadline = time.monotonic() + directory.timeout_s
         while True:
             with directory.lock():
-                if not self._live_claims():
-                    yield
-                    return
-            if time.monotonic() > deadline:
-                raise DeadlineError(
-                    f"other processes were writing rows of {directory.path} for "
-                    f"{directory.timeout_s:g} s without a pause; stop them first"
-                )
-            time.sleep(_RETRY_S)
+                passed = max(0, directory.words[Word.CURSOR] - since - position)
+                if passed >= count:
+                    return None
+                reservation = self._try_claim_run(slot + passed, count - passed)
+            if reservation is not None:
+                return reservation
+            self._await_slots(slot, slot + count - 1, deadline)
+
+    def publish_saved(self, reservation: Reservation, version: int, leaf: np.ndarray) -> None:
+        """Make rows visible that are written, with the masses ``leaf``, float64 [count].
+
+        Their version is ``version``, or the next of their slot if that is larger.
+        """
+        directory = self._directory
+        words = directory.words
+        with directory.lock():
+            if not self._still_ours(reservation):
+                return
+            claim = directory.claims[reservation.row]
+            directory.begin()
+            words[Word.NEXT_WRITE_COUNT] = words[Word.WRITE_COUNT]
+            claim[CLAIM_STATE] = CLAIM_PUBLISHING
+            ((start, stop),) = reservation.ranges
+            versions = directory.versions[start:stop]
+            versions[:] = np.maximum(versions + 1, version)
+            directory.tree.set_range(start, stop, leaf)
+            words[Word.LENGTH] += reservation.count
+            claim[CLAIM_COUNT] = 0
+            directory.commit()
+        self._forget(reservation)
 
     def _live_claims(self, ranges: Ranges | None = None) -> list[tuple[int, int]]:
         """``(first ticket, count)`` of the claims that share a slot with ``ranges``, or of all.
@@ -373,6 +428,29 @@ class SharedCursor:
         self._live_claims()  # ends those of dead members
         free = np.flatnonzero(claims[:, CLAIM_COUNT] == 0)
         return int(free[0]) if free.size else None
+
+    def _still_ours(self, reservation: Reservation) -> bool:
+        """Whether the reservation may be published. Called under the lock.
+
+        False if the buffer was emptied since, which ends the reservation.
+
+        Raises:
+            RuntimeError: others took it over although this process lives.
+        """
+        directory = self._directory
+        if not self._owns(reservation):
+            raise RuntimeError(
+                f"the reservation of tickets {reservation.first_ticket} to "
+                f"{reservation.first_ticket + reservation.count - 1} in {directory.path} was "
+                "taken over: this process's locks on the directory were dropped. Does some "
+                "code open and close the file 'lock' in it?"
+            )
+        claim = directory.claims[reservation.row]
+        if claim[CLAIM_STATE] != CLAIM_DISCARDED:
+            return True
+        claim[CLAIM_COUNT] = 0
+        self._forget(reservation)
+        return False
 
     def _owns(self, reservation: Reservation) -> bool:
         count, first, member, _ = self._directory.claims[reservation.row].tolist()

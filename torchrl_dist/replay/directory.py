@@ -32,6 +32,7 @@ import math
 import mmap
 import multiprocessing.util
 import os
+import platform
 import shutil
 import sys
 import threading
@@ -59,13 +60,16 @@ FORMAT = 1
 MAX_MEMBERS = 1024
 MAX_CLAIMS = 1024
 _CONTROL_WORDS = 64
-_BLOCK_BYTES = 4096
 
 # columns of the claim table, int64 [MAX_CLAIMS, 4]
 CLAIM_COUNT, CLAIM_FIRST, CLAIM_MEMBER, CLAIM_STATE = range(4)
 CLAIM_WRITING, CLAIM_PUBLISHING, CLAIM_DISCARDED = 1, 2, 3
 # columns of the member table, int64 [MAX_MEMBERS, 2]
 MEMBER_PID, MEMBER_SERIAL = range(2)
+
+# A reader compares versions before and after its copy. That is sound where loads are not
+# reordered with loads and stores not with stores, as on x86-64; elsewhere it copies under the lock.
+ORDERED_LOADS = platform.machine().lower() in ("x86_64", "amd64")
 
 _NETWORK_FILE_SYSTEMS = frozenset(
     "nfs nfs4 cifs smb3 smbfs lustre gpfs beegfs ceph glusterfs afs 9p ncpfs orangefs".split()
@@ -100,6 +104,8 @@ class Word(enum.IntEnum):
     REPAIRS = 21
     WAITING = 24  # somebody waits for the lock, see ``FairLock``
 
+
+FLOAT_WORDS = frozenset({Word.ALPHA, Word.EPS, Word.MAX_PRIORITY})
 
 _COUNTERS = (
     Word.REREAD_ROWS,
@@ -145,6 +151,14 @@ class RowSpec:
     @property
     def row_bytes(self) -> int:
         return sum(leaf.row_bytes for leaf in self.leaves)
+
+    def as_json(self) -> dict[str, Any]:
+        leaves = [leaf.as_json() for leaf in self.leaves]
+        return {"batch_dims": list(self.batch_dims), "leaves": leaves}
+
+    @classmethod
+    def from_json(cls, entry: dict[str, Any]) -> RowSpec:
+        return cls(tuple(map(LeafSpec.from_json, entry["leaves"])), tuple(entry["batch_dims"]))
 
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -344,13 +358,7 @@ class ReplayDirectory:
                 folder.mkdir(mode=0o700, exist_ok=True)
                 for leaf in spec.leaves:
                     _allocate(folder / leaf.file_name, max(1, self.capacity * leaf.row_bytes))
-                _write_json(
-                    self.path / "rows.json",
-                    {
-                        "batch_dims": list(spec.batch_dims),
-                        "leaves": [leaf.as_json() for leaf in spec.leaves],
-                    },
-                )
+                _write_json(self.path / "rows.json", spec.as_json())
             except OSError as error:
                 shutil.rmtree(folder, ignore_errors=True)
                 wanted = self.capacity * spec.row_bytes / 2**20
@@ -362,11 +370,7 @@ class ReplayDirectory:
             self.words[Word.ROWS_READY] = 1
 
     def _map_rows(self) -> None:
-        entry = json.loads((self.path / "rows.json").read_text())
-        spec = RowSpec(
-            tuple(LeafSpec.from_json(leaf) for leaf in entry["leaves"]),
-            tuple(entry["batch_dims"]),
-        )
+        spec = RowSpec.from_json(json.loads((self.path / "rows.json").read_text()))
         tensors = []
         for leaf in spec.leaves:
             shape = (self.capacity, *leaf.shape)
@@ -710,23 +714,6 @@ def _allocate(path: Path, size: int) -> None:
         raise
     finally:
         os.close(fd)
-
-
-def require_room(folder: Path, sizes: list[int]) -> None:
-    """Make sure that files of these sizes fit, for a library that would map sparse ones.
-
-    Raises:
-        DirectoryError: if the disk is too full.
-    """
-    wanted = sum(-(-size // _BLOCK_BYTES) + 1 for size in sizes) * _BLOCK_BYTES
-    try:
-        _allocate(folder / "room", max(wanted, 1))
-    except OSError as error:
-        raise DirectoryError(
-            f"could not write {wanted / 2**20:.0f} MiB to {folder.parent}: {error}; free "
-            "space there"
-        ) from error
-    (folder / "room").unlink()
 
 
 def _map(path: Path, size: int) -> mmap.mmap:

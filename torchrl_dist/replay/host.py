@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay import rows
@@ -34,6 +34,7 @@ from torchrl_dist.replay.packing import (
     unpack,
 )
 from torchrl_dist.replay.sampler import Drawn, SharedPrioritizedSampler, SharedRandomSampler
+from torchrl_dist.replay.snapshot import Chunk, Head, save_chunk
 from torchrl_dist.replay.storage import SharedMemmapStorage
 
 # Writes whose slots the host remembers per client, for priorities that were sent before the client
@@ -200,6 +201,7 @@ class ReplayHost:
 
     def __init__(self, storage: SharedMemmapStorage) -> None:
         self._storage = storage
+        (self._shard,) = storage.shards()
         self._uniform = SharedRandomSampler()
         self._prioritized: SharedPrioritizedSampler | None = None
         self._clients: dict[str, _Client] = {}
@@ -414,16 +416,38 @@ class ReplayHost:
         """Drop all rows, for everybody."""
         self._storage.empty(reset_write_count=reset_write_count)
 
-    def snapshot(self) -> TensorDict | None:
-        """As ``SharedMemmapStorage.snapshot``; None if nothing was ever written."""
-        return self._storage.snapshot() if self._storage.initialized else None
+    # --- saving; see ``snapshot`` ------------------------------------------------------------
 
-    def restore(self, snapshot: TensorDictBase | None) -> None:
-        """Replace the content by what :meth:`snapshot` gave."""
-        if snapshot is None:
-            self._storage.empty()
-        else:
-            self._storage.restore(snapshot)
+    def head(self) -> Head:
+        """The directory's state but for the rows."""
+        return self._shard.head()
+
+    def save_chunk(
+        self, cursor: int, alpha: float | None, start: int, stop: int
+    ) -> tuple[Chunk, list[torch.Tensor]]:
+        """The rows in a range of slots, copied and packed; see ``snapshot.save_chunk``."""
+        copied: list[np.ndarray] = []
+
+        def copy(arrays: list[np.ndarray]) -> None:
+            copied[:] = [array.copy() for array in arrays]
+
+        directory = self._storage.directory
+        chunk = save_chunk(directory, cursor, alpha, start, stop, copy)
+        return chunk, pack(copied, copy=False)
+
+    def begin_restore(self, head: Head) -> int:
+        """Empty the directory; see ``snapshot.begin_restore``."""
+        return self._shard.begin_restore(head)
+
+    def restore_rows(
+        self, since: int, slot: int, version: int, leaf: np.ndarray, packed: list[torch.Tensor]
+    ) -> None:
+        """Publish saved rows; see ``snapshot.restore_rows``."""
+        spec = self._storage.directory.rows
+        assert spec is not None
+        tensors = unpack(packed, columns_of(spec, leaf.size))
+        arrays = [array_of(tensor) for tensor in tensors]
+        self._shard.restore_rows(since, slot, version, leaf, arrays)
 
     def counters(self) -> dict[str, int]:
         """``directory.counters``."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from torchrl_dist.replay.directory import LeafSpec, RowSpec
+from torchrl_dist.replay.directory import RowSpec
 
 _ALIGNMENT = 16  # of every dtype that torch has
 _LARGEST_PACKED_BYTES = 2**16  # above this a copy costs more than another tensor in the message
@@ -86,13 +86,10 @@ def columns_of(spec: RowSpec, count: int) -> list[Column]:
 @functools.lru_cache(maxsize=64)
 def spec_as_text(spec: RowSpec) -> str:
     """The spec for a message; the other end keeps what it has read once."""
-    leaves = [leaf.as_json() for leaf in spec.leaves]
-    return json.dumps({"leaves": leaves, "batch_dims": list(spec.batch_dims)})
+    return json.dumps(spec.as_json())
 
 
 @functools.lru_cache(maxsize=64)
 def spec_from_text(text: str) -> RowSpec:
     """Inverse of :func:`spec_as_text`."""
-    entry = json.loads(text)
-    leaves = tuple(LeafSpec.from_json(leaf) for leaf in entry["leaves"])
-    return RowSpec(leaves, tuple(entry["batch_dims"]))
+    return RowSpec.from_json(json.loads(text))

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import functools
-import os
 import threading
-from collections.abc import Sequence
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler, RandomSampler
 from torchrl.data.replay_buffers.storages import Storage, TensorStorage
 
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay import _torchrl, rows
 from torchrl_dist.replay.batches import Batch, BatchSource
+from torchrl_dist.replay.client import ReplayClient
+from torchrl_dist.replay.directory import array_of
 from torchrl_dist.replay.owner import ReplayOwner, open_directly
+from torchrl_dist.replay.packing import columns_of, pack, unpack
 from torchrl_dist.replay.priorities import check_priorities
 from torchrl_dist.replay.sampler import (
     SharedPrioritizedSampler,
@@ -27,11 +28,13 @@ from torchrl_dist.replay.sampler import (
     checked_exponents,
     priorities_for,
 )
+from torchrl_dist.replay.saving import SavedStorage, Sink
 from torchrl_dist.replay.shard_law import importance_weights, split_index
+from torchrl_dist.replay.snapshot import Head
 from torchrl_dist.replay.storage import SharedMemmapStorage
 
 
-class RemoteStorage(TensorStorage):
+class RemoteStorage(SavedStorage, TensorStorage):
     """Rows that other processes of the job keep; goes with :class:`RPCPrioritizedSampler` or
     :class:`RPCRandomSampler`, and :class:`SharedCursorWriter`, in any TorchRL buffer.
 
@@ -250,37 +253,16 @@ class RemoteStorage(TensorStorage):
 
     # --- saving ------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"snapshots": self.client.call_all("snapshot")}
+    def shards(self) -> list[RemoteShard | None]:
+        """Of each host that answers, for saving."""
+        self.client.check()
+        return [
+            RemoteShard(self.client, shard) if self.client.answers_now(shard) else None
+            for shard in range(len(self.client.links))
+        ]
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._restore(state_dict["snapshots"])
-
-    def _restore(self, snapshots: Sequence[TensorDictBase | None]) -> None:
-        if len(snapshots) != len(self.client.links):
-            raise ConfigurationError(
-                f"the saved buffer has {len(snapshots)} shards, this one {len(self.client.links)}"
-            )
-        for shard, snapshot in enumerate(snapshots):
-            self.client.call(shard, "restore", snapshot)
-
-    def dumps(self, path: str | os.PathLike[str]) -> None:
-        """Write a snapshot per shard to a folder, as memory-mapped tensors and JSON."""
-        for shard, snapshot in enumerate(self.client.call_all("snapshot")):
-            folder = Path(path, f"shard-{shard}")
-            folder.mkdir(parents=True, exist_ok=True)
-            if snapshot is not None:
-                snapshot.memmap(str(folder), copy_existing=True)
-
-    def loads(self, path: str | os.PathLike[str]) -> None:
-        """Restore what :meth:`dumps` wrote."""
-        folders = sorted(Path(path).glob("shard-*"), key=lambda each: int(each.name[6:]))
-        self._restore(
-            [
-                TensorDict.load_memmap(str(folder)) if (folder / "meta.json").exists() else None
-                for folder in folders
-            ]
-        )
+    def shard_lost(self, number: int, error: Exception) -> None:
+        self.client.note_trouble(number, error)
 
     # --- moving between processes ------------------------------------------------------------
 
@@ -293,6 +275,46 @@ class RemoteStorage(TensorStorage):
     def __repr__(self) -> str:
         names = ", ".join(link.name for link in self.client.links)
         return f"{type(self).__name__}(max_size={self.max_size}, hosts=[{names}])"
+
+
+class RemoteShard:
+    """A host's directory, for saving: chunk by chunk, so that every call is short."""
+
+    def __init__(self, client: ReplayClient, shard: int) -> None:
+        self._client = client
+        self._shard = shard
+
+    def _call(self, method: str, *args: Any) -> Any:
+        return self._client.call(self._shard, method, *args)
+
+    def head(self) -> Head:
+        return self._call("head")
+
+    def save(self, head: Head, sink: Sink) -> None:
+        def ask(chunk: tuple[int, int]) -> Any:
+            return self._call("save_chunk", head.cursor, head.alpha, *chunk)
+
+        if head.spec is None:
+            return
+        # the next chunk is on its way while one is being written
+        with ThreadPoolExecutor(1, "torchrl_dist-checkpoint") as pool:
+            chunks = head.chunks()
+            following = pool.submit(ask, next(chunks))
+            while following is not None:
+                chunk, packed = following.result()
+                upcoming = next(chunks, None)
+                following = None if upcoming is None else pool.submit(ask, upcoming)
+                columns = columns_of(head.spec, chunk.leaf.size)
+                sink.write([array_of(tensor) for tensor in unpack(packed, columns)])
+                sink.append(chunk)
+
+    def begin_restore(self, head: Head) -> int:
+        return self._call("begin_restore", head)
+
+    def restore_rows(
+        self, since: int, slot: int, version: int, leaf: np.ndarray, arrays: list[np.ndarray]
+    ) -> None:
+        self._call("restore_rows", since, slot, version, leaf, pack(arrays, copy=False))
 
 
 class _DirectStorage(SharedMemmapStorage):

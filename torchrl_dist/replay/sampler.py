@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 import threading
@@ -168,11 +169,14 @@ class SharedSampler(Sampler):
     def _empty(self) -> None:
         pass  # the directory is emptied by the writer
 
+    # Priorities are saved with the rows, by the storage. What is left is this process's.
+
     def dumps(self, path: str | Path) -> None:
         Path(path).mkdir(parents=True, exist_ok=True)
+        Path(path, "sampler.json").write_text(json.dumps(self.state_dict()))
 
     def loads(self, path: str | Path) -> None:
-        pass
+        self.load_state_dict(json.loads(Path(path, "sampler.json").read_text()))
 
     def __getstate__(self) -> dict[str, Any]:
         # PrioritizedSampler refuses to be spawned: its trees would be copies, ours are shared

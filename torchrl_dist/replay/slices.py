@@ -15,15 +15,10 @@ from torchrl.data.replay_buffers.samplers import SliceSampler
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.replay.directory import ReplayDirectory, Word
+from torchrl_dist.replay.directory import ORDERED_LOADS, ReplayDirectory, Word
 from torchrl_dist.replay.placement import slot_ranges
 from torchrl_dist.replay.sampler import EMPTY, SharedSampler
-from torchrl_dist.replay.storage import (
-    _ORDERED_LOADS,
-    _REDRAWS,
-    NoRowsError,
-    SharedMemmapStorage,
-)
+from torchrl_dist.replay.storage import _REDRAWS, NoRowsError, SharedMemmapStorage
 
 _USUAL_KEYS = (("collector", "traj_ids"), ("episode",))
 
@@ -246,7 +241,7 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         self, storage: SharedMemmapStorage, batch_size: int
     ) -> tuple[tuple[torch.Tensor, ...], dict[NestedKey, torch.Tensor]]:
         directory = storage.directory
-        if _ORDERED_LOADS:
+        if ORDERED_LOADS:
             for attempt in range(_REDRAWS):
                 try:
                     drawn = self._draw(storage, batch_size, fresh=attempt > 0, locked=False)
@@ -266,8 +261,8 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         assert isinstance(storage, SharedMemmapStorage)
         if not directory.length:
             return False
-        with nullcontext() if _ORDERED_LOADS else directory.lock():
-            runs = self._read_runs(directory, fresh=False, locked=not _ORDERED_LOADS)
+        with nullcontext() if ORDERED_LOADS else directory.lock():
+            runs = self._read_runs(directory, fresh=False, locked=not ORDERED_LOADS)
         view = _View(storage, runs)
         return super().can_sample(view, batch_size)
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import platform
-import shutil
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,28 +23,24 @@ from torchrl_dist.replay.cursor import (
     Reservation,
     SharedCursor,
     empty,
-    empty_locked,
     repair,
 )
 from torchrl_dist.replay.directory import (
+    ORDERED_LOADS,
     ReplayDirectory,
     RowSpec,
     Word,
     close_directory,
     open_directory,
-    require_room,
 )
 from torchrl_dist.replay.placement import split_rows
-from torchrl_dist.replay.priorities import check_priorities, check_rescaling, rescaled
+from torchrl_dist.replay.priorities import check_priorities
+from torchrl_dist.replay.saving import DirectoryShard, SavedStorage
 
 _REDRAWS = 8
 _RETRY_S = 2e-4
 _RUNS_AT_ONCE = 32
 _THREADED_BYTES = 2**20  # below this handing a part to a thread costs more than the copy
-_SNAPSHOT_BYTES = 2**24  # rows copied under one hold of the lock
-# A reader compares versions before and after its copy. That is sound where loads are not
-# reordered with loads and stores not with stores, as on x86-64; elsewhere it copies under the lock.
-_ORDERED_LOADS = platform.machine().lower() in ("x86_64", "amd64")
 
 _T = TypeVar("_T")
 
@@ -60,7 +53,7 @@ class NoRowsError(RuntimeError):
     """No row is published at this moment."""
 
 
-class SharedMemmapStorage(TensorStorage):
+class SharedMemmapStorage(SavedStorage, TensorStorage):
     """Rows shared by every process of one node that names the same directory.
 
     Build it with the same arguments in each process; pickling it carries the coordinates, and the
@@ -428,7 +421,7 @@ class SharedMemmapStorage(TensorStorage):
         self, draw: Draw, count: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
         directory = self._directory
-        if not _ORDERED_LOADS:
+        if not ORDERED_LOADS:
             with directory.lock():
                 slots, versions, extra = draw(count, True)
                 return slots, versions >> 1, extra, self._gather(slots)
@@ -510,7 +503,7 @@ class SharedMemmapStorage(TensorStorage):
         versions = directory.versions[slots]
         leaves = [array.take(slots, 0) for array in directory.arrays]
         ok = (versions & 1 == 0) & (versions > 0) & (directory.versions[slots] == versions)
-        todo = np.flatnonzero(~ok) if _ORDERED_LOADS else np.arange(slots.size)
+        todo = np.flatnonzero(~ok) if ORDERED_LOADS else np.arange(slots.size)
         deadline = time.monotonic() + directory.timeout_s
         while todo.size:
             directory.count(Word.REREAD_ROWS, todo.size)
@@ -579,81 +572,9 @@ class SharedMemmapStorage(TensorStorage):
 
     # --- saving ------------------------------------------------------------------------------
 
-    def snapshot(self) -> TensorDict:
-        """All published rows with their slots, versions and tree values, batch size [rows].
-
-        Other processes may go on meanwhile: each row is whole and goes with its own priority,
-        but there is no instant that all rows share. The lock is held for chunks only.
-        """
-        directory = self._directory
-        spec = self._spec()
-        chunk = max(1, _SNAPSHOT_BYTES // max(1, spec.row_bytes))
-        parts = []
-        for start in range(0, self.max_size, chunk):
-            stop = min(start + chunk, self.max_size)
-            with directory.lock():
-                versions = directory.versions[start:stop]
-                found = start + np.flatnonzero((versions & 1 == 0) & (versions > 0))
-                leaves = [array.take(found, 0) for array in directory.arrays]
-                part = {
-                    "rows": rows.build(rows.tensors(leaves, spec), spec, (found.size,)),
-                    "slot": torch.from_numpy(found),
-                    "version": torch.from_numpy(directory.versions[found]),
-                    "leaf": torch.from_numpy(directory.tree.leaves[found]),
-                }
-            parts.append(TensorDict(part, [found.size]))
-        words = directory.words
-        state = {
-            "capacity": torch.tensor(self.max_size),
-            "cursor": torch.tensor(words[Word.CURSOR]),
-            "high": torch.tensor(directory.high),
-            "write_count": torch.tensor(words[Word.WRITE_COUNT]),
-            "max_priority": torch.tensor(directory.get_float(Word.MAX_PRIORITY)).double(),
-            "alpha": torch.tensor(directory.get_float(Word.ALPHA)).double(),
-        }
-        return TensorDict({"slots": torch.cat(parts), **state}, [])
-
-    def restore(self, state: TensorDictBase) -> None:
-        """Replace the content, for all processes, by a snapshot. Generations do not go back.
-
-        Raises:
-            ConfigurationError: for another capacity or row spec, or priorities that are too large
-                with this directory's alpha; nothing is changed then.
-        """
-        directory = self._directory
-        if int(state["capacity"]) != self.max_size:
-            raise ConfigurationError(
-                f"the snapshot is of a buffer of capacity {int(state['capacity'])}, this one has "
-                f"{self.max_size}"
-            )
-        slots = state["slots"]
-        source = self._checked(slots["rows"])
-        where = slots["slot"].numpy()
-        leaf = slots["leaf"].double().numpy()
-        saved, alpha = float(state["alpha"]), directory.get_float(Word.ALPHA)
-        if saved > 0 and alpha > 0:
-            check_rescaling(leaf, alpha / saved)
-            leaf = rescaled(leaf, alpha / saved)
-        with self._cursor.quiet():
-            directory.begin()
-            empty_locked(directory)
-            for array, value in zip(directory.arrays, source, strict=True):
-                array[where] = value
-            words = directory.words
-            directory.tree.set(where, leaf)
-            directory.versions[where] = np.maximum(
-                directory.versions[where] + 1, slots["version"].numpy()
-            )
-            words[Word.LENGTH] = where.size
-            # tickets do not go back: the first one beyond both that falls on the saved slot
-            cursor = words[Word.CURSOR]
-            cursor += (int(state["cursor"]) - cursor) % self.max_size
-            words[Word.CURSOR] = max(cursor, int(state["cursor"]))
-            words[Word.BASE] = words[Word.CURSOR] - int(state["high"])
-            words[Word.WRITE_COUNT] = int(state["write_count"])
-            directory.set_float(Word.MAX_PRIORITY, float(state["max_priority"]))
-            words[Word.MAX_SLOT] = -1
-            directory.commit()
+    def shards(self) -> list[DirectoryShard]:
+        """The one directory, for saving."""
+        return [DirectoryShard(self._cursor)]
 
     def register_save_hook(self, hook: Any) -> None:
         raise ConfigurationError(
@@ -661,44 +582,6 @@ class SharedMemmapStorage(TensorStorage):
         )
 
     register_load_hook = register_save_hook
-
-    def dumps(self, path: str | os.PathLike[str]) -> None:
-        """Write :meth:`snapshot` to a folder, as memory-mapped tensors and JSON.
-
-        What an earlier call wrote there is replaced once the new files are complete.
-
-        Raises:
-            DirectoryError: if the disk has no room for both; the earlier files stay.
-        """
-        target = Path(os.path.abspath(path))
-        beside = target.with_name(f".{target.name}.new-{os.getpid()}")
-        try:
-            beside.mkdir(parents=True)
-            if self.initialized:
-                snapshot = self.snapshot()
-                require_room(beside, [leaf.nbytes for leaf in snapshot.values(True, True)])
-                snapshot.memmap(os.fspath(beside), copy_existing=True)
-            shutil.rmtree(target, ignore_errors=True)
-            os.replace(beside, target)
-        finally:
-            shutil.rmtree(beside, ignore_errors=True)
-
-    def loads(self, path: str | os.PathLike[str]) -> None:
-        """:meth:`restore` what :meth:`dumps` wrote."""
-        if os.path.exists(os.path.join(path, "meta.json")):
-            self.restore(TensorDict.load_memmap(os.fspath(path)))
-        else:
-            self.empty()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"snapshot": self.snapshot() if self.initialized else None}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        snapshot = state_dict["snapshot"]
-        if snapshot is None:
-            self.empty()
-        else:
-            self.restore(snapshot)
 
     # --- moving between processes ------------------------------------------------------------
 

@@ -1,0 +1,364 @@
+"""A saved buffer on disk, whole at every instant.
+
+::
+
+    checkpoint.json     what it is, and the name of the folder with the rows
+    rows-<unique>/      shard-0/ ...: a file per leaf of a row, priority.bin, runs.bin;
+                        extra/: tensors of the buffer's transforms and random generator
+
+A new checkpoint is written to a folder of its own and synced; then one rename of
+``checkpoint.json`` makes it the valid one, and the earlier folder is removed. Whatever a crash
+leaves beside, the next one removes. Numbers are stored as they lie in memory, little-endian;
+nothing is pickled, reading runs no code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchrl_dist.errors import CheckpointError, ConfigurationError
+from torchrl_dist.replay.directory import LeafSpec, array_of
+from torchrl_dist.replay.snapshot import Chunk, Head, SavedShard
+
+MANIFEST = "checkpoint.json"
+FORMAT = "torchrl_dist.replay"
+FORMAT_VERSION = 1
+_FOLDER = "rows-"
+_TENSOR = "tensor of the extra folder"
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[DumpWriter]:
+    """Write a checkpoint; unless it is committed, what was there stays.
+
+    Args:
+        path: folder of the checkpoint; made if need be. One writer at a time.
+
+    Raises:
+        CheckpointError: another process is writing there, or the files cannot be written, because
+            the disk is full or for another reason. What was written is removed.
+    """
+    path = Path(os.path.abspath(path))
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with _only_writer(path):
+            writer = DumpWriter(path)
+            try:
+                yield writer
+            finally:
+                writer.remove_unless_valid()
+    except (TimeoutError, ConnectionError):
+        raise  # of a shard, not of the disk
+    except OSError as error:
+        raise CheckpointError(
+            f"could not write the checkpoint {path}: {error}; an earlier one there is as it was. "
+            "Free space, or choose another folder"
+        ) from error
+
+
+class DumpWriter:
+    """The files of one checkpoint; made by :func:`writing`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._remove_others(_folder_of(path))
+        self._folder = path / f"{_FOLDER}{uuid.uuid4().hex[:12]}"
+        self._folder.mkdir()
+
+    @contextlib.contextmanager
+    def shard(self, number: int, head: Head) -> Iterator[ShardFiles]:
+        """The files of one shard; synced at the end."""
+        folder = self._folder / f"shard-{number}"
+        folder.mkdir()
+        with contextlib.ExitStack() as steps:
+            files = ShardFiles(folder, head, steps)
+            yield files
+            files.sync()
+
+    def commit(self, shards: Sequence[dict[str, Any] | None], extra: Mapping[str, Any]) -> None:
+        """Make this the checkpoint.
+
+        Args:
+            shards: :meth:`ShardFiles.entry` of each, None for those that are missing.
+            extra: values that JSON can hold, and tensors, nested in dictionaries and lists.
+
+        Raises:
+            ConfigurationError: ``extra`` holds something else.
+        """
+        tensors: list[torch.Tensor] = []
+        manifest = {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "folder": self._folder.name,
+            "unix_time_s": time.time(),
+            "shards": list(shards),
+            "extra": _without_tensors(extra, "extra", tensors),
+            "tensors": self._write_tensors(tensors),
+        }
+        for each in [*self._folder.iterdir(), self._folder]:
+            sync_folder(each)
+        beside = self._path / f"{MANIFEST}.new"
+        with open(beside, "w") as file:
+            json.dump(manifest, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, self._path / MANIFEST)
+        sync_folder(self._path)
+        sync_folder(self._path.parent)
+        self._remove_others(self._folder.name)
+
+    def _write_tensors(self, tensors: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
+        folder = self._folder / "extra"
+        folder.mkdir()
+        entries = []
+        for number, tensor in enumerate(tensors):
+            leaf = LeafSpec((str(number),), tensor.dtype, tuple(tensor.shape))
+            with open(folder / leaf.file_name, "wb") as file:
+                file.write(_bytes_of(np.ascontiguousarray(array_of(tensor))))
+                file.flush()
+                os.fsync(file.fileno())
+            entries.append(leaf.as_json())
+        return entries
+
+    def _remove_others(self, valid: str | None) -> None:
+        """Remove earlier rows, and what killed writers left."""
+        for each in self._path.glob(f"{_FOLDER}*"):
+            if each.name != valid:
+                shutil.rmtree(each)
+
+    def remove_unless_valid(self) -> None:
+        """What was not committed is of no use."""
+        if _folder_of(self._path) != self._folder.name:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            (self._path / f"{MANIFEST}.new").unlink(missing_ok=True)
+
+
+class ShardFiles:
+    """The sink for one shard's rows; made by :meth:`DumpWriter.shard`."""
+
+    def __init__(self, folder: Path, head: Head, steps: contextlib.ExitStack) -> None:
+        self._head = head
+        self._runs: list[np.ndarray] = []
+        self._rows = 0
+        self._folder = folder
+        self._steps = steps
+        leaves = head.spec.leaves if head.spec else ()
+        self._leaves = [(self._open(leaf.file_name), leaf.row_bytes) for leaf in leaves]
+        self._priority = self._open("priority.bin")
+
+    def _open(self, name: str) -> int:
+        fd = os.open(
+            self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600
+        )
+        self._steps.callback(os.close, fd)
+        return fd
+
+    def write(self, arrays: list[np.ndarray]) -> None:
+        for (fd, row_bytes), array in zip(self._leaves, arrays, strict=True):
+            _write_at(fd, self._rows * row_bytes, array)
+
+    def append(self, chunk: Chunk) -> None:
+        _write_at(self._priority, self._rows * 8, chunk.leaf)
+        self._runs.append(chunk.runs)
+        self._rows += chunk.leaf.size
+
+    def sync(self) -> None:
+        """Everything is on the disk afterwards."""
+        runs = self._open("runs.bin")
+        _write_at(runs, 0, self._all_runs())
+        for fd, row_bytes in self._leaves:
+            os.ftruncate(fd, self._rows * row_bytes)  # rows that changed were written once more
+        for fd in [runs, self._priority, *(fd for fd, _ in self._leaves)]:
+            os.fsync(fd)
+
+    def _all_runs(self) -> np.ndarray:
+        return np.concatenate([np.empty((0, 3), np.int64), *self._runs])
+
+    def entry(self) -> dict[str, Any]:
+        """What the manifest says about the shard."""
+        return {
+            "rows": self._rows,
+            "runs": len(self._all_runs()),
+            "overwritten": max(0, self._head.length - self._rows),
+            "head": self._head.as_json(),
+        }
+
+
+def read_dump(path: Path) -> tuple[list[SavedShard | None], dict[str, Any]]:
+    """The checkpoint in a folder, ``(shards, extra)``; its rows are mapped, not read.
+
+    It stays usable while a new checkpoint takes its place.
+
+    Raises:
+        CheckpointError: there is none, of a newer format, or damaged.
+    """
+    for _ in range(10):
+        manifest = read_manifest(path)
+        folder = Path(path, manifest["folder"])
+        try:
+            shards = [
+                None if entry is None else _read_shard(folder / f"shard-{number}", entry)
+                for number, entry in enumerate(manifest["shards"])
+            ]
+            tensors = _read_tensors(folder / "extra", manifest["tensors"])
+            return shards, _with_tensors(manifest["extra"], tensors)
+        except FileNotFoundError as error:
+            missing = error
+        if _folder_of(path) == folder.name:  # else a new one has replaced it meanwhile
+            break
+    raise CheckpointError(f"checkpoint {path} is damaged: {missing}; use another one")
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """What :data:`MANIFEST` in the folder says.
+
+    Raises:
+        CheckpointError: there is none, of a newer format, or damaged.
+    """
+    file = Path(path, MANIFEST)
+    try:
+        manifest = json.loads(file.read_text())
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError(
+            f"{path} holds no checkpoint of a replay buffer: there is no {MANIFEST}"
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(f"{file} is damaged: {error}") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{file} was not written by a replay buffer of torchrl_dist")
+    if manifest["format_version"] > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format version {manifest['format_version']}, this torchrl_dist reads up "
+            f"to {FORMAT_VERSION}; update torchrl_dist"
+        )
+    return manifest
+
+
+def _read_shard(folder: Path, entry: dict[str, Any]) -> SavedShard:
+    head, count = Head.from_json(entry["head"]), entry["rows"]
+    runs = _read(folder / "runs.bin", (entry["runs"], 3), np.dtype(np.int64))
+    if int(runs[:, 2].sum()) != count:
+        raise CheckpointError(f"checkpoint {folder} is damaged: runs.bin is not of {count} rows")
+    leaf = _read(folder / "priority.bin", (count,), np.dtype(np.float64))
+    leaves = head.spec.leaves if head.spec else ()
+    arrays = [
+        _read(folder / each.file_name, (count, *each.shape), _seen_as(each.dtype))
+        for each in leaves
+    ]
+    return SavedShard(head, runs, leaf, arrays)
+
+
+def _read_tensors(folder: Path, entries: list[dict[str, Any]]) -> list[torch.Tensor]:
+    found = []
+    for leaf in map(LeafSpec.from_json, entries):
+        array = _read(folder / leaf.file_name, leaf.shape, _seen_as(leaf.dtype))
+        tensor = torch.from_numpy(array.copy())
+        found.append(tensor if tensor.dtype == leaf.dtype else tensor.view(leaf.dtype))
+    return found
+
+
+def _without_tensors(value: Any, where: str, tensors: list[torch.Tensor]) -> Any:
+    """``value`` as JSON can hold it; ``{_TENSOR: i}`` stands for ``tensors[i]``."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return {_TENSOR: len(tensors) - 1}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {
+            key: _without_tensors(item, f"{where}.{key}", tensors) for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_without_tensors(item, f"{where}[{i}]", tensors) for i, item in enumerate(value)]
+    raise ConfigurationError(
+        f"{where} is a {type(value).__name__}; a checkpoint holds tensors, numbers, strings, "
+        "lists, and dictionaries with names"
+    )
+
+
+def _with_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Inverse of :func:`_without_tensors`."""
+    if isinstance(value, dict):
+        if value.keys() == {_TENSOR}:
+            return tensors[value[_TENSOR]]
+        return {key: _with_tensors(item, tensors) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_tensors(item, tensors) for item in value]
+    return value
+
+
+def _seen_as(dtype: torch.dtype) -> np.dtype:
+    return array_of(torch.empty(0, dtype=dtype, device="cpu")).dtype
+
+
+def _read(file: Path, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    wanted, size = int(np.prod(shape)) * dtype.itemsize, file.stat().st_size
+    if size != wanted:
+        raise CheckpointError(
+            f"checkpoint {file} is damaged: it has {size} bytes, expected {wanted}; use another one"
+        )
+    if not size:
+        return np.empty(shape, dtype)
+    # copy on write: torch wants arrays that could be written
+    return np.asarray(np.memmap(file, dtype, "c", shape=shape))
+
+
+def _folder_of(path: Path) -> str | None:
+    """The folder that the manifest names, None if there is no manifest."""
+    return read_manifest(path)["folder"] if (path / MANIFEST).exists() else None
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    return memoryview(array.reshape(-1).view(np.uint8))
+
+
+def _write_at(fd: int, offset: int, array: np.ndarray) -> None:
+    if not array.nbytes:
+        return
+    left = _bytes_of(array)
+    while left:
+        done = os.pwrite(fd, left, offset)
+        left, offset = left[done:], offset + done
+
+
+@contextlib.contextmanager
+def _only_writer(path: Path) -> Iterator[None]:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"another process or thread is writing a checkpoint to {path}: write to another "
+                "folder, or one after the other"
+            ) from error
+        except OSError:
+            pass  # some network file systems lock no folders
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # a child forked meanwhile has the descriptor, too
+                fcntl.flock(fd, fcntl.LOCK_UN)
+    finally:
+        os.close(fd)
+
+
+def sync_folder(path: Path) -> None:
+    """Have the names in the folder on the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
