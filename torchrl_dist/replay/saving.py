@@ -176,6 +176,7 @@ def restore(shards: Sequence[Shard], capacity: int, saved: Sequence[SavedShard |
         DeadlineError, PeerLostError: a shard did not answer, or others kept writing some slots: it
             is restored in part.
     """
+    saved = snapshot.with_one_alpha(saved)
     targets, left_out = snapshot.deal(saved, len(shards), capacity)
     specs = [head.spec for each in saved if each is not None and (head := each.head).spec]
     if any(spec != specs[0] for spec in specs):
@@ -205,9 +206,9 @@ def _restore_shard(
     for piece in snapshot.pieces_in_chunks(target):
         source = saved[piece.shard]
         assert source is not None
-        leaf = snapshot.masses_for(source, piece, target.head.alpha)
-        part = [array[piece.row : piece.row + piece.count] for array in source.arrays]
-        shard.restore_rows(since, piece.slot, piece.version, leaf, part)
+        part = slice(piece.row, piece.row + piece.count)
+        arrays = [array[part] for array in source.arrays]
+        shard.restore_rows(since, piece.slot, piece.version, source.leaf[part], arrays)
 
 
 class SavedStorage:

@@ -237,11 +237,11 @@ class Target(NamedTuple):
 
 def deal(
     shards: Sequence[SavedShard | None], count: int, capacity: int
-) -> tuple[list[Target | None], int]:
+) -> tuple[list[Target], int]:
     """Which rows go where, when ``shards`` are given to ``count`` directories of ``capacity``.
 
     Into as many shards of the same capacity every row gets back to its slot, with its generation;
-    a shard that was not saved (None) stays empty, and its target is None. Otherwise rows are dealt
+    a shard that was not saved (None) is empty. Otherwise rows are dealt
     in blocks of neighbours, evenly and the oldest first, so that trajectories stay together but for
     the edges of blocks; slots are new then, and generations larger than all saved ones, so that no
     handle from before names another row. Of more rows than there is room for the newest are taken,
@@ -255,7 +255,9 @@ def deal(
         raise CheckpointError("none of the saved shards holds anything")
     if len(shards) == count and all(shard.head.capacity == capacity for shard in known):
         return [
-            None if shard is None else Target(shard.head, _pieces_as_saved(number, shard))
+            Target(_without_rows(known[0].head), [])
+            if shard is None
+            else Target(shard.head, _pieces_as_saved(number, shard))
             for number, shard in enumerate(shards)
         ], 0
     rows = sum(shard.leaf.size for shard in known)
@@ -278,6 +280,12 @@ def deal(
             row, length = row + taken, length - taken
     heads = _dealt_heads([shard.head for shard in known], count, capacity, quotas)
     return [Target(*pair) for pair in zip(heads, pieces, strict=True)], rows - kept
+
+
+def _without_rows(head: Head) -> Head:
+    """Of a shard of the same buffer that was lost."""
+    counters = dict.fromkeys(head.counters, 0)
+    return replace(head, cursor=0, high=0, length=0, write_count=0, counters=counters)
 
 
 def _pieces_as_saved(number: int, shard: SavedShard) -> list[Piece]:
@@ -351,14 +359,24 @@ def _leaf_text(leaf: Any) -> str:
     return "missing" if leaf is None else f"{str(leaf.dtype)[6:]} {list(leaf.shape)}"
 
 
-def masses_for(shard: SavedShard, piece: Piece, alpha: float | None) -> np.ndarray:
-    """float64 [count]: those that the rows of the piece have under ``alpha``."""
-    leaf = shard.leaf[piece.row : piece.row + piece.count]
+def with_one_alpha(shards: Sequence[SavedShard | None]) -> list[SavedShard | None]:
+    """The same rows, with masses for the alpha of the first shard that has one: a change of alpha
+    that was under way had not reached all.
+
+    Raises:
+        ConfigurationError: that makes masses too large.
+    """
+    known = [each.head.alpha for each in shards if each is not None and each.head.alpha]
+    return [_under(each, known[0]) if each is not None and known else each for each in shards]
+
+
+def _under(shard: SavedShard, alpha: float) -> SavedShard:
     own = shard.head.alpha
-    if not alpha or not own or own == alpha:
-        return leaf
-    check_rescaling(leaf, alpha / own)
-    return rescaled(leaf, alpha / own)
+    if not own or own == alpha:
+        return shard
+    check_rescaling(shard.leaf, alpha / own)
+    leaf = rescaled(shard.leaf, alpha / own)
+    return replace(shard, head=replace(shard.head, alpha=alpha), leaf=leaf)
 
 
 def begin_restore(cursor: SharedCursor, head: Head) -> int:
