@@ -11,15 +11,21 @@ notice that a backward pass reached them, and its end averages what it reached, 
 from __future__ import annotations
 
 import contextlib
+import functools
+import weakref
 from collections.abc import Iterator, Mapping
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import ConfigurationError
 from .ranks import Ranks
+
+# Which parameter is averaged by whom: two averages of one parameter would each use the weights of
+# their own loss's calls, whichever of the losses went backward.
+_owners = WeakTensorKeyDictionary()
 
 
 class GradientAverage:
@@ -39,9 +45,11 @@ class GradientAverage:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._parameters: dict[str, nn.Parameter] = {}
+        self._hooks: dict[str, torch.utils.hooks.RemovableHandle] = {}
         self._frozen: list[nn.Parameter] = []
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._reached: set[int] = set()
+        self._dtypes: list[torch.dtype] = []
+        self._is_compared = False
+        self._reached: set[str] = set()
         self._local = False
         self._weight: float | Tensor = 1.0
         self._weight_is_old = True
@@ -49,25 +57,55 @@ class GradientAverage:
         self._views: list[Tensor] = []
 
     def attach(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """From now on average these and no others; parameters that need no gradient are left out.
+        """From now on average these and no others. Those that need no gradient are left out, until
+        they do and this is called again.
 
         Raises:
-            ConfigurationError: they lie on several devices.
+            ConfigurationError: they lie on several devices, or another average has one of them.
         """
-        for hook in self._hooks:
-            hook.remove()
-        self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
-        self._frozen = [p for p in parameters.values() if not p.requires_grad]
-        self._reached.clear()
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._note, index))
-            for index, parameter in enumerate(self._parameters.values())
-        ]
-        self._make_buffer()
+        for name, parameter in parameters.items():
+            owner = _owners[parameter]() if parameter in _owners else None
+            if owner not in (None, self):
+                raise ConfigurationError(
+                    f"{name} belongs to another distributed loss: close() that one first, or, to "
+                    "train it with both, distribute one LossModule that calls both losses"
+                )
+        before = [(name, id(parameter)) for name, parameter in self._parameters.items()]
+        for name, identity in before:
+            if id(parameters.get(name)) != identity:
+                self._release(name)
+        for name, parameter in parameters.items():
+            if parameter.requires_grad and name not in self._hooks:
+                hook = parameter.register_post_accumulate_grad_hook(
+                    functools.partial(self._note, name)
+                )
+                self._hooks[name] = hook
+                _owners[parameter] = weakref.ref(self)
+        self._parameters = {n: p for n, p in parameters.items() if n in self._hooks}
+        self._frozen = [p for n, p in parameters.items() if n not in self._hooks]
+        if self.is_outdated() or before != [(n, id(p)) for n, p in self._parameters.items()]:
+            self._make_buffer()
+            self._is_compared = False
 
-    def misses_parameters(self) -> bool:
-        """Whether a parameter that needed no gradient when it was attached needs one now."""
-        return any(parameter.requires_grad for parameter in self._frozen)
+    def detach(self) -> None:
+        """Average nothing from now on."""
+        for name in list(self._hooks):
+            self._release(name)
+        self._frozen, self._dtypes = [], []
+
+    def is_outdated(self) -> bool:
+        """Whether a parameter needs a gradient first now, or was moved or converted."""
+        here = self._buffer.device
+        return (
+            any(parameter.requires_grad for parameter in self._frozen)
+            or [parameter.dtype for parameter in self._parameters.values()] != self._dtypes
+            or any(parameter.device != here for parameter in self._parameters.values())
+        )
+
+    def _release(self, name: str) -> None:
+        self._hooks.pop(name).remove()
+        _owners.pop(self._parameters.pop(name), None)
+        self._reached.discard(name)
 
     def weigh(self, rows: float | Tensor) -> None:
         """Count ``rows`` for this rank's weight; counts add up until gradients are averaged."""
@@ -90,8 +128,8 @@ class GradientAverage:
 
     # ---- the end of a backward pass
 
-    def _note(self, index: int, _: Tensor) -> None:
-        self._reached.add(index)
+    def _note(self, name: str, _: Tensor) -> None:
+        self._reached.add(name)
         # For each parameter, since nothing tells the first one of a pass from a later one (the
         # pass before may have raised half-way); only the first callback finds something to do.
         Variable._execution_engine.queue_callback(self._average)
@@ -100,9 +138,12 @@ class GradientAverage:
     def _average(self) -> None:
         if self._local or not self._reached:
             return
+        if not self._is_compared:
+            # With buffers of different sizes, gloo aborts the process.
+            self._compare()
         parameters = list(self._parameters.values())
         # Reached earlier, by a pass that raised, and set to None since: not reached.
-        reached = [i in self._reached and p.grad is not None for i, p in enumerate(parameters)]
+        reached = [n in self._reached and p.grad is not None for n, p in self._parameters.items()]
         self._reached.clear()
         buffer, count = self._buffer, len(parameters)
         header = torch.tensor([1.0, *map(float, reached)], dtype=buffer.dtype, device="cpu")
@@ -143,6 +184,18 @@ class GradientAverage:
             weight = weight.to(buffer)
             gradients.copy_(torch.where(weight > 0, gradients * weight, torch.zeros_like(weight)))
 
+    def _compare(self) -> None:
+        """Raise unless all ranks train the same parameters; once after each change of them."""
+        mine = {n: f"{p.dtype} {list(p.shape)}" for n, p in self._parameters.items()}
+        for index, theirs in enumerate(self._ranks.exchange(mine, "the first averaging")):
+            differing = sorted(n for n in {*mine, *theirs} if mine.get(n) != theirs.get(n))
+            if differing:
+                raise ConfigurationError(
+                    f"this rank and rank {index} train different parameters, such as "
+                    f"{differing[0]}: freeze, unfreeze and convert on all ranks alike"
+                )
+        self._is_compared = True
+
     def _make_buffer(self) -> None:
         devices = {parameter.device for parameter in self._parameters.values()}
         if len(devices) > 1:
@@ -151,9 +204,9 @@ class GradientAverage:
                 "rank"
             )
         sizes = [parameter.numel() for parameter in self._parameters.values()]
+        self._dtypes = [parameter.dtype for parameter in self._parameters.values()]
         dtype = torch.float32  # at least: counts of rows do not fit into 16 bits
-        for parameter in self._parameters.values():
-            dtype = torch.promote_types(dtype, parameter.dtype)
+        dtype = functools.reduce(torch.promote_types, self._dtypes, dtype)
         device = devices.pop() if devices else torch.device("cpu")
         self._buffer = torch.zeros(1 + len(sizes) + sum(sizes), dtype=dtype, device=device)
         pieces = self._buffer[1 + len(sizes) :].split(sizes) if sizes else []

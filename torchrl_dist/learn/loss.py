@@ -6,7 +6,7 @@ import contextlib
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDictBase
 from torch import Tensor, nn
+from torchrl.modules import ValueNorm
+from torchrl.objectives import KLPENPPOLoss
 from torchrl.objectives.common import AUTO_LOSS_MASK_KEYS, LossModule
 
 from ..errors import ConfigurationError, DriftError
@@ -45,10 +47,11 @@ class DistributedLoss:
       Calls count whether or not they go backward: use ``torch.no_grad()`` for those that do not.
     - ``loss.ranks`` answers what ranks must agree on, and does what only one of them should.
     - ``with DistributedLoss(...) as loss:`` tells the waiting ranks the exception that leaves the
-      block, with its traceback.
+      block, with its traceback, and closes the loss.
 
-    Every rank must run the same number of backward passes. Each one blocks until all ranks have
-    come, on the CPU for at most ``timeout_s``, and raises as :class:`Ranks` says.
+    Every rank must run the same number of backward passes, between the same calls of ``ranks``.
+    Each one blocks until all ranks have come, on the CPU for at most ``timeout_s``, and raises as
+    :class:`Ranks` says. A state is loaded on every rank, or before this call.
 
     Args:
         loss_module: built alike on every rank, on the device where it will stay.
@@ -57,14 +60,17 @@ class DistributedLoss:
         timeout_s: longest wait for other ranks.
 
     Raises:
-        ConfigurationError: the ranks' losses differ, a layer has no shape yet, running statistics
-            of a batch norm would differ between ranks, two ranks use one GPU with NCCL, or there
-            are several processes without a torch.distributed group.
+        ConfigurationError: the ranks' losses differ, a layer has no shape yet, the loss keeps
+            statistics of a rank's own rows (a batch norm, a ValueNorm, KLPENPPOLoss's adaptive
+            ``beta``), a parameter belongs to another distributed loss, the group has no backend for
+            the loss's device, two ranks use one GPU with NCCL, or there are several processes
+            without a torch.distributed group.
     """
 
     ranks: Ranks
     _gradients: GradientAverage
     _inside: bool
+    _is_closed: bool
 
     def __new__(
         cls,
@@ -79,7 +85,7 @@ class DistributedLoss:
             )
         if isinstance(loss_module, DistributedLoss):
             raise ConfigurationError(f"this {type(loss_module).__name__} is distributed already")
-        _refuse_batch_norm(loss_module)
+        _refuse_statistics(loss_module)
         ranks = Ranks(group, timeout_s=timeout_s)
         gradients = GradientAverage(ranks)
         if ranks.size > 1:
@@ -89,7 +95,7 @@ class DistributedLoss:
         loss_module.__class__ = _subclass(type(loss_module))
         loss_module.ranks = ranks
         loss_module._gradients = gradients
-        loss_module._inside = False
+        loss_module._inside = loss_module._is_closed = False
         return loss_module
 
     def __init__(self, loss_module: LossModule, **_: Any) -> None:
@@ -132,6 +138,12 @@ class DistributedLoss:
             )
         return hashlib.blake2b("".join(digests.values()).encode(), digest_size=8).hexdigest()
 
+    def close(self) -> None:
+        """Average nothing any more: its networks may be given to another loss. May be called
+        again. From now on it is called under ``torch.no_grad()`` only."""
+        self._is_closed = True
+        self._gradients.detach()
+
     def __enter__(self) -> Any:
         return self
 
@@ -143,6 +155,7 @@ class DistributedLoss:
     ) -> None:
         if error is not None:
             self.ranks.report(error)
+        self.close()
 
     # ---- what else changes parameters
 
@@ -157,7 +170,7 @@ class DistributedLoss:
         return result
 
     def _attach_again(self) -> None:
-        if self.ranks.size > 1:
+        if self.ranks.size > 1 and not self._is_closed:
             self._gradients.attach(dict(self.named_parameters()))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -190,7 +203,12 @@ def _counting(method: Callable[..., Any]) -> Callable[..., Any]:
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self._inside or self.ranks.size == 1:  # forward calls the others
             return method(self, *args, **kwargs)
-        if self._gradients.misses_parameters():
+        if self._is_closed and torch.is_grad_enabled():
+            raise ConfigurationError(
+                "this distributed loss was closed, so that its ranks would train apart: use "
+                "torch.no_grad(), or distribute a new loss"
+            )
+        if self._gradients.is_outdated():
             self._attach_again()
         self.__dict__["_inside"] = True
         try:
@@ -238,24 +256,39 @@ def _aligned(factors: list[Tensor], batch_dims: int) -> list[Tensor]:
     ]
 
 
-def _refuse_batch_norm(loss: LossModule) -> None:
+def _refuse_statistics(loss: LossModule) -> None:
+    """Raise if its calls would change tensors as this rank's rows have it."""
     # TorchRL keeps the networks out of the loss's modules, because it calls them with parameters
     # of its own.
     networks = {k: v for k, v in loss.__dict__.items() if isinstance(v, nn.Module)}
     for name, network in {"": loss, **networks}.items():
         for path, module in network.named_modules(prefix=name):
-            has_statistics = getattr(module, "running_mean", None) is not None
-            if (
-                (has_statistics or isinstance(module, _BATCH_NORMS))
-                and module.training
-                and not isinstance(module, nn.SyncBatchNorm)
-            ):
-                raise ConfigurationError(
-                    f"{path} is a {type(module).__name__}, which would normalize each rank's rows "
-                    "by themselves and keep statistics of its own. Convert the network with "
-                    "torch.nn.SyncBatchNorm.convert_sync_batchnorm() before the loss is built "
-                    "(GPUs only), freeze it with eval(), or use LayerNorm."
-                )
+            if module.training and (what := _statistics_in(module)):
+                where = f"{path} ({type(module).__name__})" if path else type(module).__name__
+                raise ConfigurationError(f"{where} {what}")
+
+
+def _statistics_in(module: nn.Module) -> str | None:
+    """What is wrong with it, and what to do."""
+    if isinstance(module, nn.SyncBatchNorm):
+        return None
+    if getattr(module, "running_mean", None) is not None or isinstance(module, _BATCH_NORMS):
+        return (
+            "would normalize each rank's rows by themselves and keep statistics of its own. "
+            "Convert the network with torch.nn.SyncBatchNorm.convert_sync_batchnorm() before the "
+            "loss is built (GPUs only), freeze it with eval(), or use LayerNorm."
+        )
+    if isinstance(module, ValueNorm):
+        return (
+            "would scale by what this rank has seen. Scale rewards or advantages before the loss, "
+            "by statistics of all ranks (ranks.means)."
+        )
+    if isinstance(module, KLPENPPOLoss) and not module.increment == module.decrement == 1:
+        return (
+            "adapts beta to the divergence of this rank's rows. Build it with increment=1 and "
+            "decrement=1, and set loss.beta yourself by ranks.means({'kl': ...})."
+        )
+    return None
 
 
 def _compare(loss: LossModule, ranks: Ranks) -> None:
@@ -264,13 +297,27 @@ def _compare(loss: LossModule, ranks: Ranks) -> None:
     tensors = named_tensors(loss)
     mine = {name: _card(tensor) for name, tensor in tensors.items()}
     devices = sorted({str(t.device) for t in tensors.values()})
-    nccl = ranks.group is not None and "nccl" in str(dist.get_backend_config(ranks.group))
+    # Such as "cpu:gloo,cuda:nccl".
+    config = str(dist.get_backend_config(ranks.group))
+    backends = dict(entry.split(":") for entry in config.split(","))
+    _refuse_devices(devices, backends)
+    nccl = "nccl" in backends.values()
     cards = ranks.exchange([mine, devices, nccl], "the comparison of the ranks' losses")
     _compare_tensors([card[0] for card in cards])
     if nccl:
         _compare_devices(
             [(who.host, card[1]) for who, card in zip(ranks.members, cards, strict=True)]
         )
+
+
+def _refuse_devices(devices: Iterable[str], backends: Mapping[str, str]) -> None:
+    for device in devices:
+        if device.partition(":")[0] not in backends:
+            raise ConfigurationError(
+                f"the loss has tensors on {device}, and the torch.distributed group works on "
+                f"{sorted(backends)} only ({dict(backends)}). Move the loss first, or start the "
+                "group with 'cpu:gloo,cuda:nccl'."
+            )
 
 
 def _card(tensor: Tensor) -> str:

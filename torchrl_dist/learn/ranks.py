@@ -9,7 +9,7 @@ import random
 import socket
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -65,9 +65,10 @@ class Ranks:
 
     Every rank builds it and calls its methods in the same order. All methods but ``own`` and
     ``seed`` block until every rank has come, for at most ``timeout_s``; then they raise
-    DeadlineError with the names of those who did not, PeerLostError if a process died, and
-    RemoteError if a rank :meth:`report`-ed an exception. On a GPU the averaging of gradients
-    does not block: there torch's watchdog keeps the group's own deadline, and names nobody.
+    DeadlineError with the names of those who did not and where they wait instead, PeerLostError if
+    a process died, RemoteError if a rank :meth:`report`-ed an exception, and ConfigurationError if
+    the ranks called different methods. On a GPU the averaging of gradients does not block: there
+    torch's watchdog keeps the group's own deadline, and names nobody.
 
     Attributes:
         index: this process's rank in the group.
@@ -121,18 +122,26 @@ class Ranks:
         keys = [f"exchange/{number}/{index}" for index in range(self.size)]
         start = time.monotonic()
         try:
-            self._store.set(keys[self.index], json.dumps(value))
-            while not self._arrived(keys, _SLICE_S):
-                self._raise_reported()
-                if time.monotonic() - start > self.timeout_s:
-                    raise self._missing_error(self._absent(keys), what, late=True)
-            values = [json.loads(text) for text in self._store.multi_get(keys)]
+            self._store.set(keys[self.index], json.dumps([what, value]))
+            with self._waiting(what) as say_so:
+                while not self._arrived(keys, _SLICE_S):
+                    say_so()
+                    self._raise_reported()
+                    if time.monotonic() - start > self.timeout_s:
+                        raise self._missing_error(self._absent(keys), what, late=True)
+            told = [json.loads(text) for text in self._store.multi_get(keys)]
             # Who has come here has read the exchange before the last one, and so has everybody.
             if number > 2:
                 self._store.delete_key(f"exchange/{number - 2}/{self.index}")
         except dist.DistError as error:
             raise PeerLostError(f"{what}: the store of the ranks is lost ({error})") from error
-        return values
+        for index, (place, _) in enumerate(told):
+            if place != told[0][0]:
+                raise ConfigurationError(
+                    f"rank 0 is at {told[0][0]} while rank {index} is at {place}: all ranks must "
+                    "make the same calls in the same order."
+                )
+        return [value for _, value in told]
 
     def any(self, flag: bool) -> bool:
         """Whether ``flag`` is true on some rank; the same answer on all.
@@ -140,11 +149,8 @@ class Ranks:
         Ask it before every update: a rank that leaves its loop alone, after a signal, say, leaves
         the others waiting for its gradients.
         """
-        if self.size == 1:
-            return bool(flag)
-        told = torch.full((1,), float(flag), device=self._device())
-        self.all_reduce(told, "the question whether to stop")
-        return bool(told.item())
+        # Not a collective: gloo aborts a process whose peer is at another one, of another size.
+        return any(self.exchange(bool(flag), "the question whether to stop"))
 
     def on_first(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``function(*args, **kwargs)`` on rank 0, such as one that writes a checkpoint.
@@ -155,17 +161,18 @@ class Ranks:
         Raises:
             RemoteError: on the other ranks, if it raised on rank 0, where the exception itself is.
         """
+        what = "what rank 0 does"
         if not self.is_first:
-            failure = self.exchange(None, "what rank 0 does")[0]
+            failure = self.exchange(None, what)[0]
             if failure is not None:
                 raise self._remote_error(failure)
             return None
         try:
             result = function(*args, **kwargs)
         except Exception as error:
-            self.exchange(self._description(error))
+            self.exchange(self._description(error), what)
             raise
-        self.exchange(None, "what rank 0 does")
+        self.exchange(None, what)
         return result
 
     # ---- metrics that say what they count
@@ -249,36 +256,43 @@ class Ranks:
         options = dist.AllreduceOptions()
         options.timeout = timedelta(seconds=self.timeout_s)
         start = time.monotonic()
-        waiting = False
         try:
             work = self.group.allreduce([tensor], options)
-            while not _done(work):
-                waiting = True
-                self._say_waiting()
-            work.wait()
+            with self._waiting(what, self._waiting_key(self.index)) as say_so:
+                while not _done(work):
+                    say_so()
+                    with contextlib.suppress(dist.DistError):
+                        self._raise_reported()
+                work.wait()
         except TorchRLDistError:  # reported by another rank
             raise
         except RuntimeError as error:
             late = time.monotonic() - start >= self.timeout_s
             raise self._explanation(what, error, late=late) from error
-        if waiting:
-            with contextlib.suppress(dist.DistError):
-                self._store.delete_key(self._waiting_key(self.index))
-
-    def _device(self) -> torch.device:
-        """Where a small tensor must lie to be reduced."""
-        if "cpu:" in str(dist.get_backend_config(self.group)):
-            return torch.device("cpu")
-        return torch.device(torch.accelerator.current_accelerator())
 
     def _waiting_key(self, index: int) -> str:
         return f"waiting/{self._collectives}/{index}"
 
-    def _say_waiting(self) -> None:
-        """So that whoever gives up first can tell those who wait from those who are missing."""
-        with contextlib.suppress(dist.DistError):
-            self._store.set(self._waiting_key(self.index), "")
-            self._raise_reported()
+    @contextlib.contextmanager
+    def _waiting(self, what: str, *keys: str) -> Iterator[Callable[[], None]]:
+        """Gives a function that tells the others, until the block is left without an error, that
+        this rank waits for ``what``: so that whoever gives up first can tell those who wait from
+        those who are missing."""
+        keys = (f"place/{self.index}", *keys)
+        said = False
+
+        def say_so() -> None:
+            nonlocal said
+            said = True
+            with contextlib.suppress(dist.DistError):
+                for key in keys:
+                    self._store.set(key, what)
+
+        yield say_so
+        if said:
+            with contextlib.suppress(dist.DistError):
+                for key in keys:
+                    self._store.delete_key(key)
 
     def _explanation(self, what: str, error: Exception, *, late: bool) -> Exception:
         keys = [self._waiting_key(index) for index in range(self.size)]
@@ -312,11 +326,18 @@ class Ranks:
         if gone or not late:
             names = ", ".join(map(str, gone or absent))
             return PeerLostError(f"{names} died or left before {what}")
-        names = ", ".join(f"{who}, {state}" if state == "stopped" else str(who)
-                          for who, state in states)  # fmt: skip
+        names = ", ".join(f"{who}{self._place(who, state)}" for who, state in states)
         return DeadlineError(
             f"{names} did not come to {what} within {self.timeout_s:g} s; the others wait there"
         )
+
+    def _place(self, who: Rank, state: str) -> str:
+        if state == "stopped":
+            return ", stopped"
+        key = f"place/{who.index}"
+        if not self._store.check([key]):
+            return ""
+        return f", which waits at {self._store.get(key).decode()},"
 
 
 def _done(work: dist.Work) -> bool:
