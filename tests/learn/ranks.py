@@ -21,14 +21,13 @@ class LearningRanks:
 
     @classmethod
     @contextlib.contextmanager
-    def start(cls, count: int, fork_server: Any) -> Iterator[LearningRanks]:
-        roles = {"learner": count}
+    def start(cls, count: int, fork_server: Any, **options: Any) -> Iterator[LearningRanks]:
+        """``options`` are those of ``local_cluster``."""
+        options = {"timeout_s": 30, "process_group": "gloo", "fork_server": fork_server, **options}
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # as in the children, for which more would leave no core
         try:
-            with local_cluster(
-                roles, timeout_s=30, process_group="gloo", fork_server=fork_server
-            ) as session:
+            with local_cluster({"learner": count}, **options) as session:
                 yield cls(session)
         finally:
             torch.set_num_threads(threads)

@@ -145,6 +145,58 @@ def test_a_checkpoint_that_cannot_be_written_is_everybodys_error(two_ranks: Lear
     assert second[0] == "RemoteError" and "disk full" in second[1] and "rank 0" in second[1]
 
 
+def at_different_calls(case: str) -> tuple[str, str, float]:
+    def go_apart() -> None:
+        loss = make_loss("ppo")
+        loss.actor_network_params.requires_grad_(False)
+        with DistributedLoss(loss, timeout_s=2.5):
+            if loss.ranks.is_first and case == "a question":
+                loss.ranks.any(False)
+            elif loss.ranks.is_first and case == "metrics":
+                loss.ranks.means({})
+            elif case == "metrics":
+                loss.ranks.on_first(print)
+            else:
+                loss.actor_network_params.requires_grad_(loss.ranks.is_first)
+                loss(make_batch("ppo", 4))["loss_critic"].backward()
+
+    return told(go_apart)
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "message"),
+    [
+        ("metrics", "ConfigurationError", "rank 0 is at the metrics while rank 1 is at what rank"),
+        ("a question", "ConfigurationError", "rank 0 is at the question whether to stop while"),
+        ("unfreezing", "ConfigurationError", "train different parameters, such as actor_network"),
+    ],
+)
+def test_ranks_at_different_calls_are_told(two_ranks, case: str, kind: str, message: str) -> None:
+    for found, text, seconds in two_ranks.run(at_different_calls, case):
+        assert found == kind and message in text and seconds < 2, text
+
+
+def stop_after_different_updates() -> tuple[str, str, float]:
+    def go_apart() -> None:
+        with DistributedLoss(make_loss("dqn"), timeout_s=3) as loss:
+            for _ in range(2 if loss.ranks.is_first else 3):
+                loss(make_batch("dqn", 4))["loss"].backward()
+            loss.ranks.any(False)
+
+    return told(go_apart)
+
+
+def test_a_rank_with_fewer_backward_passes_is_named_with_its_place(two_ranks) -> None:
+    first, second = two_ranks.run(stop_after_different_updates)
+    places = {
+        "which waits at the averaging of gradients, did not come to the question whether to stop",
+        "which waits at the question whether to stop, did not come to the averaging of gradients",
+    }
+    for kind, text, seconds in (first, second):
+        assert kind == "DeadlineError" and 2.5 < seconds < 15
+        assert any(place in text for place in places), text
+
+
 # ---- under torchrun, and in what looks like SLURM's tasks
 
 

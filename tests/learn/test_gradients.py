@@ -11,11 +11,20 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torchrl.objectives import LossModule, SoftUpdate
+from torchrl.objectives import DQNLoss, KLPENPPOLoss, LossModule, SoftUpdate
 
-from tests.learn.losses import NAMES, gradients, make_batch, make_loss, total
+from tests.learn.losses import (
+    ACTIONS,
+    NAMES,
+    categorical_actor,
+    gradients,
+    make_batch,
+    make_loss,
+    state_value,
+    total,
+)
 from tests.learn.ranks import LearningRanks
-from torchrl_dist import DistributedLoss, DriftError
+from torchrl_dist import ConfigurationError, DistributedLoss, DriftError
 
 ROWS = 12
 SPLITS = {"equal": [(0, 6), (6, 12)], "unequal": [(0, 3), (3, 12)]}
@@ -344,12 +353,12 @@ def with_autocast() -> list[dict[str, Tensor]]:
         loss.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
             value = loss(part_of(make_batch("dqn", ROWS), split))["loss"]
-        (value * 1024).backward()  # as a gradient scaler does
-        found.append({name: grad / 1024 for name, grad in gradients(loss).items()})
+        value.backward()
+        found.append(gradients(loss))
     return found
 
 
-def test_mixed_precision_and_scaled_losses(two_ranks: LearningRanks) -> None:
+def test_mixed_precision(two_ranks: LearningRanks) -> None:
     alone = make_loss("dqn")
     with torch.autocast("cpu", torch.bfloat16):
         value = alone(make_batch("dqn", ROWS))["loss"]
@@ -357,6 +366,46 @@ def test_mixed_precision_and_scaled_losses(two_ranks: LearningRanks) -> None:
     for found in two_ranks.run(with_autocast):
         for of_split in found:
             assert_close(of_split, gradients(alone), atol=5e-3)
+
+
+def scaled_updates(loss: LossModule, batches: list[TensorDict], parts: int) -> list[float]:
+    """Updates with a scaler, accumulation over ``parts``, and clipping; the scale after each."""
+    optimizer = torch.optim.SGD(loss.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024, growth_interval=2)
+    scales = []
+    for batch in batches:
+        optimizer.zero_grad()
+        for number, part in enumerate(batch.split(len(batch) // parts)):
+            local = isinstance(loss, DistributedLoss) and number < parts - 1
+            with loss.no_sync() if local else contextlib.nullcontext():
+                scaler.scale(loss(part)["loss"] / parts).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(loss.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+def batches_of_which_one_overflows() -> list[TensorDict]:
+    batches = [make_batch("dqn", ROWS, seed) for seed in range(5)]
+    batches[2]["next", "reward"][-1] = float("inf")  # of rank 1's rows only
+    return batches
+
+
+def with_a_scaler() -> tuple[list[float], dict[str, Tensor], str]:
+    loss = distributed("dqn")
+    batches = [part_of(batch, "equal") for batch in batches_of_which_one_overflows()]
+    return scaled_updates(loss, batches, 3), dict(loss.state_dict()), loss.check_drift()
+
+
+def test_a_gradient_scaler_skips_on_all_ranks_what_overflows_on_one(two_ranks) -> None:
+    alone = make_loss("dqn")
+    scales = scaled_updates(alone, batches_of_which_one_overflows(), 1)
+    assert scales == [1024, 2048, 1024, 1024, 2048], "the third update was skipped"
+    for found, state, _ in two_ranks.run(with_a_scaler):
+        assert found == scales
+        assert_close(state, dict(alone.state_dict()), atol=1e-6)
 
 
 def after_unfreezing() -> tuple[dict[str, Tensor], str]:
@@ -374,18 +423,154 @@ def test_parameters_that_are_unfrozen_later_are_averaged(two_ranks: LearningRank
     assert_close(first, second, atol=0)
 
 
-def bf16_parameters() -> dict[str, Tensor]:
-    loss = distributed("dqn").to(torch.bfloat16)
+def after_conversion(dtype: torch.dtype, of: str) -> dict[str, Tensor]:
+    loss = distributed("dqn")
+    if of == "loss":
+        loss.to(dtype)
+    else:  # as Module.to() does, which the loss does not see
+        for tensor in [*loss.parameters(), *loss.buffers()]:
+            tensor.data = tensor.data.to(dtype)
     batch = part_of(make_batch("dqn", ROWS), "equal")
-    batch = batch.apply(lambda x: x.bfloat16() if x.is_floating_point() else x)
+    batch = batch.apply(lambda x: x.to(dtype) if x.is_floating_point() else x)
     loss(batch)["loss"].backward()
     return gradients(loss)
 
 
-def test_a_loss_may_be_converted_later(two_ranks: LearningRanks) -> None:
-    first, second = two_ranks.run(bf16_parameters)
-    assert all(grad.dtype == torch.bfloat16 for grad in first.values())
+@pytest.mark.parametrize(
+    ("dtype", "of"),
+    [(torch.bfloat16, "loss"), (torch.float64, "loss"), (torch.float64, "its networks")],
+)
+def test_a_loss_may_be_converted_later(two_ranks, dtype: torch.dtype, of: str) -> None:
+    alone = make_loss("dqn").to(dtype)
+    batch = make_batch("dqn", ROWS)
+    alone(batch.apply(lambda x: x.to(dtype) if x.is_floating_point() else x))["loss"].backward()
+    first, second = two_ranks.run(after_conversion, dtype, of)
+    assert all(grad.dtype == dtype for grad in first.values())
     assert_close(first, second, atol=0)
+    assert_close(first, gradients(alone), atol=1e-12 if dtype == torch.float64 else 2e-2)
+
+
+class Both(LossModule):
+    """One loss of two that share a network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = make_loss("dqn")
+        network = self.first.value_network
+        self.second = DQNLoss(network, action_space="categorical", delay_value=False)
+        self.second.make_value_estimator(gamma=0.5)
+        self.second.value_network_params = self.first.value_network_params
+
+    def forward(self, batch: TensorDict) -> Tensor:
+        return self.first(batch)["loss"] + self.second(batch)["loss"]
+
+
+def sharing_a_network() -> tuple[str, dict[str, Tensor], dict[str, Tensor], int]:
+    plain = make_loss("dqn")
+    loss = DistributedLoss(plain, timeout_s=20)
+    batch = part_of(make_batch("dqn", ROWS), "unequal")
+    other = make_loss("dqn")
+    other.value_network_params = loss.value_network_params
+    try:
+        DistributedLoss(other, timeout_s=20)
+    except ConfigurationError as error:
+        refused = str(error)
+    loss(batch.clone())["loss"].backward()
+    before = gradients(loss)
+    loss.close()
+    loss.close()
+    with torch.no_grad():
+        loss(batch.clone())
+    with pytest.raises(ConfigurationError, match="was closed"):
+        loss(batch.clone())
+    loss.zero_grad()
+    other = DistributedLoss(other, timeout_s=20)
+    other(batch.clone())["loss"].backward()
+    return refused, before, gradients(other), other.ranks._collectives
+
+
+def test_a_network_is_averaged_by_one_loss_at_a_time(two_ranks: LearningRanks) -> None:
+    alone = make_loss("dqn")
+    alone(make_batch("dqn", ROWS))["loss"].backward()
+    for refused, before, after, collectives in two_ranks.run(sharing_a_network):
+        assert "value_network_params" in refused and "another distributed loss" in refused
+        assert_close(before, gradients(alone))
+        assert_close(after, gradients(alone))
+        assert collectives == 2  # the copy of the parameters, and one average
+
+
+def of_a_nested_loss() -> dict[str, Tensor]:
+    torch.manual_seed(dist.get_rank())
+    loss = DistributedLoss(Both(), timeout_s=20)
+    loss(part_of(make_batch("dqn", ROWS), "unequal")).backward()
+    return gradients(loss)
+
+
+def test_losses_in_a_loss_are_averaged_once(two_ranks: LearningRanks) -> None:
+    alone = Both()
+    alone(make_batch("dqn", ROWS)).backward()
+    for found in two_ranks.run(of_a_nested_loss):
+        assert_close(found, gradients(alone), atol=1e-6)
+
+
+def compiled() -> dict[str, Tensor]:
+    loss = distributed("dqn")
+    fast = torch.compile(loss, backend="eager")
+    for _ in range(2):
+        loss.zero_grad()
+        fast(part_of(make_batch("dqn", ROWS), "unequal"))["loss"].backward()
+    return gradients(loss)
+
+
+def test_a_compiled_loss(two_ranks: LearningRanks) -> None:
+    alone = make_loss("dqn")
+    alone(make_batch("dqn", ROWS))["loss"].backward()
+    for found in two_ranks.run(compiled):
+        assert_close(found, gradients(alone))
+
+
+def kl_loss(**adaptation: float) -> KLPENPPOLoss:
+    torch.manual_seed(0)
+    loss = KLPENPPOLoss(categorical_actor(), state_value(), beta=1.0, dtarg=0.2, **adaptation)
+    loss.normalize_advantage = False
+    return loss
+
+
+def kl_batch(seed: int) -> TensorDict:
+    batch = make_batch("ppo", ROWS, seed)
+    random = torch.Generator().manual_seed(seed)
+    batch["logits"] = torch.randn(*batch.shape, ACTIONS, generator=random) * seed / 3
+    return batch
+
+
+def betas_of_all_ranks() -> tuple[list[float], dict[str, Tensor]]:
+    loss = DistributedLoss(kl_loss(increment=1, decrement=1), timeout_s=20)
+    betas = []
+    for seed in range(4):
+        loss.zero_grad()
+        losses = loss(part_of(kl_batch(seed), "equal"))
+        total(losses).backward()
+        kl = loss.ranks.means({"kl": losses["kl"].mean()})["mean_over_ranks/kl"]
+        if kl > loss.dtarg * 1.5:
+            loss.beta = float(loss.beta) * 2
+        elif kl < loss.dtarg / 1.5:
+            loss.beta = float(loss.beta) / 2
+        betas.append(float(loss.beta))
+    loss.check_drift()
+    return betas, gradients(loss)
+
+
+def test_a_kl_penalty_can_be_adapted_to_the_rows_of_all(two_ranks: LearningRanks) -> None:
+    alone = kl_loss(increment=2, decrement=0.5)
+    betas = []
+    for seed in range(4):
+        alone.zero_grad()
+        total(alone(kl_batch(seed))).backward()
+        betas.append(float(alone.beta))
+    assert min(betas) < max(betas)
+    for found, gradient in two_ranks.run(betas_of_all_ranks):
+        assert found == betas
+        assert_close(gradient, gradients(alone), atol=1e-6)
 
 
 # ---- 200 updates
@@ -394,23 +579,26 @@ def test_a_loss_may_be_converted_later(two_ranks: LearningRanks) -> None:
 def after_200_updates(name: str) -> tuple[str, str]:
     loss = distributed(name)
     before = loss.check_drift()
-    target = SoftUpdate(loss, tau=0.05)
+    target = SoftUpdate(loss, tau=0.05) if name not in ("ppo", "a2c_vtrace") else None
     optimizer = torch.optim.Adam(loss.parameters(), lr=1e-3)
     loss.ranks.seed(0)
-    for _ in range(200):
-        seed = int(torch.randint(2**31, ()))  # other rows on each rank
+    # Other rows on each rank.
+    batches = [make_batch(name, 4, int(torch.randint(2**31, ()))) for _ in range(10)]
+    for update in range(200):
         optimizer.zero_grad()
-        total(loss(make_batch(name, 4, seed))).backward()
+        total(loss(batches[update % 10].clone(False))).backward()
+        nn.utils.clip_grad_norm_(loss.parameters(), 1.0)
         optimizer.step()
-        target.step()
+        if target is not None:
+            target.step()
     return before, loss.check_drift()
 
 
-@pytest.mark.parametrize("name", ["dqn", "sac"])
-def test_nothing_drifts_in_200_updates(two_ranks: LearningRanks, name: str) -> None:
-    checksums = two_ranks.run(after_200_updates, name)
-    assert len(set(checksums)) == 1
-    assert checksums[0][0] != checksums[0][1]
+def test_nothing_drifts_in_200_updates(two_ranks: LearningRanks) -> None:
+    for name in NAMES:
+        checksums = two_ranks.run(after_200_updates, name)
+        assert len(set(checksums)) == 1, name
+        assert checksums[0][0] != checksums[0][1], name
 
 
 def drift(what: str) -> tuple[str, ...]:

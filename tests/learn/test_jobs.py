@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -16,10 +22,18 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torchrl.data import TensorDictReplayBuffer
 
-from tests.learn.losses import gradients, make_batch, make_loss, total
+from tests.learn.losses import (
+    ACTIONS,
+    OBSERVATION,
+    gradients,
+    make_batch,
+    make_loss,
+    total,
+)
 from tests.learn.ranks import LearningRanks
 from tests.spawn import run_job
 from torchrl_dist import (
+    ConfigurationError,
     DistributedLoss,
     SharedCursorWriter,
     SharedMemmapStorage,
@@ -29,7 +43,7 @@ from torchrl_dist.learn import Ranks
 from torchrl_dist.recipes import ddp_dqn
 from torchrl_dist.runtime import current_session
 
-ROWS, BATCH, DRAWS = 64, 128, 150
+ROWS, BATCH, DRAWS, UPDATES = 64, 128, 150, 5
 
 
 # ---- the job of pytorch/rl#1397
@@ -50,24 +64,61 @@ def test_four_ranks_with_one_buffer_learn_cartpole(tmp_path: Path) -> None:
     assert all("return" not in job.log(rank) for rank in (1, 2, 3))
 
 
-def first_updates(folder: str) -> dict:
-    """Rank 0 comes late from each meeting, when the others have written."""
-    meet = Ranks.any
+@dataclass(frozen=True)
+class Draw:
+    """What a rank drew, and what determines the law of its draws."""
 
-    def late(ranks: Ranks, flag: bool) -> bool:
+    beta: float
+    mass: float
+    minimum: float
+    slots: list[int]
+
+
+def updates_with_notes(folder: str) -> tuple[dict, list[Draw], list[list[int]]]:
+    """Rank 0 comes late from each meeting, when the others could have written."""
+    meet, draw = Ranks.any, SharedPrioritizedSampler.draw
+    update_priority = SharedPrioritizedSampler.update_priority
+    drawn, written = [], []
+
+    def meet_late(ranks: Ranks, flag: bool) -> bool:
         answer = meet(ranks, flag)
         time.sleep(0.015 if ranks.is_first else 0)
         return answer
 
-    with mock.patch.object(Ranks, "any", late):
-        return ddp_dqn.train(current_session(), Path(folder), updates=3, seed=0)
+    def draw_and_note(sampler: SharedPrioritizedSampler, storage: Any, count: int) -> Any:
+        found = draw(sampler, storage, count)
+        drawn.append(Draw(sampler.beta, found.mass, found.minimum, found.index.tolist()))
+        return found
+
+    def update_and_note(sampler: SharedPrioritizedSampler, index: Any, *args: Any, **kw: Any):
+        written.append(torch.as_tensor(index).flatten().tolist())
+        return update_priority(sampler, index, *args, **kw)
+
+    with (
+        mock.patch.object(Ranks, "any", meet_late),
+        mock.patch.object(SharedPrioritizedSampler, "draw", draw_and_note),
+        mock.patch.object(SharedPrioritizedSampler, "update_priority", update_and_note),
+    ):
+        result = ddp_dqn.train(current_session(), Path(folder), updates=UPDATES, seed=0)
+    return result, drawn, written
 
 
-def test_ranks_that_do_not_divide_the_first_rows_start_together(three_ranks, tmp_path) -> None:
-    # They write 6 rows between meetings: the 1,000th while some have not looked yet.
-    for result in three_ranks.run(first_updates, str(tmp_path)):
-        assert result["updates"] == 3
-        assert result["sum_over_ranks/frames"] == 1002 + 3 * 6
+def test_an_update_of_the_recipe_is_in_law_that_of_one_process(three_ranks, tmp_path) -> None:
+    # Three ranks write 6 rows between meetings: the 1,000th while some have not looked yet.
+    told = three_ranks.run(updates_with_notes, str(tmp_path))
+    for result, _, _ in told:
+        assert result["updates"] == UPDATES
+        assert result["sum_over_ranks/frames"] == 1002 + UPDATES * 6
+    # All draw from one state of the buffer, with one beta, before anybody writes the next.
+    for update, draws in enumerate(zip(*(drawn for _, drawn, _ in told), strict=True)):
+        laws = {(d.beta, d.mass, d.minimum) for d in draws}
+        assert len(laws) == 1, laws
+        assert draws[0].beta == pytest.approx(0.4 + 0.6 * update / UPDATES)
+        assert [len(d.slots) for d in draws] == [BATCH // 3] * 3
+        assert len({tuple(d.slots) for d in draws}) == 3, "ranks drew the same rows"
+    assert len({d.mass for d in told[0][1]}) == UPDATES, "priorities changed nothing"
+    for _, drawn, written in told:
+        assert [d.slots for d in drawn] == written, "each rank writes its rows once, in order"
 
 
 def open_buffer(folder: str, ranks: int) -> TensorDictReplayBuffer:
@@ -121,30 +172,6 @@ def test_ranks_draw_by_the_law_of_one_process_with_the_whole_batch(three_ranks, 
     for _, _, gradient in found:
         for name, expected_gradient in gradients(alone).items():
             torch.testing.assert_close(gradient[name], expected_gradient, atol=1e-6, rtol=1e-4)
-
-
-def count_priority_writes(folder: str) -> int:
-    """How many priorities this rank writes in one update."""
-    loss = DistributedLoss(make_loss("dqn"), timeout_s=30)
-    buffer = open_buffer(folder, loss.ranks.size)
-    if loss.ranks.is_first:
-        buffer.extend(rows_with_priorities())
-    loss.ranks.any(False)
-    written = []
-    update = buffer.sampler.update_priority
-    buffer.sampler.update_priority = lambda index, *a, **k: (
-        written.append(torch.as_tensor(index).numel()), update(index, *a, **k),
-    )  # fmt: skip
-    batch = buffer.sample()
-    loss(batch)["loss"].backward()
-    buffer.update_tensordict_priority(batch)
-    loss.ranks.any(False)
-    buffer.storage.close()
-    return sum(written)
-
-
-def test_the_priority_of_each_drawn_row_is_written_once(two_ranks: LearningRanks, tmp_path) -> None:
-    assert sum(two_ranks.run(count_priority_writes, str(tmp_path / "replay"))) == BATCH
 
 
 # ---- Lightning Fabric
@@ -206,8 +233,6 @@ def test_lightning_fabric(tmp_path: Path, launcher: str) -> None:
         job = run_job([str(script), folder], nproc=2)
         assert job.returncode == 0, job
     else:  # Fabric's launcher starts the second process itself
-        import os
-
         variables = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         subprocess.run(
             [sys.executable, str(script), folder], check=True, timeout=100,
@@ -220,14 +245,57 @@ def test_lightning_fabric(tmp_path: Path, launcher: str) -> None:
 # ---- what child processes inherit
 
 
-def what_reaches_the_rank() -> tuple[str | None, int, str]:
-    import os
+class Corridor(gymnasium.Env):
+    """An environment that gymnasium knows in processes that registered it."""
 
-    return os.environ.get("LEARN_SETTING"), torch.get_num_threads(), dist.get_backend()
+    observation_space = gymnasium.spaces.Box(-1, 1, (OBSERVATION,))
+    action_space = gymnasium.spaces.Discrete(ACTIONS)
 
 
-def test_ranks_of_a_local_cluster_have_the_callers_environment(fork_server, monkeypatch) -> None:
+def configure() -> None:
+    """What a program sets up in Python, in this process and, as ``init_fn``, in others."""
+    gymnasium.register("Corridor-v0", entry_point=Corridor)
+    torch.set_default_dtype(torch.float64)
+    logging.getLogger("torchrl_dist").setLevel(logging.ERROR)
+
+
+def what_reaches_the_rank() -> list[Any]:
+    loss = make_loss("dqn")
+    try:
+        checked = DistributedLoss(loss, timeout_s=20).check_drift()
+    except ConfigurationError as error:
+        checked = str(error)
+    return [
+        os.environ.get("LEARN_SETTING"),
+        dist.get_backend(),
+        torch.get_default_dtype() is torch.float64,
+        "Corridor-v0" in gymnasium.registry,
+        logging.getLogger("torchrl_dist").level == logging.ERROR,
+        checked,
+    ]
+
+
+@pytest.fixture
+def configured() -> Iterator[None]:
+    logger = logging.getLogger("torchrl_dist")
+    dtype, level = torch.get_default_dtype(), logger.level
+    configure()
+    yield
+    torch.set_default_dtype(dtype)
+    logger.setLevel(level)
+    del gymnasium.registry["Corridor-v0"]
+
+
+def test_ranks_of_a_local_cluster_have_the_callers_environment_and_configuration(
+    fork_server, monkeypatch, configured
+) -> None:
     monkeypatch.setenv("LEARN_SETTING", "from the caller")
-    with LearningRanks.start(2, fork_server) as ranks:
-        _, child = ranks.run(what_reaches_the_rank)
-    assert child == ("from the caller", 1, "gloo")
+    with LearningRanks.start(2, fork_server, init_fn=configure, threads_per_process=2) as ranks:
+        mine, child = ranks.run(what_reaches_the_rank)
+        assert ranks.session.call(ranks.session.peers[1], torch.get_num_threads) == 2
+    assert mine == child and child[:5] == ["from the caller", "gloo", True, True, True]
+    with LearningRanks.start(2, fork_server) as ranks:  # the trap
+        mine, child = ranks.run(what_reaches_the_rank)
+    assert child[:5] == ["from the caller", "gloo", False, False, False]
+    assert "float64 [16, 5] on rank 0 and torch.float32 [16, 5] on rank 1" in mine[5]
+    assert "configuration" in mine[5] and mine[5] == child[5]

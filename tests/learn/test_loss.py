@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import pickle
+import weakref
 from collections import OrderedDict
 from typing import Any
 
@@ -16,16 +18,29 @@ from tensordict import TensorDict
 from torch import nn
 from torch.distributions import Categorical
 from torchrl.data import TensorDictReplayBuffer
-from torchrl.modules import BatchRenorm1d, QValueActor
-from torchrl.objectives import DQNLoss, HardUpdate, LossModule, SoftUpdate, ValueEstimators
+from torchrl.modules import BatchRenorm1d, PopArtValueNorm, QValueActor
+from torchrl.objectives import (
+    ClipPPOLoss,
+    DDPGLoss,
+    DQNLoss,
+    HardUpdate,
+    KLPENPPOLoss,
+    LossModule,
+    SoftUpdate,
+    ValueEstimators,
+)
 
 from tests.learn.losses import (
     ACTIONS,
     OBSERVATION,
+    categorical_actor,
+    deterministic_actor,
     gradients,
     make_batch,
     make_loss,
     mlp,
+    state_action_value,
+    state_value,
     total,
 )
 from tests.learn.ranks import LearningRanks
@@ -38,7 +53,7 @@ from torchrl_dist import (
     local_cluster,
 )
 from torchrl_dist.learn import Ranks
-from torchrl_dist.learn.loss import _compare_devices, _compare_tensors
+from torchrl_dist.learn.loss import _compare_devices, _compare_tensors, _refuse_devices
 
 # ---- alone
 
@@ -111,11 +126,17 @@ def test_copies_are_refused() -> None:
         (lambda: q_loss(nn.LazyLinear(ACTIONS)), "lazy"),
         (lambda: q_loss(nn.Sequential(mlp(OBSERVATION, 4), nn.BatchNorm1d(4))), "BatchNorm1d"),
         (lambda: q_loss(nn.Sequential(mlp(OBSERVATION, 4), BatchRenorm1d(4))), "BatchRenorm1d"),
+        (lambda: ppo_loss(advantage_norm=PopArtValueNorm()), r"advantage_norm \(PopArtValueNorm"),
+        (lambda: KLPENPPOLoss(categorical_actor(), state_value()), "KLPENPPOLoss adapts beta"),
     ],
 )
 def test_what_cannot_be_distributed_is_refused(wrong: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         DistributedLoss(wrong()).check_drift()
+
+
+def ppo_loss(**options: Any) -> ClipPPOLoss:
+    return ClipPPOLoss(categorical_actor(), state_value(), normalize_advantage=False, **options)
 
 
 def q_loss(network: nn.Module) -> DQNLoss:
@@ -160,6 +181,12 @@ def test_one_gpu_for_two_ranks_is_refused_under_nccl() -> None:
         _compare_devices([("a", ["cuda:0"]), ("b", ["cuda:0"]), ("a", ["cuda:0"])])
 
 
+def test_a_device_that_the_group_does_not_serve_is_refused() -> None:
+    _refuse_devices(["cpu", "cuda:1"], {"cpu": "gloo", "cuda": "nccl"})
+    with pytest.raises(ConfigurationError, match="tensors on cpu, .* works on .'cuda'. only"):
+        _refuse_devices(["cpu", "cuda:1"], {"cuda": "nccl"})
+
+
 def test_the_first_difference_between_losses_is_named() -> None:
     _compare_tensors([{"w": "float32 [3]"}] * 3)
     for other in ({"w": "float32 [4]"}, {}, {"w": "float32 [3]", "b": "float32 [1]"}):
@@ -181,6 +208,47 @@ def with_another_loss() -> str:
 def test_ranks_with_different_losses_are_told(two_ranks: LearningRanks) -> None:
     first, second = two_ranks.run(with_another_loss)
     assert first == second and "expected the same loss on every rank" in first
+
+
+def dropped_losses() -> tuple[int, int]:
+    """How many live on, and how many average the gradients of a network that all had in turn."""
+    actor = deterministic_actor()
+    dropped = []
+    for _ in range(3):
+        loss = DDPGLoss(actor, state_action_value(), delay_value=True)
+        loss = DistributedLoss(loss, timeout_s=20)
+        total(loss(make_batch("ddpg", 4))).backward()
+        dropped.append(weakref.ref(loss._gradients))
+    ranks = loss.ranks
+    before = ranks._collectives
+    total(loss(make_batch("ddpg", 4))).backward()
+    averages = ranks._collectives - before
+    del loss
+    gc.collect()
+    return sum(reference() is not None for reference in dropped), averages
+
+
+def test_losses_that_nobody_holds_are_freed(two_ranks: LearningRanks) -> None:
+    assert two_ranks.run(dropped_losses) == [(0, 1), (0, 1)]
+
+
+def of_a_loss_with_its_own_networks() -> tuple[dict[str, torch.Tensor], str]:
+    """``functional=False``: the networks are the loss's modules, and there are no targets."""
+    torch.manual_seed(dist.get_rank())
+    loss = DistributedLoss(ppo_loss(functional=False), timeout_s=20)
+    half = make_batch("ppo", 8).split(4)[dist.get_rank()]
+    total(loss(half)).backward()
+    return gradients(loss), loss.check_drift()
+
+
+def test_a_loss_need_not_be_functional(two_ranks: LearningRanks) -> None:
+    torch.manual_seed(0)
+    alone = ppo_loss(functional=False)
+    total(alone(make_batch("ppo", 8))).backward()
+    for found, _ in two_ranks.run(of_a_loss_with_its_own_networks):
+        assert found.keys() == gradients(alone).keys()
+        for name, expected in gradients(alone).items():
+            torch.testing.assert_close(found[name], expected, atol=1e-6, rtol=1e-5)
 
 
 def frozen_on_one_rank() -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import weakref
 from collections.abc import Iterator, Mapping
 
@@ -64,8 +65,7 @@ class GradientAverage:
             ConfigurationError: they lie on several devices, or another average has one of them.
         """
         for name, parameter in parameters.items():
-            owner = _owners[parameter]() if parameter in _owners else None
-            if owner not in (None, self):
+            if self._is_taken(parameter):
                 raise ConfigurationError(
                     f"{name} belongs to another distributed loss: close() that one first, or, to "
                     "train it with both, distribute one LossModule that calls both losses"
@@ -76,10 +76,10 @@ class GradientAverage:
                 self._release(name)
         for name, parameter in parameters.items():
             if parameter.requires_grad and name not in self._hooks:
-                hook = parameter.register_post_accumulate_grad_hook(
-                    functools.partial(self._note, name)
-                )
-                self._hooks[name] = hook
+                # Weak: torch's hooks are invisible to the garbage collector, so that parameters
+                # and their average would keep one another for ever.
+                note = functools.partial(_note, weakref.ref(self), name)
+                self._hooks[name] = parameter.register_post_accumulate_grad_hook(note)
                 _owners[parameter] = weakref.ref(self)
         self._parameters = {n: p for n, p in parameters.items() if n in self._hooks}
         self._frozen = [p for n, p in parameters.items() if n not in self._hooks]
@@ -101,6 +101,14 @@ class GradientAverage:
             or [parameter.dtype for parameter in self._parameters.values()] != self._dtypes
             or any(parameter.device != here for parameter in self._parameters.values())
         )
+
+    def _is_taken(self, parameter: nn.Parameter) -> bool:
+        def is_taken() -> bool:
+            return _owners.get(parameter, lambda: None)() not in (None, self)
+
+        if is_taken():
+            gc.collect()  # a loss that nobody holds takes nothing, on each rank
+        return is_taken()
 
     def _release(self, name: str) -> None:
         self._hooks.pop(name).remove()
@@ -128,7 +136,8 @@ class GradientAverage:
 
     # ---- the end of a backward pass
 
-    def _note(self, name: str, _: Tensor) -> None:
+    def note(self, name: str) -> None:
+        """A gradient has been accumulated."""
         self._reached.add(name)
         # For each parameter, since nothing tells the first one of a pass from a later one (the
         # pass before may have raised half-way); only the first callback finds something to do.
@@ -214,3 +223,8 @@ class GradientAverage:
             piece.view(parameter.shape)
             for piece, parameter in zip(pieces, self._parameters.values(), strict=True)
         ]
+
+
+def _note(average: weakref.ref[GradientAverage], name: str, _: Tensor) -> None:
+    if (alive := average()) is not None:
+        alive.note(name)
