@@ -37,6 +37,7 @@ def test_the_verdict_names_the_main_reason() -> None:
     def of(update_ms: float, saved_ms: float, averaging_ms: float, ranks: int = 2) -> str:
         line = {
             "peer": ddp.OURS,
+            "device": "cpu",
             "ranks": ranks,
             "update_ms": update_ms,
             "speed_up": 10 / update_ms,
@@ -52,6 +53,26 @@ def test_the_verdict_names_the_main_reason() -> None:
     assert of(12, 4, 1) == "what takes 6.00 ms alone takes 11.00 beside other ranks"
     assert of(12, 4, 3.9, ranks=4) == "4 ranks share 2 cores"
     assert "more than the 4.00 ms" in of(12, 4, 3.9)
+
+
+def test_the_point_from_which_ranks_pay() -> None:
+    def of(*verdicts: str) -> str:
+        return ddp._summary(
+            [
+                {"ranks": 2, "width": 8, "batch": 10**power, "verdict": verdict}
+                for power, verdict in enumerate(verdicts)
+            ]
+        ).partition(": ")[2]
+
+    assert of("too small", "pays", "pays") == "from batch 10 on"
+    assert of("pays", "too small", "pays") == "at batch 1, 100"
+    assert of("too small", "too small") == "never here"
+
+
+def test_a_gpu_per_rank_is_required(monkeypatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(ConfigurationError, match="expected a GPU per rank, found 1"):
+        ddp.main([*TOY, "--device", "cuda"])
 
 
 def test_batches_must_divide_among_ranks() -> None:

@@ -13,6 +13,9 @@ slowest rank; torch's runs within ``backward``), ``step`` (optimizer and target 
 column says whether ranks pay, and if not, why: ``saved`` is what one process saves when it has
 B / ranks rows instead of B, the most that ranks can gain.
 
+With ``--device cuda`` each rank has a GPU of this machine and NCCL averages. Each part then waits
+for its GPU, so that the time is found where it was spent.
+
 Start-up: ``import`` (of TorchRL, in as many processes at once as there are ranks), ``join``
 (torch.distributed, until all ranks are there), ``wrap`` (comparing losses, copying rank 0's
 parameters).
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import gc
 import itertools
 import os
@@ -65,6 +69,7 @@ class Cell:
     width: int
     seconds: float
     timeout_s: float
+    device: str = "cpu"
 
 
 @dataclass
@@ -107,6 +112,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="A,B",
         help=f"some of {','.join(PEERS)}, beside one process (default: all)",
     )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU per rank (cpu)"
+    )
     parser.add_argument("--rounds", type=above_zero(int), default=3, help="(default: 3)")
     parser.add_argument(
         "--seconds", type=above_zero(float), default=1.0, help="per measurement (default: 1)"
@@ -136,7 +144,8 @@ def run(options: argparse.Namespace) -> int:
         0; 1 if a measurement failed; 130 or 143 after SIGINT or SIGTERM.
 
     Raises:
-        ConfigurationError: a batch does not divide among ranks, or a file has no folder.
+        ConfigurationError: a batch does not divide among ranks, there are fewer GPUs than ranks, or
+            a file has no folder.
     """
     from torchrl_dist.bench.replay_peers import versions
     from torchrl_dist.bench.table import append_json
@@ -147,6 +156,7 @@ def run(options: argparse.Namespace) -> int:
                 f"--batches {batch} and --ranks {ranks}: expected 2 ranks or more, and batches "
                 "that divide among them"
             )
+    _check_device(options)
     check_folders(options.json, options.plot)
     rounds = Rounds()
     imports: dict[int, float] = {}
@@ -173,14 +183,32 @@ def plan(options: argparse.Namespace) -> list[Cell]:
     for width, batch in itertools.product(options.widths, options.batches):
 
         def cell(peer: str, ranks: int, rows: int, width: int = width) -> Cell:
-            return Cell(peer, ranks, rows, width, options.seconds, options.timeout_s)
+            seconds, timeout_s, device = options.seconds, options.timeout_s, options.device
+            return Cell(peer, ranks, rows, width, seconds, timeout_s, device)
 
         cells[cell(ALONE, 1, batch)] = None
         for ranks in options.ranks:
             cells[cell(ALONE, 1, batch // ranks)] = None
             for name in options.peers:
-                cells[cell(PEERS[name], ranks, batch)] = None
+                if options.device == "cpu" or PEERS[name] != THREADS:
+                    cells[cell(PEERS[name], ranks, batch)] = None
     return list(cells)
+
+
+def _check_device(options: argparse.Namespace) -> None:
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if options.device == "cpu":
+        if gpus:
+            say(f"{gpus} GPU(s) are here and not measured: --device cuda")
+        return
+    if gpus < max(options.ranks):
+        raise ConfigurationError(
+            f"--device cuda and --ranks {max(options.ranks)}: expected a GPU per rank, found {gpus}"
+        )
+    if "threads" in options.peers:
+        say("threads are not measured: they do not compute on a GPU")
 
 
 def _measure_all(options: argparse.Namespace, rounds: Rounds) -> int:
@@ -259,6 +287,8 @@ def _learn(_: Any, cell: Cell, folder: str, rank: int) -> Result:
     from torchrl_dist.learn import Ranks
 
     torch.set_num_threads(cell.ranks if cell.peer == THREADS else 1)
+    if cell.device == "cuda":
+        torch.cuda.set_device(rank)  # all ranks are of this machine
     if cell.peer == TORCH:
         # DistributedDataParallel does, for seconds. Not before the fork: it may start threads,
         # and a lock that one of them holds then would stay held in the child.
@@ -267,7 +297,7 @@ def _learn(_: Any, cell: Cell, folder: str, rank: int) -> Result:
     distributed = cell.peer in (OURS, TORCH)
     if distributed:
         dist.init_process_group(
-            "gloo",
+            "gloo" if cell.device == "cpu" else "cpu:gloo,cuda:nccl",
             init_method=f"file://{folder}/store",
             rank=rank,
             world_size=cell.ranks,
@@ -312,23 +342,25 @@ class _Update:
 
         torch.manual_seed(rank)
         width = cell.width
+        self._on_gpu = cell.device == "cuda"
         network = nn.Sequential(
             nn.Linear(_OBSERVATION, width),
             nn.ReLU(),
             nn.Linear(width, width),
             nn.ReLU(),
             nn.Linear(width, _ACTIONS),
-        )
+        ).to(cell.device)
         actor = QValueActor(network, in_keys=["observation"], action_space="categorical")
         loss = DQNLoss(actor, action_space="categorical", delay_value=True)
         loss.make_value_estimator(gamma=0.99)
+        loss.to(cell.device)
         rows = cell.batch // (cell.ranks if cell.peer in (OURS, TORCH) else 1)
         self.times: list[dict[str, float]] = []
-        self._batch = _rows(rows)
+        self._batch = _rows(rows).to(cell.device)
         self._averaging_s = 0.0
-        start = time.monotonic()
+        start = self._now()
         self._losses = self._wrap(cell.peer, loss)
-        self.wrap_s = time.monotonic() - start
+        self.wrap_s = self._now() - start
         self._optimizer = torch.optim.Adam(loss.parameters(), lr=1e-4)
         self._target = SoftUpdate(loss, tau=0.01)
 
@@ -354,23 +386,23 @@ class _Update:
             reduce = loss.ranks.all_reduce
 
             def timed(*args: Any) -> None:
-                start = time.perf_counter()
+                start = self._now()
                 reduce(*args)
-                self._averaging_s = time.perf_counter() - start
+                self._averaging_s = self._now() - start
 
             loss.ranks.all_reduce = timed
         return lambda batch: loss(batch)["loss"]
 
     def __call__(self) -> None:
-        start = time.perf_counter()
+        start = self._now()
         value = self._losses(self._batch)
-        forward = time.perf_counter()
+        forward = self._now()
         self._optimizer.zero_grad()
         value.backward()
-        backward = time.perf_counter()
+        backward = self._now()
         self._optimizer.step()
         self._target.step()
-        end = time.perf_counter()
+        end = self._now()
         self.times.append(
             {
                 "forward": forward - start,
@@ -379,6 +411,13 @@ class _Update:
                 "step": end - backward,
             }
         )
+
+    def _now(self) -> float:
+        if self._on_gpu:
+            import torch
+
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
 
 def _rows(count: int) -> Any:
@@ -416,6 +455,7 @@ def _lines(rounds: Rounds) -> Iterator[dict[str, Any]]:
         part = _alone(cell, rounds, cell.batch // cell.ranks)
         line = {
             "peer": cell.peer,
+            "device": cell.device,
             "ranks": cell.ranks,
             "batch": cell.batch,
             "width": cell.width,
@@ -432,7 +472,7 @@ def _lines(rounds: Rounds) -> Iterator[dict[str, Any]]:
 
 
 def _alone(cell: Cell, rounds: Rounds, batch: int) -> float | None:
-    same = Cell(ALONE, 1, batch, cell.width, cell.seconds, cell.timeout_s)
+    same = dataclasses.replace(cell, peer=ALONE, ranks=1, batch=batch)
     return rounds.median(same, "update_ms") if same in rounds.results else None
 
 
@@ -451,7 +491,7 @@ def verdict(line: dict[str, Any], cpus: int) -> str:
         return f"what takes {part:.2f} ms alone takes {computing:.2f} beside other ranks"
     if averaging > saved:
         return f"averaging ({averaging:.2f} ms) costs more than is saved ({saved:.2f})"
-    if line["ranks"] > cpus:
+    if line["device"] == "cpu" and line["ranks"] > cpus:
         return f"{line['ranks']} ranks share {cpus} cores"
     return f"what ranks add is more than the {saved:.2f} ms that they save"
 
@@ -494,8 +534,15 @@ def _summary(lines: list[dict[str, Any]]) -> str:
     """From which batch on ranks pay, for each width."""
     told = []
     for width in sorted({line["width"] for line in lines}):
-        pays = [x["batch"] for x in lines if x["width"] == width and x["verdict"] == "pays"]
-        told.append(f"width {width}: " + (f"from batch {min(pays)} on" if pays else "never here"))
+        here = sorted((x["batch"], x["verdict"] == "pays") for x in lines if x["width"] == width)
+        pays = [batch for batch, does in here if does]
+        if not pays:
+            point = "never here"
+        elif all(does for batch, does in here if batch >= pays[0]):
+            point = f"from batch {pays[0]} on"
+        else:
+            point = "at batch " + ", ".join(map(str, pays))
+        told.append(f"width {width}: {point}")
     return f"{lines[0]['ranks']} ranks pay with " + "; ".join(told)
 
 
@@ -517,7 +564,8 @@ def _plot(path: Path, lines: list[dict[str, Any]]) -> None:
         )
     axis.axhline(1, color="gray", linewidth=1)
     axis.set(xscale="log", xlabel="rows per update", ylabel="speed-up over one process")
-    axis.set_title(f"DQN updates with DistributedLoss, {os.cpu_count()} cores")
+    where = "GPUs" if any(x["device"] == "cuda" for x in drawn) else f"{os.cpu_count()} cores"
+    axis.set_title(f"DQN updates with DistributedLoss, {where}")
     if drawn:
         axis.legend(fontsize=8)
     figure.savefig(path, dpi=120)
