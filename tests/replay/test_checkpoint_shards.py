@@ -1,0 +1,246 @@
+"""Checkpoints of buffers that other processes keep, given back to as many shards or to others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from tests.replay.conftest import folder, make_rows  # noqa: F401
+from torchrl_dist import (
+    CheckpointError,
+    ConfigurationError,
+    HostedReplayBuffer,
+    PeerLostError,
+    Session,
+    SharedMemmapStorage,
+    local_cluster,
+    replay_buffer,
+)
+from torchrl_dist.replay import dump, snapshot
+from torchrl_dist.replay.dump import read_dump
+
+pytestmark = pytest.mark.timeout(90)
+SHARD = 48
+Make = Callable[..., HostedReplayBuffer]
+
+
+@pytest.fixture
+def cluster(folder: Path, fork_server) -> Iterator[Session]:  # noqa: F811
+    with local_cluster({"learner": 1, "owner": 3}, timeout_s=20, fork_server=fork_server) as job:
+        yield job
+
+
+@pytest.fixture
+def make(cluster: Session, folder: Path, monkeypatch) -> Make:  # noqa: F811
+    """A buffer over so many shards, of 48 rows each unless told otherwise."""
+    monkeypatch.setattr(snapshot, "_CHUNK_ROWS", 8)
+    names = iter("abcdef")
+
+    def make(shards: int, capacity: int | None = None, **options) -> HostedReplayBuffer:
+        defaults = {
+            "name": next(names),
+            "capacity": capacity or SHARD * shards,
+            "batch_size": 16,
+            "hosts": cluster.of_role("owner")[:shards],
+            "alpha": 1.0,
+            "beta": 0.5,
+            "shortcut": False,
+            "write_to": "all",
+            "scratch_dir": folder,
+            "prefetch": 0,
+        }
+        return replay_buffer(cluster, **{**defaults, **options})
+
+    return make
+
+
+def rows_of(ids: range | list[int]) -> TensorDict:
+    """Each with a priority of its own."""
+    data = make_rows(ids)
+    data["td_error"] = 1.0 + data["id"].double()
+    return data
+
+
+def fill(buffer: HostedReplayBuffer, extends: int) -> None:
+    """So many extends of 10 rows, to the shards in turn, with priorities of their own."""
+    for extend in range(extends):
+        buffer.extend(rows_of(range(10 * extend, 10 * extend + 10)))
+    buffer.flush()
+
+
+def law(buffer: HostedReplayBuffer) -> dict[int, float]:
+    """The mass of each row, from many draws: weights are (p / p_min) ** -beta."""
+    found: dict[int, float] = {}
+    for _ in range(400):
+        batch = buffer.sample()
+        found |= dict(zip(batch["id"].tolist(), batch["priority_weight"].tolist(), strict=True))
+    return found
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("shortcut", [False, True])
+def test_every_row_is_back_in_its_place(make, tmp_path: Path, shards: int, shortcut: bool) -> None:
+    buffer = make(shards, shortcut=shortcut)
+    fill(buffer, 14)
+    index = torch.arange(SHARD * shards)
+    before = buffer[:].clone(), buffer.storage.generations_of(index), buffer.write_count
+    masses = law(buffer)
+    handle = buffer.sample()
+    buffer.dumps(tmp_path)
+    buffer.extend(rows_of(range(900, 930)))
+    buffer.flush()
+    buffer.loads(tmp_path)
+    assert (buffer[:] == before[0]).all()
+    assert (buffer.storage.generations_of(index) >= before[1]).all()
+    assert buffer.write_count == before[2]
+    for row, weight in law(buffer).items():
+        assert masses.get(row, weight) == pytest.approx(weight, rel=1e-5)
+    handle["td_error"] = torch.ones(16)
+    buffer.update_tensordict_priority(handle)
+    buffer.flush()
+    buffer.extend(rows_of(range(5)))
+    buffer.flush()
+    assert set(range(5)) <= set(buffer[:]["id"].tolist())
+
+
+@pytest.mark.parametrize("saved, restored", [(1, 2), (2, 1), (2, 3), (3, 2)])
+def test_another_number_of_shards_keeps_rows_priorities_and_counts(
+    make, tmp_path: Path, saved: int, restored: int
+) -> None:
+    buffer = make(saved)
+    fill(buffer, 4 * saved)
+    handles = buffer.sample()
+    buffer.dumps(tmp_path)
+    other = make(restored, capacity=SHARD * 3)
+    other.loads(tmp_path)
+    ids = sorted(other[:]["id"].tolist())
+    assert ids == list(range(40 * saved))
+    assert other.write_count == buffer.write_count
+    lengths = [state.length for state in other.storage.client.states()]
+    assert max(lengths) - min(lengths) <= 1
+    weights = law(other)
+    least = min(weights)
+    for row, weight in weights.items():
+        assert weight == pytest.approx(((row + 1) / (least + 1)) ** -0.5 * weights[least], rel=1e-4)
+    assert other.sampler.default_priority == 40.0 * saved
+    # handles of the old buffer name no row of the new one
+    handles["td_error"] = torch.full((16,), 1e6)
+    other.update_tensordict_priority(handles)
+    other.flush()
+    assert other.storage.counters["stale_updates"] == 16
+    other.extend(rows_of(range(900, 910)))
+    other.flush()
+    assert len(other) == 40 * saved + 10
+
+
+def test_one_nodes_checkpoint_goes_to_shards_and_back(make, folder: Path, tmp_path: Path) -> None:  # noqa: F811
+    one = SharedMemmapStorage(SHARD, scratch_dir=folder / "one", job_id="test")
+    one.append(make_rows(range(40)))
+    one.dumps(tmp_path / "one")
+    buffer = make(2)
+    buffer.loads(tmp_path / "one")
+    assert sorted(buffer[:]["id"].tolist()) == list(range(40))
+    buffer.storage.dumps(tmp_path / "two")
+    one.empty()
+    one.loads(tmp_path / "two")
+    assert sorted(one[:]["id"].tolist()) == list(range(40))
+    one.close()
+
+
+def test_of_more_rows_than_there_is_room_for_the_newest_stay(make, tmp_path: Path) -> None:
+    buffer = make(2)
+    fill(buffer, 8)
+    buffer.dumps(tmp_path)
+    other = make(2, capacity=48)
+    with pytest.warns(UserWarning, match="32 rows more than the 48"):
+        other.loads(tmp_path)
+    ids = set(other[:]["id"].tolist())
+    assert len(ids) == 48 and ids >= set(range(40, 80))
+
+
+def test_a_state_dict_goes_to_another_number_of_shards(make) -> None:
+    buffer = make(2)
+    fill(buffer, 6)
+    state = buffer.state_dict()
+    other = make(3)
+    other.load_state_dict(state)
+    assert sorted(other[:]["id"].tolist()) == list(range(60))
+
+
+def test_writers_go_on_while_shards_are_saved(make, tmp_path: Path, monkeypatch) -> None:
+    buffer = make(2)
+    fill(buffer, 8)
+    lock, new = threading.Lock(), iter(range(1000, 10**6))
+    write = dump.ShardFiles.write
+
+    def write_and_extend(self: dump.ShardFiles, arrays) -> None:
+        with lock:
+            buffer.extend(rows_of([next(new)]))
+        write(self, arrays)
+
+    monkeypatch.setattr(dump.ShardFiles, "write", write_and_extend)
+    buffer.dumps(tmp_path)
+    buffer.flush()
+    found = set()
+    for saved in read_dump(tmp_path)[0]:
+        assert saved is not None
+        found |= set(saved.arrays[0].tolist())
+        assert saved.leaf.size + saved.overwritten == saved.head.length
+    assert found <= set(range(80)) and len(found) > 60
+    assert len(buffer) > 80
+
+
+def test_a_lost_shard_is_left_out_and_the_checkpoint_says_so(
+    make, cluster: Session, tmp_path: Path
+) -> None:
+    buffer = make(2)
+    fill(buffer, 8)
+    kept = {row for turn in range(0, 8, 2) for row in range(10 * turn, 10 * turn + 10)}
+    os.kill(cluster.pid_of(cluster.of_role("owner")[1]), signal.SIGKILL)
+    with pytest.warns(UserWarning, match="replay shard 1 .* is left out"):
+        buffer.dumps(tmp_path)
+        buffer.sample()  # if the loss is noticed only now
+        buffer.dumps(tmp_path)
+    shards, _ = read_dump(tmp_path)
+    assert shards[1] is None and shards[0] is not None
+    assert set(shards[0].arrays[0].tolist()) in (kept, set(range(80)) - kept)
+    with pytest.raises(PeerLostError, match="replay shard 1 does not answer"):
+        buffer.loads(tmp_path)
+    other = make(1)
+    other.loads(tmp_path)
+    assert len(other) == 40
+
+
+def test_rows_of_another_kind_are_refused_and_the_shards_stay(make, tmp_path: Path) -> None:
+    buffer, other = make(2), make(2)
+    fill(buffer, 4)
+    other.extend(TensorDict({"something": torch.zeros(4, 2)}, [4]))
+    other.flush()
+    other.dumps(tmp_path)
+    with pytest.raises(ConfigurationError, match="'something' is float32 \\[2\\], here missing"):
+        buffer.loads(tmp_path)
+    assert sorted(buffer[:]["id"].tolist()) == list(range(40))
+
+
+def test_a_checkpoint_that_cannot_be_written_is_an_error(make, tmp_path: Path, monkeypatch) -> None:
+    buffer = make(2)
+    fill(buffer, 4)
+    buffer.dumps(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", fail)
+    with pytest.raises(CheckpointError, match="No space left"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        buffer.dumps(tmp_path)
+    assert sorted(tmp_path.rglob("*")) == before
