@@ -215,7 +215,7 @@ def _play(options: argparse.Namespace) -> int:
 
 
 def _add_bench(commands: argparse._SubParsersAction) -> None:
-    from .bench import collect, ddp, law, remote, replay
+    from .bench import checkpoint, collect, ddp, law, remote, replay
 
     bench = commands.add_parser("bench", help="measure", description="Run a benchmark.")
     questions = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
@@ -229,3 +229,5 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     law.add_options(questions.add_parser("law", help=summary))
     summary = "from which batch and network on it pays to learn on several ranks"
     ddp.add_options(questions.add_parser("ddp", help=summary))
+    summary = "how long a checkpoint of a replay buffer takes, beside a plain copy"
+    checkpoint.add_options(questions.add_parser("checkpoint", help=summary))

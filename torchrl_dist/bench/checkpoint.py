@@ -1,0 +1,301 @@
+"""How long does a checkpoint of a replay buffer take, beside a plain copy of the same bytes?
+
+    torchrl-dist bench checkpoint --json checkpoint.jsonl
+
+A full buffer in /dev/shm is saved to a disk: 1,000,000 rows of 45 B (S), or 50,000 of 28 KB (L).
+Rounds go over all cases in turn, and the table shows medians. Each case ends with everything
+synced to the disk.
+
+- ``cp``: ``cp -r`` of the files of a checkpoint in /dev/shm, then ``fsync`` of each.
+- ``ours``: the shared buffer of one node. ``ours, written``: while another process extends it
+  without a pause, by batches of 256; ``longest extend`` is its longest call meanwhile.
+- ``ours by RPC``: the rows lie at another process, and every one travels.
+- ``torchrl``: the ``dumps`` of TorchRL's buffer over a LazyMemmapStorage in /dev/shm, then
+  ``fsync`` of its files. It is not atomic, and nobody else can write.
+
+``of cp`` is the rate as a part of that of ``cp``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torchrl_dist.bench.command import above_zero, check_folders, folder_in, names, until_stopped
+from torchrl_dist.bench.workloads import KINDS, make_rows
+from torchrl_dist.errors import ConfigurationError
+
+CASES = ("cp", "ours", "ours, written", "ours by RPC", "torchrl")
+_MEMORY = Path("/dev/shm")
+_WRITE_BATCH = 256
+_CALL_S = 120.0
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and its options."""
+    parser.description = __doc__
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--kinds", type=names(list(KINDS)), default=list(KINDS), help="S, L or both (default)"
+    )
+    parser.add_argument(
+        "--rows", type=above_zero(int), metavar="N", help="in the buffer (default: 1M or 50k)"
+    )
+    parser.add_argument("--rounds", type=above_zero(int), default=5, help="(default: 5)")
+    parser.add_argument(
+        "--to",
+        type=Path,
+        default=Path(tempfile.gettempdir()),
+        metavar="FOLDER",
+        help="on the disk to write to (default: the one for temporary files)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append a line per result")
+    parser.set_defaults(command=run)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse ``argv`` and :func:`run`."""
+    parser = argparse.ArgumentParser(prog="torchrl-dist bench checkpoint")
+    add_options(parser)
+    return run(parser.parse_args(argv))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print a table. Blocks for a minute or two.
+
+    Returns:
+        0, or 130 or 143 if a signal ended it.
+
+    Raises:
+        ConfigurationError: a folder is missing.
+    """
+    check_folders(options.json, options.to / "x")
+    if not _MEMORY.is_dir():
+        raise ConfigurationError(f"there is no {_MEMORY} to keep the rows in")
+    return until_stopped(lambda: _measure_all(options))
+
+
+@dataclass
+class Line:
+    """One case; a list entry per round."""
+
+    kind: str
+    case: str
+    size_bytes: int = 0
+    seconds: list[float] = field(default_factory=list)
+    longest_extend_ms: list[float] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        """MiB of files per second."""
+        return self.size_bytes / 2**20 / statistics.median(self.seconds)
+
+
+def _measure_all(options: argparse.Namespace) -> int:
+    from torchrl_dist.bench.replay_peers import versions
+    from torchrl_dist.bench.table import append_json
+
+    lines: list[Line] = []
+    for kind in options.kinds:
+        rows = options.rows or KINDS[kind].capacity
+        with folder_in(_MEMORY) as memory, folder_in(options.to) as disk:
+            lines += measure(kind, rows, options.rounds, memory, disk)
+    _print(lines)
+    if options.json is not None:
+        extra = {"rows": options.rows, "cpus": os.cpu_count(), "versions": versions([])}
+        append_json(options.json, [_cell(line, lines) for line in lines], extra)
+    return 0
+
+
+def measure(kind: str, rows: int, rounds: int, memory: Path, disk: Path) -> list[Line]:
+    """All cases in turn, ``rounds`` times."""
+    from torchrl_dist.runtime import local_cluster
+
+    lines = {case: Line(kind, case) for case in CASES}
+    roles = {"learner": 1, "owner": 1, "writer": 1}
+    with local_cluster(roles, timeout_s=_CALL_S) as session:
+        buffers = _buffers(session, rows, memory)
+        for buffer in buffers.values():
+            _fill(buffer, kind, rows)
+        ours = buffers["ours"]
+        ours.dumps(memory / "checkpoint")
+        saves: dict[str, Callable[[], None]] = {
+            "cp": lambda: _copy(memory / "checkpoint", disk / "copy"),
+            "ours": lambda: ours.dumps(disk / "ours"),
+            "ours, written": lambda: ours.dumps(disk / "ours"),
+            "ours by RPC": lambda: buffers["ours by RPC"].dumps(disk / "rpc"),
+            "torchrl": lambda: _save_and_sync(buffers["torchrl"], disk / "torchrl"),
+        }
+        (writer,) = session.of_role("writer")
+        for round_ in range(rounds + 1):  # the first one warms up
+            for case, line in lines.items():
+                os.sync()
+                writing = None
+                if case == "ours, written":
+                    writing = _Writing(session, writer, ours, kind, disk / "stop")
+                begin = time.perf_counter()
+                saves[case]()
+                seconds = time.perf_counter() - begin
+                longest_ms = None if writing is None else writing.end()
+                if round_:
+                    line.seconds.append(seconds)
+                    if longest_ms is not None:
+                        line.longest_extend_ms.append(longest_ms)
+        sizes = {"cp": "copy", "ours by RPC": "rpc", "torchrl": "torchrl"}
+        for case, line in lines.items():
+            line.size_bytes = _bytes_in(disk / sizes.get(case, "ours"))
+        for buffer in (ours, buffers["ours by RPC"]):
+            buffer.storage.close()
+    return list(lines.values())
+
+
+def _buffers(session: Any, rows: int, memory: Path) -> dict[str, Any]:
+    from torchrl.data import LazyMemmapStorage, TensorDictReplayBuffer
+    from torchrl.data.replay_buffers.writers import TensorDictRoundRobinWriter
+
+    from torchrl_dist.replay import SharedMemmapStorage, SharedReplayBuffer, replay_buffer
+
+    return {
+        "ours": SharedReplayBuffer(
+            storage=SharedMemmapStorage(rows, scratch_dir=memory / "ours", job_id="bench"),
+            batch_size=_WRITE_BATCH,
+        ),
+        "ours by RPC": replay_buffer(
+            session,
+            capacity=rows,
+            batch_size=_WRITE_BATCH,
+            hosts=session.of_role("owner"),
+            uniform=True,
+            prefetch=0,
+            shortcut=False,
+            scratch_dir=memory,
+        ),
+        "torchrl": TensorDictReplayBuffer(
+            storage=LazyMemmapStorage(rows, scratch_dir=memory / "torchrl"),
+            writer=TensorDictRoundRobinWriter(),
+            batch_size=_WRITE_BATCH,
+        ),
+    }
+
+
+def _fill(buffer: Any, kind: str, rows: int) -> None:
+    batch = make_rows(kind, KINDS[kind].fill_batch)
+    for done in range(0, rows, len(batch)):
+        buffer.extend(batch[: rows - done])
+    flush = getattr(buffer, "flush", None)
+    if flush is not None:
+        flush()
+
+
+class _Writing:
+    """Another process that extends the buffer until :meth:`end`."""
+
+    def __init__(self, session: Any, writer: Any, buffer: Any, kind: str, stop: Path) -> None:
+        self._stop = stop
+        stop.unlink(missing_ok=True)
+        started = stop.with_name("started")
+        started.unlink(missing_ok=True)
+        self._future = session.submit(writer, extend_until, buffer, kind, str(started), str(stop))
+        deadline = time.monotonic() + _CALL_S
+        while not started.exists():
+            if self._future.done():
+                self._future.result()
+            if time.monotonic() > deadline:
+                raise ConfigurationError(f"the writer did not begin within {_CALL_S:g} s")
+            time.sleep(0.01)
+
+    def end(self) -> float:
+        """The longest extend, in ms."""
+        self._stop.touch()
+        return self._future.result(_CALL_S)
+
+
+def extend_until(buffer: Any, kind: str, started: str, stop: str) -> float:
+    """Runs in the writer: the longest extend until the file ``stop`` is there, in ms."""
+    import torch
+
+    torch.set_num_threads(1)
+    batch = make_rows(kind, _WRITE_BATCH)
+    buffer.extend(batch)
+    Path(started).touch()
+    longest, deadline = 0.0, time.monotonic() + _CALL_S
+    while not os.path.exists(stop) and time.monotonic() < deadline:
+        begin = time.perf_counter()
+        buffer.extend(batch)
+        longest = max(longest, time.perf_counter() - begin)
+    return 1e3 * longest
+
+
+def _copy(source: Path, target: Path) -> None:
+    shutil.rmtree(target, ignore_errors=True)
+    subprocess.run(["cp", "-r", str(source), str(target)], check=True)
+    _sync(target)
+
+
+def _save_and_sync(buffer: Any, target: Path) -> None:
+    buffer.dumps(target)
+    _sync(target)
+
+
+def _sync(folder: Path) -> None:
+    for path in [folder, *folder.rglob("*")]:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _cell(line: Line, lines: list[Line]) -> dict[str, Any]:
+    floor = next(each for each in lines if (each.kind, each.case) == (line.kind, "cp"))
+    return {
+        "bench": "checkpoint",
+        "kind": line.kind,
+        "case": line.case,
+        "bytes": line.size_bytes,
+        "seconds": line.seconds,
+        "rate_mib_s": line.rate,
+        "of_cp": line.rate / floor.rate,
+        "longest_extend_ms": max(line.longest_extend_ms, default=None),
+    }
+
+
+def _print(lines: list[Line]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="saving a full buffer, everything synced")
+    for column in ("rows", "case"):
+        table.add_column(column)
+    for column in ("MiB", "seconds", "MiB/s", "of cp", "longest extend"):
+        table.add_column(column, justify="right")
+    for line in lines:
+        cell = _cell(line, lines)
+        longest = cell["longest_extend_ms"]
+        table.add_row(
+            line.kind,
+            line.case,
+            f"{line.size_bytes / 2**20:.0f}",
+            f"{statistics.median(line.seconds):.2f}",
+            f"{line.rate:.0f}",
+            f"{cell['of_cp']:.2f}",
+            "" if longest is None else f"{longest:.1f} ms",
+        )
+    Console(width=100).print(table)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
