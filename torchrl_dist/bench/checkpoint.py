@@ -7,11 +7,12 @@ Rounds go over all cases in turn, and the table shows medians. Each case ends wi
 synced to the disk.
 
 - ``cp``: ``cp -r`` of the files of a checkpoint in /dev/shm, then ``fsync`` of each.
-- ``ours``: the shared buffer of one node. ``ours, written``: while another process extends it
-  without a pause, by batches of 256; ``longest extend`` is its longest call meanwhile.
+- ``ours``: the shared buffer of one node. ``ours, written``: while another process extends it by
+  batches of 256, so often that the ring turns over once a minute; ``longest extend`` is its longest
+  call meanwhile.
 - ``ours by RPC``: the rows lie at another process, and every one travels.
 - ``torchrl``: the ``dumps`` of TorchRL's buffer over a LazyMemmapStorage in /dev/shm, then
-  ``fsync`` of its files. It is not atomic, and nobody else can write.
+  ``fsync`` of its files. It rewrites them in place: a crash leaves no checkpoint.
 
 ``of cp`` is the rate as a part of that of ``cp``.
 """
@@ -38,6 +39,7 @@ CASES = ("cp", "ours", "ours, written", "ours by RPC", "torchrl")
 _MEMORY = Path("/dev/shm")
 _WRITE_BATCH = 256
 _CALL_S = 120.0
+_TURN_S = 60.0
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -90,14 +92,15 @@ class Line:
 
     kind: str
     case: str
-    size_bytes: int = 0
+    size_bytes: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     longest_extend_ms: list[float] = field(default_factory=list)
 
     @property
     def rate(self) -> float:
         """MiB of files per second."""
-        return self.size_bytes / 2**20 / statistics.median(self.seconds)
+        rates = [size / each for size, each in zip(self.size_bytes, self.seconds, strict=True)]
+        return statistics.median(rates) / 2**20
 
 
 def _measure_all(options: argparse.Namespace) -> int:
@@ -128,12 +131,12 @@ def measure(kind: str, rows: int, rounds: int, memory: Path, disk: Path) -> list
             _fill(buffer, kind, rows)
         ours = buffers["ours"]
         ours.dumps(memory / "checkpoint")
-        saves: dict[str, Callable[[], None]] = {
-            "cp": lambda: _copy(memory / "checkpoint", disk / "copy"),
-            "ours": lambda: ours.dumps(disk / "ours"),
-            "ours, written": lambda: ours.dumps(disk / "ours"),
-            "ours by RPC": lambda: buffers["ours by RPC"].dumps(disk / "rpc"),
-            "torchrl": lambda: _save_and_sync(buffers["torchrl"], disk / "torchrl"),
+        saves: dict[str, Callable[[Path], None]] = {
+            "cp": lambda to: _copy(memory / "checkpoint", to),
+            "ours": ours.dumps,
+            "ours, written": ours.dumps,
+            "ours by RPC": buffers["ours by RPC"].dumps,
+            "torchrl": lambda to: _save_and_sync(buffers["torchrl"], to),
         }
         (writer,) = session.of_role("writer")
         for round_ in range(rounds + 1):  # the first one warms up
@@ -141,18 +144,16 @@ def measure(kind: str, rows: int, rounds: int, memory: Path, disk: Path) -> list
                 os.sync()
                 writing = None
                 if case == "ours, written":
-                    writing = _Writing(session, writer, ours, kind, disk / "stop")
+                    writing = _Writing(session, writer, ours, kind, rows, disk / "stop")
                 begin = time.perf_counter()
-                saves[case]()
+                saves[case](disk / case)
                 seconds = time.perf_counter() - begin
                 longest_ms = None if writing is None else writing.end()
                 if round_:
                     line.seconds.append(seconds)
+                    line.size_bytes.append(_bytes_in(disk / case))
                     if longest_ms is not None:
                         line.longest_extend_ms.append(longest_ms)
-        sizes = {"cp": "copy", "ours by RPC": "rpc", "torchrl": "torchrl"}
-        for case, line in lines.items():
-            line.size_bytes = _bytes_in(disk / sizes.get(case, "ours"))
         for buffer in (ours, buffers["ours by RPC"]):
             buffer.storage.close()
     return list(lines.values())
@@ -199,12 +200,17 @@ def _fill(buffer: Any, kind: str, rows: int) -> None:
 class _Writing:
     """Another process that extends the buffer until :meth:`end`."""
 
-    def __init__(self, session: Any, writer: Any, buffer: Any, kind: str, stop: Path) -> None:
+    def __init__(
+        self, session: Any, writer: Any, buffer: Any, kind: str, rows: int, stop: Path
+    ) -> None:
         self._stop = stop
         stop.unlink(missing_ok=True)
         started = stop.with_name("started")
         started.unlink(missing_ok=True)
-        self._future = session.submit(writer, extend_until, buffer, kind, str(started), str(stop))
+        pause_s = _TURN_S * _WRITE_BATCH / rows
+        self._future = session.submit(
+            writer, extend_until, buffer, kind, pause_s, str(started), str(stop)
+        )
         deadline = time.monotonic() + _CALL_S
         while not started.exists():
             if self._future.done():
@@ -219,7 +225,7 @@ class _Writing:
         return self._future.result(_CALL_S)
 
 
-def extend_until(buffer: Any, kind: str, started: str, stop: str) -> float:
+def extend_until(buffer: Any, kind: str, pause_s: float, started: str, stop: str) -> float:
     """Runs in the writer: the longest extend until the file ``stop`` is there, in ms."""
     import torch
 
@@ -232,6 +238,7 @@ def extend_until(buffer: Any, kind: str, started: str, stop: str) -> float:
         begin = time.perf_counter()
         buffer.extend(batch)
         longest = max(longest, time.perf_counter() - begin)
+        time.sleep(pause_s)
     return 1e3 * longest
 
 
@@ -265,7 +272,7 @@ def _cell(line: Line, lines: list[Line]) -> dict[str, Any]:
         "bench": "checkpoint",
         "kind": line.kind,
         "case": line.case,
-        "bytes": line.size_bytes,
+        "bytes": statistics.median(line.size_bytes),
         "seconds": line.seconds,
         "rate_mib_s": line.rate,
         "of_cp": line.rate / floor.rate,
@@ -288,7 +295,7 @@ def _print(lines: list[Line]) -> None:
         table.add_row(
             line.kind,
             line.case,
-            f"{line.size_bytes / 2**20:.0f}",
+            f"{statistics.median(line.size_bytes) / 2**20:.0f}",
             f"{statistics.median(line.seconds):.2f}",
             f"{line.rate:.0f}",
             f"{cell['of_cp']:.2f}",
