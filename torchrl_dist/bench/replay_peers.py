@@ -375,10 +375,7 @@ class CPPRB(Peer):
         super().open(workers)
 
     def prepare(self, rows: Any) -> Any:
-        leaves = rows.items(include_nested=True, leaves_only=True)
-        return {
-            key if isinstance(key, str) else "_".join(key): value.numpy() for key, value in leaves
-        }
+        return _arrays(rows)
 
     def extend(self, rows: Any) -> None:
         self.buffer.add(**rows)
@@ -451,13 +448,89 @@ class _RayWorker:
 
 
 class Reverb(Peer):
-    """Named so that a table says why it is not there."""
+    """A Reverb server in a process of its own; the learner reads its batches as a TensorFlow
+    dataset, which fetches ahead."""
 
     name = "reverb"
+    environment: ClassVar[Mapping[str, str]] = {
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "GRPC_VERBOSITY": "ERROR",
+    }
 
     @classmethod
     def missing(cls) -> str | None:
-        return _not_installed("reverb", "dm-reverb[tensorflow]") or "no adapter was written for it"
+        return _not_installed("reverb", "dm-reverb[tensorflow]")
+
+    def open(self, workers: int) -> None:
+        # TensorFlow does not survive a fork: each process imports it for itself, afterwards
+        self._server = ForkedWorker(self)
+        self._address = f"localhost:{self._server.submit(_serve_reverb).result(_CALL_S)}"
+        super().open(workers)
+
+    @functools.cached_property
+    def _client(self) -> Any:
+        return importlib.import_module("reverb").Client(self._address)
+
+    @functools.cached_property
+    def _writer(self) -> Any:
+        return self._client.trajectory_writer(num_keep_alive_refs=1)
+
+    @functools.cached_property
+    def _batches(self) -> Iterator[Any]:
+        reverb = importlib.import_module("reverb")
+        shape = importlib.import_module("tensorflow").TensorShape
+        arrays = self.prepare(make_rows(self.kind, 1))
+        dataset = reverb.TrajectoryDataset(
+            self._address,
+            "replay",
+            dtypes={key: array.dtype for key, array in arrays.items()},
+            shapes={key: shape(array.shape[1:]) for key, array in arrays.items()},
+            max_in_flight_samples_per_worker=2 * SAMPLE_BATCH,
+        )
+        return dataset.batch(SAMPLE_BATCH).as_numpy_iterator()
+
+    def prepare(self, rows: Any) -> Any:
+        return _arrays(rows)
+
+    def extend(self, rows: Any) -> None:
+        writer = self._writer
+        for row in range(len(rows["action"])):
+            writer.append({key: array[row] for key, array in rows.items()})
+            newest = {key: column[-1] for key, column in writer.history.items()}
+            writer.create_item("replay", priority=1.0, trajectory=newest)
+        writer.flush()
+
+    def sample(self) -> Any:
+        return next(self._batches)
+
+    def update(self, batch: Any, priorities: Any) -> None:
+        updates = dict(zip(batch.info.key.tolist(), priorities.tolist(), strict=True))
+        self._client.mutate_priorities("replay", updates=updates)
+
+    def close(self) -> None:
+        super().close()
+        if "_server" in self.__dict__:
+            self._server.close()
+
+
+def _serve_reverb(peer: Reverb) -> int:
+    """Start the server in this process; returns its port."""
+    reverb = importlib.import_module("reverb")
+    table = reverb.Table(
+        "replay",
+        sampler=reverb.selectors.Prioritized(ALPHA),
+        remover=reverb.selectors.Fifo(),
+        max_size=peer.capacity,
+        rate_limiter=reverb.rate_limiters.MinSize(1),
+    )
+    peer.tables = reverb.Server([table])  # type: ignore[attr-defined]  # ends with the process
+    return peer.tables.port  # type: ignore[attr-defined]
+
+
+def _arrays(rows: Any) -> dict[str, Any]:
+    """The leaves of a TensorDict as NumPy arrays, under flat keys."""
+    leaves = rows.items(include_nested=True, leaves_only=True)
+    return {key if isinstance(key, str) else "_".join(key): leaf.numpy() for key, leaf in leaves}
 
 
 def _not_installed(module: str, requirement: str) -> str | None:
@@ -543,7 +616,8 @@ def versions(names: Iterator[str] | list[str]) -> dict[str, str]:
     import platform
 
     wanted = ["torchrl-dist", "torch", "torchrl", "tensordict", "numpy"]
-    wanted += [name for name in ("cpprb", "ray") if name in set(names)]
+    packages = {"cpprb": "cpprb", "ray": "ray", "reverb": "dm-reverb"}
+    wanted += [package for name, package in packages.items() if name in set(names)]
     found = {"python": platform.python_version()}
     for package in wanted:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
