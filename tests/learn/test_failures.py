@@ -103,18 +103,24 @@ def test_a_pause_within_the_deadline_is_waited_for(two_ranks: LearningRanks) -> 
         assert (kind, text) == ("", "") and seconds > 2
 
 
-def one_rank_dies() -> tuple[str, str, float]:
+def one_rank_dies(before: str) -> tuple[str, str, float]:
+    """Before it answers a question, or before it averages gradients."""
+
     def at(update: int) -> None:
         if update == 2 and dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
+        if before == "question":
+            ranks.any(False)
 
+    ranks = Ranks(timeout_s=30)
     return told(lambda: learn(5, 30, at))
 
 
-def test_a_killed_rank_is_named_at_once(three_ranks: LearningRanks) -> None:
+@pytest.mark.parametrize("before", ["question", "averaging"])
+def test_a_killed_rank_is_named_at_once(three_ranks: LearningRanks, before: str) -> None:
     session = three_ranks.session
-    others = [session.submit(peer, one_rank_dies) for peer in session.peers[1:]]
-    found = [one_rank_dies(), others[1].result(20)]
+    others = [session.submit(peer, one_rank_dies, before) for peer in session.peers[1:]]
+    found = [one_rank_dies(before), others[1].result(20)]
     for kind, text, seconds in found:
         assert kind == "PeerLostError" and seconds < 15
         assert f"rank 1 (pid {session.pid_of(session.peers[1])} on {HOST}) died" in text

@@ -67,8 +67,9 @@ class Ranks:
     ``seed`` block until every rank has come, for at most ``timeout_s``; then they raise
     DeadlineError with the names of those who did not and where they wait instead, PeerLostError if
     a process died, RemoteError if a rank :meth:`report`-ed an exception, and ConfigurationError if
-    the ranks called different methods. On a GPU the averaging of gradients does not block: there
-    torch's watchdog keeps the group's own deadline, and names nobody.
+    the ranks called different methods. That a process of another machine died is known at once
+    while gradients are averaged, and at the deadline otherwise. On a GPU the averaging does not
+    block: there torch's watchdog keeps the group's own deadline, and names nobody.
 
     Attributes:
         index: this process's rank in the group.
@@ -127,8 +128,11 @@ class Ranks:
                 while not self._arrived(keys, _SLICE_S):
                     say_so()
                     self._raise_reported()
-                    if time.monotonic() - start > self.timeout_s:
-                        raise self._missing_error(self._absent(keys), what, late=True)
+                    # First those, since one that has come may have ended by now.
+                    gone = {who for who in self.members if who.state() == "gone"}
+                    absent = self._absent(keys)
+                    if gone.intersection(absent) or time.monotonic() - start > self.timeout_s:
+                        raise self._missing_error(absent, what, late=True)
             told = [json.loads(text) for text in self._store.multi_get(keys)]
             # Who has come here has read the exchange before the last one, and so has everybody.
             if number > 2:
