@@ -41,6 +41,7 @@ _REDRAWS = 8
 _RETRY_S = 2e-4
 _RUNS_AT_ONCE = 32
 _THREADED_BYTES = 2**20  # below this handing a part to a thread costs more than the copy
+_OWN_PART = 1.125  # others start later: with equal parts two threads take 7 % longer
 
 _T = TypeVar("_T")
 
@@ -556,8 +557,9 @@ class SharedMemmapStorage(SavedStorage, TensorStorage):
     def _gather_in_threads(self, array: np.ndarray, slots: np.ndarray, out: np.ndarray) -> None:
         if self._pool is None or self._pool[0] != os.getpid():  # threads do not survive a fork
             self._pool = os.getpid(), ThreadPoolExecutor(self._threads - 1, "torchrl_dist-gather")
-        targets = np.array_split(out, self._threads)
-        parts = np.array_split(slots, self._threads)
+        own = int(slots.size / self._threads * _OWN_PART)
+        targets = [out[:own], *np.array_split(out[own:], self._threads - 1)]
+        parts = [slots[:own], *np.array_split(slots[own:], self._threads - 1)]
         others = [
             self._pool[1].submit(array.take, part, 0, target, "clip")
             for target, part in zip(targets[1:], parts[1:], strict=True)
