@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictSequential
 from torch import nn
@@ -21,6 +23,7 @@ from torchrl.modules import EGreedyModule, QValueActor
 
 from tests.collect.envs import Counter, mlp
 from torchrl_dist.collect import CollectReport, FirstReady, RPCBatchedCollector, WaitAll
+from torchrl_dist.collect.start import MESSAGE_BYTES, MESSAGE_S, steps_per_message
 from torchrl_dist.errors import ConfigurationError, DeadlineError, RemoteError
 
 SPEC = OneHot(3)
@@ -294,6 +297,42 @@ def test_torchrl_envs_and_gymnasium_envs_give_rows_of_the_same_kind(build: Any) 
         assert batch.names == [None, "time"]
     a, b = ({k: (v.shape, v.dtype) for k, v in batch.items(True, True)} for batch in batches)
     assert a == b
+
+
+def test_without_frames_per_batch_a_rollout_lasts_a_fraction_of_a_second(build: Any) -> None:
+    class Paced(Counter):
+        def step(self, action: Any) -> Any:
+            time.sleep(0.02)
+            return super().step(action)
+
+    collector = build(lambda: Paced(10**6), total_frames=30)
+    assert 3 <= collector.frames_per_batch <= MESSAGE_S / 0.02
+    first = collector.next()
+    assert first.numel() == collector.frames_per_batch
+    assert first["observation"][0, 0, 0] % 100 == 0  # what was timed is not part of it
+    assert first["collector", "traj_ids"].unique().numel() == 1
+
+
+@pytest.mark.parametrize("make_env", ["CartPole-v1", lambda: GymEnv("CartPole-v1")])
+def test_timing_the_steps_leaves_no_trace_in_the_data(build: Any, make_env: Any) -> None:
+    policy = QValueActor(mlp(4, 2), in_keys=["observation"], spec=OneHot(2))
+
+    def rows(**options: Any) -> tuple[int, torch.Tensor]:
+        collector = build(make_env, policy, seed=5, num_envs=2, **options)
+        return collector.frames_per_batch, collector.next()["observation"]
+
+    frames, timed = rows()
+    _, given = rows(frames_per_batch=frames)
+    assert frames >= 2 and torch.equal(timed, given)
+
+
+@settings(deadline=None)
+@given(st.floats(1e-7, 100.0), st.floats(1.0, 1e10))
+def test_a_message_takes_neither_microseconds_nor_all_memory(step_s: float, size: float) -> None:
+    steps = steps_per_message(step_s, size)
+    assert steps == 1 or (steps * step_s <= MESSAGE_S and steps * size <= MESSAGE_BYTES)
+    more = steps + 2  # rounded
+    assert more * step_s > MESSAGE_S or more * size > MESSAGE_BYTES
 
 
 def test_frames_per_batch_is_rounded_up_aloud(build: Any) -> None:

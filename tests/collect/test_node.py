@@ -105,6 +105,21 @@ def test_the_data_do_not_depend_on_how_envs_are_split_into_processes(
     assert torch.equal(ours["observation"], theirs["observation"])
 
 
+def test_a_node_worker_measures_its_steps_and_begins_anew(build: Any) -> None:
+    def rows(**options: Any) -> tuple[Any, torch.Tensor]:
+        worker = build("CartPole-v1", policy=cartpole_policy(), num_envs=1, **options)
+        info = worker.describe()
+        worker.set_steps(20)
+        observation = worker.collect(request=0)[0]["observation"].clone()
+        worker.close()
+        return info, observation
+
+    measured, ours = rows(frames_per_rollout=None)
+    given, theirs = rows()
+    assert measured.step_s > 0 == given.step_s and measured.step_bytes > 0
+    assert ours.shape == (2, 20, 4) and torch.equal(ours, theirs)
+
+
 def test_trajectories_have_ids_of_their_own(build: Any) -> None:
     worker = build(lambda: Counter(3))
     rows = torch.cat([worker.collect(request=n)[0] for n in range(3)], 1)

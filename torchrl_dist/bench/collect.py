@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torchrl_dist.bench.collect_plan import ENVS, FLOOR, OTHERS, OURS, Cell, Result
+from torchrl_dist.bench.collect_plan import AUTO, ENVS, FLOOR, OTHERS, OURS, Cell, Result
 from torchrl_dist.bench.command import (
     above_zero,
     check_folders,
@@ -58,10 +58,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--steps-per-message",
-        type=counts,
-        default=[8, 64],
+        type=_steps,
+        default=[8, 64, AUTO],
         metavar="N,M",
-        help="steps of each env in a message (default: 8,64)",
+        help="steps of each env in a message; auto: ours chooses (default: 8,64,auto)",
     )
     known = ["none", "all", *OTHERS]
     parser.add_argument(
@@ -85,6 +85,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="longest duration of one measurement, start included (default: 150)",
     )
     parser.set_defaults(command=run)
+
+
+def _steps(text: str) -> list[int]:
+    return [AUTO if part == "auto" else counts(part)[0] for part in text.split(",")]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -168,6 +172,8 @@ def plan(options: argparse.Namespace, peers: list[str]) -> list[list[Cell]]:
         group = []
         for name in peers:
             reason = PEERS[name].refuses(base)
+            if steps == AUTO and name in OTHERS:
+                continue
             if reason is None:
                 group.append(replace(base, peer=name))
             else:
@@ -198,7 +204,7 @@ def _measure_all(rounds: int, groups: list[list[Cell]], found: dict[Cell, Figure
                 if cell in failed:
                     continue
                 label = f"round {round_ + 1}: {cell.peer} {cell.env} {cell.workers} x {cell.envs}"
-                label += f" step {cell.step_s:g} s, {cell.steps} per message"
+                label += f" step {cell.step_s:g} s, {cell.steps or 'auto'} per message"
                 try:
                     with folder_in(Path("/dev/shm")) as folder:
                         result = launcher.run(
@@ -229,7 +235,7 @@ def to_cells(found: dict[Cell, Figures]) -> list[dict[str, Any]]:
                 "workers": cell.workers,
                 "envs": cell.envs,
                 "step_s": cell.step_s,
-                "steps_per_message": cell.steps,
+                "steps_per_message": cell.steps if cell.steps != AUTO else "auto",
                 "sps": sps,
                 "ideal_sps": ideal,
                 "floor_sps": floor,

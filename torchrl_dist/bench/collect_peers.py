@@ -20,7 +20,7 @@ from torchrl_dist.bench.collect_cells import (
     single_env,
     vector_env,
 )
-from torchrl_dist.bench.collect_plan import Cell
+from torchrl_dist.bench.collect_plan import AUTO, Cell
 from torchrl_dist.bench.processes import ForkedWorker
 
 _GIB = 1 << 30
@@ -140,11 +140,10 @@ class Ours(Peer):
         from torchrl_dist.runtime import local_cluster
 
         workers, processes = cls.ranks(cell)
-        options = {
-            "frames_per_batch": cell.steps * cell.envs * max(1, processes),
-            "num_envs": cell.envs,
-            "env_processes": processes,
-        }
+        options = {"num_envs": cell.envs, "env_processes": processes, **cls.options(cell)}
+        if cell.steps != AUTO:
+            per_process = cell.steps * options["num_envs"]
+            options["frames_per_batch"] = per_process * max(1, processes)
         with (
             local_cluster({"learner": 1, "collector": workers}) as session,
             RPCBatchedCollector(
@@ -155,7 +154,7 @@ class Ours(Peer):
                 max_policy_lag=1,
                 categorical_action_encoding=True,
                 timeout_s=cell.timeout_s,
-                **{**options, **cls.options(cell)},
+                **options,
             ) as collector,
         ):
             yield iter(collector)
@@ -184,7 +183,6 @@ class OursWithLearnersPolicy(OursOnOneNode):
             "inference": "learner",
             "env_groups": cls.groups,
             "num_envs": cell.envs * cls.groups,
-            "frames_per_batch": cell.steps * cell.envs * cls.groups * cell.workers,
         }
 
     @classmethod

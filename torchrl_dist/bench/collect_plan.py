@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+AUTO = 0  # steps per message: the collector's choice
 ENVS = ("sleep", "cartpole", "halfcheetah")
 FLOOR = "floor"
 OURS = ("ours", "ours-node", "ours-inference-1", "ours-inference-2")
@@ -19,8 +20,8 @@ OTHERS = (
 
 @dataclass(frozen=True)
 class Cell:
-    """What is measured. ``envs`` are per worker, ``steps`` per message and env; ``step_s`` is how
-    long a step sleeps."""
+    """What is measured. ``envs`` are per worker, ``steps`` per message and env, or ``AUTO``;
+    ``step_s`` is how long a step sleeps."""
 
     peer: str
     env: str

@@ -91,7 +91,7 @@ def check_trajectories(
 
 def check_numbers(
     *,
-    frames_per_batch: int,
+    frames_per_batch: int | None,
     total_frames: int,
     max_policy_lag: int,
     num_envs: int,
@@ -99,13 +99,14 @@ def check_numbers(
     env_processes: int,
     num_workers: int,
 ) -> None:
-    whole = {"frames_per_batch": frames_per_batch, "total_frames": total_frames}
+    frames = 1 if frames_per_batch is None else frames_per_batch
+    whole = {"frames_per_batch": frames, "total_frames": total_frames}
     whole |= {"num_envs": num_envs, "max_policy_lag": max_policy_lag, "min_workers": min_workers}
     whole["env_processes"] = env_processes
     for name, value in whole.items():
         if not isinstance(value, int):
             raise ConfigurationError(f"{name}={value!r}: expected a whole number")
-    if frames_per_batch < 1 or num_envs < 1:
+    if frames < 1 or num_envs < 1:
         raise ConfigurationError(
             f"expected at least 1: frames_per_batch={frames_per_batch}, num_envs={num_envs}"
         )

@@ -62,7 +62,10 @@ class RPCBatchedCollector(BaseCollector):
         session: where the workers live; None: one worker in this process.
         frames_per_batch: frames that a batch is to have. T is this, divided by the rollouts of a
             batch (the number of workers; ``FirstReady``: 1) and by the envs of a worker, rounded
-            up, with a warning if that makes batches larger.
+            up, with a warning if that makes batches larger. None: T follows from how long a step
+            takes, which is measured at the start (the envs begin anew afterwards): a rollout lasts
+            about a quarter of a second and has at most 8 MiB, or is one step. Short rollouts cost
+            a message each, half a millisecond and more; the attribute tells what came of it.
         total_frames: iteration ends after exactly so many; -1: never. The last batches are shorter.
         policy_factory: ``(worker_index, num_workers) -> policy``, called on each worker instead
             of copying ``policy``. The weights of ``policy``, if that is given, go into the
@@ -126,7 +129,7 @@ class RPCBatchedCollector(BaseCollector):
         policy: nn.Module | Callable[[TensorDictBase], Any] | None = None,
         *,
         session: Session | None = None,
-        frames_per_batch: int,
+        frames_per_batch: int | None = None,
         total_frames: int = -1,
         policy_factory: Callable[[int, int], nn.Module] | None = None,
         num_envs: int = 1,
@@ -183,7 +186,6 @@ class RPCBatchedCollector(BaseCollector):
         self.worker_timeout_s = worker_timeout_s
         self.timeout_s = timeout_s or (60.0 if session is None else session.timeout_s)
         self.total_frames = total_frames
-        self.requested_frames_per_batch = frames_per_batch
         self.replay_buffer = replay_buffer
         self.policy = policy
         self.report = CollectReport()
@@ -191,11 +193,12 @@ class RPCBatchedCollector(BaseCollector):
         # Packing also refuses a policy that cannot be packed, at once.
         initial = pack(policy, 0) if isinstance(policy, nn.Module) else None
         rollouts = self.readiness.rollouts_per_batch(num_workers)
+        frames = None if frames_per_batch is None else -(-frames_per_batch // rollouts)
         config = WorkerConfig(
             make_env,
             policy=None if policy_factory is not None else _cpu_copy(policy),
             policy_factory=policy_factory,
-            frames_per_rollout=-(-frames_per_batch // rollouts),
+            frames_per_rollout=frames,
             num_envs=num_envs,
             env_processes=env_processes,
             step_timeout_s=step_timeout_s,
@@ -238,7 +241,8 @@ class RPCBatchedCollector(BaseCollector):
             self._crew.send_weights(initial)
         first = self._crew.workers[0]
         self.frames_per_batch = rollouts * first.num_envs * first.steps
-        if self.frames_per_batch > frames_per_batch:
+        self.requested_frames_per_batch = frames_per_batch or self.frames_per_batch
+        if self.frames_per_batch > self.requested_frames_per_batch:
             warnings.warn(
                 f"frames_per_batch={frames_per_batch} is no multiple of {rollouts} rollouts x "
                 f"{first.num_envs} envs: batches will have {self.frames_per_batch}",

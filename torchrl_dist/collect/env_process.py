@@ -115,12 +115,12 @@ class EnvProcess:
 def config_of_part(config: WorkerConfig, index: int, generation: int) -> WorkerConfig:
     """The config of one process of a node worker: its place in the job is that of a worker among
     as many workers as there are processes."""
-    seed = config.seed
+    seed, frames = config.seed, config.frames_per_rollout
     if seed is not None:  # the successor of a dead process is not to repeat its episodes
         seed = (seed + generation * _SEED_STRIDE) % 2**31
     return replace(
         config,
-        frames_per_rollout=-(-config.frames_per_rollout // config.env_processes),
+        frames_per_rollout=None if frames is None else -(-frames // config.env_processes),
         worker_index=config.worker_index * config.env_processes + index,
         num_workers=config.num_workers * config.env_processes,
         shown_index=config.worker_index,

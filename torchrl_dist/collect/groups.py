@@ -93,6 +93,11 @@ class GroupedRollout:
         for group in self._groups:
             group.reset()
 
+    def resize(self, steps: int) -> None:
+        self.steps = steps
+        for group in self._groups:
+            group.resize(steps)
+
     @property
     def specs(self) -> dict[str, str]:
         return self._groups[0].specs

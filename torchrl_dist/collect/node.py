@@ -12,11 +12,12 @@ import os
 import secrets
 import signal
 import socket
+import statistics
 import struct
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -134,10 +135,16 @@ class NodeWorker:
         except BaseException:
             self._end()
             raise
-        self._specs = infos[0].specs
         self._envs = infos[0].num_envs
         self.steps = infos[0].steps
         self.num_envs = self._envs * self._count
+        self._info = replace(
+            infos[0],
+            num_envs=self.num_envs,
+            pid=os.getpid(),
+            step_s=statistics.median(info.step_s for info in infos),
+            step_bytes=sum(info.step_bytes for info in infos),
+        )
 
     # ---- processes
 
@@ -290,7 +297,14 @@ class NodeWorker:
     # ---- the verbs of a worker
 
     def describe(self) -> WorkerInfo:
-        return WorkerInfo(self.num_envs, self.steps, socket.gethostname(), os.getpid(), self._specs)
+        return self._info
+
+    def set_steps(self, steps: int) -> None:
+        """As ``RolloutWorker.set_steps``; before the first rollout."""
+        self._tell_all("set_steps", steps)
+        self.steps = steps
+        self.config = replace(self.config, frames_per_rollout=steps * self.num_envs)
+        self._config = cloudpickle.dumps(self.config)
 
     def set_weights(self, packed: PackedWeights) -> None:
         """As ``RolloutWorker.set_weights``; one copy for all processes."""

@@ -76,6 +76,9 @@ class Rollout(Protocol):
     def reset(self) -> None:
         """Start new episodes in all envs."""
 
+    def resize(self, steps: int) -> None:
+        """Make this the usual length of a rollout."""
+
     @property
     def specs(self) -> dict[str, str]:
         """What all workers of a job must agree in, in words."""
@@ -236,6 +239,9 @@ class GymnasiumRollout:
 
     def reset(self) -> None:
         self._started = False
+
+    def resize(self, steps: int) -> None:
+        self.steps = steps
 
     @property
     def specs(self) -> dict[str, str]:
@@ -450,23 +456,31 @@ class TorchRLRollout:
     ) -> None:
         self.env = env
         self.num_envs = env.batch_size.numel()
-        self.steps = -(-frames // self.num_envs)
         self.policy_version = 0
+        self._policy = policy
+        self._exploration_type = exploration_type
         self._stop = False
         self._taken = 0
-        self._steps_now = self.steps
         self._enough = never
+        self._start(-(-frames // self.num_envs))
+
+    def _start(self, steps: int) -> None:
+        self.steps = self._steps_now = steps
         self._collector = Collector(
-            env,
-            policy,
-            frames_per_batch=self.steps * self.num_envs,
+            self.env,
+            self._policy,
+            frames_per_batch=steps * self.num_envs,
             total_frames=-1,
-            exploration_type=exploration_type,
+            exploration_type=self._exploration_type,
             track_traj_ids=False,  # Episodes numbers them
             trust_policy=True,
             interruptor=self,
         )
         self._batches = iter(self._collector)
+
+    def resize(self, steps: int) -> None:
+        self._collector.shutdown(close_env=False)
+        self._start(steps)
 
     def collection_stopped(self) -> bool:
         """Asked by the Collector after every step."""
@@ -518,14 +532,14 @@ def make_rollout(
     make_env: str | Callable[[], Any],
     policy: Policy | None,
     *,
-    frames: int,
+    frames: int = 1,
     num_envs: int = 1,
     exploration_type: ExplorationType = ExplorationType.RANDOM,
     categorical_action_encoding: bool = False,
 ) -> Rollout:
     """Build the envs here, in this process, and the loop that fits them.
 
-    ``frames`` per rollout are divided among the envs, rounded up.
+    ``frames`` per rollout are divided among the envs, rounded up; ``resize`` changes that.
 
     Raises:
         ConfigurationError: ``make_env`` gives no env, or one whose spaces are not supported.
@@ -548,12 +562,19 @@ def make_rollout(
 def nested(
     data: dict[Key, Tensor], batch_size: list[int], names: list[str | None] | None = None
 ) -> TensorDict:
-    """A TensorDict from flat keys; builds the nested dict first (setting key by key is slow)."""
-    tree: dict[str, Any] = {}
+    """A TensorDict from flat keys and tensors that are known to begin with ``batch_size``.
+
+    Built past TensorDict's checks, which would take a good part of a short rollout's time.
+    """
+    size = torch.Size(batch_size)
+    root: dict[str, Any] = {}
+    deeper: dict[str, dict[Key, Tensor]] = {}
     for key, value in data.items():
-        *path, last = (key,) if isinstance(key, str) else key
-        node = tree
-        for name in path:
-            node = node.setdefault(name, {})
-        node[last] = value
-    return TensorDict(tree, batch_size=batch_size, names=names)
+        if isinstance(key, str):
+            root[key] = value
+        else:
+            first, *rest = key
+            deeper.setdefault(first, {})[plain_key(tuple(rest))] = value
+    for name, part in deeper.items():
+        root[name] = nested(part, batch_size, names)
+    return TensorDict._new_unsafe(root, batch_size=size, names=names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,10 +12,13 @@ from torchrl_dist.collect.crew import Worker
 from torchrl_dist.collect.handles import Handle, LocalHandle
 from torchrl_dist.collect.node import make_worker
 from torchrl_dist.collect.specs import require_equal_specs
-from torchrl_dist.collect.worker import WorkerConfig
+from torchrl_dist.collect.worker import WorkerConfig, WorkerInfo
 from torchrl_dist.errors import ConfigurationError, PeerLostError
 from torchrl_dist.runtime import Peer, Session
 
+# A message costs both sides together two milliseconds of CPU, so this makes it a percent.
+MESSAGE_S = 0.25
+MESSAGE_BYTES = 8 << 20
 _WARN_AT_CALLER = 4  # frames between a warning here and who builds the collector
 
 
@@ -45,9 +49,11 @@ def start_workers(
             handle = session.remote(peers[index], make_worker, own, timeout_s=limit_s)
             name = peers[index].name
         info = handle.call("describe", timeout_s=limit_s)
+        infos.append(info)
         specs = {"number of envs": str(info.num_envs), **info.specs}
         return Worker(index, name, handle, info.num_envs, info.steps, ahead, specs)
 
+    infos: list[WorkerInfo] = []
     count = len(peers) or 1
     with ThreadPoolExecutor(count) as pool:
         builds = [pool.submit(build, index) for index in range(count)]
@@ -63,9 +69,29 @@ def start_workers(
             warnings.warn(f"a worker is lost before it began: {error}", stacklevel=_WARN_AT_CALLER)
         else:
             errors.append(error)
-    if not errors:
+    if not errors and workers:
         try:
             require_equal_specs({worker.name: worker.specs for worker in workers})
-        except ConfigurationError as error:
+            if config.frames_per_rollout is None:
+                _set_steps(workers, infos, limit_s)
+        except (ConfigurationError, PeerLostError) as error:
             errors.append(error)
     return workers, lost, errors
+
+
+def _set_steps(workers: Sequence[Worker], infos: Sequence[WorkerInfo], limit_s: float) -> None:
+    # Medians: while the others start, the cores are not only for who is timed.
+    steps = steps_per_message(
+        statistics.median(info.step_s for info in infos),
+        statistics.median(info.step_bytes for info in infos),
+    )
+    answers = [worker.handle.submit("set_steps", steps, timeout_s=limit_s) for worker in workers]
+    for worker, answer in zip(workers, answers, strict=True):
+        answer.result(limit_s + 1)
+        worker.steps = steps
+
+
+def steps_per_message(step_s: float, step_bytes: float) -> int:
+    """How many steps make a message that takes neither microseconds nor minutes to fill, and not
+    all memory: about ``MESSAGE_S`` seconds, at most ``MESSAGE_BYTES`` bytes, at least a step."""
+    return max(1, int(min(MESSAGE_S / step_s, MESSAGE_BYTES / step_bytes)))

@@ -26,7 +26,13 @@ from torchrl_dist.collect.access import visit
 from torchrl_dist.collect.batches import truncate_last
 from torchrl_dist.collect.fast_policy import fast_policy
 from torchrl_dist.collect.groups import Inference, make_grouped_rollout
-from torchrl_dist.collect.rollout import Episodes, Rollout, RolloutStopped, make_rollout
+from torchrl_dist.collect.rollout import (
+    Episodes,
+    Rollout,
+    RolloutStopped,
+    make_rollout,
+    nested,
+)
 from torchrl_dist.errors import ConfigurationError, DeadlineError
 from torchrl_dist.weights import PackedWeights, unpack
 
@@ -35,6 +41,9 @@ Postproc = Callable[[TensorDictBase], TensorDictBase]
 # TorchRL's exploration type is one per process (tensordict 0.14.3), so two collectors that share a
 # process take turns.
 _ONE_ROLLOUT = threading.Lock()
+# Stepping to know what a step takes: until it has lasted so long, or for so many steps.
+_MEASURED_S = 0.02
+_MOST_MEASURED = 64
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,8 @@ class WorkerConfig:
     Attributes:
         policy: used as it is given (hand in a copy); ``None`` with no factory: random actions.
         policy_factory: ``(worker_index, num_workers) -> module``, called on the worker.
-        frames_per_rollout: T is this over the number of envs, rounded up.
+        frames_per_rollout: T is this over the number of envs, rounded up. None: T is 1, and a
+            step is timed, until ``set_steps``.
         seed: of the whole job; the envs of all workers take consecutive seeds of TorchRL's chain.
         replay_buffer: if given, rollouts are written there and ``collect`` returns no data.
         postproc: rollout ``[N, T]`` -> rows. ``postproc_factory(policy)`` makes one on the worker.
@@ -58,7 +68,7 @@ class WorkerConfig:
     make_env: str | Callable[[], Any]
     policy: Callable[[TensorDictBase], Any] | None = None
     policy_factory: Callable[[int, int], nn.Module] | None = None
-    frames_per_rollout: int = 1
+    frames_per_rollout: int | None = 1
     num_envs: int = 1
     worker_index: int = 0
     num_workers: int = 1
@@ -77,13 +87,18 @@ class WorkerConfig:
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """What the collector must know before the first rollout."""
+    """What the collector must know before the first rollout.
+
+    ``step_s``, ``step_bytes``: what a step of all envs takes, if the config leaves T open.
+    """
 
     num_envs: int
     steps: int
     host: str
     pid: int
     specs: dict[str, str]
+    step_s: float = 0.0
+    step_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -128,6 +143,10 @@ def env_seeds(seed: int, first: int, count: int, static_seed: bool = False) -> l
         seeds.append(seed)
         seed = seed_generator(seed)
     return seeds
+
+
+def _size_bytes(rows: TensorDictBase) -> int:
+    return sum(value.nbytes for value in rows.values(True, True))
 
 
 class Turns:
@@ -190,7 +209,7 @@ class RolloutWorker:
             self._rollout = make_grouped_rollout(
                 config.make_env,
                 config.inference,
-                frames=config.frames_per_rollout,
+                frames=config.frames_per_rollout or 1,
                 num_envs=config.num_envs,
                 categorical_action_encoding=config.categorical_action_encoding,
             )
@@ -198,7 +217,7 @@ class RolloutWorker:
             self._rollout = make_rollout(
                 config.make_env,
                 fast_policy(self.policy),
-                frames=config.frames_per_rollout,
+                frames=config.frames_per_rollout or 1,
                 num_envs=config.num_envs,
                 exploration_type=config.exploration_type,
                 categorical_action_encoding=config.categorical_action_encoding,
@@ -212,8 +231,32 @@ class RolloutWorker:
             self.set_seed(config.seed)
 
     def describe(self) -> WorkerInfo:
+        """Blocks for a few steps if a step is to be timed; ``set_steps`` comes next."""
         specs = self._rollout.specs
-        return WorkerInfo(self.num_envs, self.steps, socket.gethostname(), os.getpid(), specs)
+        info = WorkerInfo(self.num_envs, self.steps, socket.gethostname(), os.getpid(), specs)
+        return info if self.config.frames_per_rollout is not None else self._with_step_time(info)
+
+    def _with_step_time(self, info: WorkerInfo) -> WorkerInfo:
+        steps, step_s = 1, 0.0
+        with _ONE_ROLLOUT, self._lock:
+            self._rollout.resize(_MOST_MEASURED)
+            self._rollout.run(1)  # whatever is done once is done here
+            while steps * step_s < _MEASURED_S and steps < _MOST_MEASURED:
+                steps *= 2
+                begun = time.perf_counter()
+                rows = self._rollout.run(steps)
+                step_s = (time.perf_counter() - begun) / steps
+        return replace(info, step_s=step_s, step_bytes=_size_bytes(rows) / steps)
+
+    def set_steps(self, steps: int) -> None:
+        """Make this T. The episodes begin anew, from the config's seed."""
+        with self._lock:
+            self.steps = steps
+            self._rollout.resize(steps)
+            self.config = replace(self.config, frames_per_rollout=steps * self.num_envs)
+        self.reset()
+        if self.config.seed is not None:
+            self.set_seed(self.config.seed)
 
     def set_weights(self, packed: PackedWeights) -> None:
         """Take newer weights from the next step on; an older version than the current is ignored.
@@ -352,17 +395,16 @@ class RolloutWorker:
 
     def _stamp(self, rollout: TensorDict, kept: int) -> tuple[list[float], list[int]]:
         shape = rollout.shape
-        reward, done = rollout.get(("next", "reward")), rollout.get(("next", "done"))
-        ended = done.reshape(*shape, -1).any(-1).numpy()
+        following = rollout.get("next")
+        reward = following.get("reward").numpy().reshape(*shape, -1).sum(-1)
+        ended = following.get("done").numpy().reshape(*shape, -1).any(-1)
         ended[kept:] = False
-        ids, returns, lengths = self._episodes.advance(
-            reward.reshape(*shape, -1).sum(-1).numpy(), ended
-        )
+        ids, returns, lengths = self._episodes.advance(reward, ended)
         collector = {
             "traj_ids": torch.from_numpy(ids.copy()),
             "worker_index": torch.full(shape, self._shown_index),
         }
-        rollout.set("collector", TensorDict(collector, batch_size=shape))
+        rollout.set("collector", nested(collector, list(shape), rollout.names))
         return returns, lengths
 
     def _deliver(self, rollout: TensorDict) -> tuple[TensorDict | None, int]:
@@ -370,7 +412,7 @@ class RolloutWorker:
         if self._postproc is not None:
             with torch.no_grad():
                 rows = self._postproc(rollout)
-        size_bytes = rows.bytes()
+        size_bytes = _size_bytes(rows)
         if self.config.replay_buffer is None:
             return rows, size_bytes
         self.config.replay_buffer.extend(rows.reshape(-1))
