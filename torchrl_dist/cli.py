@@ -65,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_train(commands)
     _add_play(commands)
+    _add_inspect(commands)
     _add_bench(commands)
     return parser
 
@@ -209,6 +210,34 @@ def _play(options: argparse.Namespace) -> int:
             render=options.render,
         )
     )
+
+
+# ---- inspect
+
+
+def _add_inspect(commands: argparse._SubParsersAction) -> None:
+    inspect = commands.add_parser(
+        "inspect",
+        help="show what is in a replay buffer or a checkpoint of one",
+        description=(
+            "Show rows, priorities, processes and counters of a replay directory, also while a job "
+            "uses it, or of a checkpoint. Read-only: nothing is attached, locked or changed."
+        ),
+    )
+    inspect.add_argument("directory", metavar="DIR", help="the scratch_dir, or where dumps wrote")
+    inspect.add_argument("--json", action="store_true", help="print one JSON object instead")
+    inspect.set_defaults(command=_inspect)
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from .replay.inspection import inspect, show
+
+    found = inspect(options.directory)
+    if options.json:
+        print(json.dumps(found), flush=True)
+    else:
+        show(found)
+    return 0
 
 
 # ---- bench

@@ -600,7 +600,7 @@ def damage(path: Path, what: str) -> str:
     if what == "priorities":
         leaf = np.memmap(data / "shard-0" / "priority.bin", np.float64, "r+")
         leaf[7] = np.nan
-        return "not finite numbers above 0"
+        return "are not finite or below 0"
     if what == "json":
         manifest.write_text("{")
         return "checkpoint.json is damaged"

@@ -36,7 +36,7 @@ import platform
 import shutil
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,18 @@ _COUNTERS = (
     Word.TAKEN_OVER_CLAIMS,
     Word.REPAIRS,
 )
+
+
+def control_tables(control: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Words, claims and members, int64 [64], [MAX_CLAIMS, 4], [MAX_MEMBERS, 2], of the control
+    block as int64."""
+    words, claims, members = np.split(control, [_CONTROL_WORDS, _CONTROL_WORDS + 4 * MAX_CLAIMS])
+    return words, claims.reshape(MAX_CLAIMS, 4), members.reshape(MAX_MEMBERS, 2)
+
+
+def counters_in(words: Sequence[int] | np.ndarray) -> dict[str, int]:
+    """What happened so far, by name."""
+    return {word.name.lower(): int(words[word]) for word in _COUNTERS}
 
 
 @dataclass(frozen=True)
@@ -319,7 +331,7 @@ class ReplayDirectory:
     @property
     def counters(self) -> dict[str, int]:
         """What happened in this directory so far, over all processes."""
-        return {word.name.lower(): self.words[word] for word in _COUNTERS}
+        return counters_in(self.words)
 
     # --- rows --------------------------------------------------------------------------------
 
@@ -392,9 +404,7 @@ class ReplayDirectory:
         self.words = memoryview(control)[: 8 * _CONTROL_WORDS].cast("q")
         self.floats = memoryview(control)[: 8 * _CONTROL_WORDS].cast("d")
         self._fair_lock.share_waiting(self.words, Word.WAITING)
-        tables = np.frombuffer(control, dtype=np.int64, offset=8 * _CONTROL_WORDS)
-        self.claims = tables[: 4 * MAX_CLAIMS].reshape(MAX_CLAIMS, 4)
-        self.members = tables[4 * MAX_CLAIMS :].reshape(MAX_MEMBERS, 2)
+        _, self.claims, self.members = control_tables(np.frombuffer(control, dtype=np.int64))
         self.versions = np.frombuffer(
             _map(self.path / "versions.bin", 8 * self.capacity), dtype=np.int64
         )
@@ -564,6 +574,18 @@ def open_directory(
                     view.words[Word.KEEP] = 1
                 return view
         raise DirectoryError(f"{folder} is removed again and again while it is being opened")
+
+
+def open_view(path: Path) -> int | None:
+    """This process's descriptor of the lock file, None if it does not have the directory open."""
+    with _OPEN_LOCK:
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            return None
+        view = _OPEN.get((status.st_dev, status.st_ino))
+        open_here = view is not None and not view._closed and view._pid == os.getpid()
+        return view._fd if open_here else None
 
 
 def close_directory(directory: ReplayDirectory, *, clean: bool = True) -> None:

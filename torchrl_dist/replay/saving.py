@@ -182,9 +182,9 @@ def restore(shards: Sequence[Shard], capacity: int, saved: Sequence[SavedShard |
     if any(spec != specs[0] for spec in specs):
         raise CheckpointError("the saved shards hold rows of different kinds")
     for each in saved:
-        if each is not None and not (np.isfinite(each.leaf).all() and (each.leaf > 0).all()):
+        if each is not None and not (np.isfinite(each.leaf).all() and (each.leaf >= 0).all()):
             raise CheckpointError(
-                "the saved priorities are not finite numbers above 0: the checkpoint is damaged"
+                "the saved priorities are not finite or below 0: the checkpoint is damaged"
             )
     for shard in shards:
         if specs and (own := shard.head().spec):

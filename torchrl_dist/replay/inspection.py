@@ -1,0 +1,404 @@
+"""What ``torchrl-dist inspect`` tells about a replay directory or a checkpoint, read-only.
+
+Nothing is attached, locked or mapped for writing: a running job does not notice, and files that
+cannot be written can be inspected. So figures of a running job are of slightly different instants.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torchrl_dist.errors import DirectoryError
+from torchrl_dist.replay import directory as layout
+from torchrl_dist.replay.directory import (
+    CLAIM_DISCARDED,
+    CLAIM_PUBLISHING,
+    CLAIM_WRITING,
+    MAX_MEMBERS,
+    RowSpec,
+    Word,
+)
+from torchrl_dist.replay.dump import MANIFEST, read_dump, read_manifest
+from torchrl_dist.replay.lock import MEMBER_BYTES, byte_holder
+from torchrl_dist.replay.placement import slot_ranges
+from torchrl_dist.replay.snapshot import SavedShard
+
+_QUANTILES = (0, 1, 10, 25, 50, 75, 90, 99, 100)
+_BINS = 10
+_STATES = {CLAIM_WRITING: "writing", CLAIM_PUBLISHING: "publishing", CLAIM_DISCARDED: "discarded"}
+_COMMAND_CHARACTERS = 60
+
+
+def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """All about the replay directory or checkpoint in a folder, as plain values.
+
+    Raises:
+        DirectoryError: the folder is neither, or of another format.
+        CheckpointError: it is a damaged checkpoint.
+    """
+    folder = Path(os.path.abspath(path))
+    for place in (folder, folder / "storage"):  # where TorchRL's class puts the storage's files
+        if (place / MANIFEST).exists():
+            return _checkpoint(place)
+    try:
+        return _directory(folder)
+    except FileNotFoundError as error:
+        raise _not_one(folder) from error
+
+
+def _not_one(folder: Path) -> DirectoryError:
+    if not folder.is_dir():
+        return DirectoryError(f"{folder} is no folder")
+    inside = [
+        each.parent.name
+        for pattern in ("*/header.json", f"*/{MANIFEST}")
+        for each in sorted(folder.glob(pattern))
+    ]
+    hint = f"; these folders in it may be: {', '.join(inside)}" if inside else ""
+    return DirectoryError(f"{folder} is neither a replay directory nor a checkpoint{hint}")
+
+
+# --- a directory ---------------------------------------------------------------------------------
+
+
+def _directory(folder: Path) -> dict[str, Any]:
+    header = json.loads((folder / "header.json").read_text())
+    if not isinstance(header, dict) or header.get("format") != layout.FORMAT:
+        raise DirectoryError(
+            f"{folder} is no replay directory of format {layout.FORMAT}: use the version of "
+            "torchrl_dist that wrote it"
+        )
+    capacity = header["capacity"]
+    control = np.fromfile(folder / "control.bin", dtype=np.int64)
+    words, claims, members = layout.control_tables(control)
+    floats = words.view(np.float64)
+    versions = np.fromfile(folder / "versions.bin", np.int64, capacity)
+    leaf = np.fromfile(folder / "tree.bin", np.float64, capacity)
+    slots = np.flatnonzero((versions & 1 == 0) & (versions > 0))
+    cursor = int(words[Word.CURSOR])
+    alpha_set = bool(words[Word.ALPHA_SET])
+    spec = None
+    if words[Word.ROWS_READY]:
+        spec = RowSpec.from_json(json.loads((folder / "rows.json").read_text()))
+    with _lock_file(folder) as fd:
+        living = _members(members, fd)
+        alive = {each["member"] for each in living if each["alive"]}
+        lock_pids = [byte_holder(fd, byte) for byte in (1, 0)]
+    return {
+        "kind": "directory",
+        "path": str(folder),
+        "host": socket.gethostname(),
+        "job_id": header["job_id"],
+        "removed_at_the_end": not words[Word.KEEP],
+        "lock": {"holder_pid": lock_pids[0], "next_pid": lock_pids[1]},
+        "members": living,
+        "claims": _claims(claims, capacity, alive),
+        **_content(
+            capacity,
+            cursor,
+            int(words[Word.LENGTH]),
+            int(words[Word.WRITE_COUNT]),
+            spec,
+            slots,
+            leaf[slots],
+            float(floats[Word.ALPHA]) if alpha_set else None,
+            float(floats[Word.EPS]) if alpha_set else None,
+            float(floats[Word.MAX_PRIORITY]),
+        ),
+        "counters": layout.counters_in(words),
+    }
+
+
+@contextlib.contextmanager
+def _lock_file(folder: Path) -> Iterator[int]:
+    """A descriptor of the lock file, to ask who holds its bytes.
+
+    Closing one drops all record locks of this process on the file, so a process that has the
+    directory open itself lends the one it has.
+    """
+    own = layout.open_view(folder)
+    if own is not None:
+        yield own
+        return
+    fd = os.open(folder / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _members(table: np.ndarray, fd: int) -> list[dict[str, Any]]:
+    found = []
+    for index in np.flatnonzero(table[:, layout.MEMBER_SERIAL]).tolist():
+        pid, serial = table[index].tolist()
+        holder = byte_holder(fd, MEMBER_BYTES + index)
+        # a process is not told about its own locks
+        alive = holder is not None or pid == os.getpid()
+        found.append(
+            {
+                "member": serial * MAX_MEMBERS + index,
+                "pid": pid,
+                "alive": alive,
+                "state": _process_state(pid) if alive else "dead",
+                "command": _command(pid) if alive else "",
+            }
+        )
+    return found
+
+
+def _process_state(pid: int) -> str:
+    """As in /proc: running or not, stopped; "elsewhere" in another pid namespace."""
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "elsewhere"
+    return {"T": "stopped", "t": "traced", "Z": "zombie", "D": "disk wait"}.get(letter, "alive")
+
+
+def _command(pid: int) -> str:
+    try:
+        text = (
+            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        )
+    except OSError:
+        return ""
+    return text.strip()[:_COMMAND_CHARACTERS]
+
+
+def _claims(table: np.ndarray, capacity: int, alive: set[int]) -> list[dict[str, Any]]:
+    return [
+        {
+            "member": member,
+            "alive": member in alive,
+            "rows": count,
+            "first_ticket": first,
+            "slots": slot_ranges(first, count, capacity),
+            "state": _STATES.get(state, str(state)),
+        }
+        for count, first, member, state in table.tolist()
+        if 0 < count <= capacity
+    ]
+
+
+# --- a checkpoint --------------------------------------------------------------------------------
+
+
+def _checkpoint(folder: Path) -> dict[str, Any]:
+    manifest = read_manifest(folder)
+    shards, extra = read_dump(folder)
+    written = datetime.datetime.fromtimestamp(manifest["unix_time_s"], datetime.timezone.utc)
+    return {
+        "kind": "checkpoint",
+        "path": str(folder),
+        "written": written.isoformat(timespec="seconds"),
+        "bytes": sum(each.stat().st_size for each in folder.rglob("*") if each.is_file()),
+        "extra": sorted(extra),
+        "shards": [None if shard is None else _shard(shard) for shard in shards],
+    }
+
+
+def _shard(saved: SavedShard) -> dict[str, Any]:
+    head = saved.head
+    highest = np.nan if head.max_priority is None else head.max_priority
+    return {
+        **_content(
+            head.capacity,
+            head.cursor,
+            saved.leaf.size,
+            head.write_count,
+            head.spec,
+            saved.slots,
+            saved.leaf,
+            head.alpha,
+            head.eps,
+            highest,
+        ),
+        "overwritten": saved.overwritten,
+        "counters": head.counters,
+    }
+
+
+# --- what both have ------------------------------------------------------------------------------
+
+
+def _content(
+    capacity: int,
+    cursor: int,
+    length: int,
+    write_count: int,
+    spec: RowSpec | None,
+    slots: np.ndarray,
+    leaf: np.ndarray,
+    alpha: float | None,
+    eps: float | None,
+    max_priority: float,
+) -> dict[str, Any]:
+    age = np.sort((cursor - 1 - slots) % capacity)
+    priority = _priorities(leaf, alpha, eps)
+    return {
+        "capacity": capacity,
+        "length": length,
+        "cursor": cursor,
+        "write_count": write_count,
+        "row_bytes": None if spec is None else spec.row_bytes,
+        "row": None if spec is None else spec.as_json(),
+        "alpha": alpha,
+        "eps": eps,
+        "max_priority": None if max_priority != max_priority else float(max_priority),
+        "priority": {
+            "mass": float(leaf.sum()),
+            "quantiles": _quantiles(priority),
+            "histogram": _histogram(priority),
+            "largest_1_percent_have": _share_of_largest(leaf),
+        },
+        "age": {"quantiles": _quantiles(age)},
+    }
+
+
+def _priorities(leaf: np.ndarray, alpha: float | None, eps: float | None) -> np.ndarray:
+    """Sorted; before alpha and eps, where they can be told."""
+    if alpha:
+        leaf = np.maximum(leaf ** (1 / alpha) - (eps or 0.0), 0.0)
+    return np.sort(leaf)
+
+
+def _quantiles(ascending: np.ndarray) -> dict[str, float] | None:
+    if not ascending.size:
+        return None
+    at = (np.array(_QUANTILES) / 100 * (ascending.size - 1)).round().astype(np.int64)
+    return dict(zip([f"{each}%" for each in _QUANTILES], ascending[at].tolist(), strict=True))
+
+
+def _histogram(ascending: np.ndarray) -> list[dict[str, float]]:
+    """Rows per priority, in bins of equal ratio; what is 0 is in the first."""
+    positive = ascending[ascending > 0]
+    if not positive.size:
+        return []
+    low, high = float(positive[0]), float(positive[-1])
+    edges = np.geomspace(low, high, _BINS + 1) if high > low else np.array([low, high])
+    counts = np.diff(np.searchsorted(ascending, edges[1:-1], side="left"), prepend=0)
+    counts = np.append(counts, ascending.size - counts.sum())
+    return [
+        {"from": float(edges[i]), "to": float(edges[i + 1]), "rows": int(count)}
+        for i, count in enumerate(counts)
+    ]
+
+
+def _share_of_largest(leaf: np.ndarray) -> float | None:
+    """Which part of the draws goes to the hundredth of rows with the largest priorities."""
+    total = float(leaf.sum())
+    if not total:
+        return None
+    count = max(1, leaf.size // 100)
+    return float(np.partition(leaf, leaf.size - count)[-count:].sum()) / total
+
+
+# --- for people ----------------------------------------------------------------------------------
+
+
+def show(found: dict[str, Any]) -> None:
+    """Print what :func:`inspect` gave as tables."""
+    from rich.console import Console
+
+    console = Console()
+    console.print(f"[bold]{found['kind']}[/] {found['path']}", highlight=False)
+    if found["kind"] == "checkpoint":
+        console.print(
+            f"written {found['written']}, {found['bytes'] / 2**20:.1f} MiB, "
+            f"{len(found['shards'])} shards"
+            + (f", with {', '.join(found['extra'])}" if found["extra"] else "")
+        )
+        for number, shard in enumerate(found["shards"]):
+            console.rule(f"shard {number}")
+            if shard is None:
+                console.print("missing: it did not answer when the checkpoint was written")
+            else:
+                _show_content(console, shard, {"overwritten meanwhile": shard["overwritten"]})
+        return
+    lock = found["lock"]
+    holder = lock["holder_pid"]
+    _show_content(
+        console,
+        found,
+        {
+            "job": found["job_id"],
+            "host": found["host"],
+            "after its last process": "removed" if found["removed_at_the_end"] else "kept",
+            "lock": "free" if holder is None else f"held by process {holder}",
+        },
+    )
+    _print_table(console, "processes", found["members"], ("pid", "state", "member", "command"))
+    claims = [
+        {
+            **claim,
+            "by member": f"{claim['member']} ({'alive' if claim['alive'] else 'dead'})",
+            "slots": ", ".join(f"{start} to {stop - 1}" for start, stop in claim["slots"]),
+        }
+        for claim in found["claims"]
+    ]
+    _print_table(console, "rows being written", claims, ("by member", "rows", "state", "slots"))
+
+
+def _show_content(console: Any, found: dict[str, Any], more: dict[str, Any]) -> None:
+    row = found["row"]
+    leaves = [] if row is None else row["leaves"]
+    facts = {
+        **more,
+        "rows": f"{found['length']:,} of {found['capacity']:,}",
+        "ever written": f"{found['write_count']:,}",
+        "next ticket": f"{found['cursor']:,} (slot {found['cursor'] % found['capacity']:,})",
+        "a row": "none yet" if row is None else f"{found['row_bytes']:,} bytes",
+        "alpha, eps": f"{found['alpha']}, {found['eps']}",
+        "largest priority": found["max_priority"],
+        **{name.replace("_", " "): count for name, count in found["counters"].items()},
+    }
+    _print_table(
+        console, "", [{"": name, "value": value} for name, value in facts.items()], ("", "value")
+    )
+    spec = [{**leaf, "key": ".".join(leaf["key"])} for leaf in leaves]
+    _print_table(console, "a row", spec, ("key", "dtype", "shape"))
+    priority, age = found["priority"]["quantiles"], found["age"]["quantiles"]
+    if priority is None:
+        return
+    quantiles = [
+        {"of the rows": name, "priority": f"{priority[name]:.4g}", "age": f"{age[name]:,}"}
+        for name in priority
+    ]
+    _print_table(console, "at most", quantiles, ("of the rows", "priority", "age"))
+    console.print("age: in tickets, rows reserved since")
+    bins = found["priority"]["histogram"]
+    most = max(each["rows"] for each in bins)
+    shown = [
+        {
+            "priority": f"{each['from']:.3g} to {each['to']:.3g}",
+            "rows": f"{each['rows']:,}",
+            "": "█" * round(30 * each["rows"] / most),
+        }
+        for each in bins
+    ]
+    share = found["priority"]["largest_1_percent_have"]
+    title = f"priorities; the largest 1 % of them have {share:.1%} of the draws"
+    _print_table(console, title, shown, ("priority", "rows", ""))
+
+
+def _print_table(console: Any, title: str, lines: list[dict[str, Any]], columns: Any) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    if not lines:
+        return
+    table = Table(title=title or None, title_justify="left", show_header=bool(title))
+    for column in columns:
+        table.add_column(column)
+    for line in lines:
+        table.add_row(*(escape(str(line[column])) for column in columns))
+    console.print(table)
