@@ -148,7 +148,7 @@ def own_claims(directory: ReplayDirectory) -> int:
 # --- processes -----------------------------------------------------------------------------------
 
 
-def _start(function: Callable[..., Any], *arguments: Any) -> int:
+def start(function: Callable[..., Any], *arguments: Any) -> int:
     """Fork; a few ms, whatever is loaded. Returns the pid."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -186,13 +186,13 @@ def end_of(pid: int, timeout_s: float = 60.0) -> int:
 
 def run_forked(function: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0) -> int:
     """Run in a forked child until it ends; its exit status, or minus the signal."""
-    return end_of(_start(function, *arguments), timeout_s)
+    return end_of(start(function, *arguments), timeout_s)
 
 
 @contextlib.contextmanager
 def forked(function: Callable[..., Any], *arguments: Any) -> Iterator[int]:
     """The pid of a child that is killed at the end, if it still runs then."""
-    pid = _start(function, *arguments)
+    pid = start(function, *arguments)
     fd = os.pidfd_open(pid)
     try:
         yield pid

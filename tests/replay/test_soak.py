@@ -1,0 +1,357 @@
+"""Everything at once, for a while: writers, learners, checkpoints, and kills, pauses, restarts.
+
+About 20 s; several minutes with ``TORCHRL_DIST_LONG_TESTS=1``, or as many seconds as
+``TORCHRL_DIST_SOAK_S`` says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import mmap
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.replay.faults import (
+    LONG,
+    assert_lock_is_free,
+    assert_sound,
+    attach,
+    priority_of,
+    rows_of,
+    start,
+    torn_rows,
+    wait_until,
+)
+from torchrl_dist.replay import rows
+from torchrl_dist.replay.dump import MANIFEST, read_dump
+from torchrl_dist.replay.inspection import inspect
+
+SECONDS = float(os.environ.get("TORCHRL_DIST_SOAK_S", 200 if LONG else 16))
+CAPACITY = 2048
+WIDTH = 256
+LIVES = 2
+HANG_S = 30.0
+WRITERS, LEARNERS, SAVERS = 3, 2, 2
+SEQUENCE_BITS = 40
+GROWTH = 1.1
+_SLACK_BYTES = 8 * 2**20
+
+
+def shared(*shape: int) -> np.ndarray:
+    """int64, zeros, seen by forked children."""
+    return np.frombuffer(mmap.mmap(-1, 8 * int(np.prod(shape))), np.int64).reshape(shape)
+
+
+class Log:
+    """What the processes have done, in memory that outlives them."""
+
+    def __init__(self) -> None:
+        self.progress = shared(WRITERS + LEARNERS + SAVERS)
+        self.sequence = shared(WRITERS)
+        """Of the next row; each is used once."""
+        self.key = shared(WRITERS, CAPACITY)
+        self.generation = shared(WRITERS, CAPACITY)
+        """Of each slot, what a writer knows to be published there by itself."""
+        self.rows_seen = shared(LEARNERS)
+        self.rows_saved = shared(SAVERS)
+
+
+def write(folder: Path, log: Log, number: int, place: int) -> None:
+    rb = attach(folder, CAPACITY)
+    randomness = random.Random()
+    while True:
+        count = randomness.randint(1, 40)
+        first = int(log.sequence[number])
+        log.sequence[number] += count
+        key = (number << SEQUENCE_BITS) + np.arange(first, first + count)
+        slots = rb.extend(rows_of(key, WIDTH)).numpy()
+        generation = rb.storage.generations_of(torch.from_numpy(slots)).numpy()
+        now = rb.storage._storage["key"].numpy()[slots] == key  # else overwritten already
+        mine = slots[now & (generation > 0)]
+        log.key[number, mine] = key[now & (generation > 0)]  # first: a kill may come in between
+        log.generation[number, mine] = generation[now & (generation > 0)]
+        log.progress[place] += 1
+
+
+def learn(folder: Path, log: Log, number: int, place: int) -> None:
+    rb = attach(folder, CAPACITY, uniform=number == 1)
+    while True:
+        batch = rb.sample()
+        assert torn_rows(batch) == 0
+        log.rows_seen[number] += len(batch)
+        batch["td_error"] = priority_of(batch["key"])
+        rb.update_tensordict_priority(batch)
+        log.progress[place] += 1
+
+
+def save(folder: Path, log: Log, number: int, place: int) -> None:
+    rb = attach(folder, CAPACITY)
+    target = folder.with_name(f"{folder.name}-saved-{number}")
+    while True:
+        rb.storage.dumps(target)
+        log.rows_saved[number] += check_saved(target)
+        log.progress[place] += 1
+        time.sleep(0.02)
+
+
+def check_saved(target: Path) -> int:
+    """All rows are whole, of this test, and there once. Returns how many there are."""
+    ((saved,), _) = read_dump(target)
+    assert saved is not None and saved.head.spec is not None
+    spec = saved.head.spec
+    data = rows.build(rows.tensors(saved.arrays, spec), spec, (saved.leaf.size,))
+    assert torn_rows(data) == 0
+    assert data["key"].unique().numel() == len(data)
+    assert (saved.leaf > 0).all() and (saved.versions % 2 == 0).all()
+    return len(data)
+
+
+@dataclasses.dataclass
+class Worker:
+    """One place in the job; restarted by the driver."""
+
+    name: str
+    function: Callable[..., None]
+    spared: bool
+    """Never killed within a life, so that its memory can be watched."""
+    pid: int = 0
+    resume_at: float = 0.0
+    """When it is to go on; 0 if it is not paused."""
+    progress: int = -1
+    moved_at: float = 0.0
+    memory: int = 0
+    files: int = 0
+
+
+class Driver:
+    """Starts the processes, hurts them, and looks whether all goes on."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.log = Log()
+        self.random = random.Random()
+        self.counts = dict.fromkeys(("kills", "pauses", "restarts", "jobs"), 0)
+        roles = [("writer", write, WRITERS), ("learner", learn, LEARNERS), ("saver", save, SAVERS)]
+        self.workers = [
+            Worker(f"{name} {number}", function, spared=number == 0)
+            for name, function, count in roles
+            for number in range(count)
+        ]
+
+    def start(self, worker: Worker) -> None:
+        place = self.workers.index(worker)
+        number = int(worker.name.split()[1])
+        worker.pid = start(worker.function, self.folder, self.log, number, place)
+        worker.resume_at, worker.moved_at = 0.0, time.monotonic()
+        self.counts["restarts"] += 1
+
+    def kill(self, worker: Worker) -> None:
+        os.kill(worker.pid, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
+        assert status == -signal.SIGKILL, f"{worker.name} had ended with {status}"
+        worker.pid = 0
+        self.counts["kills"] += 1
+
+    def pause(self, worker: Worker) -> None:
+        os.kill(worker.pid, signal.SIGSTOP)
+        worker.resume_at = time.monotonic() + self.random.random() * 0.3
+        self.counts["pauses"] += 1
+
+    def live(self, seconds: float) -> None:
+        """One life of the job: from the start of all to the death of all."""
+        self.counts["jobs"] += 1
+        for worker in self.workers:
+            self.start(worker)
+        begin = time.monotonic()
+        measured = False
+        while (elapsed := time.monotonic() - begin) < seconds:
+            time.sleep(self.random.random() * 0.1)
+            self.hurt()
+            self.watch()
+            if not measured and elapsed > seconds / 3:
+                self.measure(first=True)
+                measured = True
+        for worker in self.workers:
+            if worker.resume_at:
+                os.kill(worker.pid, signal.SIGCONT)
+                worker.resume_at = 0.0
+        self.measure(first=False)
+        for worker in self.workers:
+            self.kill(worker)
+
+    def hurt(self) -> None:
+        now = time.monotonic()
+        for worker in self.workers:
+            if worker.resume_at and now > worker.resume_at:
+                os.kill(worker.pid, signal.SIGCONT)
+                worker.resume_at, worker.moved_at = 0.0, now
+        victims = [worker for worker in self.workers if not worker.spared]
+        chance = self.random.random()
+        if chance < 0.4:
+            killed = [self.random.choice(victims)]
+        elif chance < 0.5:  # several at once; the others may have to repair
+            killed = self.random.sample(victims, 2)
+        else:
+            killed = []
+            running = [worker for worker in self.workers if not worker.resume_at]
+            if running:
+                self.pause(self.random.choice(running))
+        for worker in killed:
+            self.kill(worker)
+        if killed and chance < 0.2:  # takes a moment to be started again
+            time.sleep(self.random.random() * 0.1)
+        for worker in killed:
+            self.start(worker)
+
+    def watch(self) -> None:
+        """Every process lives, and has done something a short while ago."""
+        now = time.monotonic()
+        for place, worker in enumerate(self.workers):
+            ended, status = os.waitpid(worker.pid, os.WNOHANG)
+            assert not ended, f"{worker.name} ended by itself, with {status}: see its traceback"
+            progress = int(self.log.progress[place])
+            if progress != worker.progress or worker.resume_at:
+                worker.progress, worker.moved_at = progress, now
+            assert now - worker.moved_at < HANG_S, f"{worker.name} hangs: {inspect(self.folder)}"
+        if self.random.random() < 0.1:
+            json.dumps(inspect(self.folder))
+
+    def measure(self, *, first: bool) -> None:
+        """Memory and open files of the spared ones must not grow."""
+        for worker in self.workers:
+            if not worker.spared:
+                continue
+            memory, files = anonymous_bytes(worker.pid), len(os.listdir(f"/proc/{worker.pid}/fd"))
+            if first:
+                worker.memory, worker.files = memory, files
+                continue
+            assert memory < GROWTH * worker.memory + _SLACK_BYTES, (
+                f"{worker.name} grew from {worker.memory} to {memory} bytes"
+            )
+            # a saver may have the files of one checkpoint open
+            assert files <= worker.files + 16, f"{worker.name}: {worker.files} to {files} files"
+
+    def close(self) -> None:
+        for worker in self.workers:
+            if worker.pid:
+                with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                    os.kill(worker.pid, signal.SIGKILL)
+                    os.waitpid(worker.pid, 0)
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Memory of the process's own: shared rows and files do not count."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Anonymous:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no line for anonymous memory")
+
+
+def assert_nothing_published_is_lost(folder: Path, log: Log) -> int:
+    """What a writer knew to be published is there, or its slot was taken by a later row.
+
+    Returns the number of rows that were found.
+    """
+    rb = attach(folder, CAPACITY)
+    directory = rb.storage.directory
+    versions = directory.versions.copy()
+    keys = rb.storage._storage["key"].numpy().copy()
+    found = 0
+    for number in range(WRITERS):
+        known = 2 * log.generation[number]
+        assert (versions >= known).all()
+        there = (versions == known) & (known > 0)
+        assert (keys[there] == log.key[number, there]).all()
+        found += int(there.sum())
+    visible = (versions & 1 == 0) & (versions > 0)
+    assert np.unique(keys[visible]).size == visible.sum()
+    for number in range(WRITERS):
+        assert (
+            keys[visible & (keys >> SEQUENCE_BITS == number)] & (2**SEQUENCE_BITS - 1)
+            < log.sequence[number]
+        ).all()
+    assert_lock_is_free(directory)
+    assert_sound(rb)
+    rb.storage.close()
+    return found
+
+
+@pytest.fixture
+def driver(folder: Path) -> Iterator[Driver]:
+    torch.set_num_threads(1)
+    found = Driver(folder)
+    yield found
+    found.close()
+
+
+def names_in(folder: Path) -> set[str]:
+    return {str(each.relative_to(folder)) for each in folder.rglob("*")}
+
+
+@pytest.mark.timeout(int(SECONDS * 3 + 120))
+def test_soak(folder: Path, driver: Driver, request) -> None:
+    seed = random.randrange(2**32)
+    driver.random.seed(seed)
+    rb = attach(folder, CAPACITY)
+    rb.extend(rows_of((WRITERS << SEQUENCE_BITS) + np.arange(CAPACITY), WIDTH))
+    rb.storage.close()
+    files = names_in(folder)
+    found = []
+    try:
+        for _ in range(LIVES):
+            driver.live(SECONDS / LIVES)
+            # the whole job was killed: what follows is the first process of its next life
+            found.append(assert_nothing_published_is_lost(folder, driver.log))
+    except BaseException:
+        print(f"seed {seed}, {driver.counts}")
+        raise
+    assert names_in(folder) == files
+    rb = attach(folder, CAPACITY)
+    directory = rb.storage.directory
+    assert directory.live_members() == [directory.member]
+    for number in range(SAVERS):
+        target = folder.with_name(f"{folder.name}-saved-{number}")
+        check_saved(target)
+        rb.storage.dumps(target)  # clears what a killed one left
+        assert {each.name[:5] for each in target.iterdir()} == {MANIFEST[:5], "rows-"}
+        assert len(list(target.iterdir())) == 2
+    for first in range(0, CAPACITY, 128):
+        rb.extend(rows_of(range(first, first + 128), WIDTH))
+    assert len(rb) == CAPACITY  # no slot is lost
+    wait_until(lambda: not directory.claims[:, 0].any())
+    assert_sound(rb)
+    log, counters = driver.log, directory.counters
+    figures = {
+        "seconds": SECONDS,
+        **driver.counts,
+        "rows_written": int(log.sequence.sum()),
+        "rows_sampled": int(log.rows_seen.sum()),
+        "checkpoints": int(log.progress[-SAVERS:].sum()),
+        "rows_saved": int(log.rows_saved.sum()),
+        "known_rows_found": found,
+        "counters": counters,
+    }
+    print(f"seed {seed}: {json.dumps(figures)}")
+    request.node.user_properties += list(figures.items())
+    assert driver.counts["kills"] > SECONDS and driver.counts["pauses"] > SECONDS / 2
+    assert counters["repairs"] >= LIVES
+    assert min(found) > CAPACITY // 2 and (log.progress > 10).all()
+    rb.storage.close()
+
+
+@pytest.fixture(autouse=True)
+def no_checkpoint_is_left(folder: Path) -> Iterator[None]:
+    yield
+    for number in range(SAVERS):
+        shutil.rmtree(folder.with_name(f"{folder.name}-saved-{number}"), ignore_errors=True)
