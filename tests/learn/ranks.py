@@ -10,7 +10,7 @@ import torch
 
 from torchrl_dist import Session, local_cluster
 
-RESULT_S = 60.0
+RESULT_S = 90.0  # for machines with much else to do; failures are found by deadlines of their own
 
 
 class LearningRanks:
@@ -23,7 +23,12 @@ class LearningRanks:
     @contextlib.contextmanager
     def start(cls, count: int, fork_server: Any, **options: Any) -> Iterator[LearningRanks]:
         """``options`` are those of ``local_cluster``."""
-        options = {"timeout_s": 30, "process_group": "gloo", "fork_server": fork_server, **options}
+        options = {
+            "timeout_s": RESULT_S,
+            "process_group": "gloo",
+            "fork_server": fork_server,
+            **options,
+        }
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # as in the children, for which more would leave no core
         try:
