@@ -24,6 +24,7 @@ from tensordict import TensorDict
 from torchrl_dist.collect.budget import FrameBudget, Share
 from torchrl_dist.collect.handles import Handle
 from torchrl_dist.collect.readiness import Readiness
+from torchrl_dist.collect.shared_block import PackedRows
 from torchrl_dist.collect.worker import RolloutStats
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError
 from torchrl_dist.weights import PackedWeights
@@ -296,6 +297,8 @@ class Crew:
                     self.budget.give_back(worker.index, request.round, request.share)
             else:
                 rows, stats = future.result()
+                if isinstance(rows, PackedRows):
+                    rows = rows.unpack()
                 if stats.frames:  # else it was closed meanwhile
                     worker.early[request.number] = (request, stats, rows)
                     self.budget.return_frames(request.share.frames - stats.frames)

@@ -125,6 +125,7 @@ def config_of_part(config: WorkerConfig, index: int, generation: int) -> WorkerC
         num_workers=config.num_workers * config.env_processes,
         shown_index=config.worker_index,
         own_process=True,
+        packed=False,
         env_processes=0,
         seed=seed,
     )

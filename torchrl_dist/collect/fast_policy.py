@@ -57,13 +57,13 @@ class FastPolicy:
         return td
 
     def on_tensors(self, values: dict[Key, Tensor]) -> dict[Key, Tensor]:
-        """Inputs and everything that the policy makes of them; ``values`` is not changed."""
-        values = dict(values)
+        """Everything that the policy makes of ``values``, which is not changed."""
+        made: dict[Key, Tensor] = {}
         for call in self._calls:
             assert isinstance(call, _Direct)
-            out = call.run([values[key] for key in call.in_keys])
-            values.update(zip(call.out_keys, out, strict=True))
-        return values
+            inputs = [made[key] if key in made else values[key] for key in call.in_keys]
+            made.update(zip(call.out_keys, call.run(inputs), strict=True))
+        return made
 
 
 def _calls(module: nn.Module) -> list[Policy]:

@@ -37,7 +37,13 @@ from torchrl_dist.collect.env_process import (
     dump_registrations,
 )
 from torchrl_dist.collect.relay import Question, Relay
-from torchrl_dist.collect.shared_block import RolloutLayout, SharedBlock, SharedWeights
+from torchrl_dist.collect.shared_block import (
+    PackedRows,
+    RolloutLayout,
+    SharedBlock,
+    SharedWeights,
+    packable,
+)
 from torchrl_dist.collect.specs import require_equal_specs
 from torchrl_dist.collect.worker import RolloutStats, RolloutWorker, Turns, WorkerConfig, WorkerInfo
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
@@ -377,7 +383,7 @@ class NodeWorker:
         num_envs: int | None = None,
         weights: PackedWeights | None = None,
         request: int | None = None,
-    ) -> tuple[TensorDict | None, RolloutStats]:
+    ) -> tuple[TensorDict | PackedRows | None, RolloutStats]:
         """As ``RolloutWorker.collect``. Rows of a process that ended are missing, and it is named
         in the statistics. The rows stay as they are until the call after the next one.
 
@@ -469,22 +475,23 @@ class NodeWorker:
         block = self._blocks[self._rollouts % _BLOCKS]
         return RowsTicket(block.path, self._layout, index * self._envs)
 
-    def _join(self, pieces: list[_Piece], steps: int) -> TensorDict | None:
+    def _join(self, pieces: list[_Piece], steps: int) -> TensorDict | PackedRows | None:
         """All pieces as one rollout: the shared block itself where it is whole."""
         if not pieces or self.config.replay_buffer is not None:
             return None
         first = next((piece.rows for piece in pieces if piece.rows is not None), None)
-        if first is not None and self._layout is None and first.ndim == 2:
+        if first is not None and self._layout is None and packable(first):
             self._layout = RolloutLayout.of(first, self.num_envs, self.steps)
             self._blocks = [SharedBlock(self._layout.size_bytes) for _ in range(_BLOCKS)]
             self._views = [self._layout.view(block.data) for block in self._blocks]
         whole = all(piece.rows is None for piece in pieces) and all(
             piece.stats.frames == self._envs * steps for piece in pieces
         )
-        if whole and len(pieces) == self._count:
-            shared = self._views[self._rollouts % _BLOCKS][:, :steps]
-            # To another process they go by themselves; here the caller may keep them.
-            return shared if self.config.own_process else shared.clone()
+        if self._layout is not None and whole and len(pieces) == self._count:
+            which = self._rollouts % _BLOCKS
+            if self.config.packed:
+                return PackedRows(self._layout, self._blocks[which].data, (self.num_envs, steps))
+            return self._views[which][:, :steps].clone()  # the caller may keep them
         found = [self._rows_of(piece) for piece in pieces]
         cut = first is None and len({rows.shape[1] for rows in found}) > 1
         return join(found, masked=cut)

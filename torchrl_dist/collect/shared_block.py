@@ -10,17 +10,23 @@ import contextlib
 import math
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
-from torchrl_dist.collect.spaces import Key
+from torchrl_dist.collect.rollout import nested
+from torchrl_dist.collect.spaces import Key, plain_key
 from torchrl_dist.weights import PackedWeights, find_target, named_tensors
 
 _ALIGN_BYTES = 64
+_NAMES = {
+    torch.from_numpy(np.empty(0, name)).dtype: name
+    for name in "bool uint8 int8 int16 int32 int64 float16 float32 float64 complex64".split()
+}
 
 
 class SharedBlock:
@@ -56,39 +62,49 @@ def attach(path: str) -> Tensor:
 class RolloutLayout:
     """Where the tensors of a rollout ``[num_envs, steps]`` lie in a block.
 
-    ``entries``: key, dtype, shape behind ``[num_envs, steps]``.
+    ``entries``: key, NumPy's name of the dtype, shape behind ``[num_envs, steps]``.
     """
 
     num_envs: int
     steps: int
-    entries: tuple[tuple[Key, torch.dtype, tuple[int, ...]], ...]
+    entries: tuple[tuple[Key, str, tuple[int, ...]], ...]
 
     @classmethod
     def of(cls, rows: TensorDictBase, num_envs: int, steps: int) -> RolloutLayout:
         """Room for rollouts with the keys of ``rows [n, t]``."""
         items = sorted(rows.items(True, True), key=lambda item: str(item[0]))
-        entries = tuple((key, value.dtype, tuple(value.shape[2:])) for key, value in items)
+        entries = tuple(
+            (plain_key(key), _NAMES[value.dtype], tuple(value.shape[2:])) for key, value in items
+        )
         return cls(num_envs, steps, entries)
 
-    def _places(self) -> list[tuple[int, int]]:
+    def _places(self) -> tuple[list[int], int]:
         places, offset = [], 0
         for _, dtype, shape in self.entries:
-            size = math.prod((self.num_envs, self.steps, *shape)) * dtype.itemsize
-            places.append((offset, size))
+            places.append(offset)
+            size = math.prod((self.num_envs, self.steps, *shape)) * np.dtype(dtype).itemsize
             offset += -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
-        return places
+        return places, offset
 
     @property
     def size_bytes(self) -> int:
-        return sum(-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for _, size in self._places())
+        return self._places()[1]
 
     def view(self, data: Tensor) -> TensorDict:
         """The block as a TensorDict of views."""
-        rollout = TensorDict({}, batch_size=[self.num_envs, self.steps], names=[None, "time"])
-        for (key, dtype, shape), (offset, size) in zip(self.entries, self._places(), strict=True):
-            flat = data[offset : offset + size].view(dtype)
-            rollout.set(key, flat.view(self.num_envs, self.steps, *shape))
-        return rollout
+        tensors = {key: torch.from_numpy(array) for key, array in self._arrays(data)}
+        return nested(tensors, [self.num_envs, self.steps], [None, "time"])
+
+    def write(self, data: Tensor, rows: TensorDictBase) -> None:
+        """Copy rows ``[num_envs, steps]`` into the block."""
+        for key, array in self._arrays(data):
+            array[...] = rows.get(key).numpy()
+
+    def _arrays(self, data: Tensor) -> Iterator[tuple[Key, np.ndarray]]:
+        # NumPy makes a view of part of a block in a quarter of torch's time.
+        block, size = data.numpy(), (self.num_envs, self.steps)
+        for (key, dtype, shape), offset in zip(self.entries, self._places()[0], strict=True):
+            yield key, np.ndarray((*size, *shape), dtype, block, offset)
 
     def fits(self, rows: TensorDictBase) -> bool:
         """Whether rows can be written into a part of this rollout."""
@@ -96,8 +112,46 @@ class RolloutLayout:
             rows.ndim == 2
             and rows.shape[0] <= self.num_envs
             and rows.shape[1] <= self.steps
+            and packable(rows)
             and RolloutLayout.of(rows, self.num_envs, self.steps) == self
         )
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Rows ``[n, t]`` as one tensor: between processes a tensor costs some 30 us however small it
+    is, and tensors of several dtypes over one block would be copied apart.
+
+    Attributes:
+        layout: of the block that the rows are the beginning of.
+        data: the block.
+        shape: ``(n, t)``.
+    """
+
+    layout: RolloutLayout
+    data: Tensor
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, rows: TensorDictBase) -> PackedRows:
+        """A copy of the rows."""
+        layout = RolloutLayout.of(rows, *rows.shape)
+        data = torch.empty(layout.size_bytes, dtype=torch.uint8)
+        layout.write(data, rows)
+        return cls(layout, data, (rows.shape[0], rows.shape[1]))
+
+    def unpack(self) -> TensorDict:
+        """The rows, as views of the block."""
+        rows = self.layout.view(self.data)
+        return rows if rows.shape == self.shape else rows[: self.shape[0], : self.shape[1]]
+
+
+def packable(rows: TensorDictBase) -> bool:
+    """Whether the rows are plain tensors ``[n, t, ...]`` of dtypes that NumPy has."""
+    return rows.ndim == 2 and all(
+        type(value) is Tensor and value.layout is torch.strided and value.dtype in _NAMES
+        for value in rows.values(True, True)
+    )
 
 
 class SharedWeights:

@@ -176,6 +176,10 @@ def _discrete_codec(n: int, start: int, dtype: np.dtype, categorical: bool) -> A
     def sample_class(rng: np.random.Generator, envs: int) -> torch.Tensor:
         return torch.from_numpy(rng.integers(0, n, envs, dtype=np.int64))
 
+    if categorical and not start:
+        return ActionCodec(
+            (), lambda a: a.astype(dtype, copy=False), sample_class, _CATEGORICAL_HINT
+        )
     if categorical:
         return ActionCodec(
             (), lambda a: (a + start).astype(dtype, copy=False), sample_class, _CATEGORICAL_HINT

@@ -33,6 +33,7 @@ from torchrl_dist.collect.rollout import (
     make_rollout,
     nested,
 )
+from torchrl_dist.collect.shared_block import PackedRows, packable
 from torchrl_dist.errors import ConfigurationError, DeadlineError
 from torchrl_dist.weights import PackedWeights, unpack
 
@@ -59,6 +60,8 @@ class WorkerConfig:
         replay_buffer: if given, rollouts are written there and ``collect`` returns no data.
         postproc: rollout ``[N, T]`` -> rows. ``postproc_factory(policy)`` makes one on the worker.
         own_process: the worker may seed this process' global random generators.
+        packed: rows are returned as :class:`~torchrl_dist.collect.shared_block.PackedRows`, for
+            the way to another process.
         env_processes: 0, or the number of processes in which the worker's envs run.
         step_timeout_s: an env process that makes no step for so long is replaced.
         inference: if the policy stays at the learner.
@@ -79,6 +82,7 @@ class WorkerConfig:
     postproc: Postproc | None = None
     postproc_factory: Callable[[Any], Postproc] | None = None
     own_process: bool = False
+    packed: bool = False
     env_processes: int = 0
     step_timeout_s: float | None = None
     shown_index: int | None = None
@@ -327,7 +331,7 @@ class RolloutWorker:
         num_envs: int | None = None,
         weights: PackedWeights | None = None,
         request: int | None = None,
-    ) -> tuple[TensorDict | None, RolloutStats]:
+    ) -> tuple[TensorDict | PackedRows | None, RolloutStats]:
         """One rollout: blocks while the envs step.
 
         Args:
@@ -407,13 +411,15 @@ class RolloutWorker:
         rollout.set("collector", nested(collector, list(shape), rollout.names))
         return returns, lengths
 
-    def _deliver(self, rollout: TensorDict) -> tuple[TensorDict | None, int]:
+    def _deliver(self, rollout: TensorDict) -> tuple[TensorDict | PackedRows | None, int]:
         rows = rollout
         if self._postproc is not None:
             with torch.no_grad():
                 rows = self._postproc(rollout)
         size_bytes = _size_bytes(rows)
         if self.config.replay_buffer is None:
+            if self.config.packed and packable(rows):
+                return PackedRows.of(rows), size_bytes
             return rows, size_bytes
         self.config.replay_buffer.extend(rows.reshape(-1))
         return None, size_bytes
