@@ -103,9 +103,13 @@ def test_every_row_is_back_in_its_place(make, tmp_path: Path, shards: int, short
     assert buffer.write_count == before[2]
     for row, weight in law(buffer).items():
         assert masses.get(row, weight) == pytest.approx(weight, rel=1e-5)
-    handle["td_error"] = torch.ones(16)
-    buffer.update_tensordict_priority(handle)
+    handle["td_error"] = torch.full((16,), 1e6)
+    buffer.update_tensordict_priority(handle)  # rows of before the restore: dropped
+    buffer.loads(tmp_path)
+    assert buffer.sampler.default_priority == 140.0
+    buffer.extend(rows_of(range(900, 902)), update_priority=False)
     buffer.flush()
+    assert buffer.sampler.default_priority == 140.0
     buffer.extend(rows_of(range(5)))
     buffer.flush()
     assert set(range(5)) <= set(buffer[:]["id"].tolist())

@@ -314,6 +314,12 @@ class ReplayClient:
                 for link in self.links:
                     link.max_priority = self.max_priority
 
+    def forget_max_priority(self) -> None:
+        """Other rows are to be restored: new ones get the largest priority of these."""
+        self.max_priority = math.nan
+        for link in self.links:
+            link.max_priority = math.nan
+
     def note_states(self, states: Sequence[HostState]) -> None:
         """Take over what draws have told about the shards."""
         self._note_max_priority(np.array([state.max_priority for state in states]))

@@ -79,13 +79,17 @@ class DumpWriter:
 
     @contextlib.contextmanager
     def shard(self, number: int, head: Head) -> Iterator[ShardFiles]:
-        """The files of one shard; synced at the end."""
+        """The files of one shard; synced at the end, removed if that is not reached."""
         folder = self._folder / f"shard-{number}"
         folder.mkdir()
-        with contextlib.ExitStack() as steps:
-            files = ShardFiles(folder, head, steps)
-            yield files
-            files.sync()
+        try:
+            with contextlib.ExitStack() as steps:
+                files = ShardFiles(folder, head, steps)
+                yield files
+                files.sync()
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
 
     def commit(self, shards: Sequence[dict[str, Any] | None], extra: Mapping[str, Any]) -> None:
         """Make this the checkpoint.

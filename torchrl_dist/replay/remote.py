@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
+from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -30,8 +33,10 @@ from torchrl_dist.replay.sampler import (
 )
 from torchrl_dist.replay.saving import SavedStorage, Sink
 from torchrl_dist.replay.shard_law import importance_weights, split_index
-from torchrl_dist.replay.snapshot import Head
+from torchrl_dist.replay.snapshot import Head, SavedShard
 from torchrl_dist.replay.storage import SharedMemmapStorage
+
+_CHUNKS_AHEAD = 2
 
 
 class RemoteStorage(SavedStorage, TensorStorage):
@@ -264,6 +269,10 @@ class RemoteStorage(SavedStorage, TensorStorage):
     def shard_lost(self, number: int, error: Exception) -> None:
         self.client.note_trouble(number, error)
 
+    def restore(self, saved: Sequence[SavedShard | None]) -> None:
+        self.client.forget_max_priority()  # first: every call brings it to the shards
+        super().restore(saved)
+
     # --- moving between processes ------------------------------------------------------------
 
     def __reduce__(self) -> tuple:
@@ -296,14 +305,15 @@ class RemoteShard:
 
         if head.spec is None:
             return
-        # the next chunk is on its way while one is being written
-        with ThreadPoolExecutor(1, "torchrl_dist-checkpoint") as pool:
+        # the next chunks are on their way while one is being written
+        with ThreadPoolExecutor(_CHUNKS_AHEAD, "torchrl_dist-checkpoint") as pool:
             chunks = head.chunks()
-            following = pool.submit(ask, next(chunks))
-            while following is not None:
-                chunk, packed = following.result()
-                upcoming = next(chunks, None)
-                following = None if upcoming is None else pool.submit(ask, upcoming)
+            asked = deque(
+                pool.submit(ask, each) for each in itertools.islice(chunks, _CHUNKS_AHEAD)
+            )
+            while asked:
+                chunk, packed = asked.popleft().result()
+                asked.extend(pool.submit(ask, each) for each in itertools.islice(chunks, 1))
                 columns = columns_of(head.spec, chunk.leaf.size)
                 sink.write([array_of(tensor) for tensor in unpack(packed, columns)])
                 sink.append(chunk)
