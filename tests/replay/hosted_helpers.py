@@ -51,3 +51,13 @@ def extend_twice(buffer: HostedReplayBuffer) -> torch.Tensor:
     found = [buffer.extend(TensorDict(rows, [8])) for _ in range(2)]
     buffer.flush()
     return torch.cat(found)
+
+
+def write_by_rpc(buffer: HostedReplayBuffer, number: int) -> None:
+    """Extend for ever with rows as ``faults.rows_of`` makes them, of keys of its own."""
+    from tests.replay.faults import rows_of
+
+    for first in itertools.count(number << 40, 40):
+        buffer.extend(rows_of(range(first, first + 40)))
+        if first % 400 == 0:
+            buffer.flush()

@@ -33,6 +33,8 @@ from tests.replay.faults import (
     torn_rows,
     wait_until,
 )
+from tests.replay.hosted_helpers import write_by_rpc
+from torchrl_dist import PeerLostError, local_cluster, replay_buffer
 from torchrl_dist.replay import rows
 from torchrl_dist.replay.dump import MANIFEST, read_dump
 from torchrl_dist.replay.inspection import inspect
@@ -355,3 +357,60 @@ def no_checkpoint_is_left(folder: Path) -> Iterator[None]:
     yield
     for number in range(SAVERS):
         shutil.rmtree(folder.with_name(f"{folder.name}-saved-{number}"), ignore_errors=True)
+
+
+# --- rows at another process ---------------------------------------------------------------------
+
+
+@pytest.mark.timeout(int(SECONDS * 3 + 120))
+def test_soak_of_an_owner_in_another_process(folder: Path, fork_server, request) -> None:
+    """Writers by RPC are killed one after the other and anybody is paused; the others go on."""
+    randomness = random.Random(seed := random.randrange(2**32))
+    roles = {"learner": 1, "owner": 1, "writer": 3}
+    counts = dict.fromkeys(("kills", "pauses", "checkpoints", "batches"), 0)
+    with local_cluster(roles, timeout_s=HANG_S, fork_server=fork_server) as job:
+        (owner,), writers = job.of_role("owner"), job.of_role("writer")
+        buffer = replay_buffer(
+            job, capacity=CAPACITY, batch_size=64, hosts=[owner], shortcut=False,
+            scratch_dir=folder, prefetch=1,
+        )  # fmt: skip
+        target = folder.with_name(f"{folder.name}-saved-0")
+        calls = [job.submit(writer, write_by_rpc, buffer, n) for n, writer in enumerate(writers)]
+        wait_until(lambda: buffer.write_count > CAPACITY)
+        begin = time.monotonic()
+        while (elapsed := time.monotonic() - begin) < SECONDS / 2:
+            batch = buffer.sample()
+            assert torn_rows(batch) == 0
+            batch["td_error"] = priority_of(batch["key"])
+            buffer.update_tensordict_priority(batch)
+            counts["batches"] += 1
+            if counts["batches"] % 20 == 0:
+                buffer.storage.dumps(target)
+                check_saved(target)
+                counts["checkpoints"] += 1
+            if counts["batches"] % 5 == 0:
+                peer = randomness.choice([owner, *writers[: len(calls)]])
+                os.kill(pid := job.pid_of(peer), signal.SIGSTOP)
+                time.sleep(randomness.random() * 0.1)
+                os.kill(pid, signal.SIGCONT)
+                counts["pauses"] += 1
+            if len(calls) > 1 and elapsed > SECONDS / 6 * (4 - len(calls)):
+                os.kill(job.pid_of(writers[len(calls) - 1]), signal.SIGKILL)
+                with pytest.raises(PeerLostError):
+                    calls.pop().result(HANG_S)
+                counts["kills"] += 1
+        before = buffer.write_count
+        wait_until(lambda: buffer.write_count > before + CAPACITY)
+        os.kill(job.pid_of(writers[0]), signal.SIGKILL)
+        with pytest.raises(PeerLostError):
+            calls.pop().result(HANG_S)
+        buffer.flush()
+        data = buffer[:]
+        assert torn_rows(data) == 0 and data["key"].unique().numel() == len(data)
+        buffer.storage.dumps(target)
+        buffer.storage.loads(target)
+        assert sorted(buffer[:]["key"].tolist()) == sorted(data["key"].tolist())
+        buffer.storage.close()
+    print(f"seed {seed}: {counts}")
+    request.node.user_properties += list(counts.items())
+    assert counts["kills"] == 2 and counts["checkpoints"] > 0 and counts["pauses"] > 5
