@@ -8,12 +8,15 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from torchrl_dist.bench import collect
+from torchrl_dist.bench import collect, collect_learner
+from torchrl_dist.bench.collect_learner import draw_durations
 from torchrl_dist.bench.collect_peers import PEERS
 from torchrl_dist.bench.collect_plan import FLOOR, OTHERS, OURS, Cell, Result
 from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.runtime import ForkServer
 
 FIELDS = """bench peer env workers step_s steps_per_message sps ideal_sps floor_sps efficiency
     startup_s""".split()
@@ -104,3 +107,50 @@ def test_what_cannot_be_measured_is_named_with_the_reason(
 
 def test_the_command_knows_every_peer() -> None:
     assert list(PEERS) == [FLOOR, *OURS, *OTHERS]
+
+
+def question(*arguments: str) -> list[collect_learner.Question]:
+    return collect_learner.plan(parse("--seconds", "0.3", *arguments))
+
+
+def test_one_learner_takes_in_prepared_rows(fork_server: ForkServer) -> None:
+    cells = []
+    for asked in question("--question", "ingest", "--workers", "1"):
+        cells.append(collect_learner.to_cell(asked, [collect_learner.measure(asked, fork_server)]))
+        assert set(FIELDS) <= set(cells[-1])
+    assert [(cell["env"], cell["steps_per_message"]) for cell in cells] == [
+        ("cartpole-rows", 64), ("cartpole-rows", 1024), ("84x84x4-rows", 8), ("84x84x4-rows", 64)
+    ]  # fmt: skip
+    for cell in cells:
+        row_bytes = 2 * 84 * 84 * 4 if "84" in cell["env"] else 2 * 4 * 4
+        assert cell["message_bytes"] > cell["steps_per_message"] * row_bytes
+    assert cells[1]["sps"] > 2 * cells[0]["sps"]  # a message has its price
+
+
+@pytest.mark.timeout(120)
+def test_deadlines_change_who_is_in_a_receive(tmp_path: Path) -> None:
+    json_file, png = tmp_path / "cells.jsonl", tmp_path / "deadlines.png"
+    options = ["--question", "deadlines", "--workers", "3", "--envs", "20", "--rounds", "1"]
+    options += ["--durations", "slow", "--networks", "small", "--deadlines", "0.0001,none"]
+    options += ["--seconds", "0.5", "--steps-per-message", "8", "--json", str(json_file)]
+    assert collect.main([*options, "--plot", str(png)]) == 0
+    hurried, patient = (json.loads(line) for line in json_file.read_text().splitlines())
+    assert set(FIELDS) <= set(hurried) and png.read_bytes().startswith(b"\x89PNG")
+    assert (hurried["deadline_s"], patient["deadline_s"]) == (0.0001, None)
+    assert 1 <= hurried["workers_per_receive"] < patient["workers_per_receive"] == 3
+
+
+@pytest.mark.timeout(120)
+def test_a_node_gets_new_weights_once_for_all_its_processes(fork_server: ForkServer) -> None:
+    asked = question("--question", "weights", "--workers", "3", "--seconds", "0.1")
+    ranks, node = (collect_learner.measure(each, fork_server) for each in asked)
+    size = node["policy_bytes"]
+    assert size <= node["sent_bytes_per_update"] < 1.1 * size
+    assert 3 * size <= ranks["sent_bytes_per_update"] < 3.3 * size
+
+
+@pytest.mark.parametrize("law", ["normal", "lognormal", "slow"])
+def test_step_times_of_every_law_have_the_same_mean(law: str) -> None:
+    drawn = draw_durations(np.random.default_rng(0), law, 0.01, 200_000)
+    assert abs(drawn.mean() / 0.01 - 1) < 0.02 and drawn.min() >= 0
+    assert (np.median(drawn) < 0.008) == (law != "normal")

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import os
 import statistics
 from collections.abc import Sequence
@@ -24,7 +25,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torchrl_dist.bench.collect_plan import AUTO, ENVS, FLOOR, OTHERS, OURS, Cell, Result
+from torchrl_dist.bench.collect_plan import (
+    AUTO,
+    DURATIONS,
+    ENVS,
+    FLOOR,
+    NETWORKS,
+    OTHERS,
+    OURS,
+    QUESTIONS,
+    Cell,
+    Result,
+)
 from torchrl_dist.bench.command import (
     above_zero,
     check_folders,
@@ -72,6 +84,35 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"measured beside {', '.join(OURS)} and the floor: none, all, or some of "
         f"{','.join(OTHERS)} (default: all)",
     )
+    parser.add_argument(
+        "--question",
+        choices=QUESTIONS,
+        default="busy",
+        help="busy: as above; ingest: rows per second that one learner takes in; deadlines: does a "
+        "time-out of a receive pay (--env sleep sleeps, cartpole computes as long as a step of "
+        "HalfCheetah takes); weights: delay of a policy of 50 MB (default: busy)",
+    )
+    parser.add_argument(
+        "--deadlines",
+        type=lambda text: [math.inf if part == "none" else float(part) for part in text.split(",")],
+        default=[0.0001, 0.01, 0.1, math.inf],
+        metavar="S,T",
+        help="of a receive, in seconds, or none (default: 0.0001,0.01,0.1,none)",
+    )
+    parser.add_argument(
+        "--durations",
+        type=names(DURATIONS),
+        default=list(DURATIONS),
+        metavar="A,B",
+        help=f"laws of the step times, for deadlines (default: {','.join(DURATIONS)})",
+    )
+    parser.add_argument(
+        "--networks",
+        type=names(NETWORKS),
+        default=list(NETWORKS),
+        metavar="A,B",
+        help=f"for deadlines (default: {','.join(NETWORKS)})",
+    )
     parser.add_argument("--rounds", type=above_zero(int), default=3, help="(default: 3)")
     parser.add_argument(
         "--seconds", type=above_zero(float), default=3.0, help="per measurement (default: 3)"
@@ -109,6 +150,8 @@ def run(options: argparse.Namespace) -> int:
         ConfigurationError: nothing of what was asked for can be measured.
     """
     check_folders(options.json, options.plot)
+    if options.question != "busy":
+        return _ask(options)
     groups = plan(options, _chosen(options))
     if not any(groups):
         raise ConfigurationError("nothing can be measured with these options")
@@ -129,14 +172,60 @@ def run(options: argparse.Namespace) -> int:
     return status
 
 
+def _ask(options: argparse.Namespace) -> int:
+    """Answer another question than how busy the cores are."""
+    from torchrl_dist.bench import collect_learner
+    from torchrl_dist.bench.collect_table import plot_deadlines, print_plain
+    from torchrl_dist.bench.table import append_json
+
+    if options.env == "halfcheetah":
+        _require_mujoco()
+    questions = collect_learner.plan(options)
+    found: dict[Any, list[dict[str, Any]]] = {}
+
+    def measure_all() -> int:
+        from torchrl_dist.bench.processes import Launcher
+
+        failed = 0
+        with Launcher() as launcher:
+            for round_, cell in itertools.product(range(options.rounds), questions):
+                label = f"round {round_ + 1}: {cell}"
+                try:
+                    with folder_in(Path("/dev/shm")) as folder:
+                        figures = launcher.run(
+                            collect_learner.measure_alone, cell, folder=folder,
+                            timeout_s=cell.timeout_s,
+                        )  # fmt: skip
+                except TorchRLDistError as error:
+                    failed = 1
+                    say(f"{label}: failed: {error}")
+                    continue
+                found.setdefault(cell, []).append(figures)
+                say(f"{label}: {figures['sps']:,.0f} steps/s")
+        return failed
+
+    status = until_stopped(measure_all)
+    cells = [collect_learner.to_cell(cell, rounds) for cell, rounds in found.items()]
+    print_plain(cells)
+    if options.json is not None:
+        append_json(options.json, cells, {"cpus": os.cpu_count()})
+    if options.plot is not None and options.question == "deadlines":
+        plot_deadlines(options.plot, cells)
+    return status
+
+
+def _require_mujoco() -> None:
+    import importlib.util
+
+    if importlib.util.find_spec("mujoco") is None:
+        raise ConfigurationError(
+            "--env halfcheetah needs MuJoCo: pip install 'torchrl-dist[bench-mujoco]'"
+        )
+
+
 def _chosen(options: argparse.Namespace) -> list[str]:
     if options.env == "halfcheetah":
-        import importlib.util
-
-        if importlib.util.find_spec("mujoco") is None:
-            raise ConfigurationError(
-                "--env halfcheetah needs MuJoCo: pip install 'torchrl-dist[bench-mujoco]'"
-            )
+        _require_mujoco()
     from torchrl_dist.bench.collect_peers import PEERS
 
     asked = set(options.peers)

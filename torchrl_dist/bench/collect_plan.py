@@ -7,6 +7,9 @@ from typing import Any
 
 AUTO = 0  # steps per message: the collector's choice
 ENVS = ("sleep", "cartpole", "halfcheetah")
+QUESTIONS = ("busy", "ingest", "deadlines", "weights")
+DURATIONS = ("normal", "lognormal", "slow")
+NETWORKS = ("small", "large")
 FLOOR = "floor"
 OURS = ("ours", "ours-node", "ours-inference-1", "ours-inference-2")
 OTHERS = (

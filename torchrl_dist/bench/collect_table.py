@@ -68,3 +68,59 @@ def plot(path: Path, cells: list[dict[str, Any]], title: str) -> None:
         axis.set_visible(False)
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=120)
+
+
+_CELL = ("peer", "env", "workers", "envs", "steps_per_message", "durations", "network",
+         "deadline_s", "sps", "workers_per_receive", "smallest_share", "largest_share",
+         "seconds_per_100k_frames", "message_bytes", "bytes_per_s", "learner_cpu_us_per_message",
+         "pack_s", "delay_s", "copy_s", "sent_bytes_per_update")  # fmt: skip
+
+
+def print_plain(cells: list[dict[str, Any]]) -> None:
+    """A line per cell, with the columns that differ or were measured."""
+    from rich.console import Console
+    from rich.table import Table
+
+    shown = [
+        name
+        for name in _CELL
+        if any(name in cell for cell in cells)
+        and (name in ("peer", "sps") or len({cell.get(name) for cell in cells}) > 1)
+    ]
+    table = Table(title="medians")
+    for name in shown:
+        table.add_column(name.replace("_", " "), justify="right")
+    for cell in cells:
+        table.add_row(*[_plain(cell.get(name)) for name in shown])
+    Console(width=max(100, 16 * len(shown))).print(table)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return "none" if value is None else str(value)
+
+
+def plot_deadlines(path: Path, cells: list[dict[str, Any]]) -> None:
+    """Workers per receive and the time for 100,000 frames over the deadline, a line per law,
+    network and number of envs."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    lines: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for cell in cells:
+        lines.setdefault((cell["durations"], cell["network"], cell["envs"]), []).append(cell)
+    for axis, name in zip(
+        figure.subplots(1, 2), ("workers_per_receive", "seconds_per_100k_frames"), strict=True
+    ):
+        for (law, network, envs), found in lines.items():
+            labels = [_plain(cell["deadline_s"]) for cell in found]
+            values = [cell[name] for cell in found]
+            axis.plot(labels, values, "o-", label=f"{law}, {network}, {envs} envs")
+        axis.set_xlabel("deadline of a receive, s")
+        axis.set_title(name.replace("_", " "), fontsize=10)
+        axis.set_ylim(bottom=0)
+    figure.axes[0].legend(fontsize=7)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,356 @@
+"""What else is asked of a collector than how busy it keeps the cores.
+
+- ``ingest``: the rows per second that one learner takes in from workers that have nothing to do but
+  send prepared rollouts: of CartPole's size, and of 84 x 84 x 4 bytes per observation.
+- ``deadlines``: does it pay to leave out who is late? Workers per receive and the time for the same
+  number of frames, for deadlines of a receive (``Quorum``), for step times that are normal,
+  lognormal, or ten times longer for one step in ten, and for a small and a large network.
+- ``weights``: until when a new policy is in use in all processes, and the bytes that were sent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+from torchrl_dist.collect import FirstReady, Quorum, RPCBatchedCollector, WaitAll
+from torchrl_dist.runtime import ForkServer, local_cluster
+
+_STAND_IN_S = 37e-6  # a step of HalfCheetah
+_NETWORKS = {"small": 64, "large": 512}
+_MEGABYTES = 50
+_ROWS = {
+    "cartpole-rows": ((4,), torch.float32, (64, 1024)),
+    "84x84x4-rows": ((84, 84, 4), torch.uint8, (8, 64)),
+}
+
+
+@dataclass(frozen=True)
+class Question:
+    """One cell. Fields that a question does not use keep their defaults.
+
+    Attributes:
+        deadline_s: of a receive; infinite: wait for all.
+        durations: law of the step times.
+    """
+
+    question: str
+    peer: str
+    env: str
+    workers: int
+    envs: int = 1
+    step_s: float = 0.0
+    steps: int = 1
+    seconds: float = 3.0
+    timeout_s: float = 150.0
+    deadline_s: float = math.inf
+    durations: str = "normal"
+    network: str = "small"
+
+
+def plan(options: argparse.Namespace) -> list[Question]:
+    """The cells of ``options.question``."""
+    base = Question(
+        options.question, "ours", "", 2, seconds=options.seconds, timeout_s=options.timeout_s
+    )
+    if options.question == "ingest":
+        workers = options.workers or [2]
+        return [
+            replace(base, env=env, workers=n, steps=steps)
+            for n, (env, (_, _, sizes)) in itertools.product(workers, _ROWS.items())
+            for steps in sizes
+        ]
+    if options.question == "weights":
+        workers = options.workers or [8]
+        return [
+            replace(base, env="sleep", peer=peer, workers=n, step_s=0.001, steps=8)
+            for n, peer in itertools.product(workers, ("ours", "ours-node"))
+        ]
+    return [
+        replace(base, env=options.env, workers=n, envs=envs, steps=options.steps_per_message[0],
+                step_s=0.0 if options.env == "halfcheetah" else _STAND_IN_S,
+                deadline_s=deadline_s, durations=law, network=network)
+        for n, envs, law, network, deadline_s in itertools.product(
+            options.workers or [8], options.envs, options.durations, options.networks,
+            options.deadlines)
+        if options.env != "halfcheetah" or law == options.durations[0]  # it has a law of its own
+    ]  # fmt: skip
+
+
+def measure(cell: Question, server: ForkServer | None = None) -> dict[str, Any]:
+    """The figures of one cell; blocks. ``server`` starts the workers; default: one of its own."""
+    answers = {"ingest": _ingest, "deadlines": _deadlines, "weights": _weights}
+    return answers[cell.question](cell, server)
+
+
+def measure_alone(cell: Question) -> dict[str, Any]:
+    """``measure`` in a process of its own, on one thread."""
+    torch.set_num_threads(1)
+    return measure(cell)
+
+
+def to_cell(cell: Question, rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """One JSON object: medians over rounds."""
+    fields = asdict(cell)
+    fields["steps_per_message"] = fields.pop("steps")
+    if cell.deadline_s == math.inf:
+        fields["deadline_s"] = None
+    medians = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
+    nothing = {"ideal_sps": None, "floor_sps": None, "efficiency": None}
+    return {"bench": "collect", **fields, **nothing, **medians, "rounds": len(rounds)}
+
+
+# ---- ingest
+
+
+def _ingest(cell: Question, server: ForkServer | None) -> dict[str, Any]:
+    begun = time.perf_counter()
+    with (
+        local_cluster({"learner": 1, "collector": cell.workers}, fork_server=server) as session,
+        RPCBatchedCollector(
+            _Still, None, session=session, frames_per_batch=1, readiness=FirstReady(),
+            max_policy_lag=1, timeout_s=cell.timeout_s,
+            postproc_factory=functools.partial(_Prepared, cell.env, cell.steps),
+        ) as collector,
+    ):  # fmt: skip
+        batch = collector.next()
+        startup_s = time.perf_counter() - begun
+        rows = messages = 0
+        start, cpu = time.perf_counter(), time.process_time()
+        while time.perf_counter() - start < cell.seconds:
+            rows += collector.next().numel()
+            messages += 1
+        elapsed, cpu = time.perf_counter() - start, time.process_time() - cpu
+        size = sum(value.nbytes for value in batch.values(True, True))
+    return {
+        "sps": rows / elapsed,
+        "message_bytes": size,
+        "bytes_per_s": size * messages / elapsed,
+        "learner_cpu_us_per_message": 1e6 * cpu / messages,
+        "startup_s": startup_s,
+    }
+
+
+class _Still(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, **_: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        return np.zeros(1, np.float32), 0.0, False, False, {}
+
+
+class _Prepared:
+    """A postproc that sends the same rows ``[1, steps]`` again and again."""
+
+    def __init__(self, kind: str, steps: int, policy: Any) -> None:
+        shape, dtype, _ = _ROWS[kind]
+        flag = torch.zeros(1, steps, 1, dtype=torch.bool)
+        ends = {name: flag.clone() for name in ("done", "terminated", "truncated")}
+        seen = torch.zeros(1, steps, *shape, dtype=dtype)
+        following = {"observation": seen.clone(), "reward": torch.zeros(1, steps, 1), **ends}
+        self._rows = TensorDict(
+            {
+                "observation": seen,
+                "action": torch.zeros(1, steps, dtype=torch.int64),
+                "next": following,
+                **{name: flag.clone() for name in ends},
+            },
+            batch_size=[1, steps],
+        )
+
+    def __call__(self, rollout: TensorDictBase) -> TensorDictBase:
+        return self._rows
+
+
+# ---- deadlines
+
+
+def _deadlines(cell: Question, server: ForkServer | None) -> dict[str, Any]:
+    readiness = (
+        WaitAll()
+        if cell.deadline_s == math.inf
+        else Quorum(min_workers=1, timeout_s=cell.deadline_s)
+    )
+    make_env: Callable[[], Any] = functools.partial(
+        _Drawn, cell.envs, cell.step_s, cell.durations, cell.env == "sleep"
+    )
+    shape = (4, 2)
+    if cell.env == "halfcheetah":
+        make_env, shape = functools.partial(gymnasium.make, "HalfCheetah-v5"), (17, 6)
+    policy = _network(*shape, _NETWORKS[cell.network], discrete=cell.env != "halfcheetah")
+    begun = time.perf_counter()
+    with (
+        local_cluster({"learner": 1, "collector": cell.workers}, fork_server=server) as session,
+        RPCBatchedCollector(
+            make_env, policy, session=session, readiness=readiness,
+            frames_per_batch=cell.workers * cell.envs * cell.steps, num_envs=cell.envs,
+            categorical_action_encoding=True, timeout_s=cell.timeout_s,
+        ) as collector,
+    ):  # fmt: skip
+        collector.next()
+        startup_s = time.perf_counter() - begun
+        frames, receives, workers = 0, 0, 0
+        start = time.perf_counter()
+        while time.perf_counter() - start < cell.seconds:
+            collector.next()
+            frames += collector.report.frames
+            workers += len(collector.report.frames_by_worker)
+            receives += 1
+        elapsed = time.perf_counter() - start
+        shares = list(collector.report.shares.values())
+    return {
+        "sps": frames / elapsed,
+        "workers_per_receive": workers / receives,
+        "seconds_per_100k_frames": 1e5 * elapsed / frames,
+        "largest_share": max(shares),
+        "smallest_share": min(shares),
+        "startup_s": startup_s,
+    }
+
+
+def draw_durations(rng: np.random.Generator, law: str, mean_s: float, count: int) -> np.ndarray:
+    """Durations of ``count`` steps, float64 ``[count]``, with that mean: normal (a tenth of the
+    mean as deviation), lognormal (sigma 1), or one in ten ten times as long as the others."""
+    if law == "normal":
+        return mean_s * np.clip(rng.normal(1.0, 0.1, count), 0.0, None)
+    if law == "lognormal":
+        return mean_s * rng.lognormal(-0.5, 1.0, count)
+    return mean_s / 1.9 * np.where(rng.random(count) < 0.1, 10.0, 1.0)
+
+
+class _Drawn(gymnasium.vector.VectorEnv):
+    """A step of all envs, one after the other, takes drawn durations: asleep, or computing."""
+
+    def __init__(self, envs: int, step_s: float, law: str, asleep: bool) -> None:
+        self.num_envs = envs
+        self.single_observation_space = gymnasium.spaces.Box(-1, 1, (4,), np.float32)
+        self.single_action_space = gymnasium.spaces.Discrete(2)
+        self.observation_space = gymnasium.vector.utils.batch_space(
+            self.single_observation_space, envs
+        )
+        self.action_space = gymnasium.vector.utils.batch_space(self.single_action_space, envs)
+        self.metadata = {"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}
+        self._seen, self._no = np.zeros((envs, 4), np.float32), np.zeros(envs, bool)
+        self._law, self._step_s, self._asleep = law, step_s, asleep
+        self._rng = np.random.default_rng()
+
+    def reset(self, **_: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        return self._seen, {}
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        total_s = float(draw_durations(self._rng, self._law, self._step_s, self.num_envs).sum())
+        if self._asleep:
+            time.sleep(total_s)
+        else:  # its own CPU time: who waits for a core does not compute
+            until = time.thread_time() + total_s
+            while time.thread_time() < until:
+                pass
+        return self._seen, np.ones(self.num_envs), self._no, self._no, {}
+
+
+class _Greedy(nn.Module):
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return self.layers(observation).argmax(-1)
+
+
+def _network(inputs: int, outputs: int, width: int, discrete: bool = True) -> TensorDictModule:
+    layers = nn.Sequential(
+        nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(),
+        nn.Linear(width, outputs), nn.Identity() if discrete else nn.Tanh(),
+    )  # fmt: skip
+    chosen = _Greedy(layers) if discrete else nn.Sequential(_Single(), layers)
+    return TensorDictModule(chosen, in_keys=["observation"], out_keys=["action"])
+
+
+class _Single(nn.Module):
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return observation.float()
+
+
+# ---- weights
+
+
+class _Large(nn.Module):
+    """Acts at once, and has many weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.zeros(_MEGABYTES, 1 << 18))
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return observation[..., 0].long()
+
+
+def _weights(cell: Question, server: ForkServer | None) -> dict[str, Any]:
+    from torchrl_dist.bench.collect_cells import SleepEnv
+
+    policy = TensorDictModule(_Large(), in_keys=["observation"], out_keys=["action"])
+    ranks, processes = (1, cell.workers) if cell.peer == "ours-node" else (cell.workers, 0)
+    begun = time.perf_counter()
+    with (
+        local_cluster({"learner": 1, "collector": ranks}, fork_server=server) as session,
+        RPCBatchedCollector(
+            functools.partial(SleepEnv, cell.step_s), policy, session=session,
+            frames_per_batch=cell.workers * cell.steps, env_processes=processes,
+            categorical_action_encoding=True, timeout_s=cell.timeout_s,
+        ) as collector,
+    ):  # fmt: skip
+        collector.next()
+        startup_s = time.perf_counter() - begun
+        plain, updated, packing, sent = [], [], [], []
+        start = time.perf_counter()
+        while time.perf_counter() - start < cell.seconds or len(updated) < 2:
+            before = _written_bytes()
+            plain.append(_time(collector.next))
+            other = _written_bytes() - before
+            packing.append(_time(collector.update_policy_weights_))
+            updated.append(_time(collector.next))
+            sent.append(_written_bytes() - before - 2 * other)
+            if collector.report.policy_lag:
+                raise AssertionError("a batch without lag came from old weights")
+        source = torch.zeros(_MEGABYTES << 20, dtype=torch.uint8)
+        place = torch.empty_like(source)
+        copy_s = min(_time(functools.partial(place.copy_, source)) for _ in range(5))
+    return {
+        "sps": cell.workers * cell.steps * len(plain) / sum(plain),
+        "policy_bytes": source.nbytes,
+        "sent_bytes_per_update": statistics.median(sent),
+        "pack_s": statistics.median(packing),
+        "delay_s": statistics.median(updated) - statistics.median(plain),
+        "copy_s": copy_s,
+        "startup_s": startup_s,
+    }
+
+
+def _written_bytes() -> int:
+    """What this process has written so far, to sockets too."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("wchar")))
+
+
+def _time(call: Callable[[], Any]) -> float:
+    begun = time.perf_counter()
+    call()
+    return time.perf_counter() - begun
