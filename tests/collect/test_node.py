@@ -278,3 +278,19 @@ def test_in_the_callers_process_a_node_worker_runs_ahead_and_preempts(tmp_path: 
     assert torch.equal(torch.stack(copies), torch.stack([b["observation"] for b in batches[:2]]))
     with pytest.raises(ConfigurationError, match="env_processes=-1"):
         RPCBatchedCollector(Counter, None, frames_per_batch=4, env_processes=-1)
+
+
+@pytest.mark.timeout(120)
+def test_sixteen_processes_start_in_less_than_three_times_the_time_of_one() -> None:
+    with ForkServer() as server:
+
+        def start_s(count: int) -> float:
+            begun = time.monotonic()
+            worker = NodeWorker(config("CartPole-v1", env_processes=count, num_envs=1), server)
+            started_s = time.monotonic() - begun
+            worker.close()
+            return started_s
+
+        cold_s, warm_s, sixteen_s = start_s(1), start_s(1), start_s(16)
+    # from nothing, which is how a job starts: the server's imports are part of it
+    assert cold_s - warm_s + sixteen_s < 3 * cold_s, (cold_s, warm_s, sixteen_s)

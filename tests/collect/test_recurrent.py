@@ -10,7 +10,7 @@ from gymnasium.vector import AutoresetMode
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
-from torchrl.data import OneHot
+from torchrl.data import MultiStep, OneHot
 from torchrl.envs import Compose, GymWrapper, InitTracker, TransformedEnv
 from torchrl.envs.utils import ExplorationType
 from torchrl.modules import GRUModule, LSTMModule, QValueActor
@@ -146,6 +146,23 @@ def test_advantages_across_batches_never_cross_a_reset() -> None:
                 alone = with_advantage(inside.exclude("advantage", "value_target"))
                 columns = (ids[row, start : start + 7] == trajectory).nonzero().flatten() + start
                 assert torch.allclose(whole["advantage"][row, columns], alone["advantage"][0])
+
+
+def test_n_step_returns_never_cross_a_reset_or_another_env() -> None:
+    gamma, n = 0.5, 3
+    with RPCBatchedCollector(
+        lambda: Counter(5), None, frames_per_batch=14, total_frames=56, num_envs=2,
+        postproc_factory=lambda policy: MultiStep(gamma, n),
+    ) as collector:  # fmt: skip
+        batches = list(collector)
+    for batch in batches:  # the reward of a step is its number in the episode, 1 to 5
+        ids = batch["collector", "traj_ids"]
+        first = batch["observation"][..., 0] % 100
+        for row in range(2):
+            for t in range(7):
+                inside = [u for u in range(t, min(t + n, 7)) if ids[row, u] == ids[row, t]]
+                expected = sum(gamma**k * (first[row, u] + 1) for k, u in enumerate(inside))
+                assert batch["next", "reward"][row, t].item() == pytest.approx(expected.item())
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,19 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModule, TensorDictSequential
+from tensordict.nn import InteractionType, TensorDictModule, TensorDictSequential
 from torch import nn
 from torch.distributions import Normal
 from torchrl.collectors import Collector
 from torchrl.data import OneHot
 from torchrl.envs import GymEnv, GymWrapper, SerialEnv
 from torchrl.envs.utils import ExplorationType
-from torchrl.modules import NormalParamExtractor, ProbabilisticActor, QValueActor
+from torchrl.modules import (
+    NormalParamExtractor,
+    OneHotCategorical,
+    ProbabilisticActor,
+    QValueActor,
+)
 
 from tests.collect.envs import Counter, EpisodeSeeds, NextStepVector, counters, mlp
 from torchrl_dist.collect.fast_policy import fast_policy
@@ -116,6 +121,28 @@ class TestDataEqualTorchRLs:
             GymWrapper(seeded("Pendulum-v1", 0)), policy, 210, exploration_type=mode
         )
         assert {"loc", "scale", "action_log_prob"} <= set(ours.keys())
+        assert_equal_data(ours, theirs)
+
+    @pytest.mark.parametrize("mode", list(ExplorationType))
+    def test_exploration_types(self, mode: ExplorationType) -> None:
+        policy = ProbabilisticActor(
+            TensorDictModule(mlp(4, 2), ["observation"], ["logits"]),
+            in_keys=["logits"],
+            distribution_class=OneHotCategorical,
+            default_interaction_type=InteractionType.RANDOM,
+            return_log_prob=True,
+        )
+
+        class SeedsTorch(EpisodeSeeds):
+            def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+                torch.manual_seed(self.next_seed)
+                return super().reset(**kwargs)
+
+        def make() -> gymnasium.Env:
+            return SeedsTorch(gymnasium.make("CartPole-v1"), 0)
+
+        ours = collect(make, policy, 60, exploration_type=mode)
+        theirs = torchrl_data(GymWrapper(make()), policy, 60, exploration_type=mode)
         assert_equal_data(ours, theirs)
 
     @pytest.mark.parametrize("categorical", [False, True])
@@ -219,6 +246,19 @@ class TestVectorEnvs:
         assert (data["next", "observation"][..., 2:3].abs() > 0.2)[ended].all()
         first = data["observation"][:, 1:][ended[:, :-1].squeeze(-1)]
         assert (first.abs() <= 0.05).all()
+
+    def test_native_cartpole_moves_as_the_single_one(self) -> None:
+        data = collect("CartPole-v1", one_hot_policy(), 8 * 40, num_envs=8, batches=2)
+        env = gymnasium.make("CartPole-v1").unwrapped
+        for row in data[:2].reshape(-1):
+            env.reset()
+            env.state = row["observation"].double().numpy()
+            seen, reward, terminated, _, _ = env.step(int(row["action"].argmax()))
+            following = row["next"]
+            assert torch.allclose(following["observation"], torch.from_numpy(seen), atol=1e-5)
+            assert (following["reward"].item(), following["terminated"].item()) == (
+                reward, terminated
+            )  # fmt: skip
 
     def test_native_cartpole_truncates_at_its_limit(self) -> None:
         def make() -> gymnasium.vector.VectorEnv:
@@ -364,6 +404,12 @@ def test_an_unsupported_space_is_refused_with_advice() -> None:
 
     with pytest.raises(ConfigurationError, match="FlattenObservation"):
         make_rollout(Texts, None, frames=5)
+
+
+def test_an_envpool_is_refused_with_advice() -> None:
+    pool = type("Pool", (Counter,), {"__module__": "envpool.python.gymnasium_envpool"})
+    with pytest.raises(ConfigurationError, match="MultiThreadedEnv"):
+        make_rollout(pool, None, frames=5)
 
 
 def test_a_vector_env_of_another_size_is_refused() -> None:

@@ -257,6 +257,11 @@ def make_driver(first: Any, make_env: str | Callable[[], Any], num_envs: int) ->
                 f"; leave num_envs out or pass {first.num_envs}"
             )
         return vector_driver(first)
+    if any(kind.__module__.startswith("envpool") for kind in type(first).__mro__):
+        raise ConfigurationError(
+            "make_env gave an EnvPool, whose steps are not a gymnasium.Env's; return "
+            "torchrl.envs.MultiThreadedEnv(num_workers=..., env_name=...) instead, which steps it"
+        )
     if isinstance(first, gymnasium.Env) and callable(make_env):
         return EnvListDriver([first, *(make_env() for _ in range(num_envs - 1))])
     raise ConfigurationError(
