@@ -28,10 +28,11 @@ LAYERS = {
 PUBLIC_NAMES = """
     CheckpointError CollectReport ConfigurationError DeadlineError DirectoryError DistributedLoss
     DriftError FirstReady HostedReplayBuffer Peer PeerLostError Preempt Quorum RPCBatchedCollector
-    RPCPrioritizedSampler RPCRandomSampler Remote RemoteError RemoteStorage ReplayOwner Session
-    SharedCursorWriter SharedMemmapStorage SharedPrioritizedSampler SharedRandomSampler
-    SharedReplayBuffer SharedSliceSampler TorchRLDistError WaitAll World anneal_beta host_replay
-    local_cluster replay_buffer session __version__
+    RPCPrioritizedSampler RPCRandomSampler RateLimitError RateLimiter Remote RemoteError
+    RemoteStorage ReplayOwner Session SharedCursorWriter SharedMemmapStorage
+    SharedPrioritizedSampler SharedRandomSampler SharedReplayBuffer SharedSliceSampler
+    TorchRLDistError WaitAll World anneal_beta host_replay local_cluster replay_buffer session
+    __version__
 """.split()
 MODULES = [
     path for path in sorted(ROOT.rglob("*.py")) if path != ROOT / "__init__.py"

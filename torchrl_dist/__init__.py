@@ -22,6 +22,7 @@ _HOMES = {
     "HostedReplayBuffer": "replay",
     "RPCPrioritizedSampler": "replay",
     "RPCRandomSampler": "replay",
+    "RateLimiter": "replay",
     "RemoteStorage": "replay",
     "ReplayOwner": "replay",
     "SharedCursorWriter": "replay",
@@ -45,6 +46,7 @@ _HOMES = {
     "DirectoryError": "errors",
     "DriftError": "errors",
     "PeerLostError": "errors",
+    "RateLimitError": "errors",
     "RemoteError": "errors",
     "TorchRLDistError": "errors",
 }
@@ -67,12 +69,14 @@ if TYPE_CHECKING:  # the same names, for type checkers
         DirectoryError,
         DriftError,
         PeerLostError,
+        RateLimitError,
         RemoteError,
         TorchRLDistError,
     )
     from torchrl_dist.learn import DistributedLoss
     from torchrl_dist.replay import (
         HostedReplayBuffer,
+        RateLimiter,
         RemoteStorage,
         ReplayOwner,
         RPCPrioritizedSampler,

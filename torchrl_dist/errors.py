@@ -3,6 +3,7 @@
     TorchRLDistError (RuntimeError)
     +-- ConfigurationError (ValueError)   an argument or an environment variable cannot be right
     +-- DeadlineError (TimeoutError)      a bounded wait ran out; names what was waited for
+    |   +-- RateLimitError                a buffer's limiter did not let a sample or a write begin
     +-- PeerLostError (ConnectionError)   another process of the job is gone
     +-- RemoteError                       another process raised; carries its traceback
     +-- DirectoryError                    a replay directory cannot be used as asked
@@ -25,6 +26,11 @@ class ConfigurationError(TorchRLDistError, ValueError):
 
 class DeadlineError(TorchRLDistError, TimeoutError):
     """A wait ended at its deadline. The message says for what and for how long."""
+
+
+class RateLimitError(DeadlineError):
+    """A replay buffer's limiter let a sample or a write wait until its deadline, or it would have
+    waited for ever. The message says what was missing. Nothing was sampled or written."""
 
 
 class PeerLostError(TorchRLDistError, ConnectionError):

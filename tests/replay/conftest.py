@@ -56,7 +56,7 @@ def make_buffer(folder: Path) -> Iterator[Callable[..., TensorDictReplayBuffer]]
     ) -> TensorDictReplayBuffer:
         storage_arguments = {
             name: kwargs.pop(name)
-            for name in ("resume", "keep", "timeout_s", "gather_threads")
+            for name in ("resume", "keep", "timeout_s", "gather_threads", "limiter")
             if name in kwargs
         }
         buffer = kind(

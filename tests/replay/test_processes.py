@@ -349,7 +349,7 @@ def die_at(point: str, rb: TensorDictReplayBuffer) -> None:
 
     directory.tree.kernel = None  # the C kernel has no points between: test_kills stops inside
     if step == "reserve":
-        during(rb.storage._cursor, "_try_reserve")
+        during(rb.storage._cursor, "try_reserve")
     elif step == "publish":
         during(rb.storage._cursor, "publish")
     elif step == "update":

@@ -2,6 +2,7 @@
 
 from torchrl_dist.replay.buffer import SharedReplayBuffer
 from torchrl_dist.replay.hosted import HostedReplayBuffer, replay_buffer
+from torchrl_dist.replay.limiter import RateLimiter
 from torchrl_dist.replay.owner import ReplayOwner, host_replay
 from torchrl_dist.replay.remote import RemoteStorage, RPCPrioritizedSampler, RPCRandomSampler
 from torchrl_dist.replay.sampler import (
@@ -17,6 +18,7 @@ __all__ = [
     "HostedReplayBuffer",
     "RPCPrioritizedSampler",
     "RPCRandomSampler",
+    "RateLimiter",
     "RemoteStorage",
     "ReplayOwner",
     "SharedCursorWriter",

@@ -181,7 +181,7 @@ int torchrl_dist_update(const int64_t *slots, const double *raw, const int64_t *
     return 0;
 }
 
-/* cursor._try_reserve where no claim is in the way: the next `count` tickets, claim row `row`.
+/* cursor.try_reserve where no claim is in the way: the next `count` tickets, claim row `row`.
  * used: rows of the claim table that were ever used. Returns 0, or 1 (nothing was changed) if some
  * claim shares a slot with them. */
 int torchrl_dist_reserve(volatile int64_t *words, volatile int64_t *claims, int64_t *versions,

@@ -6,6 +6,7 @@ Seen in torchrl 0.14.1 and tensordict 0.14.3.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,6 +30,31 @@ def detach(storage: Storage, buffer: Any) -> None:
 def sampler_of(buffer: Any) -> Any:
     """The buffer's sampler, or None while the buffer is being built."""
     return getattr(buffer, "_sampler", None)
+
+
+def batch_size_of(buffer: Any) -> int | None:
+    """Rows per sample, where the buffer was built with a number."""
+    return getattr(buffer, "_batch_size", None)
+
+
+@contextlib.contextmanager
+def locks_given_back(storage: Storage) -> Iterator[None]:
+    """Without the locks that this thread has taken of the buffers over the storage.
+
+    TorchRL's buffers hold theirs while they sample and write. Whoever waits in there for another
+    thread of the process to write, or to sample, would wait for itself.
+    """
+    given_back = []
+    for buffer in buffers_over(storage):
+        with contextlib.suppress(RuntimeError):  # not, or no more, this thread's
+            while True:
+                buffer._replay_lock.release()
+                given_back.append(buffer._replay_lock)
+    try:
+        yield
+    finally:
+        for lock in given_back:
+            lock.acquire()
 
 
 def is_being_built(buffer: Any) -> bool:

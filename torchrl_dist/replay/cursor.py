@@ -32,6 +32,7 @@ from torchrl_dist.replay.directory import (
     ReplayDirectory,
     Word,
 )
+from torchrl_dist.replay.draws import exhausted, set_times_sampled
 from torchrl_dist.replay.kernel import address
 from torchrl_dist.replay.placement import first_free_ticket, largest_reservation, slot_ranges
 from torchrl_dist.replay.priorities import default_leaf, leaves_of, track_maximum
@@ -88,7 +89,7 @@ class SharedCursor:
         deadline = time.monotonic() + directory.timeout_s
         while True:
             with directory.lock():
-                reservation = self._try_reserve(count)
+                reservation = self.try_reserve(count)
             if reservation is not None:
                 return reservation
             if time.monotonic() > deadline:
@@ -99,11 +100,12 @@ class SharedCursor:
                 )
             time.sleep(_RETRY_S)
 
-    def _try_reserve(self, count: int) -> Reservation | None:
+    def try_reserve(self, count: int) -> Reservation | None:
+        """:meth:`reserve` under the lock; None if others are in the way."""
         directory = self._directory
         words, capacity = directory.words, directory.capacity
         ticket, row = words[Word.CURSOR], self._free_row()
-        if row is not None and directory.tree.kernel is not None:
+        if row is not None and directory.tree.kernel is not None and directory.draws is None:
             reservation = Reservation(
                 row, ticket, count, tuple(slot_ranges(ticket, count, capacity))
             )
@@ -156,7 +158,7 @@ class SharedCursor:
         words, tree = directory.words, directory.tree
         published: list[np.ndarray] = []
         with directory.lock():
-            if tree.kernel is not None and priority is None:
+            if tree.kernel is not None and priority is None and directory.draws is None:
                 generations = np.empty(reservation.count, dtype=np.int64)
                 row, first, count, _ = reservation
                 not_ours = tree.kernel.torchrl_dist_publish(
@@ -187,6 +189,8 @@ class SharedCursor:
             if priority is not None:
                 track_maximum(directory, reservation.slots(), priority)
             words[Word.LENGTH] += reservation.count
+            if directory.draws is not None:
+                words[Word.AVAILABLE] += reservation.count
             words[Word.WRITE_COUNT] = words[Word.NEXT_WRITE_COUNT]
             claim[CLAIM_COUNT] = 0
             directory.commit()
@@ -200,6 +204,7 @@ class SharedCursor:
             directory.begin()
             directory.words[Word.CURSOR] += count
             directory.words[Word.WRITE_COUNT] += count
+            directory.words[Word.INSERT_BASE] += count  # nobody can ever sample them
             directory.commit()
 
     def abandon(self, reservation: Reservation) -> None:
@@ -320,7 +325,14 @@ class SharedCursor:
 
     # --- what a checkpoint gives back; see ``snapshot`` ------------------------------------------
 
-    def start_over(self, cursor: int, high: int, values: Mapping[Word, float]) -> int:
+    def start_over(
+        self,
+        cursor: int,
+        high: int,
+        values: Mapping[Word, float],
+        limiter: list[float] | None,
+        length: int,
+    ) -> int:
         """Empty the directory, then set words and the cursor.
 
         Args:
@@ -328,6 +340,8 @@ class SharedCursor:
                 first beyond both that falls on the same slot.
             high: slots in use.
             values: other words to set.
+            limiter: the limiter's counts, see ``Gate.set_state``.
+            length: rows that are going to be published.
 
         Returns:
             The next ticket.
@@ -345,6 +359,8 @@ class SharedCursor:
                     directory.set_float(word, value)
                 else:
                     words[word] = int(value)
+            if directory.gate is not None:
+                directory.gate.set_state(limiter, length)
             directory.commit()
             return words[Word.CURSOR]
 
@@ -387,11 +403,22 @@ class SharedCursor:
             ((start, stop),) = reservation.ranges
             versions = directory.versions[start:stop]
             versions[:] = np.maximum(versions + 1, version)
+            used_up = leaf == 0  # see ``draws``; the others' counts begin anew
+            if directory.draws is None:
+                leaf = np.where(used_up, default_leaf(directory), leaf)
+            else:
+                most = directory.words[Word.MAX_TIMES_SAMPLED]
+                set_times_sampled(directory, start + np.flatnonzero(used_up), most)
+                words[Word.AVAILABLE] += np.count_nonzero(leaf)
             directory.tree.set_range(start, stop, leaf)
             words[Word.LENGTH] += reservation.count
             claim[CLAIM_COUNT] = 0
             directory.commit()
         self._forget(reservation)
+
+    def rows_under_way(self) -> int:
+        """Rows that live processes are writing. Called under the lock."""
+        return sum(count for _, count in self._live_claims())
 
     def _live_claims(self, ranges: Ranges | None = None) -> list[tuple[int, int]]:
         """``(first ticket, count)`` of the claims that share a slot with ``ranges``, or of all.
@@ -472,7 +499,11 @@ def empty(directory: ReplayDirectory, *, reset_write_count: bool = True) -> None
         empty_locked(directory)
         if reset_write_count:
             directory.words[Word.WRITE_COUNT] = 0
+        directory.words[Word.INSERT_BASE] = directory.words[Word.WRITE_COUNT]
+        directory.words[Word.SAMPLED] = 0
         directory.commit()
+    if directory.gate is not None:
+        directory.gate.ring()
 
 
 def empty_locked(directory: ReplayDirectory) -> None:
@@ -493,6 +524,8 @@ def _unpublish(directory: ReplayDirectory, start: int, stop: int) -> None:
     # published: even and not 0
     published = np.count_nonzero(versions) - np.count_nonzero(versions & 1)
     directory.words[Word.LENGTH] -= published
+    if directory.draws is not None:
+        directory.words[Word.AVAILABLE] -= np.count_nonzero(directory.tree.leaves[start:stop])
     versions |= 1
     directory.tree.set_range(start, stop, 0.0)
     if start <= directory.words[Word.MAX_SLOT] < stop:
@@ -518,12 +551,16 @@ def repair(directory: ReplayDirectory) -> None:
         claims[row, CLAIM_COUNT] = 0
         directory.count(Word.TAKEN_OVER_CLAIMS)
     published = (versions & 1 == 0) & (versions > 0)
-    tree.leaves[~published] = 0.0
-    tree.leaves[published & ~(tree.leaves > 0)] = default_leaf(directory)
+    available = published
+    if directory.draws is not None:
+        available = published & ~exhausted(directory, slice(None))
+    tree.leaves[~available] = 0.0
+    tree.leaves[available & ~(tree.leaves > 0)] = default_leaf(directory)
     tree.mark_all()
     tree.refresh()
     words = directory.words
     words[Word.LENGTH] = np.count_nonzero(published)
+    words[Word.AVAILABLE] = np.count_nonzero(available)
     if words[Word.LENGTH]:  # a restore that was killed may have published beyond the cursor
         top = int(np.flatnonzero(published)[-1]) + 1
         words[Word.BASE] = min(words[Word.BASE], words[Word.CURSOR] - top)

@@ -9,11 +9,13 @@ Files::
     tree.bin        priority tree
     rows.json       spec of a row; written after the data files, when the first rows come
     data/*.bin      one file per leaf of a row, [capacity, ...]
+    limiter.bin     with a rate limiter: who waits, and how often rows were sampled; see ``gate``
 
 What holds at every instant, whoever is killed:
 
 1. A slot is *published* exactly when its version is even and above 0. Only published slots have a
-   leaf above 0 in the tree, so only they are drawn.
+   leaf above 0 in the tree, so only they are drawn; all of them have, but for those whose row was
+   sampled as often as the limiter allows.
 2. Shared state changes only under the lock, and ``DIRTY`` is set before the first and cleared
    after the last store. Who enters and finds it set repairs what the killed holder left
    (:meth:`ReplayDirectory.lock`, ``cursor.repair``).
@@ -39,7 +41,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import numpy as np
@@ -56,6 +58,9 @@ from torchrl_dist.replay.lock import (
 )
 from torchrl_dist.replay.tree import PriorityTree, tree_bytes
 
+if TYPE_CHECKING:
+    from torchrl_dist.replay.gate import Gate
+
 FORMAT = 1
 MAX_MEMBERS = 1024
 MAX_CLAIMS = 1024
@@ -64,6 +69,7 @@ _CONTROL_WORDS = 64
 # columns of the claim table, int64 [MAX_CLAIMS, 4]
 CLAIM_COUNT, CLAIM_FIRST, CLAIM_MEMBER, CLAIM_STATE = range(4)
 CLAIM_WRITING, CLAIM_PUBLISHING, CLAIM_DISCARDED = 1, 2, 3
+USER_COLUMNS = 4  # of the user table, see ``gate``
 # columns of the member table, int64 [MAX_MEMBERS, 2]
 MEMBER_PID, MEMBER_SERIAL = range(2)
 
@@ -103,6 +109,18 @@ class Word(enum.IntEnum):
     TAKEN_OVER_CLAIMS = 20
     REPAIRS = 21
     WAITING = 24  # somebody waits for the lock, see ``FairLock``
+    # the rate limiter, see ``gate``; four words as in ``RateLimiter``, 0 for None
+    LIMITED = 40  # 1: by the next four words, 2: not at all, 0: nobody has said yet
+    MIN_SIZE_TO_SAMPLE = 41
+    SAMPLES_PER_INSERT = 42  # float64
+    ERROR_BUFFER = 43  # float64
+    MAX_TIMES_SAMPLED = 44
+    SAMPLED = 45  # rows returned by samples
+    INSERT_BASE = 46  # the write count at which inserts are counted from 0
+    AVAILABLE = 47  # with MAX_TIMES_SAMPLED: published rows that may be sampled
+    BELL_WAITED = 48
+    BELL_RUNG = 49
+    LIMITER_WAITS = 50  # a counter
 
 
 FLOAT_WORDS = frozenset({Word.ALPHA, Word.EPS, Word.MAX_PRIORITY})
@@ -114,6 +132,7 @@ _COUNTERS = (
     Word.UNVERIFIED_UPDATES,
     Word.TAKEN_OVER_CLAIMS,
     Word.REPAIRS,
+    Word.LIMITER_WAITS,
 )
 
 
@@ -245,7 +264,14 @@ class ReplayDirectory:
         claims: int64 [MAX_CLAIMS, 4].
         tree: the priority tree.
         member: id of this process, ``serial * MAX_MEMBERS + index``; unique in the directory.
+        gate: what limits samples and writes, or None.
+        users: int64 [MAX_MEMBERS, 4], with a limiter; see ``gate``.
+        draws: int64 [capacity], how often the rows were sampled, with a limiter that asks for it.
     """
+
+    gate: Gate | None = None
+    users: np.ndarray
+    draws: np.ndarray | None = None
 
     def __init__(self, path: Path, capacity: int, job_id: str, timeout_s: float) -> None:
         self.path = path
@@ -419,6 +445,31 @@ class ReplayDirectory:
                 self.words_address, address(self.claims), self.versions_address,
                 leaves, marks, capacity,
             )  # fmt: skip
+
+        if self.words[Word.LIMITED] == 1:
+            self._map_limiter()
+
+    @property
+    def used_more_than_once(self) -> bool:
+        """Whether several storages of this process share this view."""
+        return self._users > 1
+
+    def create_limiter_tables(self) -> None:
+        """Called under the lock, once the limiter is stored."""
+        _allocate(self.path / "limiter.bin", self._limiter_bytes())
+        self._map_limiter()
+
+    def _map_limiter(self) -> None:
+        tables = np.frombuffer(
+            _map(self.path / "limiter.bin", self._limiter_bytes()), dtype=np.int64
+        )
+        users = USER_COLUMNS * MAX_MEMBERS
+        self.users = tables[:users].reshape(MAX_MEMBERS, USER_COLUMNS)
+        self.draws = tables[users:] if self.words[Word.MAX_TIMES_SAMPLED] else None
+
+    def _limiter_bytes(self) -> int:
+        per_row = 8 * self.capacity if self.words[Word.MAX_TIMES_SAMPLED] else 0
+        return 8 * USER_COLUMNS * MAX_MEMBERS + per_row
 
     def _open_lock(self) -> None:
         self._fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

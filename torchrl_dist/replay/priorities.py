@@ -12,6 +12,7 @@ import numpy as np
 
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.directory import ReplayDirectory, Word
+from torchrl_dist.replay.draws import hide_exhausted
 from torchrl_dist.replay.kernel import address
 
 _LARGEST_LEAF = 1e200  # sums of these stay finite
@@ -51,8 +52,8 @@ def check_rescaling(leaves: np.ndarray, power: float) -> None:
 
 
 def rescaled(leaves: np.ndarray, power: float) -> np.ndarray:
-    """Leaves above 0, as they are with an alpha that is ``power`` times as large."""
-    return np.maximum(leaves**power, _SMALLEST_LEAF)
+    """Leaves as they are with an alpha that is ``power`` times as large; those of 0 stay."""
+    return np.where(leaves > 0, np.maximum(leaves**power, _SMALLEST_LEAF), 0.0)
 
 
 def _too_large(raw: float, alpha: float) -> ConfigurationError:
@@ -111,6 +112,8 @@ def update(
             directory.count(Word.STALE_UPDATES, stale)
         if best is not None:
             _track(directory, int(slots[best]), float(raw[best]), moved)
+            if directory.draws is not None:
+                hide_exhausted(directory, slots)
             directory.commit()
 
 

@@ -8,6 +8,7 @@ import math
 import os
 import threading
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torchrl.data.replay_buffers.storages import Storage
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay import _torchrl, rows
 from torchrl_dist.replay.directory import ReplayDirectory, Word
+from torchrl_dist.replay.draws import TooFewDrawsError, count_draws
 from torchrl_dist.replay.priorities import check_rescaling, rescaled, update
 from torchrl_dist.replay.storage import NoRowsError, SharedMemmapStorage
 
@@ -156,6 +158,13 @@ class SharedSampler(Sampler):
     def note_written(self, index: torch.Tensor, generation: torch.Tensor) -> None:
         """Called by the writer of this process after it published rows."""
 
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        """Whether ``sample`` would begin at once."""
+        directory = self.attach(storage)
+        if directory.gate is not None and not directory.gate.can_sample(batch_size):
+            return False
+        return directory.length > 0
+
     def _uniforms(self, count: int) -> np.ndarray:
         """float64 [count] in [0, 1)."""
         if self._rng is not None:
@@ -207,15 +216,37 @@ class SharedRandomSampler(SharedSampler, RandomSampler):
         Raises:
             RuntimeError: if no row is published, and none is being written.
         """
-        drawn = self.draw(storage, batch_size)
+        gate = self.attach(storage).gate
+        if gate is None:
+            drawn = self.draw(storage, batch_size)
+        else:
+            drawn = gate.draw(batch_size, lambda: self.draw(storage, batch_size), storage)
         storage.hand_over(drawn.index, drawn.generation, drawn.tensors)
         return drawn.index, {}
 
     def draw(self, storage: Storage, count: int) -> Drawn:
-        """What ``sample`` does, with all that is known about the rows; ``mass`` is their number."""
+        """What ``sample`` does, with all that is known about the rows, and without waiting for a
+        limiter; ``mass`` is the number of rows."""
         directory = self.attach(storage)
         assert isinstance(storage, SharedMemmapStorage)
         mass = directory.length
+
+        def draw_counted(count: int, locked: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+            def draw_more(count: int) -> tuple[np.ndarray, np.ndarray]:
+                available = np.flatnonzero(directory.tree.leaves)
+                if not available.size:
+                    raise TooFewDrawsError(EMPTY)
+                drawn = (self._uniforms(count) * available.size).astype(np.int64)
+                return available[drawn], np.ones(count)
+
+            nonlocal mass
+            with nullcontext() if locked else directory.lock():
+                if not directory.length:
+                    raise NoRowsError(EMPTY)
+                mass = directory.words[Word.AVAILABLE]
+                slots, ones = draw_more(count)
+                count_draws(directory, slots, ones, draw_more)
+                return slots, directory.versions[slots], ones
 
         def draw(count: int, locked: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             slots = np.empty(count, dtype=np.int64)
@@ -240,7 +271,8 @@ class SharedRandomSampler(SharedSampler, RandomSampler):
             versions[todo] = now[slots[todo]]
             return slots, versions, np.ones(count)
 
-        slots, generation, leaf, leaves = storage.read_drawn(draw, count)
+        law = draw if directory.draws is None else draw_counted
+        slots, generation, leaf, leaves = storage.read_drawn(law, count)
         tensors = rows.tensors(leaves, directory.rows)
         return Drawn(
             torch.from_numpy(slots), torch.from_numpy(generation), leaf, tensors, 1.0, float(mass)
@@ -398,26 +430,43 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict]:
         """Returns ``(index, {"priority_weight": weight})``: int64 and float32, [batch_size]."""
-        drawn = self.draw(storage, batch_size)
+        gate = self.attach(storage).gate
+        if gate is None:
+            drawn = self.draw(storage, batch_size)
+        else:
+            drawn = gate.draw(batch_size, lambda: self.draw(storage, batch_size), storage)
         storage.hand_over(drawn.index, drawn.generation, drawn.tensors)
         self._recent.remember(drawn.index, drawn.generation, written=False)
         weight = torch.from_numpy((drawn.leaf / drawn.minimum) ** -float(self._beta))
         return drawn.index, {"priority_weight": weight.to(torch.float32)}
 
     def draw(self, storage: Storage, count: int) -> Drawn:
-        """What ``sample`` does, with all that is known about the rows."""
+        """What ``sample`` does, with all that is known about the rows, and without waiting for a
+        limiter."""
         directory = self.attach(storage)
         assert isinstance(storage, SharedMemmapStorage)
         smallest, mass = math.inf, math.nan
+
+        def draw_more(count: int) -> tuple[np.ndarray, np.ndarray]:
+            slots, leaves = directory.tree.draw(self._uniforms(count))
+            while not leaves.all():  # rounding at the edge of a node
+                again = np.flatnonzero(leaves == 0)
+                slots[again], leaves[again] = directory.tree.draw(self._uniforms(again.size))
+            return slots, leaves
 
         def draw_locked(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             nonlocal smallest, mass
             if not directory.length:
                 raise NoRowsError(EMPTY)
+            limited = directory.draws is not None
+            if limited and not directory.words[Word.AVAILABLE]:
+                raise TooFewDrawsError(EMPTY)
             slots, leaves, minimum, total = directory.tree.sample(self._uniforms(count))
-            while not leaves.all():  # rounding at the edge of a node
-                again = np.flatnonzero(leaves == 0)
-                slots[again], leaves[again] = directory.tree.draw(self._uniforms(again.size))
+            again = () if leaves.all() else np.flatnonzero(leaves == 0)
+            if len(again):  # rounding at the edge of a node
+                slots[again], leaves[again] = draw_more(again.size)
+            if limited:
+                count_draws(directory, slots, leaves, draw_more)
             smallest = min(smallest, minimum)
             if mass != mass:
                 mass = total

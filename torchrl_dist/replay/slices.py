@@ -233,9 +233,23 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         self, storage: Storage, batch_size: int
     ) -> tuple[tuple[torch.Tensor, ...], dict[NestedKey, torch.Tensor]]:
         """Returns the slots, int64 [batch_size] in a tuple of one, and the flags of the slices."""
-        self.attach(storage)
+        gate = self.attach(storage).gate
         assert isinstance(storage, SharedMemmapStorage)
-        return storage.once_rows_are_published(lambda: self._sample(storage, batch_size))
+
+        def draw() -> tuple[tuple[torch.Tensor, ...], dict[NestedKey, torch.Tensor]]:
+            return storage.once_rows_are_published(lambda: self._sample(storage, batch_size))
+
+        return draw() if gate is None else gate.draw(batch_size, draw, storage)
+
+    def attach(self, storage: Storage) -> ReplayDirectory:
+        directory = super().attach(storage)
+        if directory.draws is not None:
+            self._directory = None
+            raise ConfigurationError(
+                f"{type(self).__name__} takes rows as they lie in their trajectories, whatever "
+                "their counts: use a limiter without max_times_sampled"
+            )
+        return directory
 
     def _sample(
         self, storage: SharedMemmapStorage, batch_size: int
@@ -259,12 +273,12 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         """Whether a run is long enough."""
         directory = self.attach(storage)
         assert isinstance(storage, SharedMemmapStorage)
-        if not directory.length:
+        if not super().can_sample(storage, batch_size):
             return False
         with nullcontext() if ORDERED_LOADS else directory.lock():
             runs = self._read_runs(directory, fresh=False, locked=not ORDERED_LOADS)
         view = _View(storage, runs)
-        return super().can_sample(view, batch_size)
+        return SliceSampler.can_sample(self, view, batch_size)
 
     def _draw(
         self, storage: SharedMemmapStorage, batch_size: int, *, fresh: bool, locked: bool

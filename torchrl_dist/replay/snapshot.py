@@ -41,7 +41,8 @@ class Head:
     """A directory but for its rows, at one instant.
 
     ``max_priority`` (before alpha), ``alpha`` and ``eps`` are None where none was set yet, ``spec``
-    before the first row. ``length`` counts the rows that were published.
+    before the first row. ``length`` counts the rows that were published. ``limiter``: of a limited
+    directory ``gate.state()``.
     """
 
     capacity: int
@@ -55,6 +56,7 @@ class Head:
     max_within: bool
     counters: dict[str, int]
     spec: RowSpec | None
+    limiter: list[float] | None = None
 
     @classmethod
     def of(cls, directory: ReplayDirectory) -> Head:
@@ -75,6 +77,7 @@ class Head:
                 bool(words[Word.MAX_WITHIN]),
                 directory.counters,
                 directory.rows,
+                None if directory.gate is None else directory.gate.state(),
             )
 
     def as_json(self) -> dict[str, Any]:
@@ -285,7 +288,7 @@ def deal(
 def _without_rows(head: Head) -> Head:
     """Of a shard of the same buffer that was lost."""
     counters = dict.fromkeys(head.counters, 0)
-    return replace(head, cursor=0, high=0, length=0, write_count=0, counters=counters)
+    return replace(head, cursor=0, high=0, length=0, write_count=0, counters=counters, limiter=None)
 
 
 def _pieces_as_saved(number: int, shard: SavedShard) -> list[Piece]:
@@ -329,10 +332,20 @@ def _dealt_heads(heads: list[Head], count: int, capacity: int, quotas: list[int]
             write_count=written // count + (target < written % count),
             max_priority=max(highest, default=None),
             counters=counters if target == 0 else dict.fromkeys(counters, 0),
+            limiter=_limiter_of_all(heads, first=target == 0),
             spec=next((head.spec for head in heads if head.spec is not None), None),
         )
         for target in range(count)
     ]
+
+
+def _limiter_of_all(heads: list[Head], *, first: bool) -> list[float] | None:
+    """The limiter that all heads have, and the sums of their counts for the first target."""
+    states = [head.limiter for head in heads]
+    if states[0] is None or any(each is None or each[:-2] != states[0][:-2] for each in states):
+        return None
+    counts = [sum(each[at] for each in states if first) for at in (-2, -1)]
+    return states[0][:-2] + counts
 
 
 def require_same(own: RowSpec, saved: RowSpec) -> None:
@@ -400,7 +413,7 @@ def begin_restore(cursor: SharedCursor, head: Head) -> int:
         values[Word.ALPHA] = head.alpha
         if not directory.words[Word.ALPHA_SET]:  # else processes agreed on these
             values |= {Word.EPS: head.eps, Word.MAX_WITHIN: head.max_within, Word.ALPHA_SET: 1}
-    return cursor.start_over(head.cursor, head.high, values)
+    return cursor.start_over(head.cursor, head.high, values, head.limiter, head.length)
 
 
 def restore_rows(

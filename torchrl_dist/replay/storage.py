@@ -33,6 +33,8 @@ from torchrl_dist.replay.directory import (
     close_directory,
     open_directory,
 )
+from torchrl_dist.replay.gate import set_limiter
+from torchrl_dist.replay.limiter import Counts, RateLimiter
 from torchrl_dist.replay.placement import split_rows
 from torchrl_dist.replay.priorities import check_priorities
 from torchrl_dist.replay.saving import DirectoryShard, SavedStorage
@@ -73,6 +75,8 @@ class SharedMemmapStorage(SavedStorage, TensorStorage):
         keep: leave the directory when the last process ends. Without it that process removes it
             at a clean end, and leaves it after a signal or an unhandled exception.
         timeout_s: longest wait for another process, in seconds.
+        limiter: how often rows may be sampled, and when writes wait for that; the same in every
+            process. Default: none, or the one that the directory has.
         gather_threads: threads that copy sampled rows where a batch has more than 1 MiB; two
             nearly double the rate for images, if a core is free.
 
@@ -98,6 +102,7 @@ class SharedMemmapStorage(SavedStorage, TensorStorage):
         resume: bool = False,
         keep: bool = False,
         timeout_s: float = 60.0,
+        limiter: RateLimiter | None = None,
         gather_threads: int = 1,
         device: torch.device | str = "cpu",
         ndim: int = 1,
@@ -118,6 +123,13 @@ class SharedMemmapStorage(SavedStorage, TensorStorage):
         self._attach(
             int(max_size), os.fspath(scratch_dir), job_id, resume, keep, timeout_s, gather_threads
         )
+        try:
+            if limiter is not None:
+                limiter.check_capacity(self.max_size)
+            set_limiter(self._directory, limiter)
+        except BaseException:
+            self.close()
+            raise
 
     def _attach(
         self,
@@ -153,6 +165,23 @@ class SharedMemmapStorage(SavedStorage, TensorStorage):
         self._threads = gather_threads
         self._pool: tuple[int, ThreadPoolExecutor] | None = None
         self._closed = False
+
+    @property
+    def limiter(self) -> RateLimiter | None:
+        """What limits samples and writes of all processes."""
+        gate = self._directory.gate
+        return None if gate is None else gate.limiter
+
+    @property
+    def limiter_counts(self) -> Counts:
+        """What a limiter would go by at this moment: inserts, samples and size, in rows."""
+        gate = self._directory.gate
+        return Counts(self.write_count, 0, len(self)) if gate is None else gate.counts()
+
+    def check_batch(self, batch_size: int | None) -> None:
+        """Raises ConfigurationError if the limiter could let samples of that size wait for ever."""
+        if self.limiter is not None and batch_size:
+            self.limiter.check_batch(batch_size)
 
     @property
     def directory(self) -> ReplayDirectory:
@@ -250,7 +279,11 @@ class SharedMemmapStorage(SavedStorage, TensorStorage):
     # --- writing -----------------------------------------------------------------------------
 
     def append(
-        self, data: TensorDictBase, priority: np.ndarray | None = None
+        self,
+        data: TensorDictBase,
+        priority: np.ndarray | None = None,
+        *,
+        limited: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a batch at the shared cursor and publish it; what the writer calls.
 
@@ -258,9 +291,13 @@ class SharedMemmapStorage(SavedStorage, TensorStorage):
             data: ``[n, ...]``. Longer than the capacity, only its last ``max_size`` rows are kept.
             priority: float64 [n], finite and >= 0, before alpha and eps; without it the rows get
                 the largest priority seen.
+            limited: whether to wait, before anything is written, for the limiter's leave.
 
         Returns:
             ``(index, generation)``, int64 [n] each; -1 for rows that were not kept.
+
+        Raises:
+            RateLimitError: the limiter did not give it in time.
         """
         source = self._checked(data)
         count = data.batch_size[0]
@@ -269,21 +306,36 @@ class SharedMemmapStorage(SavedStorage, TensorStorage):
         self._cursor.drop_interrupted()
         parts = split_rows(count, self.max_size)
         if parts == [(0, count)]:
-            slots, generations = self._append_part(source, 0, count, priority)
+            slots, generations = self._append_part(source, 0, count, priority, limited)
             return torch.from_numpy(slots), torch.from_numpy(generations)
         if count > self.max_size:  # the rest would be overwritten at once
+            if limited and self._directory.gate is not None:
+                self._directory.gate.wait_to_write(self._cursor, self)
+                limited = False
             self._cursor.skip(count - self.max_size)
         index = np.full(count, -1, dtype=np.int64)
         generation = np.full(count, -1, dtype=np.int64)
         for start, stop in parts:
             part = None if priority is None else priority[start:stop]
-            index[start:stop], generation[start:stop] = self._append_part(source, start, stop, part)
+            index[start:stop], generation[start:stop] = self._append_part(
+                source, start, stop, part, limited
+            )
+            limited = False
         return torch.from_numpy(index), torch.from_numpy(generation)
 
     def _append_part(
-        self, source: list[np.ndarray], start: int, stop: int, priority: np.ndarray | None
+        self,
+        source: list[np.ndarray],
+        start: int,
+        stop: int,
+        priority: np.ndarray | None,
+        limited: bool,
     ) -> tuple[np.ndarray, np.ndarray]:
-        reservation = self._cursor.reserve(stop - start)
+        gate = self._directory.gate
+        if gate is None or not limited:
+            reservation = self._cursor.reserve(stop - start)
+        else:
+            reservation = gate.reserve(self._cursor, stop - start, self)
         generation = self._fill(reservation, source, start, priority)
         if generation[0] < 0:  # the buffer was emptied meanwhile
             return np.full(stop - start, -1, dtype=np.int64), generation
@@ -352,10 +404,13 @@ class SharedMemmapStorage(SavedStorage, TensorStorage):
                 for target, value in zip(self._directory.arrays, source, strict=True):
                     target[start:stop] = value[done : done + stop - start]
                 done += stop - start
-            return self._cursor.publish(reservation, priority)
+            generation = self._cursor.publish(reservation, priority)
         except BaseException:
             self._cursor.abandon(reservation)
             raise
+        if self._directory.gate is not None:
+            self._directory.gate.ring()
+        return generation
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """TorchRL's write at given slots, as in ``storage[i] = data``; see :meth:`write_at`."""

@@ -58,6 +58,9 @@ class SharedCursorWriter(Writer):
                 attach = getattr(_torchrl.sampler_of(buffer), "attach", None)
                 if attach is not None:
                     attach(self._storage)
+                check_batch = getattr(self._storage, "check_batch", None)
+                if check_batch is not None:
+                    check_batch(_torchrl.batch_size_of(buffer))
             except Exception:
                 _torchrl.detach(self._storage, buffer)  # the next one over it may be right
                 raise

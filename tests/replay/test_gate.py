@@ -1,0 +1,522 @@
+"""The rate limiter on one node: threads and processes that wait for each other's rows."""
+
+from __future__ import annotations
+
+import collections
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torchrl.data import TensorDictReplayBuffer
+
+from tests.replay.conftest import make_rows
+from tests.replay.test_processes import child, wait_until
+from torchrl_dist.errors import ConfigurationError, RateLimitError
+from torchrl_dist.replay import (
+    RateLimiter,
+    SharedCursorWriter,
+    SharedMemmapStorage,
+    SharedPrioritizedSampler,
+    SharedRandomSampler,
+    SharedReplayBuffer,
+    SharedSliceSampler,
+)
+from torchrl_dist.replay.directory import Word
+
+KINDS = [TensorDictReplayBuffer, SharedReplayBuffer]
+
+
+@pytest.fixture(params=["c", "numpy"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("TORCHRL_DIST_KERNEL", request.param)
+    return request.param
+
+
+def attach(folder: Path, capacity: int, limiter: RateLimiter | None, **kwargs: Any):
+    uniform, batch_size = kwargs.pop("uniform", False), kwargs.pop("batch_size", 16)
+    return SharedReplayBuffer(
+        storage=SharedMemmapStorage(
+            capacity, scratch_dir=folder, job_id="test", keep=True, limiter=limiter, **kwargs
+        ),
+        sampler=SharedRandomSampler() if uniform else SharedPrioritizedSampler(capacity, 0.6, 0.4),
+        batch_size=batch_size,
+    )
+
+
+class InThread:
+    """A call in another thread; ``result`` waits for it."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+        self._found: Any = None
+        self._error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._found = self._function()
+        except BaseException as error:
+            self._error = error
+
+    def is_waiting(self, rb: TensorDictReplayBuffer, waits: int = 1) -> bool:
+        return rb.storage.directory.counters["limiter_waits"] >= waits and self.thread.is_alive()
+
+    def result(self, timeout_s: float = 30.0) -> Any:
+        self.thread.join(timeout_s)
+        assert not self.thread.is_alive(), "the call still waits"
+        if self._error is not None:
+            raise self._error
+        return self._found
+
+
+# --- waiting and being woken ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("uniform", [False, True])
+def test_a_sample_waits_until_the_minimum_size_is_there(
+    make_buffer: Callable, kind: type, uniform: bool
+) -> None:
+    rb = make_buffer(kind=kind, uniform=uniform, limiter=RateLimiter(40))
+    rb.extend(make_rows(range(39)))
+    assert not rb.can_sample()
+    waiting = InThread(rb.sample)
+    wait_until(lambda: waiting.is_waiting(rb))
+    rb.extend(make_rows(range(39, 40)))
+    assert len(waiting.result()) == 16
+    assert rb.can_sample()
+    assert rb.storage.limiter_counts == (40, 16, 40)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_write_waits_until_enough_was_sampled(make_buffer: Callable, kind: type) -> None:
+    rb = make_buffer(kind=kind, limiter=RateLimiter(8, samples_per_insert=2.0, error_buffer=16))
+    rb.extend(make_rows(range(32)))  # the first one begins below the minimum size
+    waiting = InThread(lambda: rb.extend(make_rows(range(8))))
+    wait_until(lambda: waiting.is_waiting(rb))
+    assert rb.storage.write_count == 32
+    rb.sample()  # 2 * 32 - 16 - (16 + 16) = 16 above the range
+    time.sleep(0.05)
+    assert rb.storage.write_count == 32
+    rb.sample()
+    assert len(waiting.result()) == 8
+    assert rb.storage.limiter_counts == (40, 32, 40)
+
+
+def test_a_waiting_thread_of_the_stock_buffer_holds_no_lock_of_it(make_buffer: Callable) -> None:
+    limiter = RateLimiter(8, samples_per_insert=1.0, error_buffer=16)
+    rb = make_buffer(prefetch=3, limiter=limiter, timeout_s=20.0)
+    rb.extend(make_rows(range(16)))
+    rb.sample()  # starts three more in TorchRL's threads, of which one may go on
+    wait_until(lambda: rb.storage.directory.counters["limiter_waits"] >= 2)
+    for at in range(10):  # these need the buffer's lock
+        rb.extend(make_rows(range(16)))
+        rb.update_tensordict_priority(rb.sample())
+        assert len(rb) == min(64, 16 * (at + 2))
+    for future in rb._prefetch_queue:
+        future.cancel()
+
+
+def test_at_the_deadline_the_error_says_what_is_missing(make_buffer: Callable) -> None:
+    rb = make_buffer(
+        capacity=256,
+        timeout_s=0.3,
+        limiter=RateLimiter(100, samples_per_insert=2.0, error_buffer=8),
+    )
+    rb.extend(make_rows(range(60)))
+    with pytest.raises(RateLimitError, match="waited 0.3 s for 44 more rows to be written.*none"):
+        rb.sample()
+    rb.extend(make_rows(range(60)))
+    with pytest.raises(RateLimitError, match="for 32 more rows to be sampled before the next"):
+        rb.extend(make_rows(range(8)))
+    assert rb.storage.limiter_counts == (120, 0, 120)
+
+
+def test_waiting_costs_no_cpu_time(make_buffer: Callable) -> None:
+    rb = make_buffer(timeout_s=2.0, limiter=RateLimiter(40))
+    rb.extend(make_rows(range(8)))
+    used = time.thread_time()
+    with pytest.raises(RateLimitError):
+        rb.sample()
+    assert time.thread_time() - used < 0.05  # of 2 s
+
+
+def test_rows_of_an_extend_longer_than_the_ring_count_once_they_are_stored(
+    make_buffer: Callable,
+) -> None:
+    limiter = RateLimiter(8, samples_per_insert=1.0, error_buffer=8)
+    rb = make_buffer(limiter=limiter, timeout_s=0.2)
+    rb.extend(make_rows(range(200)))
+    assert rb.storage.write_count == 200 and rb.storage.limiter_counts == (64, 0, 64)
+    before = rb.storage.next_slot
+    with pytest.raises(RateLimitError):
+        rb.extend(make_rows(range(200)))
+    assert rb.storage.next_slot == before and rb.storage.write_count == 200
+    while rb.storage.limiter_counts.samples < 48:
+        rb.sample()
+    assert (rb.extend(make_rows(range(200))) >= 0).sum() == 64
+
+
+def test_a_failed_sample_is_not_counted(make_buffer: Callable) -> None:
+    rb = make_buffer(kind=SharedReplayBuffer, limiter=RateLimiter(1))
+    rb.extend(make_rows(range(8)))
+    with torch.random.fork_rng():
+        rb.sampler.draw = lambda *_: 1 / 0  # type: ignore[method-assign]
+        with pytest.raises(ZeroDivisionError):
+            rb.sample()
+    assert rb.storage.limiter_counts.samples == 0
+
+
+def test_emptying_starts_the_counts_anew(make_buffer: Callable) -> None:
+    rb = make_buffer(limiter=RateLimiter(8, samples_per_insert=1.0, error_buffer=16))
+    rb.extend(make_rows(range(24)))
+    rb.sample()
+    waiting = InThread(lambda: [rb.extend(make_rows(range(24))) for _ in range(2)])
+    wait_until(lambda: waiting.is_waiting(rb))
+    rb.empty()
+    waiting.result()
+    assert rb.storage.limiter_counts == (24, 0, 24)
+
+
+# --- ranks that do both --------------------------------------------------------------------------
+
+
+def test_a_thread_that_asks_first_can_do_both(make_buffer: Callable) -> None:
+    limiter = RateLimiter(32, samples_per_insert=4.0, error_buffer=64)
+    rb = make_buffer(limiter=limiter)
+    for at in range(100):
+        rb.extend(make_rows(range(8 * at, 8 * at + 8)))
+        while rb.can_sample():
+            rb.sample()
+    counts = rb.storage.limiter_counts
+    assert counts.inserts == 800
+    assert limiter.range[0] <= limiter.difference(counts) < limiter.range[0] + 16 + 1
+    assert rb.storage.directory.counters["limiter_waits"] == 0
+
+
+@pytest.mark.parametrize("ratio", [1.0, 8.0])
+def test_a_thread_that_would_wait_for_itself_is_told_at_once(
+    make_buffer: Callable, ratio: float
+) -> None:
+    limiter = RateLimiter(16, samples_per_insert=ratio, error_buffer=32)
+    rb = make_buffer(limiter=limiter, timeout_s=100.0)
+    with pytest.raises(RateLimitError, match="would last for ever: this thread both writes"):
+        for _ in range(100):  # four samples per insert
+            rb.extend(make_rows(range(8)))
+            if rb.storage.write_count >= 16:
+                rb.sample()
+                rb.sample()
+    # the limiter's range was kept, and a thread that does what is missing goes on
+    difference = limiter.difference(rb.storage.limiter_counts)
+    assert limiter.range[0] <= difference <= limiter.range[1] + 8 * ratio
+
+
+def _alternate(folder: Path, done: Path) -> None:
+    limiter = RateLimiter(16, samples_per_insert=1.0, error_buffer=32)
+    rb = attach(folder, 64, limiter, timeout_s=100.0)
+    try:
+        for _ in range(1000):
+            rb.extend(make_rows(range(8)))
+            rb.sample()
+    except RateLimitError as error:
+        done.write_text(str(error))
+    while True:  # still a live process, and not one that waits
+        time.sleep(1)
+
+
+def test_ranks_that_would_all_wait_for_each_other_are_told_at_once(
+    folder: Path, tmp_path: Path
+) -> None:
+    files = [tmp_path / "one", tmp_path / "two"]
+    with child(_alternate, folder, files[0]), child(_alternate, folder, files[1]):
+        wait_until(lambda: any(file.exists() and file.stat().st_size for file in files))
+        (found,) = (file.read_text() for file in files if file.exists())
+        assert "all others that use the buffer wait" in found
+
+
+# --- several processes ---------------------------------------------------------------------------
+
+
+def _write(folder: Path, limiter: RateLimiter, kwargs: dict) -> None:
+    rb = attach(folder, 512, limiter, **kwargs)
+    while True:
+        rb.extend(make_rows(range(16)))
+
+
+def _sample(folder: Path, limiter: RateLimiter, kwargs: dict) -> None:
+    rb = attach(folder, 512, limiter, **kwargs)
+    while True:
+        rb.sample()
+
+
+def test_processes_keep_to_the_range(folder: Path, kernel: str) -> None:
+    limiter = RateLimiter(64, samples_per_insert=2.0, error_buffer=40)
+    rb = attach(folder, 512, limiter)
+    lower, upper = limiter.range
+    seen = []
+    with (
+        child(_write, folder, limiter, {}),
+        child(_write, folder, limiter, {}),
+        child(_sample, folder, limiter, {}),
+        child(_sample, folder, limiter, {}),
+    ):
+
+        def look() -> bool:
+            directory = rb.storage.directory
+            with directory.lock():
+                counts = rb.storage.limiter_counts
+            seen.append(limiter.difference(counts))
+            return counts.inserts > 3000
+
+        wait_until(look)
+    assert min(difference for difference in seen if difference >= lower) >= lower
+    assert seen[-1] >= lower
+    # one extend of 16 rows beyond the range, however many writers wake up
+    assert max(seen) <= upper + 2.0 * 16
+
+
+def test_a_kill_of_a_waiting_process_leaves_nothing_behind(folder: Path) -> None:
+    limiter = RateLimiter(8, samples_per_insert=1.0, error_buffer=16)
+    rb = attach(folder, 512, limiter, timeout_s=10.0)
+    rb.extend(make_rows(range(32)))
+    with child(_write, folder, limiter, {}) as writer:
+        wait_until(lambda: rb.storage.directory.counters["limiter_waits"] > 0)
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.join()
+    assert rb.storage.limiter_counts == (32, 0, 32)
+    rb.sample()
+    rb.sample()
+    rb.extend(make_rows(range(8)))
+    assert rb.storage.limiter_counts == (40, 32, 40)
+
+
+def test_a_wait_for_a_writer_that_was_killed_ends_with_an_error_that_says_so(folder: Path) -> None:
+    limiter = RateLimiter(8, samples_per_insert=1.0, error_buffer=16)
+    rb = attach(folder, 512, limiter, timeout_s=1.0)
+    with child(_write, folder, limiter, {}) as writer:
+        wait_until(lambda: rb.storage.directory.counters["limiter_waits"] > 0)
+        os.kill(writer.pid, signal.SIGSTOP)
+        with pytest.raises(RateLimitError, match=rf"processes that share it: \[{writer.pid}\]"):
+            while True:
+                rb.sample()
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.join()
+    with pytest.raises(RateLimitError, match=r"more rows to be written.*none is left"):
+        rb.sample()
+    # rows that a killed writer was writing do not count: others may write in its place
+    rb.extend(make_rows(range(16)))
+    rb.sample()
+
+
+def test_a_restarted_job_goes_on_with_the_counts(folder: Path) -> None:
+    limiter = RateLimiter(8, samples_per_insert=1.0, error_buffer=16)
+
+    def first() -> None:
+        rb = attach(folder, 64, limiter)
+        rb.extend(make_rows(range(32)))
+        rb.sample()
+        os._exit(9)  # as if killed
+
+    with child(first) as process:
+        process.join(30)
+    rb = attach(folder, 64, limiter)
+    assert rb.storage.limiter_counts == (32, 16, 32)
+
+
+def test_a_process_whose_prefetching_waits_can_end(folder: Path) -> None:
+    code = f"""
+from tests.replay.conftest import make_rows
+from torchrl.data import TensorDictReplayBuffer
+from torchrl_dist import *
+rb = TensorDictReplayBuffer(
+    storage=SharedMemmapStorage(64, scratch_dir={str(folder)!r}, job_id="test", timeout_s=100.0,
+        limiter=RateLimiter(8, samples_per_insert=1.0, error_buffer=16)),
+    sampler=SharedRandomSampler(), writer=SharedCursorWriter(), batch_size=16, prefetch=3)
+rb.extend(make_rows(range(16)))
+rb.sample()
+"""
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=root)
+
+
+# --- one limiter for all -------------------------------------------------------------------------
+
+
+def test_everybody_uses_the_same_limiter(folder: Path) -> None:
+    limiter = RateLimiter(8, samples_per_insert=1.5, error_buffer=16, max_times_sampled=3)
+    with child(_write, folder, RateLimiter(8), {}) as writer:
+        wait_until(lambda: (folder / "limiter.bin").exists())
+        rb = attach(folder, 512, None)
+        assert rb.storage.limiter == RateLimiter(8)
+        wait_until(lambda: len(rb) > 32)
+        with pytest.raises(ConfigurationError, match=r"use RateLimiter.*_sample=8.*this"):
+            attach(folder, 512, limiter)
+        rb.storage.close()
+        with pytest.raises(ConfigurationError, match="pass the same limiter everywhere"):
+            attach(folder, 512, limiter)
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.join()
+    rb = attach(folder, 512, limiter, batch_size=8)  # alone: from now on this one
+    assert rb.storage.limiter == limiter
+    counts = rb.storage.limiter_counts
+    assert (counts.inserts, counts.samples, counts.size) == (8, 0, len(rb))
+
+
+def test_a_limiter_for_rows_that_are_there_is_refused_while_others_run_without(
+    folder: Path,
+) -> None:
+    with child(_write, folder, None, {}):
+        wait_until(lambda: (folder / "rows.json").exists())
+        with pytest.raises(ConfigurationError, match="use no limiter, this one asks for"):
+            attach(folder, 512, RateLimiter(8))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_would_wait_for_ever_is_refused_when_it_is_built(
+    make_buffer: Callable, kind: type
+) -> None:
+    with pytest.raises(ConfigurationError, match="above the capacity 64"):
+        make_buffer(limiter=RateLimiter(65))
+    with pytest.raises(ConfigurationError, match="too small for batches of 16 rows"):
+        make_buffer(kind=kind, limiter=RateLimiter(1, samples_per_insert=1.0, error_buffer=7))
+
+
+def test_a_batch_that_could_wait_for_ever_is_refused(make_buffer: Callable) -> None:
+    rb = make_buffer(limiter=RateLimiter(1, samples_per_insert=1.0, error_buffer=8))
+    rb.extend(make_rows(range(64)))
+    with pytest.raises(ConfigurationError, match="too small for batches of 17 rows"):
+        rb.sample(17)
+
+
+# --- how often a row is sampled ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("uniform", [False, True])
+def test_no_row_is_sampled_more_often_than_allowed(
+    make_buffer: Callable, uniform: bool, kernel: str
+) -> None:
+    limiter = RateLimiter(16, max_times_sampled=3)
+    rb = make_buffer(uniform=uniform, limiter=limiter, timeout_s=0.1)
+    rb.extend(make_rows(range(48)))
+    seen: collections.Counter = collections.Counter()
+    with pytest.raises(RateLimitError, match="more rows to be written"):
+        while True:
+            batch = rb.sample()
+            seen.update(batch["id"].tolist())
+            if not uniform:
+                batch["td_error"] = torch.rand(16)
+                rb.update_tensordict_priority(batch)
+                rb.sampler.alpha = 0.5 + 0.4 * torch.rand(()).item()
+    assert max(seen.values()) == 3
+    left = rb.storage.limiter_counts.size
+    full = sum(count == 3 for count in seen.values())
+    assert full == 48 - left and left < 16
+    if not uniform:
+        directory = rb.storage.directory
+        assert np.count_nonzero(directory.tree.leaves) == left
+    rb.extend(make_rows(range(48, 112)))  # over all of them: the slots start anew
+    assert rb.storage.limiter_counts.size == 64
+    rb.sample()
+    assert rb.storage.limiter_counts.size >= 64 - 16 // 3
+
+
+def test_rows_stay_used_up_after_a_repair_and_a_restore(make_buffer: Callable, kernel: str) -> None:
+    limiter = RateLimiter(8, max_times_sampled=1)
+    rb = make_buffer(limiter=limiter, timeout_s=0.1, batch_size=8)
+    rb.extend(make_rows(range(32)))
+    seen = rb.sample()["id"].tolist() + rb.sample()["id"].tolist()
+    directory = rb.storage.directory
+    directory.words[Word.DIRTY] = 1  # as a killed process leaves it
+    assert rb.storage.limiter_counts.size == 16
+    with directory.lock():
+        assert directory.words[Word.AVAILABLE] == 16
+    saved = rb.state_dict()
+    rb.extend(make_rows(range(100, 164)))
+    rb.load_state_dict(saved)
+    assert rb.storage.limiter_counts == (32, 16, 16)
+    with directory.lock():
+        directory.begin()  # once more, with the restored rows
+    assert rb.can_sample() and directory.words[Word.DIRTY]
+    seen += rb.sample()["id"].tolist() + rb.sample()["id"].tolist()
+    assert sorted(seen) == list(range(32))
+    with pytest.raises(RateLimitError):
+        rb.sample()
+
+
+def _consume(folder: Path, limiter: RateLimiter, out: Path, uniform: bool) -> None:
+    rb = attach(folder, 512, limiter, uniform=uniform)
+    ids = []
+    try:
+        while True:
+            batch = rb.sample()
+            ids += batch["id"].tolist()
+            if not uniform:
+                batch["td_error"] = torch.rand(16)
+                rb.update_tensordict_priority(batch)
+    except RateLimitError:
+        beside = out.with_suffix(".new")
+        np.save(beside.open("wb"), np.array(ids))
+        os.replace(beside, out)
+
+
+@pytest.mark.parametrize("uniform", [False, True])
+def test_several_processes_sample_each_row_once(
+    folder: Path, tmp_path: Path, uniform: bool
+) -> None:
+    limiter = RateLimiter(16, samples_per_insert=1.0, error_buffer=256, max_times_sampled=1)
+    files = [tmp_path / "one", tmp_path / "two"]
+    rb = attach(folder, 512, limiter, uniform=uniform, timeout_s=2.0)
+    with (
+        child(_consume, folder, limiter, files[0], uniform),
+        child(_consume, folder, limiter, files[1], uniform),
+    ):
+        for at in range(0, 4096, 32):  # eight laps
+            rb.extend(make_rows(range(at, at + 32)))
+        wait_until(lambda: all(file.exists() for file in files))
+    ids = np.concatenate([np.load(file) for file in files])
+    assert np.unique(ids).size == ids.size == rb.storage.limiter_counts.samples > 2048
+
+
+def test_slices_do_not_count_rows(folder: Path) -> None:
+    storage = SharedMemmapStorage(
+        64, scratch_dir=folder, job_id="test", limiter=RateLimiter(16, max_times_sampled=2)
+    )
+    with pytest.raises(ConfigurationError, match="without max_times_sampled"):
+        TensorDictReplayBuffer(
+            storage=storage,
+            sampler=SharedSliceSampler(slice_len=4, traj_key="id"),
+            writer=SharedCursorWriter(),
+            batch_size=16,
+        )
+    storage.close()
+
+
+def test_slices_wait_too(folder: Path) -> None:
+    rb = TensorDictReplayBuffer(
+        storage=SharedMemmapStorage(
+            64, scratch_dir=folder, job_id="test", limiter=RateLimiter(33), timeout_s=0.2
+        ),
+        sampler=SharedSliceSampler(slice_len=4, traj_key="trajectory"),
+        writer=SharedCursorWriter(),
+        batch_size=16,
+    )
+    rows = make_rows(range(32))
+    rows["trajectory"] = torch.arange(32) // 8
+    rb.extend(rows)
+    assert not rb.can_sample()
+    with pytest.raises(RateLimitError, match=re.escape("for 1 more rows to be written")):
+        rb.sample()
+    rb.extend(rows)
+    assert rb.can_sample() and len(rb.sample()) == 16
+    rb.storage.close()
