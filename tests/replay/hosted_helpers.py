@@ -61,3 +61,23 @@ def write_by_rpc(buffer: HostedReplayBuffer, number: int) -> None:
         buffer.extend(rows_of(range(first, first + 40)))
         if first % 400 == 0:
             buffer.flush()
+
+
+def write_until(buffer: HostedReplayBuffer, rows: int, extend: int) -> int:
+    """Extend with that many rows at a time, ``rows`` in all; how many times."""
+    value = torch.arange(extend)
+    data = {"id": value, "obs": value[:, None].expand(extend, 4).double()}
+    data["next"] = TensorDict({"obs": data["obs"] + 0.5}, [extend])
+    for _ in range(0, rows, extend):
+        buffer.extend(TensorDict(data, [extend]))
+    buffer.flush()
+    return rows // extend
+
+
+def sample_times(buffer: HostedReplayBuffer, times: int) -> list[int]:
+    """The ids of so many samples."""
+    found = []
+    for _ in range(times):
+        found += buffer.sample()["id"].tolist()
+    buffer.flush()
+    return found

@@ -21,6 +21,7 @@ from torchrl_dist.replay.directory import RowSpec
 from torchrl_dist.replay.link import Answer, Rows
 from torchrl_dist.replay.sampler import EMPTY
 from torchrl_dist.replay.shard_law import KnownMasses, ShardRequest, choose_shards, number_rows
+from torchrl_dist.replay.storage import NoRowsError
 
 Uniforms = Callable[[int], np.ndarray]
 
@@ -132,7 +133,7 @@ class BatchSource:
             states = client.answers(client.ask([0] * len(client.links), self._prioritized))
             self._known.learn(self._masses(states))
             if not self._known.has_mass:
-                raise RuntimeError(EMPTY)
+                raise NoRowsError(EMPTY)
         request = self._known.plan(count, self._uniforms)
         return _Round(count, request, client.ask(request.rows.tolist(), self._prioritized))
 
@@ -147,13 +148,13 @@ class BatchSource:
         if round_.request is None:
             answer = present[0]
             if answer.rows is None:
-                raise RuntimeError(EMPTY)
+                raise NoRowsError(EMPTY)
             self._client.learn_spec(answer.rows.spec)
             return self._split(answer.rows, answer.rows.slot, answer.state.minimum)
         masses = self._masses(answers)
         self._known.learn(masses, round_.request)
         if not self._known.has_mass:
-            raise RuntimeError(EMPTY)
+            raise NoRowsError(EMPTY)
         shards = round_.request.correct(masses, self._uniforms)
         return self._assemble(shards, masses, answers)
 
@@ -182,7 +183,7 @@ class BatchSource:
             gone = np.flatnonzero((row < 0) & (masses[shards] == 0))
             if gone.size:
                 if not masses.any():
-                    raise RuntimeError(EMPTY)
+                    raise NoRowsError(EMPTY)
                 shards = shards.copy()
                 shards[gone] = choose_shards(masses, gone.size, self._uniforms)
         rows = _concatenate([each for part in found for each in part])

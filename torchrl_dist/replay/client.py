@@ -18,6 +18,7 @@ from torchrl_dist.errors import DeadlineError, PeerLostError, RemoteError
 from torchrl_dist.replay import rows
 from torchrl_dist.replay.directory import RowSpec
 from torchrl_dist.replay.host import (
+    CountSamples,
     HostState,
     Operation,
     SetAlpha,
@@ -25,10 +26,12 @@ from torchrl_dist.replay.host import (
     SetWrittenPriorities,
     Write,
 )
+from torchrl_dist.replay.limiter import Counts, RateLimiter
 from torchrl_dist.replay.link import Answer, Link, await_answer
 from torchrl_dist.replay.packing import pack, spec_as_text
 from torchrl_dist.replay.sampler import RecentGenerations
 from torchrl_dist.replay.shard_law import global_index, largest_priority, split_index
+from torchrl_dist.replay.totals import TotalsGate
 
 _FEW_BYTES = 64  # what an operation costs beside its arrays
 
@@ -53,6 +56,7 @@ class ReplayClient:
         shard_capacity: slots of each; ``index = shard * shard_capacity + slot``.
         own_shard: the shard that rows are written to; None: all in turn.
         first_shard: where turns begin.
+        limiter: of the buffer.
         min_shards: with fewer that answer, calls raise.
         timeout_s: deadline of every wait.
     """
@@ -66,8 +70,12 @@ class ReplayClient:
         first_shard: int,
         min_shards: int,
         timeout_s: float,
+        limiter: RateLimiter | None = None,
     ) -> None:
         self.links = tuple(links)
+        self.gate = None if limiter is None else TotalsGate(self, limiter)
+        for link in self.links:
+            link.limited = limiter is not None
         self.shard_capacity = shard_capacity
         self.timeout_s = timeout_s
         self.max_priority = math.nan
@@ -179,6 +187,25 @@ class ReplayClient:
     def answers_now(self, shard: int) -> bool:
         """Whether calls to the shard are worth a try; a single one always is."""
         return len(self.links) == 1 or self.links[shard].problem is None
+
+    def count_samples(self, index: torch.Tensor) -> None:
+        """Queue, for the rate limiter, that rows were returned by a sample."""
+        shards = index.numpy() // self.shard_capacity
+        for shard, count in enumerate(np.bincount(shards).tolist()):
+            if count and self.answers_now(shard):
+                self.links[shard].put(CountSamples(count), size=_FEW_BYTES, urgent=False)
+
+    def counts(self) -> Counts | None:
+        """Sums over the shards, as far as this process knows, for the rate limiter; None before
+        each that answers has done so once."""
+        known = []
+        for shard, link in enumerate(self.links):
+            counts = link.counts()
+            if counts is not None:
+                known.append(counts)
+            elif self.answers_now(shard):
+                return None
+        return Counts(*map(sum, zip(*known, strict=True)))
 
     def call(self, shard: int, method: str, *args: Any) -> Any:
         """A method of one host, after all operations of this client there. Blocks."""

@@ -26,6 +26,7 @@ from tensordict import TensorDictBase
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay import rows
 from torchrl_dist.replay.directory import Word, array_of
+from torchrl_dist.replay.draws import TooFewDrawsError
 from torchrl_dist.replay.packing import (
     columns_of,
     pack,
@@ -88,7 +89,14 @@ class SetAlpha:
     alpha: float
 
 
-Operation = Write | SetPriorities | SetWrittenPriorities | SetAlpha
+@dataclass(frozen=True)
+class CountSamples:
+    """So many rows of this host were returned by samples; for the rate limiter."""
+
+    rows: int
+
+
+Operation = Write | SetPriorities | SetWrittenPriorities | SetAlpha | CountSamples
 
 
 # ---- messages
@@ -123,7 +131,7 @@ class HostState(NamedTuple):
     """A host's directory at one instant.
 
     ``mass`` and ``minimum``: sum and smallest of all rows' masses, 0 and inf if there are none.
-    ``max_priority``: before alpha; NaN before the first.
+    ``max_priority``: before alpha; NaN before the first. The last three are for the rate limiter.
     """
 
     length: int
@@ -134,6 +142,9 @@ class HostState(NamedTuple):
     minimum: float
     max_priority: float
     alpha: float
+    inserts: int = 0
+    samples: int = 0
+    size: int = 0
 
 
 class Failure(NamedTuple):
@@ -307,6 +318,10 @@ class ReplayHost:
         if isinstance(operation, SetAlpha):
             self._sampler().alpha = operation.alpha
             return None
+        if isinstance(operation, CountSamples):
+            if self._storage.directory.gate is not None:
+                self._storage.directory.gate.count_samples(operation.rows)
+            return None
         if isinstance(operation, SetPriorities):
             slot, generation = operation.slot, operation.generation
         elif operation.number in client.written:
@@ -325,7 +340,7 @@ class ReplayHost:
         spec = spec_from_text(write.spec)
         tensors = unpack(write.packed, columns_of(spec, write.count))
         data = rows.build(tensors, spec, (write.count,))
-        index, generation = self._storage.append(data, write.priority)
+        index, generation = self._storage.append(data, write.priority, limited=False)
         written = index.numpy(), generation.numpy()
         client.written[write.number] = written
         if len(client.written) > _REMEMBERED_WRITES:
@@ -356,11 +371,14 @@ class ReplayHost:
 
     def _draw(self, count: int, prioritized: bool) -> tuple[HostState, Drawn | None]:
         directory = self._storage.directory
+        words = directory.words
         sampler = self._sampler() if prioritized else self._uniform
         drawn = None
         if count and directory.length:
             try:
                 drawn = sampler.draw(self._storage, count)
+            except TooFewDrawsError:
+                pass  # no thread of the host waits for the limiter: the client asks again
             except RuntimeError:
                 if directory.length:
                     raise
@@ -371,8 +389,8 @@ class ReplayHost:
                 directory.tree.refresh()
                 mass, minimum = directory.tree.total, directory.tree.minimum
         else:
-            mass, minimum = float(directory.length), 1.0
-        words = directory.words
+            used_up = directory.draws is not None
+            mass, minimum = float(words[Word.AVAILABLE] if used_up else directory.length), 1.0
         state = HostState(
             directory.length,
             directory.high,
@@ -382,6 +400,7 @@ class ReplayHost:
             minimum,
             directory.get_float(Word.MAX_PRIORITY),
             directory.get_float(Word.ALPHA),
+            *(() if directory.gate is None else directory.gate.counts()),
         )
         return state, drawn
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.buffer import SharedReplayBuffer
+from torchrl_dist.replay.limiter import RateLimiter
 from torchrl_dist.replay.owner import host_replay
 from torchrl_dist.replay.remote import RemoteStorage, RPCPrioritizedSampler, RPCRandomSampler
 from torchrl_dist.runtime import Peer, Session
@@ -61,6 +62,7 @@ def replay_buffer(
     write_to: Literal["own", "all"] = "own",
     min_shards: int = 1,
     shortcut: bool = True,
+    limiter: RateLimiter | None = None,
     timeout_s: float | None = None,
     **options: Any,
 ) -> HostedReplayBuffer:
@@ -78,8 +80,8 @@ def replay_buffer(
         capacity: rows in all.
         batch_size: rows per sample.
         hosts: who keeps the rows; default: the driver. See :func:`host_replay`, also for
-            ``scratch_dir``, ``resume``, ``keep``, ``write_to``, ``min_shards``, ``shortcut`` and
-            ``timeout_s``.
+            ``scratch_dir``, ``resume``, ``keep``, ``write_to``, ``min_shards``, ``shortcut``,
+            ``limiter`` and ``timeout_s``.
         alpha, beta, eps, prefetch, batches_per_call: see :class:`RPCPrioritizedSampler`.
         uniform: sample uniformly instead of by priority.
         options: of ``TensorDictReplayBuffer``: ``priority_key``, ``transform``, ``pin_memory``, ...
@@ -104,6 +106,7 @@ def replay_buffer(
         write_to=write_to,
         min_shards=min_shards,
         shortcut=shortcut,
+        limiter=limiter,
         timeout_s=timeout_s,
     )
     ahead = {"owner": owner, "prefetch": prefetch, "batches_per_call": batches_per_call}

@@ -23,7 +23,16 @@ import torch
 
 from torchrl_dist.errors import DeadlineError, PeerLostError, RemoteError
 from torchrl_dist.replay.directory import RowSpec
-from torchrl_dist.replay.host import HostState, Operation, ReplayHost, Reply, Request, Write
+from torchrl_dist.replay.host import (
+    CountSamples,
+    HostState,
+    Operation,
+    ReplayHost,
+    Reply,
+    Request,
+    Write,
+)
+from torchrl_dist.replay.limiter import Counts
 from torchrl_dist.replay.packing import spec_from_text
 from torchrl_dist.runtime import Remote
 
@@ -75,6 +84,12 @@ class Link(Protocol):
     replies: int
     """How often the host has answered."""
 
+    limited: bool
+    """Whether the buffer has a rate limiter, so that every reply is to tell the host's state."""
+
+    def counts(self) -> Counts | None:
+        """The host's, and what this link has counted since its last reply; None before it."""
+
     def put(
         self,
         operation: Operation,
@@ -113,6 +128,10 @@ class LocalLink:
 
     problem: Exception | None = None
     replies = 0
+    limited = False
+
+    def counts(self) -> Counts:
+        return self._host.storage.limiter_counts
 
     def __init__(self, host: ReplayHost, client: str, incarnation: int, name: str) -> None:
         self.name = name
@@ -228,6 +247,9 @@ class RemoteLink:
     ) -> None:
         self.name = str(host.peer)
         self.max_priority = math.nan
+        self.limited = False
+        self._state: HostState | None = None
+        self._uncounted = 0  # rows of samples that the state does not have yet
         self._host = host
         self._client = client
         self._incarnation = incarnation
@@ -277,6 +299,7 @@ class RemoteLink:
             self._wait_for_room(size)
             self._queue.append(_Queued(operation, size, written))
             self._bytes += size
+            self._uncounted += _samples(operation)
             self._urgent |= urgent
             if not urgent and self._under_way is None and not self._urgent:
                 self._await_company()
@@ -318,6 +341,13 @@ class RemoteLink:
         self.flush(self._timeout_s)
         return self._host.call(method, *args, timeout_s=self._timeout_s)
 
+    def counts(self) -> Counts | None:
+        with self._changed:
+            state = self._state
+            if state is None:
+                return None
+            return Counts(state.inserts, state.samples + self._uncounted, state.size)
+
     def failure(self) -> Exception | None:
         with self._changed:
             return self._errors.popleft() if self._errors else None
@@ -355,7 +385,7 @@ class RemoteLink:
                 self._incarnation,
                 self._sequence,
                 tuple(each.operation for each in queued),
-                draw=sum(counts) if counts else None,
+                draw=sum(counts) if counts else 0 if self.limited else None,
                 prioritized=prioritized,
                 max_priority=self.max_priority,
             )
@@ -420,6 +450,8 @@ class RemoteLink:
         with self._changed:
             self._silent = None
             self.replies += 1
+            self._state = reply.state or self._state
+            self._uncounted -= sum(_samples(each.operation) for each in call.queued)
             self._errors.extend(errors)
         self._finish(call)
         unpacked = _Unpacked(reply)
@@ -501,6 +533,10 @@ class RemoteLink:
             with self._changed:
                 self._urgent |= bool(self._queue) and self._sequence == before
             self._pump()
+
+
+def _samples(operation: Operation) -> int:
+    return operation.rows if isinstance(operation, CountSamples) else 0
 
 
 def await_answer(future: Future, timeout_s: float, name: str) -> Any:

@@ -18,7 +18,9 @@ from urllib.parse import quote
 
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.client import ReplayClient, close_links
+from torchrl_dist.replay.gate import set_limiter
 from torchrl_dist.replay.host import ReplayHost
+from torchrl_dist.replay.limiter import RateLimiter
 from torchrl_dist.replay.link import Link, LocalLink, RemoteLink
 from torchrl_dist.replay.storage import SharedMemmapStorage
 from torchrl_dist.runtime import Peer, Remote, Session
@@ -67,6 +69,7 @@ class ReplayOwner:
     min_shards: int
     max_queued_bytes: int
     timeout_s: float
+    limiter: RateLimiter | None = None
 
     @property
     def capacity(self) -> int:
@@ -110,6 +113,7 @@ class ReplayOwner:
             first_shard=rank,
             min_shards=self.min_shards,
             timeout_s=self.timeout_s,
+            limiter=self.limiter,
         )
         _clients_of(session).add(client)
         return client
@@ -186,6 +190,7 @@ def host_replay(
     min_shards: int = 1,
     shortcut: bool = True,
     max_queued_bytes: int = _MAX_QUEUED_BYTES,
+    limiter: RateLimiter | None = None,
     timeout_s: float | None = None,
 ) -> ReplayOwner:
     """Have processes of the job keep a replay buffer; find it, where it is kept already.
@@ -210,6 +215,8 @@ def host_replay(
         shortcut: whether processes on a host's node use its directory instead of RPC; ``False``
             is for measurements.
         max_queued_bytes: that a process queues for one host before ``extend`` waits.
+        limiter: of the whole buffer; whose counters it goes by, and how fresh they are, is defined
+            in ``torchrl_dist.replay.totals``.
         timeout_s: deadline of every call and wait; default: the session's.
 
     Raises:
@@ -227,6 +234,8 @@ def host_replay(
     if not 1 <= min_shards <= len(peers):
         raise ConfigurationError(f"min_shards={min_shards}: expected 1 to {len(peers)}")
     shard_capacity = -(-capacity // len(peers))
+    if limiter is not None:
+        limiter.check_capacity(capacity)
     parent = None if scratch_dir is None else os.fspath(scratch_dir)
     remotes = [
         session.remote(
@@ -237,6 +246,7 @@ def host_replay(
             parent,
             resume,
             keep,
+            limiter,
             timeout_s=timeout_s,
         )
         for shard, peer in enumerate(peers)
@@ -252,6 +262,7 @@ def host_replay(
         min_shards,
         max_queued_bytes,
         session.timeout_s if timeout_s is None else timeout_s,
+        limiter,
     )
 
 
@@ -263,11 +274,18 @@ class _Keeper(ReplayHost):
         return str(directory.path), directory.job_id, _identity(directory.path)
 
 
-def open_host(name: str, capacity: int, parent: str | None, resume: bool, keep: bool) -> ReplayHost:
+def open_host(
+    name: str,
+    capacity: int,
+    parent: str | None,
+    resume: bool,
+    keep: bool,
+    limiter: RateLimiter | None,
+) -> ReplayHost:
     """Runs in the host's process: make the host of this name, or find it.
 
     Raises:
-        ConfigurationError: it exists with another capacity.
+        ConfigurationError: it exists with another capacity or limiter.
     """
     session = current_session()
     with _hosts_lock:
@@ -286,12 +304,22 @@ def open_host(name: str, capacity: int, parent: str | None, resume: bool, keep: 
                 keep=keep,
                 timeout_s=session.timeout_s,
             )
+            try:
+                set_limiter(storage.directory, limiter)
+            except BaseException:
+                storage.close()
+                raise
             host = _hosts[session.session_id, name] = _Keeper(storage)
             session.on_end(lambda clean: _close_host(session.session_id, name, clean))
     if host.storage.max_size != capacity:
         raise ConfigurationError(
             f"replay buffer {name} has {host.storage.max_size} rows on {session.me}, asked for "
             f"{capacity}: use the same arguments everywhere, or another name"
+        )
+    if host.storage.limiter != limiter:
+        raise ConfigurationError(
+            f"replay buffer {name} has limiter {host.storage.limiter} on {session.me}, asked for "
+            f"{limiter}: use the same arguments everywhere, or another name"
         )
     return host
 

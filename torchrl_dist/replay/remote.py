@@ -21,6 +21,7 @@ from torchrl_dist.replay import _torchrl, rows
 from torchrl_dist.replay.batches import Batch, BatchSource
 from torchrl_dist.replay.client import ReplayClient
 from torchrl_dist.replay.directory import array_of
+from torchrl_dist.replay.limiter import Counts, RateLimiter
 from torchrl_dist.replay.owner import ReplayOwner, open_directly
 from torchrl_dist.replay.packing import columns_of, pack, unpack
 from torchrl_dist.replay.priorities import check_priorities
@@ -145,15 +146,36 @@ class RemoteStorage(SavedStorage, TensorStorage):
 
     # --- writing -----------------------------------------------------------------------------
 
+    @property
+    def limiter(self) -> RateLimiter | None:
+        """What limits samples and writes of all processes."""
+        return self.owner.limiter
+
+    @property
+    def limiter_counts(self) -> Counts:
+        """What the limiter goes by: inserts, samples and size, in rows, over the hosts that
+        answer. Blocks for a call, and until what this process queued is applied."""
+        self.client.states()
+        counts = self.client.counts()
+        assert counts is not None
+        return counts
+
+    def check_batch(self, batch_size: int | None) -> None:
+        """As :meth:`SharedMemmapStorage.check_batch`."""
+        if self.limiter is not None and batch_size:
+            self.limiter.check_batch(batch_size)
+
     def append(
         self, data: TensorDictBase, priority: np.ndarray | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Queue rows; see :meth:`SharedMemmapStorage.append`. The handles are -1 until the owner
-        has answered."""
+        has answered. With a limiter of inserts it blocks for a call, and until they are allowed."""
         if not getattr(data, "batch_dims", 0):
             raise ConfigurationError("expected a batch of rows [n, ...], got data without batch")
         if priority is not None:
             check_priorities(priority)
+        if self.client.gate is not None:
+            self.client.gate.wait_to_write(self)
         return self.client.write(data, priority)
 
     def write_at(self, index: torch.Tensor, data: TensorDictBase) -> torch.Tensor:
@@ -394,10 +416,22 @@ class _RPCSampler(SharedSampler):
 
     def _next(self, storage: Storage, batch_size: int) -> Batch:
         remote = self.attach(storage)
-        assert self._source is not None
-        batch = self._source.next(batch_size)
+        source, gate = self._source, remote.client.gate
+        assert source is not None
+
+        def draw() -> tuple[torch.Tensor, Batch]:
+            batch = source.next(batch_size)
+            return batch.index, batch
+
+        batch = source.next(batch_size) if gate is None else gate.sample(batch_size, draw, remote)
         remote.hand_over(batch)
         return batch
+
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        """Whether ``sample`` would begin at once. Blocks for a call."""
+        remote = self.attach(storage)
+        gate = remote.client.gate
+        return len(remote) > 0 and (gate is None or gate.can_sample(batch_size))
 
     def note_written(self, index: torch.Tensor, generation: torch.Tensor) -> None:
         pass  # the client notes them when they are known

@@ -1,0 +1,217 @@
+"""The rate limiter of buffers that other processes keep: one owner by RPC, and shards."""
+
+from __future__ import annotations
+
+import collections
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from torchrl.data import TensorDictReplayBuffer
+
+from tests.replay.conftest import folder, make_rows  # noqa: F401
+from tests.replay.hosted_helpers import sample_times, write_until
+from tests.replay.test_gate import InThread
+from tests.replay.test_processes import wait_until
+from torchrl_dist import (
+    ConfigurationError,
+    HostedReplayBuffer,
+    RateLimiter,
+    RateLimitError,
+    RemoteStorage,
+    RPCPrioritizedSampler,
+    Session,
+    SharedCursorWriter,
+    local_cluster,
+    replay_buffer,
+)
+
+pytestmark = pytest.mark.timeout(90)
+
+Make = Callable[..., HostedReplayBuffer]
+
+
+@pytest.fixture
+def cluster(fork_server) -> Iterator[Session]:
+    with local_cluster({"learner": 1, "owner": 3}, timeout_s=20, fork_server=fork_server) as job:
+        yield job
+
+
+@pytest.fixture
+def make(cluster: Session, folder: Path) -> Make:  # noqa: F811
+    def make(shards: int = 1, **options) -> HostedReplayBuffer:
+        defaults = {
+            "capacity": 256 * shards,
+            "batch_size": 16,
+            "hosts": cluster.of_role("owner")[:shards],
+            "shortcut": False,
+            "scratch_dir": folder,
+            "prefetch": 0,
+        }
+        return replay_buffer(cluster, **{**defaults, **options})
+
+    return make
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_sample_waits_until_the_minimum_size_is_there(
+    make: Make, cluster: Session, shards: int, prefetch: int
+) -> None:
+    buffer = make(shards, prefetch=prefetch, limiter=RateLimiter(60))
+    waiting = InThread(buffer.sample)
+    writer = cluster.of_role("owner")[2]
+    cluster.call(writer, write_until, buffer, 56, 28)
+    assert not buffer.can_sample() and waiting.thread.is_alive()
+    cluster.call(writer, write_until, buffer, 8, 8)
+    assert len(waiting.result()) == 16
+    assert buffer.can_sample()
+    assert buffer.storage.limiter_counts == (64, 16, 64)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_write_waits_until_enough_was_sampled(make: Make, shards: int) -> None:
+    limiter = RateLimiter(8, samples_per_insert=2.0, error_buffer=16)
+    buffer = make(shards, limiter=limiter)
+    buffer.extend(make_rows(range(32)))
+    waiting = InThread(lambda: buffer.extend(make_rows(range(8))))
+    buffer.sample()
+    time.sleep(0.2)
+    assert waiting.thread.is_alive() and buffer.storage.write_count == 32
+    buffer.sample()
+    waiting.result()
+    assert buffer.storage.limiter_counts == (40, 32, 40)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_one_reader_and_one_writer_are_exact(make: Make, cluster: Session, shards: int) -> None:
+    limiter = RateLimiter(32, samples_per_insert=2.0, error_buffer=24)
+    buffer = make(shards, limiter=limiter)
+    done = threading.Event()
+    seen = []
+
+    def watch() -> None:
+        while not done.is_set():
+            seen.append(limiter.difference(buffer.storage.limiter_counts))
+
+    watching = InThread(watch)
+    writing = InThread(
+        lambda: cluster.call(cluster.of_role("owner")[2], write_until, buffer, 320, 8)
+    )
+    sample_times(buffer, 37)  # to 48, of 40 at least
+    writing.result()
+    done.set()
+    watching.result()
+    started = [difference for difference in seen if difference > limiter.range[0]]
+    assert seen[-1] == 2 * 320 - 37 * 16
+    assert min(seen[seen.index(started[0]) :]) >= limiter.range[0]
+    assert max(seen) <= limiter.range[1] + 2 * 8
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_several_readers_and_writers_stay_near_the_range(
+    make: Make, cluster: Session, shards: int
+) -> None:
+    limiter = RateLimiter(32, samples_per_insert=1.0, error_buffer=32)
+    buffer = make(shards, limiter=limiter, prefetch=2)
+    owners = cluster.of_role("owner")
+    calls = [
+        cluster.submit(owners[0], write_until, buffer, 320, 8),
+        cluster.submit(owners[1], write_until, buffer, 320, 8),
+        cluster.submit(owners[2], sample_times, buffer, 19),
+    ]
+    sample_times(buffer, 19)
+    for call in calls:
+        call.result(60)
+    counts = buffer.storage.limiter_counts
+    assert (counts.inserts, counts.samples) == (640, 2 * 19 * 16)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_at_the_deadline_the_error_says_what_is_missing(make: Make, shards: int) -> None:
+    limiter = RateLimiter(40, samples_per_insert=1.0, error_buffer=16)
+    buffer = make(shards, limiter=limiter)
+    buffer.storage.client.timeout_s = 0.5
+    buffer.extend(make_rows(range(10)))
+    with pytest.raises(RateLimitError, match="waited 0.5 s for 30 more rows to be written"):
+        buffer.sample()
+    buffer.extend(make_rows(range(60)))
+    with pytest.raises(RateLimitError, match="for 14 more rows to be sampled before the next"):
+        buffer.extend(make_rows(range(8)))
+    assert buffer.storage.write_count == 70
+    buffer.sample()  # and the owner was never held up
+
+
+def test_a_killed_writer_is_an_error_at_the_deadline(make: Make, cluster: Session) -> None:
+    buffer = make(1, limiter=RateLimiter(40), timeout_s=2.0)
+    writer = cluster.of_role("owner")[2]
+    cluster.call(writer, write_until, buffer, 8, 8)
+    waiting = InThread(buffer.sample)
+    os.kill(cluster.pid_of(writer), signal.SIGKILL)
+    with pytest.raises(RateLimitError, match="32 more rows to be written.*Are the processes gone"):
+        waiting.result()
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("uniform", [False, True])
+def test_no_row_is_sampled_more_often_than_allowed(make: Make, shards: int, uniform: bool) -> None:
+    limiter = RateLimiter(16, max_times_sampled=3)
+    buffer = make(shards, uniform=uniform, limiter=limiter)
+    buffer.storage.client.timeout_s = 0.5
+    buffer.extend(make_rows(range(64)))
+    buffer.extend(make_rows(range(64, 128)))
+    seen: collections.Counter = collections.Counter()
+    with pytest.raises((RateLimitError, RuntimeError)):
+        while True:
+            seen.update(buffer.sample()["id"].tolist())
+    assert max(seen.values()) == 3
+    assert sum(seen.values()) > 128 * 3 * (0.9 if shards == 1 else 0.6)  # spare rows count, too
+    buffer.extend(make_rows(range(128, 192)))
+    assert len(buffer.sample()) == 16
+
+
+def test_the_stock_buffer_holds_no_lock_while_it_waits(make: Make, cluster: Session) -> None:
+    limiter = RateLimiter(20, samples_per_insert=1.0, error_buffer=16)
+    owner = make(1, limiter=limiter).storage.owner
+    buffer = TensorDictReplayBuffer(
+        storage=RemoteStorage(owner),
+        sampler=RPCPrioritizedSampler(owner.capacity, 0.6, 0.4, owner=owner, prefetch=0),
+        writer=SharedCursorWriter(),
+        batch_size=16,
+    )
+    waiting = InThread(buffer.sample)
+    wait_until(lambda: buffer.storage.client.gate is not None)
+    buffer.extend(make_rows(range(12)))
+    buffer.extend(make_rows(range(12)))
+    assert len(waiting.result()) == 16
+
+
+def test_on_the_owners_node_its_counters_are_used(
+    cluster: Session,
+    folder: Path,  # noqa: F811
+) -> None:
+    limiter = RateLimiter(20, samples_per_insert=1.0, error_buffer=16)
+    options = {"capacity": 64, "batch_size": 16, "scratch_dir": folder, "limiter": limiter}
+    hosts = cluster.of_role("owner")[:1]
+    near = replay_buffer(cluster, hosts=hosts, **options)
+    far = replay_buffer(cluster, hosts=hosts, shortcut=False, prefetch=0, **options)
+    assert near.storage.limiter == far.storage.limiter == limiter
+    near.extend(make_rows(range(24)))
+    far.sample()
+    far.flush()
+    assert near.storage.limiter_counts == far.storage.limiter_counts == (24, 16, 24)
+    near.close()
+
+
+def test_what_cannot_be_right_is_refused(make: Make, cluster: Session) -> None:
+    with pytest.raises(ConfigurationError, match="above the capacity 512"):
+        make(2, limiter=RateLimiter(513))
+    with pytest.raises(ConfigurationError, match="too small for batches of 16"):
+        make(2, name="other", limiter=RateLimiter(1, samples_per_insert=1.0, error_buffer=7))
+    make(2, limiter=RateLimiter(512))  # more than one shard could hold
+    with pytest.raises(Exception, match="use the same arguments everywhere"):
+        make(2, limiter=RateLimiter(8))

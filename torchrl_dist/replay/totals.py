@@ -1,0 +1,144 @@
+"""The rate limiter of a buffer that other processes keep: totals over its shards.
+
+*One definition for one owner and for many shards.* Inserts, samples and size are sums over the
+shards. Each shard counts the rows published there; the rows of a batch count at the shards that
+they came from, when the batch is returned to its caller, not when it is drawn ahead. The counts
+travel with every reply, and the processes that sample and write decide by them; the shards hold up
+nothing, so no thread of theirs ever waits.
+
+*How fresh.* A process adds what it has done itself since a shard's last reply, so with one process
+that samples and one that writes the limiter is exact. Beside others it goes by what they had done
+when the shards last answered. So the difference may leave its range: downwards by what each other
+process returned since, at most the batches that it has in hand (``prefetch + batches_per_call + 1``
+of them); upwards by one ``extend`` of each other process. Who must wait asks the shards again,
+after 2 ms, then with pauses up to 50 ms, so none waits for what is no longer so.
+
+``max_times_sampled`` is each shard's own business, exact there: it counts rows as they are drawn,
+also those that are drawn ahead, or to spare. Of a lost shard the last known counts go on counting.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torchrl.data.replay_buffers.storages import Storage
+
+from torchrl_dist.errors import RateLimitError
+from torchrl_dist.replay import _torchrl
+from torchrl_dist.replay.gate import process_ends
+from torchrl_dist.replay.limiter import Counts, RateLimiter
+from torchrl_dist.replay.storage import NoRowsError
+
+if TYPE_CHECKING:
+    from torchrl_dist.replay.client import ReplayClient
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-3, 5e-2
+
+_T = TypeVar("_T")
+
+
+class TotalsGate:
+    """What a client of the hosts waits at. Thread-safe."""
+
+    def __init__(self, client: ReplayClient, limiter: RateLimiter) -> None:
+        self.limiter = limiter
+        self._client = client
+        self._admitted = 0  # rows of samples that are not counted at their shards yet
+        self._lock = threading.Lock()
+
+    def counts(self) -> Counts | None:
+        """As far as this process knows; None before all shards have answered once."""
+        counts = self._client.counts()
+        return counts and counts._replace(samples=counts.samples + self._admitted)
+
+    def can_sample(self, count: int) -> bool:
+        """Whether a sample of that many rows would begin at once. Blocks for one call."""
+        self._client.states()
+        with self._lock:
+            return self._missing_inserts(count) is None
+
+    def sample(
+        self, count: int, draw: Callable[[], tuple[torch.Tensor, _T]], storage: Storage
+    ) -> _T:
+        """What ``draw()`` gives beside the rows' indices, once that sample is admitted.
+
+        Raises:
+            RateLimitError: it was not, within the client's deadline.
+            ConfigurationError: samples of that many rows could wait for ever.
+        """
+        self.limiter.check_batch(count)
+        deadline = time.monotonic() + self._client.timeout_s
+
+        def admit() -> str | None:
+            missing = self._missing_inserts(count)
+            if missing is None:
+                self._admitted += count
+            return missing
+
+        while True:
+            self._wait(admit, deadline, storage)
+            try:
+                index, found = draw()
+                self._client.count_samples(index)
+                return found
+            except NoRowsError:  # rows that were sampled often enough make room for new ones
+                if self.limiter.max_times_sampled is None or time.monotonic() > deadline:
+                    raise
+            finally:
+                with self._lock:
+                    self._admitted -= count
+            with _torchrl.locks_given_back(storage):
+                time.sleep(_LONGEST_PAUSE_S)
+
+    def wait_to_write(self, storage: Storage) -> None:
+        """Block until a write may begin, and earlier ones of this process are answered.
+
+        Raises:
+            RateLimitError: not within the client's deadline; nothing was written.
+        """
+        if self.limiter.samples_per_insert is None:
+            return
+        self._client.answers(self._client.ask_applied())
+        deadline = time.monotonic() + self._client.timeout_s
+        self._wait(self._missing_samples, deadline, storage)
+
+    def _missing_inserts(self, batch_size: int) -> str | None:
+        counts = self.counts()
+        if counts is None:
+            return "an answer of the shards"
+        missing = self.limiter.missing_inserts(counts, batch_size)
+        return f"{missing} more rows to be written before the next sample" if missing else None
+
+    def _missing_samples(self) -> str | None:
+        counts = self.counts()
+        if counts is None:
+            return "an answer of the shards"
+        missing = self.limiter.missing_samples(counts)
+        return f"{missing} more rows to be sampled before the next write" if missing else None
+
+    def _wait(self, missing: Callable[[], str | None], deadline: float, storage: Storage) -> None:
+        with self._lock:
+            if missing() is None:
+                return
+        pause = _FIRST_PAUSE_S
+        with _torchrl.locks_given_back(storage):
+            while True:
+                self._client.states()
+                with self._lock:
+                    text = missing()
+                if text is None:
+                    return
+                left = deadline - time.monotonic()
+                if left <= 0 or process_ends.is_set():
+                    raise RateLimitError(
+                        f"waited {self._client.timeout_s:g} s for {text} in the buffer of "
+                        f"{', '.join(link.name for link in self._client.links)}: {self.counts()}; "
+                        f"{self.limiter}. Are the processes gone that do so, or do they wait, too? "
+                        "A thread that does both itself asks can_sample() first"
+                    )
+                time.sleep(min(pause, left))
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
