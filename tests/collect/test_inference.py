@@ -87,6 +87,17 @@ def test_weights_are_used_from_the_next_step_on_and_stamped(fork_server: ForkSer
             collector.update_policy_weights_()
 
 
+def test_env_processes_time_their_steps_with_the_learners_policy(fork_server: ForkServer) -> None:
+    with (
+        local_cluster({"learner": 1, "collector": 1}, fork_server=fork_server) as session,
+        RPCBatchedCollector(
+            Sleeper, policy(), session=session, inference="learner", env_processes=2, num_envs=2
+        ) as collector,
+    ):
+        assert 2 * 2 <= collector.frames_per_batch <= 2 * 2 * 0.5 / 0.02
+        assert collector.next().numel() == collector.frames_per_batch
+
+
 def test_exploration_happens_at_the_learner(fork_server: ForkServer) -> None:
     module = TensorDictSequential(policy(), EGreedyModule(OneHot(3), eps_init=1.0, eps_end=1.0))
     with (

@@ -10,7 +10,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import InteractionType, TensorDictModule, TensorDictSequential
+from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torch.distributions import Normal
 from torchrl.collectors import Collector
@@ -19,7 +19,6 @@ from torchrl.envs import GymEnv, GymWrapper, SerialEnv
 from torchrl.envs.utils import ExplorationType
 from torchrl.modules import (
     NormalParamExtractor,
-    OneHotCategorical,
     ProbabilisticActor,
     QValueActor,
 )
@@ -123,26 +122,26 @@ class TestDataEqualTorchRLs:
         assert {"loc", "scale", "action_log_prob"} <= set(ours.keys())
         assert_equal_data(ours, theirs)
 
-    @pytest.mark.parametrize("mode", list(ExplorationType))
-    def test_exploration_types(self, mode: ExplorationType) -> None:
+    @pytest.mark.parametrize("mode", ["RANDOM", "DETERMINISTIC", "MODE", "MEAN"])
+    def test_exploration_types(self, mode: str) -> None:
+        class Seeding(nn.Module):  # what is drawn follows from the observation alone
+            def forward(self, observation: torch.Tensor) -> torch.Tensor:
+                torch.manual_seed(int(observation.abs().sum() * 1e6))
+                return self.net(observation)
+
+        module = Seeding()
+        module.net = nn.Sequential(mlp(3, 2), NormalParamExtractor())
         policy = ProbabilisticActor(
-            TensorDictModule(mlp(4, 2), ["observation"], ["logits"]),
-            in_keys=["logits"],
-            distribution_class=OneHotCategorical,
-            default_interaction_type=InteractionType.RANDOM,
+            TensorDictModule(module, ["observation"], ["loc", "scale"]),
+            in_keys=["loc", "scale"],
+            distribution_class=Normal,
             return_log_prob=True,
         )
-
-        class SeedsTorch(EpisodeSeeds):
-            def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-                torch.manual_seed(self.next_seed)
-                return super().reset(**kwargs)
-
-        def make() -> gymnasium.Env:
-            return SeedsTorch(gymnasium.make("CartPole-v1"), 0)
-
-        ours = collect(make, policy, 60, exploration_type=mode)
-        theirs = torchrl_data(GymWrapper(make()), policy, 60, exploration_type=mode)
+        kind = ExplorationType[mode]
+        ours = collect(lambda: seeded("Pendulum-v1", 0), policy, 60, exploration_type=kind)
+        theirs = torchrl_data(
+            GymWrapper(seeded("Pendulum-v1", 0)), policy, 60, exploration_type=kind
+        )
         assert_equal_data(ours, theirs)
 
     @pytest.mark.parametrize("categorical", [False, True])

@@ -178,14 +178,23 @@ class NodeWorker:
                     f"within {_START_S:g} s"
                 )
             waiting = [p for p in self._processes if p.connection and not p.ready]
+            relay = self._relay
             sources: list[Any] = [self._listener, *(p.connection for p in waiting)]
-            readable = wait(sources, min(left_s, _GLANCE_S))
+            readable = wait([*sources, relay] if relay else sources, min(left_s, _GLANCE_S))
             if self._listener in readable:
                 self._accept()
             for process in waiting:
                 if process.connection in readable:
-                    infos[process.index] = self._receive(process)
-                    process.ready = True
+                    answer = self._receive(process)
+                    if relay is not None and isinstance(answer, Question):
+                        relay.ask(process.connection, answer)  # it times its steps
+                    else:
+                        infos[process.index] = answer
+                        process.ready = True
+            if relay is not None:
+                if relay in readable:
+                    relay.deliver()
+                relay.flush()
             self._raise_for_failed_start()
         return [infos[index] for index in range(self._count)]
 
