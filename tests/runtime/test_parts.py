@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
+import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -18,11 +21,11 @@ from torchrl_dist.runtime.pool import DaemonPool
 from torchrl_dist.runtime.signals import Latch, wait_any
 
 
-def test_tensors_stay_outside_the_bytes_and_closures_go_inside():
+def test_large_tensors_stay_outside_the_bytes_and_closures_go_inside():
     factor = 3
     data = TensorDict({"a": torch.arange(100_000), "b": {"c": torch.zeros(4, 2)}}, [])
     body, tensors = wire.dumps((lambda x: x * factor, data))
-    assert len(body) < 4_000 and len(tensors) == 2
+    assert len(body) < 4_000 and len(tensors) == 1
     triple, back = wire.loads(body, tensors)
     assert triple(2) == 6 and (back == data).all()
 
@@ -32,12 +35,63 @@ def test_nested_unpickling_keeps_the_outer_tensors():
         def __reduce__(self):
             return wire.loads, wire.dumps("inner")
 
-    one, inner, two = wire.loads(*wire.dumps((torch.ones(1), Inner(), torch.zeros(1))))
-    assert (one.item(), inner, two.item()) == (1, "inner", 0)
+    large = torch.ones(100_000)
+    one, inner, two = wire.loads(*wire.dumps((large, Inner(), 0 * large)))
+    assert (one.sum().item(), inner, two.sum().item()) == (100_000, "inner", 0)
+
+
+@pytest.mark.parametrize("size", [7, 100_000])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: torch.arange(n)[::2],
+        lambda n: torch.rand(n, 3, requires_grad=True).t(),
+        lambda n: torch.rand(n, dtype=torch.complex64).conj(),
+        lambda n: torch.rand(n, dtype=torch.complex64).conj().imag,
+        lambda n: torch.rand(n).to(torch.bfloat16),
+        lambda n: torch.rand(n) > 0.5,
+        lambda n: torch.empty(0, n, dtype=torch.float16),
+        lambda n: torch.tensor(float(n)),
+    ],
+)
+def test_tensors_of_every_kind_come_back_as_they_were(make, size: int):
+    sent = make(size)
+    back = wire.loads(*wire.dumps(sent))
+    assert back.dtype == sent.dtype and back.shape == sent.shape and not back.requires_grad
+    assert torch.equal(back, sent)
+
+
+@pytest.mark.parametrize("make", [torch.zeros, np.zeros])
+def test_small_ones_are_copies_that_may_be_changed(make):
+    sent = make(100)
+    body = wire.dumps(sent)
+    sent += 1
+    back = wire.loads(*body)
+    back += 5
+    assert back.tolist() == [5.0] * 100 and type(back) is type(sent)
+
+
+@pytest.mark.parametrize("dtype", ["?", ">i4", "f2", "c16", "M8[s]", "O", "U3", "i4,f8"])
+def test_arrays_of_every_kind_come_back_as_they_were(dtype: str):
+    sent = np.zeros((4, 3), dtype).T[::2]
+    back = wire.loads(*wire.dumps(sent))
+    assert back.dtype == sent.dtype and back.shape == sent.shape and (back == sent).all()
+
+
+def test_a_class_that_a_reload_has_replaced_is_sent_by_value(monkeypatch, tmp_path):
+    (tmp_path / "reloaded.py").write_text("class Thing:\n    value = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "reloaded", raising=False)
+    module = importlib.import_module("reloaded")
+    old = module.Thing
+    assert wire.loads(*wire.dumps(old)) is old
+    importlib.reload(module)
+    assert module.Thing is not old and wire.loads(*wire.dumps(old)).value == 1
+    monkeypatch.delitem(sys.modules, "reloaded")
 
 
 def test_two_dtypes_over_one_storage_are_sent_as_two_storages():
-    whole = torch.zeros(16, dtype=torch.uint8)
+    whole = torch.zeros(400_000, dtype=torch.uint8)
     _, tensors = wire.dumps((whole, whole.view(torch.float32)))
     assert tensors[0].data_ptr() != tensors[1].data_ptr()
 

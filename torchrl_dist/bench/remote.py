@@ -6,8 +6,8 @@
 Each measurement runs in fresh processes with one torch thread each, all on this machine and without
 the shortcut through its memory; rounds go over all cases in turn, and the table shows medians.
 
-- ``ours``: one owner, a batch per call, two drawn ahead. ``ours-4`` and ``ours-8``: that many
-  batches per call.
+- ``ours``: one owner, two batches drawn ahead, the default. ``ours-4`` and ``ours-8``: at least
+  that many batches per call.
 - ``torchrl-rpc``: TorchRL's RemoteTensorDictReplayBuffer. ``ray``: its RayReplayBuffer.
 - ``shards``: ours over 1, 2, 4 and 8 owners, one learner, which asks all of them for each batch.
   ``cost``: the time of an empty call; with it, ``bound`` is ``t(1) + (shards - 1) * cost``, and

@@ -50,7 +50,7 @@ class _Round:
 
 
 class BatchSource:
-    """Draws batches through a client, ``prefetch`` ahead, ``batches_per_call`` in each call.
+    """Draws batches through a client, ``prefetch`` ahead, ``batches_per_call`` or more in a call.
 
     A prefetched batch was drawn before what this process wrote since: with ``prefetch=n`` and
     ``batches_per_call=b`` an operation shows at the latest ``n + b`` batches later; with
@@ -114,13 +114,16 @@ class BatchSource:
         self._rounds.clear()
 
     def _top_up(self, coming: int) -> None:
-        """Ask for more. ``coming``: batches of the round that is about to be finished, of which
-        one is about to be used."""
+        """Ask for more once less than half is left, so that one call brings several batches.
+
+        ``coming``: batches of the round that is about to be finished, of which one is about to be
+        used.
+        """
         ahead = len(self._ready) + coming - bool(coming)
         ahead += sum(round_.count for round_ in self._rounds) // self._batch_size
-        while ahead < self._prefetch:
-            self._rounds.append(self._start(self._per_call))
-            ahead += self._per_call
+        if 2 * ahead < self._prefetch:
+            missing = self._prefetch - ahead
+            self._rounds.append(self._start(-(-missing // self._per_call) * self._per_call))
 
     # --- one round ---------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from torchrl_dist.replay.host import (
 )
 from torchrl_dist.replay.limiter import Counts, RateLimiter
 from torchrl_dist.replay.link import Answer, Link, await_answer
-from torchrl_dist.replay.packing import pack, spec_as_text
+from torchrl_dist.replay.packing import pack
 from torchrl_dist.replay.sampler import RecentGenerations
 from torchrl_dist.replay.shard_law import global_index, largest_priority, split_index
 from torchrl_dist.replay.totals import TotalsGate
@@ -96,6 +96,8 @@ class ReplayClient:
         """Raise what went wrong with earlier operations, one error per call; also if too few
         shards answer."""
         for shard, link in enumerate(self.links):
+            if link.fine and shard not in self._reported:
+                continue
             problem = link.problem
             if problem is not None:
                 if len(self.links) > 1:  # a call of this client need not have met it
@@ -263,7 +265,7 @@ class ReplayClient:
         size = _FEW_BYTES + sum(tensor.nbytes for tensor in packed)
         # copied: they are sent later, and the caller may go on with its tensors
         own = None if priority is None else priority.copy()
-        write = Write(spec_as_text(spec), count, packed, own, pending.number)
+        write = Write(spec.text, count, packed, own, pending.number)
         try:
             self.links[shard].put(write, size=size, written=written)
         except BaseException:

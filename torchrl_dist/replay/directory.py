@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import atexit
 import enum
+import functools
 import glob
 import json
 import math
@@ -186,6 +187,11 @@ class RowSpec:
     def as_json(self) -> dict[str, Any]:
         leaves = [leaf.as_json() for leaf in self.leaves]
         return {"batch_dims": list(self.batch_dims), "leaves": leaves}
+
+    @functools.cached_property
+    def text(self) -> str:
+        """:meth:`as_json` as a string, for messages."""
+        return json.dumps(self.as_json())
 
     @classmethod
     def from_json(cls, entry: dict[str, Any]) -> RowSpec:

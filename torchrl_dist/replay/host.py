@@ -30,10 +30,10 @@ from torchrl_dist.replay.draws import TooFewDrawsError
 from torchrl_dist.replay.packing import (
     columns_of,
     pack,
-    spec_as_text,
     spec_from_text,
     unpack,
 )
+from torchrl_dist.replay.priorities import update
 from torchrl_dist.replay.sampler import Drawn, SharedPrioritizedSampler, SharedRandomSampler
 from torchrl_dist.replay.snapshot import Chunk, Head, save_chunk
 from torchrl_dist.replay.storage import SharedMemmapStorage
@@ -329,11 +329,8 @@ class ReplayHost:
         else:  # so many writes ago that the rows count as gone
             self._storage.directory.count(Word.STALE_UPDATES, operation.priority.size)
             return None
-        self._sampler().update_priority(
-            torch.from_numpy(slot),
-            torch.from_numpy(operation.priority),
-            generation=None if generation is None else torch.from_numpy(generation),
-        )
+        self._sampler()  # or an error
+        update(self._storage.directory, slot, operation.priority, generation)
         return None
 
     def _write(self, write: Write, client: _Client) -> tuple[np.ndarray, np.ndarray]:
@@ -415,7 +412,7 @@ class ReplayHost:
         handles = [drawn.index.numpy(), drawn.generation.numpy(), drawn.leaf]
         # not copied: nobody else has these tensors
         packed = pack([*handles, *map(array_of, drawn.tensors)], copy=False)
-        return drawn.index.numel(), spec_as_text(spec), packed
+        return drawn.index.numel(), spec.text, packed
 
     # --- reading and replacing, outside the numbered requests --------------------------------
 

@@ -116,6 +116,10 @@ class Link(Protocol):
         """An error that nobody was told yet."""
 
     @property
+    def fine(self) -> bool:
+        """Whether there is neither such an error nor a ``problem``."""
+
+    @property
     def problem(self) -> Exception | None:
         """None if the host answers, else what is known to be wrong with it."""
 
@@ -126,6 +130,7 @@ class Link(Protocol):
 class LocalLink:
     """A host in this process, called directly: over the directory of the same node."""
 
+    fine = True
     problem: Exception | None = None
     replies = 0
     limited = False
@@ -353,6 +358,10 @@ class RemoteLink:
             return self._errors.popleft() if self._errors else None
 
     @property
+    def fine(self) -> bool:
+        return not self._errors and self._lost is None and self._silent is None
+
+    @property
     def problem(self) -> Exception | None:
         return self._lost or self._silent
 
@@ -417,7 +426,7 @@ class RemoteLink:
         try:
             error = future.exception()
             if error is None:
-                self._answer(call, future.result())
+                self._take_over(call, future.result())
             elif isinstance(error, DeadlineError):
                 self._note_silence(call, error)
             elif isinstance(error, PeerLostError):
@@ -432,7 +441,7 @@ class RemoteLink:
             raise
         self._pump()
 
-    def _answer(self, call: _Call, reply: Reply) -> None:
+    def _take_over(self, call: _Call, reply: Reply) -> None:
         self.bytes_received += sum(tensor.nbytes for tensor in reply.packed)
         writes = [each for each in call.queued if isinstance(each.operation, Write)]
         for each, (slot, generation) in zip(writes, reply.written, strict=True):
@@ -454,6 +463,11 @@ class RemoteLink:
             self._uncounted -= sum(_samples(each.operation) for each in call.queued)
             self._errors.extend(errors)
         self._finish(call)
+        self._pump()  # the host works at the next request while this reply is unpacked
+        self._answer(call, reply, draw_error)
+
+    @staticmethod
+    def _answer(call: _Call, reply: Reply, draw_error: Exception | None) -> None:
         unpacked = _Unpacked(reply)
         start = 0
         for ask in call.asks:

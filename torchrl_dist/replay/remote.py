@@ -525,9 +525,10 @@ class RPCPrioritizedSampler(_RPCSampler, PrioritizedSampler):
             when a batch is used, not when it is drawn.
         eps, dtype, reduction: as in :class:`SharedPrioritizedSampler`.
         owner: the storage's.
-        prefetch: batches to draw ahead, which hides the round trip. While a call is under way
-            the next one waits, so one that follows may carry two batches.
-        batches_per_call: batches in one call, at most ``prefetch``: fewer messages, older rows.
+        prefetch: batches to draw ahead, which hides the round trip: once less than half of them
+            are left, one call asks for the rest.
+        batches_per_call: the fewest in such a call, at most ``prefetch``: fewer messages, older
+            rows.
 
     Raises:
         ConfigurationError: as :class:`SharedPrioritizedSampler`.
