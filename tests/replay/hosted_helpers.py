@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import time
 
 import numpy as np
@@ -24,6 +26,40 @@ def slow_down(delay_s: float, calls: int | None = None) -> None:
         return serve(self, request)
 
     ReplayHost.serve = slow_serve  # type: ignore[method-assign]
+
+
+def when_rows_are_saved(what: str, writes: int) -> None:
+    """Runs in an owner that writes its rows to a checkpoint: after so many writes to files the disk
+    is full once, or the process is killed or paused."""
+    pwrite, counter = os.pwrite, itertools.count()
+
+    def fail(fd: int, data: memoryview, offset: int) -> int:
+        if next(counter) == writes:
+            if what == "full":
+                raise OSError(28, "No space left on device")
+            os.kill(os.getpid(), {"killed": signal.SIGKILL, "paused": signal.SIGSTOP}[what])
+        return pwrite(fd, data, offset)
+
+    os.pwrite = fail  # type: ignore[assignment]
+
+
+_synced: list[str] = []
+
+
+def note_syncs() -> None:
+    """Runs in an owner, before :func:`synced_here`."""
+    fsync = os.fsync
+
+    def note(fd: int) -> None:
+        _synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    os.fsync = note  # type: ignore[assignment]
+
+
+def synced_here() -> list[str]:
+    """Runs in an owner: files that it had synced, as often as it had."""
+    return _synced
 
 
 def written_here() -> int:

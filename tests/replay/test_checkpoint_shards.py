@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -14,9 +15,11 @@ import torch
 from tensordict import TensorDict
 
 from tests.replay.conftest import folder, make_rows  # noqa: F401
+from tests.replay.hosted_helpers import note_syncs, synced_here, when_rows_are_saved
 from torchrl_dist import (
     CheckpointError,
     ConfigurationError,
+    DeadlineError,
     HostedReplayBuffer,
     PeerLostError,
     Session,
@@ -25,7 +28,7 @@ from torchrl_dist import (
     replay_buffer,
 )
 from torchrl_dist.replay import dump, snapshot
-from torchrl_dist.replay.dump import read_dump
+from torchrl_dist.replay.dump import read_dump, read_manifest
 
 pytestmark = pytest.mark.timeout(90)
 SHARD = 48
@@ -179,18 +182,111 @@ def test_a_state_dict_goes_to_another_number_of_shards(make) -> None:
     assert sorted(other[:]["id"].tolist()) == list(range(60))
 
 
-def test_writers_go_on_while_shards_are_saved(make, tmp_path: Path, monkeypatch) -> None:
+def hide_folders(monkeypatch) -> None:
+    """From the hosts, as if they were on other machines."""
+    shard = dump.DumpWriter.shard
+
+    @contextlib.contextmanager
+    def hidden(*args) -> Iterator[dump.ShardFiles]:
+        with shard(*args) as files:
+            files.folder = Path("/nowhere", *files.folder.parts[1:])
+            yield files
+
+    monkeypatch.setattr(dump.DumpWriter, "shard", hidden)
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """Of the rows' files, by name."""
+    (rows,) = path.glob("rows-*")
+    return {str(each.relative_to(rows)): each.read_bytes() for each in rows.rglob("*.bin")}
+
+
+def test_hosts_that_see_the_folder_write_the_same_files_themselves(
+    make, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to("elsewhere")
+    buffer = make(2)
+    fill(buffer, 14)
+    received, write = [], dump.ShardFiles.write
+
+    def count(self: dump.ShardFiles, arrays) -> None:
+        received.append(len(arrays[0]))
+        write(self, arrays)
+
+    monkeypatch.setattr(dump.ShardFiles, "write", count)
+    buffer.dumps("link/seen")
+    assert not received
+    hide_folders(monkeypatch)
+    buffer.dumps("sent")
+    assert sum(received) == 2 * SHARD
+    seen, sent = contents(tmp_path / "elsewhere" / "seen"), contents(tmp_path / "sent")
+    assert seen == sent and len(seen) > 6
+    one, other = (read_manifest(Path(each))["shards"] for each in ("link/seen", "sent"))
+    assert one == other
+
+
+def test_a_host_syncs_what_it_writes_as_it_goes(make, cluster: Session, tmp_path: Path) -> None:
+    buffer = make(1, capacity=8 * 40)  # 40 chunks: not all are synced at once
+    fill(buffer, 32)
+    owner = cluster.of_role("owner")[0]
+    cluster.submit(owner, note_syncs).result(20)
+    buffer.dumps(tmp_path)
+    (saved,) = read_dump(tmp_path)[0]
+    assert saved is not None and saved.arrays[0].tolist() == list(range(320))
+    files = [str(each) for each in tmp_path.glob("rows-*/shard-0/*.bin")]
+    rows = [each for each in files if not each.endswith(("/runs.bin", "/priority.bin"))]
+    assert sorted(cluster.submit(owner, synced_here).result(20)) == sorted(3 * rows)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("what", ["killed", "paused", "full"])
+def test_a_host_that_fails_while_it_writes(
+    make, cluster: Session, tmp_path: Path, what: str, shards: int
+) -> None:
+    buffer = make(shards, timeout_s=5 if what == "paused" else 20)
+    fill(buffer, 4 * shards)
+    buffer.dumps(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    last = cluster.of_role("owner")[shards - 1]
+    cluster.submit(last, when_rows_are_saved, what, 5).result(20)
+    if what == "full":
+        with pytest.raises(CheckpointError, match=f"No space left on device .in {last.name} on "):
+            buffer.dumps(tmp_path)
+    elif shards == 1:
+        with pytest.raises(PeerLostError if what == "killed" else DeadlineError):
+            buffer.dumps(tmp_path)
+    else:
+        with pytest.warns(UserWarning, match="replay shard 1 .* is left out"):
+            buffer.dumps(tmp_path)
+        kept, missing = read_dump(tmp_path)[0]
+        assert kept is not None and kept.leaf.size == 40 and missing is None
+        assert not list(tmp_path.glob("rows-*/shard-1"))
+        before = sorted(tmp_path.rglob("*"))
+    if what == "paused":
+        os.kill(cluster.pid_of(last), signal.SIGCONT)
+        cluster.submit(last, os.getpid).result(20)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_writers_go_on_while_shards_are_saved(
+    make, tmp_path: Path, monkeypatch, seen: bool
+) -> None:
     buffer = make(2)
     fill(buffer, 8)
     lock, new = threading.Lock(), iter(range(1000, 10**6))
-    write = dump.ShardFiles.write
+    append = dump.ShardFiles.append
 
-    def write_and_extend(self: dump.ShardFiles, arrays) -> None:
+    def extend_and_append(self: dump.ShardFiles, chunk) -> None:
         with lock:
             buffer.extend(rows_of([next(new)]))
-        write(self, arrays)
+        append(self, chunk)
 
-    monkeypatch.setattr(dump.ShardFiles, "write", write_and_extend)
+    monkeypatch.setattr(dump.ShardFiles, "append", extend_and_append)
+    if not seen:
+        hide_folders(monkeypatch)
     buffer.dumps(tmp_path)
     buffer.flush()
     found = set()

@@ -10,7 +10,8 @@ synced to the disk.
 - ``ours``: the shared buffer of one node. ``ours, written``: while another process extends it by
   batches of 256, so often that the ring turns over once a minute; ``longest extend`` is its longest
   call meanwhile.
-- ``ours by RPC``: the rows lie at another process, and every one travels.
+- ``ours by RPC``: the rows lie at another process, which sees the disk and writes them there.
+  ``ours by RPC, sent``: it does not, and every row travels.
 - ``torchrl``: the ``dumps`` of TorchRL's buffer over a LazyMemmapStorage in /dev/shm, then
   ``fsync`` of its files. It rewrites them in place: a crash leaves no checkpoint.
 
@@ -35,7 +36,7 @@ from torchrl_dist.bench.command import above_zero, check_folders, folder_in, nam
 from torchrl_dist.bench.workloads import KINDS, make_rows
 from torchrl_dist.errors import ConfigurationError
 
-CASES = ("cp", "ours", "ours, written", "ours by RPC", "torchrl")
+CASES = ("cp", "ours", "ours, written", "ours by RPC", "ours by RPC, sent", "torchrl")
 _MEMORY = Path("/dev/shm")
 _WRITE_BATCH = 256
 _CALL_S = 120.0
@@ -136,6 +137,7 @@ def measure(kind: str, rows: int, rounds: int, memory: Path, disk: Path) -> list
             "ours": ours.dumps,
             "ours, written": ours.dumps,
             "ours by RPC": buffers["ours by RPC"].dumps,
+            "ours by RPC, sent": lambda to: _save_sent(buffers["ours by RPC"].storage, to),
             "torchrl": lambda to: _save_and_sync(buffers["torchrl"], to),
         }
         (writer,) = session.of_role("writer")
@@ -246,6 +248,14 @@ def _copy(source: Path, target: Path) -> None:
     shutil.rmtree(target, ignore_errors=True)
     subprocess.run(["cp", "-r", str(source), str(target)], check=True)
     _sync(target)
+
+
+def _save_sent(storage: Any, target: Path) -> None:
+    from torchrl_dist.replay.remote import RemoteShard
+    from torchrl_dist.replay.saving import save_to_disk
+
+    shard = RemoteShard(storage.client, 0, host_writes=False)
+    save_to_disk(target, [shard], storage.shard_lost)
 
 
 def _save_and_sync(buffer: Any, target: Path) -> None:

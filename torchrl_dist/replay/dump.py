@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from torchrl_dist.errors import CheckpointError, ConfigurationError
-from torchrl_dist.replay.directory import LeafSpec, array_of
+from torchrl_dist.replay.directory import LeafSpec, RowSpec, array_of
 from torchrl_dist.replay.snapshot import Chunk, Head, SavedShard
 
 MANIFEST = "checkpoint.json"
@@ -149,29 +149,50 @@ class DumpWriter:
             (self._path / f"{MANIFEST}.new").unlink(missing_ok=True)
 
 
+class RowFiles:
+    """A shard's rows, a file per leaf: for any process that sees the folder.
+
+    Args:
+        steps: closes the files.
+        flags: of ``os.open``. By default files are not made: those of a checkpoint that was given
+            up stay gone.
+    """
+
+    def __init__(
+        self, folder: Path, spec: RowSpec | None, steps: contextlib.ExitStack, flags: int = 0
+    ) -> None:
+        leaves = spec.leaves if spec else ()
+        self._leaves = [
+            (_open(folder / leaf.file_name, steps, flags), leaf.row_bytes) for leaf in leaves
+        ]
+
+    def write(self, row: int, arrays: list[np.ndarray]) -> None:
+        """Put rows, [n, ...] per leaf, behind the first ``row`` ones."""
+        for (fd, row_bytes), array in zip(self._leaves, arrays, strict=True):
+            _write_at(fd, row * row_bytes, array)
+
+    def end(self, rows: int) -> None:
+        """So many rows remain: those that changed were written once more. All are on the disk."""
+        for fd, row_bytes in self._leaves:
+            os.ftruncate(fd, rows * row_bytes)
+            os.fsync(fd)
+
+
 class ShardFiles:
     """The sink for one shard's rows; made by :meth:`DumpWriter.shard`."""
 
     def __init__(self, folder: Path, head: Head, steps: contextlib.ExitStack) -> None:
+        self.folder: Path | None = folder.resolve()
         self._head = head
         self._runs: list[np.ndarray] = []
         self._rows = 0
-        self._folder = folder
-        self._steps = steps
-        leaves = head.spec.leaves if head.spec else ()
-        self._leaves = [(self._open(leaf.file_name), leaf.row_bytes) for leaf in leaves]
-        self._priority = self._open("priority.bin")
-
-    def _open(self, name: str) -> int:
-        fd = os.open(
-            self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600
-        )
-        self._steps.callback(os.close, fd)
-        return fd
+        new = os.O_CREAT | os.O_EXCL
+        self._leaves = RowFiles(folder, head.spec, steps, new)
+        self._priority = _open(folder / "priority.bin", steps, new)
+        self._runs_file = _open(folder / "runs.bin", steps, new)
 
     def write(self, arrays: list[np.ndarray]) -> None:
-        for (fd, row_bytes), array in zip(self._leaves, arrays, strict=True):
-            _write_at(fd, self._rows * row_bytes, array)
+        self._leaves.write(self._rows, arrays)
 
     def append(self, chunk: Chunk) -> None:
         _write_at(self._priority, self._rows * 8, chunk.leaf)
@@ -180,11 +201,9 @@ class ShardFiles:
 
     def sync(self) -> None:
         """Everything is on the disk afterwards."""
-        runs = self._open("runs.bin")
-        _write_at(runs, 0, self._all_runs())
-        for fd, row_bytes in self._leaves:
-            os.ftruncate(fd, self._rows * row_bytes)  # rows that changed were written once more
-        for fd in [runs, self._priority, *(fd for fd, _ in self._leaves)]:
+        _write_at(self._runs_file, 0, self._all_runs())
+        self._leaves.end(self._rows)
+        for fd in (self._runs_file, self._priority):
             os.fsync(fd)
 
     def _all_runs(self) -> np.ndarray:
@@ -326,6 +345,12 @@ def _folder_of(path: Path) -> str | None:
 
 def _bytes_of(array: np.ndarray) -> memoryview:
     return memoryview(array.reshape(-1).view(np.uint8))
+
+
+def _open(file: Path, steps: contextlib.ExitStack, flags: int) -> int:
+    fd = os.open(file, os.O_WRONLY | os.O_CLOEXEC | flags, 0o600)
+    steps.callback(os.close, fd)
+    return fd
 
 
 def _write_at(fd: int, offset: int, array: np.ndarray) -> None:

@@ -11,12 +11,15 @@ One host serves a buffer by itself, or keeps one shard of a larger one; it does 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import threading
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +30,7 @@ from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay import rows
 from torchrl_dist.replay.directory import Word, array_of
 from torchrl_dist.replay.draws import TooFewDrawsError
+from torchrl_dist.replay.dump import RowFiles
 from torchrl_dist.replay.packing import (
     columns_of,
     pack,
@@ -450,6 +454,45 @@ class ReplayHost:
         directory = self._storage.directory
         chunk = save_chunk(directory, cursor, alpha, start, stop, copy)
         return chunk, pack(copied, copy=False)
+
+    def reaches(self, folder: str) -> bool:
+        """Whether this process sees the files of a shard that are being written there, and may
+        write to them. No other folder has that name: a part of it is random."""
+        with contextlib.ExitStack() as steps:
+            try:
+                RowFiles(Path(folder), self._storage.directory.rows, steps)
+            except OSError:
+                return False
+            return True
+
+    def save_chunk_to(
+        self,
+        folder: str,
+        row: int,
+        sync: bool,
+        cursor: int,
+        alpha: float | None,
+        start: int,
+        stop: int,
+    ) -> Chunk:
+        """Write the rows in a range of slots to the files of a shard, behind ``row`` rows.
+
+        One call writes one chunk: whoever saves is alive then, and asks for the next.
+
+        Args:
+            sync: block until all rows so far are on the disk.
+
+        Raises:
+            OSError: the disk is full, or the files are gone.
+        """
+        directory = self._storage.directory
+        with contextlib.ExitStack() as steps:
+            files = RowFiles(Path(folder), directory.rows, steps)
+            write = functools.partial(files.write, row)
+            chunk = save_chunk(directory, cursor, alpha, start, stop, write)
+            if sync:
+                files.end(row + chunk.leaf.size)
+        return chunk
 
     def begin_restore(self, head: Head) -> int:
         """Empty the directory; see ``snapshot.begin_restore``."""

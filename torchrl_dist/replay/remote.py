@@ -16,7 +16,7 @@ from tensordict import TensorDictBase
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler, RandomSampler
 from torchrl.data.replay_buffers.storages import Storage, TensorStorage
 
-from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.errors import ConfigurationError, RemoteError, TorchRLDistError
 from torchrl_dist.replay import _torchrl, rows
 from torchrl_dist.replay.batches import Batch, BatchSource
 from torchrl_dist.replay.client import ReplayClient
@@ -34,10 +34,11 @@ from torchrl_dist.replay.sampler import (
 )
 from torchrl_dist.replay.saving import SavedStorage, Sink
 from torchrl_dist.replay.shard_law import importance_weights, split_index
-from torchrl_dist.replay.snapshot import Head, SavedShard
+from torchrl_dist.replay.snapshot import Chunk, Head, SavedShard
 from torchrl_dist.replay.storage import SharedMemmapStorage
 
 _CHUNKS_AHEAD = 2
+_CHUNKS_PER_SYNC = 16  # what has to reach the disk within the deadline of one call
 
 
 class RemoteStorage(SavedStorage, TensorStorage):
@@ -309,11 +310,17 @@ class RemoteStorage(SavedStorage, TensorStorage):
 
 
 class RemoteShard:
-    """A host's directory, for saving: chunk by chunk, so that every call is short."""
+    """A host's directory, for saving: chunk by chunk, so that every call is short.
 
-    def __init__(self, client: ReplayClient, shard: int) -> None:
+    Args:
+        host_writes: a host that sees the folder of a checkpoint writes its rows there itself;
+            ``False``, for measurements: they are sent, as by one that does not.
+    """
+
+    def __init__(self, client: ReplayClient, shard: int, host_writes: bool = True) -> None:
         self._client = client
         self._shard = shard
+        self._host_writes = host_writes
 
     def _call(self, method: str, *args: Any) -> Any:
         return self._client.call(self._shard, method, *args)
@@ -322,11 +329,37 @@ class RemoteShard:
         return self._call("head")
 
     def save(self, head: Head, sink: Sink) -> None:
+        if head.spec is None:
+            return
+        folder = sink.folder if self._host_writes else None
+        if folder is not None and self._call("reaches", str(folder)):
+            self._have_written(str(folder), head, sink)
+        else:
+            self._fetch(head, sink)
+
+    def _have_written(self, folder: str, head: Head, sink: Sink) -> None:
+        chunks = list(head.chunks())
+        row = 0
+        for number, each in enumerate(chunks, 1):
+            sync = number % _CHUNKS_PER_SYNC == 0 or number == len(chunks)
+            try:
+                chunk: Chunk = self._call(
+                    "save_chunk_to", folder, row, sync, head.cursor, head.alpha, *each
+                )
+            except RemoteError as error:
+                cause = error.__cause__
+                if isinstance(cause, OSError) and not isinstance(cause, TorchRLDistError):
+                    where = f"{cause.strerror} (in {error.peer} on {error.host})"
+                    raise OSError(cause.errno, where) from error
+                raise
+            sink.append(chunk)
+            row += chunk.leaf.size
+
+    def _fetch(self, head: Head, sink: Sink) -> None:
         def ask(chunk: tuple[int, int]) -> Any:
             return self._call("save_chunk", head.cursor, head.alpha, *chunk)
 
-        if head.spec is None:
-            return
+        assert head.spec is not None
         # the next chunks are on their way while one is being written
         with ThreadPoolExecutor(_CHUNKS_AHEAD, "torchrl_dist-checkpoint") as pool:
             chunks = head.chunks()

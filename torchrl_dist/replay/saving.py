@@ -23,7 +23,14 @@ Rows = list[np.ndarray]
 
 
 class Sink(Protocol):
-    """Where the rows of a shard go."""
+    """Where the rows of a shard go.
+
+    Attributes:
+        folder: where they become files, so that whoever has the rows can write them there himself,
+            with :class:`dump.RowFiles`, and only :meth:`append`; None: they must come here.
+    """
+
+    folder: Path | None
 
     def write(self, arrays: Rows) -> None:
         """The rows of the next chunk; again, if some of them changed: the last call counts."""
@@ -78,6 +85,8 @@ class DirectoryShard:
 
 class MemorySink:
     """Keeps a copy of the rows in this process."""
+
+    folder = None
 
     def __init__(self, head: Head) -> None:
         self._head = head
