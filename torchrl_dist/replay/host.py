@@ -465,34 +465,31 @@ class ReplayHost:
                 return False
             return True
 
-    def save_chunk_to(
+    def save_chunks_to(
         self,
         folder: str,
         row: int,
-        sync: bool,
         cursor: int,
         alpha: float | None,
-        start: int,
-        stop: int,
-    ) -> Chunk:
-        """Write the rows in a range of slots to the files of a shard, behind ``row`` rows.
+        ranges: Sequence[tuple[int, int]],
+    ) -> list[Chunk]:
+        """Write the rows in ranges of slots to the files of a shard, behind ``row`` rows.
 
-        One call writes one chunk: whoever saves is alive then, and asks for the next.
-
-        Args:
-            sync: block until all rows so far are on the disk.
+        Blocks until they are on the disk. Nothing goes on here that is not asked for by a call.
 
         Raises:
             OSError: the disk is full, or the files are gone.
         """
         directory = self._storage.directory
+        chunks = []
         with contextlib.ExitStack() as steps:
             files = RowFiles(Path(folder), directory.rows, steps)
-            write = functools.partial(files.write, row)
-            chunk = save_chunk(directory, cursor, alpha, start, stop, write)
-            if sync:
-                files.end(row + chunk.leaf.size)
-        return chunk
+            for start, stop in ranges:
+                write = functools.partial(files.write, row)
+                chunks.append(save_chunk(directory, cursor, alpha, start, stop, write))
+                row += chunks[-1].leaf.size
+            files.end(row)
+        return chunks
 
     def begin_restore(self, head: Head) -> int:
         """Empty the directory; see ``snapshot.begin_restore``."""

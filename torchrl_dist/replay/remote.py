@@ -38,7 +38,7 @@ from torchrl_dist.replay.snapshot import Chunk, Head, SavedShard
 from torchrl_dist.replay.storage import SharedMemmapStorage
 
 _CHUNKS_AHEAD = 2
-_CHUNKS_PER_SYNC = 16  # what has to reach the disk within the deadline of one call
+_CHUNKS_WRITTEN = 16  # what has to reach the disk within the deadline of one call
 
 
 class RemoteStorage(SavedStorage, TensorStorage):
@@ -310,7 +310,7 @@ class RemoteStorage(SavedStorage, TensorStorage):
 
 
 class RemoteShard:
-    """A host's directory, for saving: chunk by chunk, so that every call is short.
+    """A host's directory, for saving: few chunks at a time, so that every call is short.
 
     Args:
         host_writes: a host that sees the folder of a checkpoint writes its rows there itself;
@@ -338,13 +338,11 @@ class RemoteShard:
             self._fetch(head, sink)
 
     def _have_written(self, folder: str, head: Head, sink: Sink) -> None:
-        chunks = list(head.chunks())
-        row = 0
-        for number, each in enumerate(chunks, 1):
-            sync = number % _CHUNKS_PER_SYNC == 0 or number == len(chunks)
+        ranges, row = head.chunks(), 0
+        while some := list(itertools.islice(ranges, _CHUNKS_WRITTEN)):
             try:
-                chunk: Chunk = self._call(
-                    "save_chunk_to", folder, row, sync, head.cursor, head.alpha, *each
+                chunks: list[Chunk] = self._call(
+                    "save_chunks_to", folder, row, head.cursor, head.alpha, some
                 )
             except RemoteError as error:
                 cause = error.__cause__
@@ -352,8 +350,9 @@ class RemoteShard:
                     where = f"{cause.strerror} (in {error.peer} on {error.host})"
                     raise OSError(cause.errno, where) from error
                 raise
-            sink.append(chunk)
-            row += chunk.leaf.size
+            for chunk in chunks:
+                sink.append(chunk)
+                row += chunk.leaf.size
 
     def _fetch(self, head: Head, sink: Sink) -> None:
         def ask(chunk: tuple[int, int]) -> Any:
