@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import threading
+import time
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.replay.conftest import folder, make_rows  # noqa: F401
-from torchrl_dist import DeadlineError, PeerLostError, RemoteError, SharedMemmapStorage
+from torchrl_dist import (
+    DeadlineError,
+    PeerLostError,
+    RemoteError,
+    RemoteStorage,
+    SharedMemmapStorage,
+)
 from torchrl_dist.replay.batches import BatchSource
 from torchrl_dist.replay.client import ReplayClient
-from torchrl_dist.replay.host import ReplayHost, SetPriorities
+from torchrl_dist.replay.host import Empty, ReplayHost, SetAlpha, SetPriorities, UsePriorities
 from torchrl_dist.replay.link import RemoteLink
 from torchrl_dist.runtime import Peer
 
@@ -31,14 +43,17 @@ class HeldHost:
         self.host = ReplayHost(SharedMemmapStorage(CAPACITY, scratch_dir=folder, job_id="test"))
         self.held = False
         self.lost: Exception | None = None
-        self._waiting: list[tuple[Future, Any]] = []
+        self.keeps_deadlines = False
+        self._waiting: list[tuple[Future, str, tuple]] = []
 
     def call(self, method: str, *args: Any, timeout_s: float) -> Any:
         return getattr(self.host, method)(*args)
 
-    def submit(self, method: str, request: Any, *, timeout_s: float) -> Future:
+    def submit(self, method: str, *args: Any, timeout_s: float) -> Future:
         future: Future = Future()
-        self._waiting.append((future, request))
+        self._waiting.append((future, method, args))
+        if self.keeps_deadlines:
+            threading.Timer(timeout_s, self._give_up, (future,)).start()
         if not self.held:
             self.release()
         return future
@@ -46,11 +61,24 @@ class HeldHost:
     def release(self) -> None:
         self.held = False
         while self._waiting:
-            future, request = self._waiting.pop(0)
+            future, method, args = self._waiting.pop(0)
             if self.lost is not None:
                 future.set_exception(self.lost)
             else:
-                future.set_result(self.host.serve(request))
+                result = getattr(self.host, method)(*args)
+                with contextlib.suppress(InvalidStateError):  # its deadline has passed
+                    future.set_result(result)
+
+    def _give_up(self, future: Future) -> None:
+        with contextlib.suppress(InvalidStateError):  # it was answered
+            future.set_exception(DeadlineError(f"{self.peer} did not answer"))
+
+    def fall_silent(self) -> None:
+        """The deadlines of the calls under way pass; they run to their end all the same."""
+        self.held = True
+        late, self._waiting = self._waiting, []
+        for future, _, _ in late:
+            future.set_exception(DeadlineError(f"{self.peer} did not answer"))
 
     def lose(self) -> None:
         self.lost = PeerLostError(f"{self.peer} is lost")
@@ -67,9 +95,13 @@ def hosts(folder: Path) -> Iterator[list[HeldHost]]:  # noqa: F811
         held.host.close()
 
 
+_names = itertools.count()
+
+
 def connect(hosts: list[HeldHost], min_shards: int = 1, timeout_s: float = 5.0) -> ReplayClient:
+    name = f"test{next(_names)}"
     links = [
-        RemoteLink(held, "test", 1, timeout_s=timeout_s, max_queued_bytes=2**20)  # type: ignore[arg-type]
+        RemoteLink(held, name, 1, timeout_s=timeout_s, max_queued_bytes=2**20)  # type: ignore[arg-type]
         for held in hosts
     ]
     return ReplayClient(
@@ -80,6 +112,14 @@ def connect(hosts: list[HeldHost], min_shards: int = 1, timeout_s: float = 5.0) 
         min_shards=min_shards,
         timeout_s=timeout_s,
     )
+
+
+def storage_of(client: ReplayClient) -> RemoteStorage:
+    storage = object.__new__(RemoteStorage)
+    storage.client, storage.max_size = client, CAPACITY * len(client.links)
+    storage.owner = SimpleNamespace(shard_capacity=CAPACITY)  # type: ignore[assignment]
+    storage._handed = threading.local()
+    return storage
 
 
 def batches_of(client: ReplayClient, prefetch: int = 0) -> BatchSource:
@@ -140,7 +180,7 @@ def test_batches_asked_for_while_the_buffer_was_empty_are_forgotten(hosts) -> No
     for number in (1, 2):
         client = connect(hosts[:number])
         source = batches_of(client, prefetch=2)
-        hosts[0].host.empty(True)
+        hosts[0].host.storage.empty()
         with pytest.raises(RuntimeError, match="sample"):
             source.next(8)
         client.write(make_rows(range(4)), None)
@@ -180,6 +220,80 @@ def test_rows_that_found_no_room_leave_nothing_behind(hosts) -> None:
     assert not client._pending
     hosts[0].release()
     client.flush()
+
+
+def test_a_shard_that_was_silent_gets_alpha_priorities_and_empty_before_it_draws(hosts) -> None:
+    for held in hosts:
+        held.host._prioritized = None
+    client = connect(hosts, timeout_s=0.5)
+    client.write(make_rows(range(4)), np.array([4.0] * 4))
+    client.write(make_rows(range(4)), np.array([9.0] * 4))
+    client.flush()
+    hosts[0].held = True
+    client.links[0].ask(0, None)
+    hosts[0].fall_silent()
+    with pytest.warns(UserWarning, match="replay shard 0 .* is left out"):
+        client.apply_everywhere(UsePriorities(1.0, 1e-8))
+    client.apply_everywhere(SetAlpha(0.5))
+    client.flush()  # of the other
+    assert hosts[1].host.storage.directory.tree.leaves[:4].tolist() == pytest.approx([3.0] * 4)
+    hosts[0].release()
+    with pytest.warns(UserWarning, match="shard 0 .* answers again"):
+        client.flush()
+    answers = client.answers(client.ask([8, 8], True))
+    assert [answer.rows.leaf[0].item() for answer in answers] == pytest.approx([2.0, 3.0])
+    hosts[0].held = True
+    client.links[0].ask(0, None)
+    hosts[0].fall_silent()
+    with pytest.warns(UserWarning, match="left out"):
+        client.apply_everywhere(Empty(True))
+    hosts[0].release()
+    assert [answer.state.length for answer in client.answers(client.ask([0, 0], None))] == [0, 0]
+
+
+def test_several_shards_that_hang_cost_one_deadline_together(folder) -> None:  # noqa: F811
+    hosts = [HeldHost(folder / str(number), number) for number in range(5)]
+    for held in hosts:
+        held.host.use_priorities(1.0, 1e-8)
+        held.keeps_deadlines = True
+    timeout_s = 0.4
+    index = torch.arange(5) * CAPACITY
+    for attempt in (
+        lambda client: client.states(),
+        lambda client: client.flush(),
+        lambda client: storage_of(client).empty(),
+        lambda client: storage_of(client).generations_of(index),
+        lambda client: storage_of(client).get(index),
+        lambda client: batches_of(client).next(8),
+        lambda client: client.close(),
+    ):
+        client = connect(hosts, timeout_s=timeout_s)
+        for _ in hosts:
+            client.write(make_rows(range(1)), None)
+        client.flush()
+        for held in hosts[1:]:
+            held.held = True
+        begin = time.monotonic()
+        with warnings.catch_warnings(), contextlib.suppress(DeadlineError):
+            warnings.simplefilter("ignore")
+            attempt(client)
+        assert time.monotonic() - begin < 2 * timeout_s
+        for held in hosts:
+            held.release()
+    for held in hosts:
+        held.host.close()
+
+
+def test_indices_below_0_count_from_the_last_row_of_the_last_shard(hosts) -> None:
+    client = connect(hosts)
+    client.write(make_rows(range(5)), None)
+    client.write(make_rows(range(10, 13)), None)
+    client.flush()
+    storage = storage_of(client)
+    found = storage._as_index(torch.tensor([-1, -3, -4, -8, 2]))
+    assert found.tolist() == [CAPACITY + 2, CAPACITY, 4, 0, 2]
+    with pytest.raises(IndexError, match="beyond the 8 slots"):
+        storage._as_index(-9)
 
 
 def test_a_draw_that_fails_is_told_once(hosts, monkeypatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import threading
@@ -21,13 +22,12 @@ from torchrl_dist.replay.host import (
     CountSamples,
     HostState,
     Operation,
-    SetAlpha,
     SetPriorities,
     SetWrittenPriorities,
     Write,
 )
 from torchrl_dist.replay.limiter import Counts, RateLimiter
-from torchrl_dist.replay.link import Answer, Link, await_answer
+from torchrl_dist.replay.link import SHORTEST_CALL_S, Answer, Link, await_answer
 from torchrl_dist.replay.packing import pack
 from torchrl_dist.replay.sampler import RecentGenerations
 from torchrl_dist.replay.shard_law import global_index, largest_priority, split_index
@@ -159,9 +159,13 @@ class ReplayClient:
     def states(self) -> list[HostState]:
         """Of the hosts that answer, after all operations of this client. Blocks for one call.
         Their masses may be those of uniform draws."""
+        return [state for state in self.states_by_shard() if state is not None]
+
+    def states_by_shard(self) -> list[HostState | None]:
+        """As ``states``, None for a host that does not answer."""
         self.check()
         found = self.answers(self.ask([0] * len(self.links), None))
-        return [answer.state for answer in found if answer is not None]
+        return [answer and answer.state for answer in found]
 
     def flush(self) -> None:
         """Block until everything queued was applied.
@@ -211,12 +215,44 @@ class ReplayClient:
 
     def call(self, shard: int, method: str, *args: Any) -> Any:
         """A method of one host, after all operations of this client there. Blocks."""
-        self.check()
-        return self.links[shard].call(method, *args)
+        return self.call_each(method, [(shard, args)])[0]
 
-    def call_all(self, method: str, *args: Any) -> list[Any]:
-        """The same of every host that answers, in shard order."""
-        return [self.call(s, method, *args) for s in range(len(self.links)) if self.answers_now(s)]
+    def call_each(self, method: str, calls: Sequence[tuple[int, tuple]]) -> list[Any]:
+        """A method of several hosts at once, ``(shard, arguments)`` each, after all operations of
+        this client there. Blocks, in all not longer than one call.
+
+        Raises:
+            DeadlineError, PeerLostError, RemoteError: one of them did not answer, or raised.
+        """
+        self.check()
+        deadline = time.monotonic() + self.timeout_s
+        links = [self.links[shard] for shard, _ in calls]
+        for link, future in [(link, link.ask(None, None)) for link in links]:
+            await_answer(future, deadline - time.monotonic(), link.name)
+        left = max(SHORTEST_CALL_S, deadline - time.monotonic())
+        futures = [
+            link.submit(method, *args, timeout_s=left)
+            for link, (_, args) in zip(links, calls, strict=True)
+        ]
+        deadline = time.monotonic() + left + SHORTEST_CALL_S  # the transport keeps the deadline
+        return [
+            await_answer(future, deadline - time.monotonic(), link.name)
+            for link, future in zip(links, futures, strict=True)
+        ]
+
+    def apply_everywhere(self, operation: Operation) -> None:
+        """Have every host apply this; one that does not answer applies it before whatever it is
+        asked on its return. Does not block unless a queue is full.
+
+        Raises:
+            DeadlineError, PeerLostError: as ``flush``.
+        """
+        self.check()
+        for shard, link in enumerate(self.links):
+            try:
+                link.put(operation, size=_FEW_BYTES)
+            except (DeadlineError, PeerLostError) as error:
+                self.note_trouble(shard, error)
 
     def close(self) -> None:
         """Flush, say goodbye to the hosts that answer. Problems are warned about, also those of
@@ -323,13 +359,6 @@ class ReplayClient:
         with self._lock:
             return next((each for each in self._pending if each.index is index), None)
 
-    def set_alpha(self, alpha: float) -> None:
-        """Queue a new exponent for all hosts."""
-        self.check()
-        for shard in range(len(self.links)):
-            if self.answers_now(shard):
-                self._put(shard, SetAlpha(alpha), None)
-
     def _put(self, shard: int, operation: Operation, priority: np.ndarray | None) -> None:
         size = _FEW_BYTES + (0 if priority is None else 3 * priority.nbytes)
         self.links[shard].put(operation, size=size, urgent=False)
@@ -356,10 +385,15 @@ class ReplayClient:
 
 def close_links(links: Sequence[Link], timeout_s: float) -> None:
     """What :meth:`ReplayClient.close` does, for links whose client is no more. Idempotent."""
+    deadline = time.monotonic() + timeout_s
+    for link in links:
+        with contextlib.suppress(PeerLostError):
+            link.ask(None, None)  # all at once
     for link in links:
         problems: list[Exception] = []
         try:
-            link.close(timeout_s if len(links) == 1 or link.problem is None else 0.0)
+            left = max(0.0, deadline - time.monotonic())
+            link.close(left if len(links) == 1 or link.problem is None else 0.0)
         except (DeadlineError, PeerLostError, RemoteError) as error:
             problems.append(error)
         while (failed := link.failure()) is not None:

@@ -94,13 +94,30 @@ class SetAlpha:
 
 
 @dataclass(frozen=True)
+class UsePriorities:
+    """See ``ReplayHost.use_priorities``."""
+
+    alpha: float
+    eps: float
+
+
+@dataclass(frozen=True)
+class Empty:
+    """Drop all rows, for everybody."""
+
+    reset_write_count: bool
+
+
+@dataclass(frozen=True)
 class CountSamples:
     """So many rows of this host were returned by samples; for the rate limiter."""
 
     rows: int
 
 
-Operation = Write | SetPriorities | SetWrittenPriorities | SetAlpha | CountSamples
+Operation = (
+    Write | SetPriorities | SetWrittenPriorities | SetAlpha | UsePriorities | Empty | CountSamples
+)
 
 
 # ---- messages
@@ -322,6 +339,12 @@ class ReplayHost:
         if isinstance(operation, SetAlpha):
             self._sampler().alpha = operation.alpha
             return None
+        if isinstance(operation, UsePriorities):
+            self.use_priorities(operation.alpha, operation.eps)
+            return None
+        if isinstance(operation, Empty):
+            self._storage.empty(reset_write_count=operation.reset_write_count)
+            return None
         if isinstance(operation, CountSamples):
             if self._storage.directory.gate is not None:
                 self._storage.directory.gate.count_samples(operation.rows)
@@ -431,10 +454,6 @@ class ReplayHost:
     def write_at(self, slots: torch.Tensor, data: TensorDictBase) -> torch.Tensor:
         """As ``SharedMemmapStorage.write_at``; returns the new generations, int64 [n]."""
         return self._storage.write_at(slots, data)
-
-    def empty(self, reset_write_count: bool) -> None:
-        """Drop all rows, for everybody."""
-        self._storage.empty(reset_write_count=reset_write_count)
 
     # --- saving; see ``snapshot`` ------------------------------------------------------------
 

@@ -40,6 +40,9 @@ from torchrl_dist.runtime import Remote
 # sends one message per batch instead of two.
 _COMPANY_S = 0.02
 
+# The last of several calls under one deadline has at least this long.
+SHORTEST_CALL_S = 0.05
+
 Written = Callable[[np.ndarray, np.ndarray], None]
 """Called with slots and generations, int64 [n] each, once rows are written."""
 
@@ -106,11 +109,8 @@ class Link(Protocol):
         ``prioritized`` also says what the masses of the answer are; None: it does not matter.
         """
 
-    def flush(self, timeout_s: float) -> None:
-        """Block until every operation put before is applied."""
-
-    def call(self, method: str, *args: Any) -> Any:
-        """Call another method of the host, after all operations put before."""
+    def submit(self, method: str, *args: Any, timeout_s: float) -> Future:
+        """Call another method of the host; in no order with the operations."""
 
     def failure(self) -> Exception | None:
         """An error that nobody was told yet."""
@@ -177,11 +177,13 @@ class LocalLink:
             future.set_exception(error)
         return future
 
-    def flush(self, timeout_s: float) -> None:
-        pass
-
-    def call(self, method: str, *args: Any) -> Any:
-        return getattr(self._host, method)(*args)
+    def submit(self, method: str, *args: Any, timeout_s: float) -> Future:
+        future: Future = Future()
+        try:
+            future.set_result(getattr(self._host, method)(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
 
     def failure(self) -> Exception | None:
         return None
@@ -338,13 +340,8 @@ class RemoteLink:
         self._pump()
         return ask.future
 
-    def flush(self, timeout_s: float) -> None:
-        """Raises DeadlineError or PeerLostError; errors of operations are left to ``failure``."""
-        await_answer(self.ask(None, None), timeout_s, self.name)
-
-    def call(self, method: str, *args: Any) -> Any:
-        self.flush(self._timeout_s)
-        return self._host.call(method, *args, timeout_s=self._timeout_s)
+    def submit(self, method: str, *args: Any, timeout_s: float) -> Future:
+        return self._host.submit(method, *args, timeout_s=timeout_s)
 
     def counts(self) -> Counts | None:
         with self._changed:
@@ -368,8 +365,10 @@ class RemoteLink:
     def close(self, flush_s: float) -> None:
         try:
             if self._lost is None and not self._closed:
-                self.flush(flush_s)
-                self._host.call("forget", self._client, timeout_s=flush_s)
+                deadline = time.monotonic() + flush_s
+                await_answer(self.ask(None, None), flush_s, self.name)
+                left = max(SHORTEST_CALL_S, deadline - time.monotonic())
+                self._host.call("forget", self._client, timeout_s=left)
         finally:
             with self._changed:
                 self._closed = True

@@ -21,6 +21,7 @@ from torchrl_dist.replay import _torchrl, rows
 from torchrl_dist.replay.batches import Batch, BatchSource
 from torchrl_dist.replay.client import ReplayClient
 from torchrl_dist.replay.directory import array_of
+from torchrl_dist.replay.host import Empty, SetAlpha, UsePriorities
 from torchrl_dist.replay.limiter import Counts, RateLimiter
 from torchrl_dist.replay.owner import ReplayOwner, open_directly
 from torchrl_dist.replay.packing import columns_of, pack, unpack
@@ -33,7 +34,7 @@ from torchrl_dist.replay.sampler import (
     priorities_for,
 )
 from torchrl_dist.replay.saving import SavedStorage, Sink
-from torchrl_dist.replay.shard_law import importance_weights, split_index
+from torchrl_dist.replay.shard_law import global_index, importance_weights, split_index
 from torchrl_dist.replay.snapshot import Chunk, Head, SavedShard
 from torchrl_dist.replay.storage import SharedMemmapStorage
 
@@ -103,7 +104,9 @@ class RemoteStorage(SavedStorage, TensorStorage):
     def counters(self) -> dict[str, int]:
         """``directory.counters``, summed over the hosts that answer."""
         total: dict[str, int] = {}
-        for found in self.client.call_all("counters"):
+        client = self.client
+        answering = [shard for shard in range(len(client.links)) if client.answers_now(shard)]
+        for found in client.call_each("counters", [(shard, ()) for shard in answering]):
             for name, count in found.items():
                 total[name] = total.get(name, 0) + count
         return total
@@ -183,10 +186,16 @@ class RemoteStorage(SavedStorage, TensorStorage):
         """Replace whole rows at given indices; blocks. Returns the new generations, int64 [n]."""
         index = torch.as_tensor(index, dtype=torch.int64).reshape(-1)
         generation = torch.empty_like(index)
-        for shard, where, slots in self._by_shard(index.numpy()):
-            part = torch.from_numpy(where)
-            written = self.client.call(shard, "write_at", torch.from_numpy(slots), data[part])
-            generation[part] = written
+        parts = self._by_shard(index.numpy())
+        written = self.client.call_each(
+            "write_at",
+            [
+                (shard, (torch.from_numpy(slots), data[torch.from_numpy(where)]))
+                for shard, where, slots in parts
+            ],
+        )
+        for (_, where, _), found in zip(parts, written, strict=True):
+            generation[torch.from_numpy(where)] = found
         return generation
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
@@ -199,8 +208,9 @@ class RemoteStorage(SavedStorage, TensorStorage):
         self.write_at(index, data.expand(index.numel(), *data.batch_size[1:]))
 
     def empty(self, *, reset_write_count: bool = True) -> None:
-        """Drop every row, for all processes."""
-        self.client.call_all("empty", reset_write_count)
+        """Drop every row, for all processes; of a host that does not answer, on its return."""
+        self.client.apply_everywhere(Empty(reset_write_count))
+        self.client.flush()
 
     def _empty(self) -> None:
         pass  # ``ReplayBuffer.empty`` calls writer, sampler and storage: the writer's call did it
@@ -219,8 +229,12 @@ class RemoteStorage(SavedStorage, TensorStorage):
     def generations_of(self, index: torch.Tensor) -> torch.Tensor:
         """How often each slot was written; -1 where no row is published, and for -1. Blocks."""
         found = np.full(index.numel(), -1, dtype=np.int64)
-        for shard, where, slots in self._by_shard(index.reshape(-1).numpy()):
-            found[where] = self.client.call(shard, "generations_of", slots)
+        parts = self._by_shard(index.reshape(-1).numpy())
+        calls = [(shard, (slots,)) for shard, _, slots in parts]
+        for (_, where, _), generations in zip(
+            parts, self.client.call_each("generations_of", calls), strict=True
+        ):
+            found[where] = generations
         return torch.from_numpy(found).reshape(index.shape)
 
     def get(self, index: Any) -> TensorDictBase:
@@ -258,18 +272,30 @@ class RemoteStorage(SavedStorage, TensorStorage):
             found = found.nonzero().squeeze(-1)
         found = found.to(torch.int64).reshape(found.shape or (1,))
         if (found < 0).any():
-            found = torch.where(found < 0, found + self.shape[0], found)
+            found = torch.where(found < 0, self._from_the_end(found), found)
         return found
 
+    def _from_the_end(self, index: torch.Tensor) -> torch.Tensor:
+        """What -1, -2, ... mean: the last slots that were written, in the order of the shards."""
+        states = self.client.states_by_shard()
+        high = np.array([0 if state is None else state.high for state in states])
+        ends = np.cumsum(high)
+        place = index.clamp_max(-1).numpy() + ends[-1]
+        if (place < 0).any():
+            raise IndexError(f"index {index.min()} counts beyond the {ends[-1]} slots in use")
+        shard = np.searchsorted(ends, place, side="right")
+        slot = place - (ends - high)[shard]
+        return torch.from_numpy(global_index(shard, slot, self.owner.shard_capacity))
+
     def _read(self, index: np.ndarray) -> TensorDictBase:
-        parts, order = [], []
-        for shard, where, slots in self._by_shard(index):
-            parts.append(self.client.call(shard, "read", torch.from_numpy(slots)))
-            order.append(where)
+        parts = self._by_shard(index)
         if not parts:
             return self.client.call(0, "read", torch.empty(0, dtype=torch.int64))
-        data = torch.cat(parts) if len(parts) > 1 else parts[0]
-        return data[torch.from_numpy(np.argsort(np.concatenate(order)))]
+        calls = [(shard, (torch.from_numpy(slots),)) for shard, _, slots in parts]
+        found = self.client.call_each("read", calls)
+        data = torch.cat(found) if len(found) > 1 else found[0]
+        order = np.concatenate([where for _, where, _ in parts])
+        return data[torch.from_numpy(np.argsort(order))]
 
     def _by_shard(self, index: np.ndarray) -> list[tuple[int, np.ndarray, np.ndarray]]:
         """``(shard, positions, slots)`` of the entries >= 0."""
@@ -617,7 +643,14 @@ class RPCPrioritizedSampler(_RPCSampler, PrioritizedSampler):
         self._set_owner(owner, prefetch, batches_per_call)
 
     def _prepare(self, storage: RemoteStorage) -> None:
-        storage.client.call_all("use_priorities", self._alpha, self._eps)
+        client = storage.client
+        client.apply_everywhere(UsePriorities(self._alpha, self._eps))
+        try:
+            client.flush()
+        except RemoteError:  # of one host; the others have refused for the same reason
+            for link in client.links:
+                link.failure()
+            raise
 
     @property
     def alpha(self) -> float:
@@ -628,7 +661,7 @@ class RPCPrioritizedSampler(_RPCSampler, PrioritizedSampler):
     def alpha(self, value: float) -> None:
         self._alpha = checked_exponents(value, 0.0, self._eps)[0]
         if self._storage is not None:
-            self._storage.client.set_alpha(self._alpha)
+            self._storage.client.apply_everywhere(SetAlpha(self._alpha))
 
     @property
     def beta(self) -> float:
