@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,16 +18,6 @@ from torchrl_dist.runtime import ForkServer
 
 FIELDS = """bench peer env workers step_s steps_per_message sps ideal_sps floor_sps efficiency
     startup_s""".split()
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left_in_memory() -> Iterator[None]:
-    def ours() -> set[str]:
-        return {n for n in os.listdir("/dev/shm") if n.startswith("torchrl_dist-bench-")}
-
-    before = ours()
-    yield
-    assert ours() <= before
 
 
 def parse(*arguments: str) -> argparse.Namespace:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,16 +19,6 @@ from torchrl_dist.bench.table import Table
 from torchrl_dist.errors import ConfigurationError, DeadlineError
 
 TOY = ["--rounds", "1", "--seconds", "0.1", "--capacity", "4096", "--kinds", "S"]
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left_in_memory() -> Iterator[None]:
-    def ours() -> set[str]:
-        return {name for name in os.listdir("/dev/shm") if name.startswith("torchrl_dist-bench-")}
-
-    before = ours()
-    yield
-    assert ours() <= before
 
 
 def read(path: Path) -> list[dict]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import shutil
 import signal
 import sys
@@ -57,7 +58,7 @@ def folder_in(parent: Path) -> Iterator[Path]:
     stops = {signal.SIGINT, signal.SIGTERM}
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, stops)
-        folder = Path(tempfile.mkdtemp(prefix="torchrl_dist-bench-", dir=parent))
+        folder = Path(tempfile.mkdtemp(prefix=f"torchrl_dist-bench-{os.getpid()}-", dir=parent))
         try:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, stops)  # what came meanwhile raises here
             yield folder
