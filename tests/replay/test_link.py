@@ -19,6 +19,7 @@ import torch
 
 from tests.replay.conftest import folder, make_rows  # noqa: F401
 from torchrl_dist import (
+    ConfigurationError,
     DeadlineError,
     PeerLostError,
     RemoteError,
@@ -294,6 +295,71 @@ def test_indices_below_0_count_from_the_last_row_of_the_last_shard(hosts) -> Non
     assert found.tolist() == [CAPACITY + 2, CAPACITY, 4, 0, 2]
     with pytest.raises(IndexError, match="beyond the 8 slots"):
         storage._as_index(-9)
+
+
+def test_nobody_who_answers_is_an_error_also_where_all_hang_at_once(hosts) -> None:
+    client = connect(hosts, timeout_s=0.1)
+    for held in hosts:
+        held.held = True
+    with (
+        pytest.warns(UserWarning, match="shard 0 .* left out"),
+        pytest.raises(DeadlineError, match="owner1 .* within 0.1 s"),
+    ):
+        client.flush()  # by its own deadline: that of the calls under way passes later
+    for held in hosts:
+        held.release()
+
+
+def test_closing_twice_is_fine_and_use_after_it_an_error(hosts) -> None:
+    for number in (1, 2):
+        client = connect(hosts[:number])
+        source = batches_of(client, prefetch=2)
+        client.write(make_rows(range(4)), None)
+        assert len(source.next(8).index) == 8
+        client.close()
+        client.close()
+        client.flush()
+        for use in (lambda s=source: s.next(8), lambda c=client: c.write(make_rows([1]), None)):
+            with pytest.raises(ConfigurationError, match="closed in this process"):
+                use()
+
+
+def test_a_forked_process_is_told_that_it_cannot_use_the_buffer(hosts, monkeypatch) -> None:
+    client = connect(hosts[:1])
+    source = batches_of(client, prefetch=2)
+    client.write(make_rows(range(4)), None)
+    source.next(8)
+    with monkeypatch.context() as forked:
+        forked.setattr("os.getpid", lambda: client._pid + 1)
+        with pytest.raises(ConfigurationError, match="was forked from"):
+            source.next(8)  # not the batch that the parent gets, too
+        client.close()
+    assert len(source.next(8).index) == 8
+
+
+def test_impossible_sizes_and_slots_are_refused_at_the_call(hosts) -> None:
+    client = connect(hosts)
+    client.write(make_rows(range(4)), None)
+    for size in (0, -1):
+        with pytest.raises(ConfigurationError, match="expected at least 1"):
+            batches_of(client).next(size)
+    with pytest.raises(IndexError, match="slot 64 is beyond the capacity 64"):
+        client.set_priorities(torch.tensor([1, 64]), None, np.ones(2))
+    client.flush()
+
+
+def test_a_slice_leaves_out_the_rows_of_a_lost_shard(hosts) -> None:
+    client = connect(hosts)
+    for _ in hosts:
+        client.write(make_rows(range(4)), None)
+    client.flush()
+    index = torch.tensor([0, 3, CAPACITY, -1])
+    assert storage_of(client).generations_of(index).tolist() == [1, 1, 1, -1]
+    hosts[1].lose()
+    with pytest.warns(UserWarning, match="shard 1 .* left out"):
+        client.flush()
+        client.flush()
+        assert storage_of(client).generations_of(index).tolist() == [1, 1, -1, -1]
 
 
 def test_a_draw_that_fails_is_told_once(hosts, monkeypatch) -> None:

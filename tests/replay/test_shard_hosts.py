@@ -71,7 +71,9 @@ def sample_until(buffer: HostedReplayBuffer, hosts: set[int], timeout_s: float) 
             assert time.monotonic() < deadline, f"no samples from {hosts} within {timeout_s} s"
 
 
-def the_learner_samples(folder: str, comes_back: bool) -> None:
+def the_learner_samples(folder: str, events: list[str]) -> None:
+    """What the learner sees at each of the things that happen to the last host, one after the
+    other; it comes back after all but ``"killed"``."""
     wait_until_all_are_up(Path(folder))
     with session(ROLES, timeout_s=SESSION_S) as job:
         if not job.is_driver:
@@ -90,64 +92,73 @@ def the_learner_samples(folder: str, comes_back: bool) -> None:
         for peer in job.peers:
             job.call(peer, write_rows, buffer, peer.global_rank)
         write_rows(alone, 0)
-        assert len(buffer) == 3 * ROWS and len(alone.sample()) == 8
-        sample_until(buffer, {0, 1, 2}, 30)
-        Path(folder, "ready").touch()
-        wait_for(Path(folder, "disturbed"))
+        assert len(buffer) == 3 * ROWS
+        for event in events:
+            sample_until(buffer, {0, 1, 2}, 30)
+            sample_alone(alone, 30)
+            Path(folder, f"ready to be {event}").touch()
+            wait_for(Path(folder, event))
 
-        start = time.monotonic()
-        with pytest.raises((DeadlineError, PeerLostError), match="collector1"):
-            alone.sample()
-        assert time.monotonic() - start < 5 * BUFFER_S
-        report = sample_until(buffer, {0, 1}, 20)
-        # nobody asks the host that does not answer, so nobody waits for it any more
-        start = time.monotonic()
-        for _ in range(20):
-            batch = buffer.sample()
-            batch["td_error"] = torch.rand(32)
-            buffer.update_tensordict_priority(batch)
-        assert time.monotonic() - start < 10 * BUFFER_S
-        assert len(buffer) == 2 * ROWS
-        Path(folder, "left out").write_text(json.dumps(report))
-        if comes_back:
-            back = sample_until(buffer, {0, 1, 2}, 40)
-            Path(folder, "back").write_text(json.dumps(back))
+            start = time.monotonic()
+            with pytest.raises((DeadlineError, PeerLostError), match="collector1"):
+                alone.sample()
+            assert time.monotonic() - start < 5 * BUFFER_S
+            report = sample_until(buffer, {0, 1}, 20)
+            # nobody asks the host that does not answer, so nobody waits for it any more
+            start = time.monotonic()
+            for _ in range(20):
+                batch = buffer.sample()
+                batch["td_error"] = torch.rand(32)
+                buffer.update_tensordict_priority(batch)
+            assert time.monotonic() - start < 10 * BUFFER_S
+            assert len(buffer) == 2 * ROWS
+            Path(folder, f"left out when {event}").write_text(json.dumps(report))
+            if event != "killed":
+                back = sample_until(buffer, {0, 1, 2}, 40)
+                assert len(buffer) == 3 * ROWS
+                assert any("replay shard 2 (collector1 on host2) answers again" in w for w in back)
         warnings.simplefilter("ignore")  # closing a client of the lost host is one more warning
 
 
-def run_and_disturb(
-    network: list[Host], folder: Path, disturb: Callable[[], None], *, comes_back: bool
-) -> HostJob:
-    arguments = {"folder": str(folder), "comes_back": comes_back}
-    job = run_tasks(network, the_learner_samples, arguments, folder)
-    wait_for(folder / "ready", job=job)
-    disturb()
-    (folder / "disturbed").touch()
-    wait_for(folder / "left out", job=job)
-    report = json.loads((folder / "left out").read_text())
-    assert len(report) == 1, report  # reported once
+def sample_alone(buffer: HostedReplayBuffer, timeout_s: float) -> None:
+    """Until the buffer has no error to tell any more."""
+    deadline = time.monotonic() + timeout_s
+    for _ in range(2):
+        while True:
+            with contextlib.suppress(DeadlineError):
+                assert len(buffer.sample()) == 8
+                break
+            assert time.monotonic() < deadline, "the only host does not come back"
+
+
+def disturb(job: HostJob, folder: Path, event: str, by: Callable[[], None]) -> None:
+    """Have it happen, and check that the learner reports it once and goes on."""
+    wait_for(folder / f"ready to be {event}", job=job)
+    by()
+    (folder / event).touch()
+    wait_for(folder / f"left out when {event}", job=job)
+    report = json.loads((folder / f"left out when {event}").read_text())
+    assert len(report) == 1, report
     assert "replay shard 2 (collector1 on host2) is left out, the other 2 go on" in report[0]
-    return job
 
 
-def test_the_others_go_on_when_a_cable_is_pulled_and_the_shard_returns_with_it(network, tmp_path):
-    job = run_and_disturb(network, tmp_path, network[2].unplug, comes_back=True)
+def test_the_others_go_on_without_a_host_that_is_cut_off_or_paused_until_it_is_back(
+    network, tmp_path
+):
+    arguments = {"folder": str(tmp_path), "events": ["unplugged", "paused"]}
+    job = run_tasks(network, the_learner_samples, arguments, tmp_path)
+    disturb(job, tmp_path, "unplugged", network[2].unplug)
     network[2].plug_in()
+    disturb(job, tmp_path, "paused", network[2].pause)
+    network[2].resume()
     assert job.wait(60) == [0, 0, 0], job
-    back = json.loads((tmp_path / "back").read_text())
-    assert any("replay shard 2 (collector1 on host2) answers again" in text for text in back)
     assert [list(host.shm.iterdir()) for host in network] == [[], [], []]
 
 
-def test_the_others_go_on_while_a_host_is_paused(network, tmp_path):
-    job = run_and_disturb(network, tmp_path, network[2].pause, comes_back=True)
-    network[2].resume()
-    assert job.wait(60) == [0, 0, 0], job
-    assert (tmp_path / "back").exists()
-
-
 def test_the_others_go_on_after_a_host_was_killed(network, tmp_path):
-    job = run_and_disturb(network, tmp_path, network[2].kill, comes_back=False)
+    arguments = {"folder": str(tmp_path), "events": ["killed"]}
+    job = run_tasks(network, the_learner_samples, arguments, tmp_path)
+    disturb(job, tmp_path, "killed", network[2].kill)
     assert job.wait(60) == [0, 0, -9], job
     assert [list(host.shm.iterdir()) for host in network[:2]] == [[], []]
 

@@ -88,6 +88,8 @@ class BatchSource:
             DeadlineError, PeerLostError: a host, or too many of several, do not answer.
         """
         self._client.check()
+        if batch_size < 1:
+            raise ConfigurationError(f"batch_size={batch_size}: expected at least 1")
         with self._lock:
             if batch_size != self._batch_size:
                 self._drop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import os
 import threading
 import time
 import warnings
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from torchrl_dist.errors import DeadlineError, PeerLostError, RemoteError
+from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
 from torchrl_dist.replay import rows
 from torchrl_dist.replay.directory import RowSpec
 from torchrl_dist.replay.host import (
@@ -89,12 +90,21 @@ class ReplayClient:
         self._pending: list[_PendingWrite] = []
         self._reported: dict[int, int] = {}  # replies that the shard had sent when it failed
         self._lock = threading.Lock()
+        self._closed = False
+        self._pid = os.getpid()
 
     # --- who answers -------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise what went wrong with earlier operations, one error per call; also if too few
-        shards answer."""
+        shards answer, or this process can make no calls."""
+        if self._closed:
+            raise ConfigurationError("this buffer was closed in this process; build it again")
+        if os.getpid() != self._pid:
+            raise ConfigurationError(
+                f"process {os.getpid()} was forked from {self._pid}, whose connections it does not "
+                "have: start it by spawn or a fork server, in the session, and pickle the buffer"
+            )
         for shard, link in enumerate(self.links):
             if link.fine and shard not in self._reported:
                 continue
@@ -114,8 +124,11 @@ class ReplayClient:
 
     def note_trouble(self, shard: int, error: Exception) -> None:
         """A host did not answer: report it, or raise if too few are left."""
-        others = [link for other, link in enumerate(self.links) if other != shard]
-        answering = sum(link.problem is None for link in others)
+        answering = sum(
+            link.problem is None and link.replies > self._reported.get(other, -1)
+            for other, link in enumerate(self.links)
+            if other != shard
+        )
         if len(self.links) == 1 or answering < self._min_shards:
             raise error.with_traceback(None)  # it may be raised by many calls
         with self._lock:
@@ -137,7 +150,7 @@ class ReplayClient:
             if future is not None:
                 link = self.links[shard]
                 try:
-                    answer = await_answer(future, deadline - time.monotonic(), link.name)
+                    answer = await_answer(future, deadline, link.name, self.timeout_s)
                 except (DeadlineError, PeerLostError) as error:
                     self.note_trouble(shard, error)
             found.append(answer)
@@ -175,6 +188,8 @@ class ReplayClient:
             PeerLostError: a host, or too many of them, are gone.
             RemoteError: an operation failed there.
         """
+        if self._closed:
+            return  # which has flushed
         self.check()
         self.answers(self.ask_applied())
         self.check()
@@ -228,7 +243,7 @@ class ReplayClient:
         deadline = time.monotonic() + self.timeout_s
         links = [self.links[shard] for shard, _ in calls]
         for link, future in [(link, link.ask(None, None)) for link in links]:
-            await_answer(future, deadline - time.monotonic(), link.name)
+            await_answer(future, deadline, link.name, self.timeout_s)
         left = max(SHORTEST_CALL_S, deadline - time.monotonic())
         futures = [
             link.submit(method, *args, timeout_s=left)
@@ -236,7 +251,7 @@ class ReplayClient:
         ]
         deadline = time.monotonic() + left + SHORTEST_CALL_S  # the transport keeps the deadline
         return [
-            await_answer(future, deadline - time.monotonic(), link.name)
+            await_answer(future, deadline, link.name, self.timeout_s)
             for link, future in zip(links, futures, strict=True)
         ]
 
@@ -256,7 +271,10 @@ class ReplayClient:
 
     def close(self) -> None:
         """Flush, say goodbye to the hosts that answer. Problems are warned about, also those of
-        earlier operations that no call has raised."""
+        earlier operations that no call has raised. Idempotent."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
         close_links(self.links, self.timeout_s)
 
     # --- writing -----------------------------------------------------------------------------
@@ -344,6 +362,9 @@ class ReplayClient:
                 return
         # copied: they are sent later, and the caller may go on with its tensors
         priority, where = priority.copy(), index.numpy().copy()
+        capacity = self.shard_capacity * len(self.links)
+        if where.max(initial=-1) >= capacity:
+            raise IndexError(f"slot {where.max()} is beyond the capacity {capacity}")
         stamps = None if generation is None else generation.numpy().copy()
         if len(self.links) == 1:
             self._put(0, SetPriorities(where, stamps, priority), priority)

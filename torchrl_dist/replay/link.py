@@ -366,7 +366,7 @@ class RemoteLink:
         try:
             if self._lost is None and not self._closed:
                 deadline = time.monotonic() + flush_s
-                await_answer(self.ask(None, None), flush_s, self.name)
+                await_answer(self.ask(None, None), deadline, self.name, flush_s)
                 left = max(SHORTEST_CALL_S, deadline - time.monotonic())
                 self._host.call("forget", self._client, timeout_s=left)
         finally:
@@ -552,14 +552,15 @@ def _samples(operation: Operation) -> int:
     return operation.rows if isinstance(operation, CountSamples) else 0
 
 
-def await_answer(future: Future, timeout_s: float, name: str) -> Any:
-    """The future's result within the deadline.
+def await_answer(future: Future, deadline: float, name: str, timeout_s: float) -> Any:
+    """The future's result before ``deadline``, in ``time.monotonic()``, ``timeout_s`` after the
+    call began.
 
     Raises:
         DeadlineError: it did not come.
     """
     try:
-        return future.result(max(0.0, timeout_s))
+        return future.result(max(0.0, deadline - time.monotonic()))
     except FutureTimeoutError as error:
         if future.done():
             raise

@@ -227,9 +227,11 @@ class RemoteStorage(SavedStorage, TensorStorage):
         return batch.generation if batch is not None and batch.index is index else None
 
     def generations_of(self, index: torch.Tensor) -> torch.Tensor:
-        """How often each slot was written; -1 where no row is published, and for -1. Blocks."""
+        """How often each slot was written; -1 where no row is published, at a shard that does not
+        answer, and for -1. Blocks."""
         found = np.full(index.numel(), -1, dtype=np.int64)
         parts = self._by_shard(index.reshape(-1).numpy())
+        parts = [part for part in parts if self.client.answers_now(part[0])]
         calls = [(shard, (slots,)) for shard, _, slots in parts]
         for (_, where, _), generations in zip(
             parts, self.client.call_each("generations_of", calls), strict=True
