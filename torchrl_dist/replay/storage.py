@@ -77,8 +77,8 @@ class SharedMemmapStorage(SavedStorage, TensorStorage):
         timeout_s: longest wait for another process, in seconds.
         limiter: how often rows may be sampled, and when writes wait for that; the same in every
             process. Default: none, or the one that the directory has.
-        gather_threads: threads that copy sampled rows where a batch has more than 1 MiB; two
-            nearly double the rate for images, if a core is free.
+        gather_threads: threads that copy sampled rows where a batch has more than 1 MiB; what more
+            than one brings for images depends on free cores and on the memory's bandwidth.
 
     Raises:
         DirectoryError: the directory belongs to another job, has another capacity, lies on a
