@@ -24,7 +24,13 @@ from tests.replay.faults import (
     run_forked,
     wait_until,
 )
-from torchrl_dist import CheckpointError, DirectoryError
+from torchrl_dist import (
+    CheckpointError,
+    DirectoryError,
+    RateLimiter,
+    SharedMemmapStorage,
+    SharedReplayBuffer,
+)
 from torchrl_dist.cli import main as cli
 from torchrl_dist.replay.directory import Word
 from torchrl_dist.replay.inspection import inspect, show
@@ -97,6 +103,25 @@ def test_a_buffer_without_rows_can_be_shown(folder: Path, uniform: bool, capsys)
     assert found["priority"]["quantiles"] is None and found["priority"]["histogram"] == []
     show(found)
     assert "none yet" in capsys.readouterr().out
+    buffer.storage.close()
+
+
+def test_it_shows_what_a_limiter_has_counted(folder: Path, capsys) -> None:
+    limiter = RateLimiter(min_size_to_sample=20, samples_per_insert=2.0, error_buffer=100)
+    storage = SharedMemmapStorage(CAPACITY, scratch_dir=folder, job_id="test", limiter=limiter)
+    buffer = SharedReplayBuffer(storage=storage, batch_size=16)
+    buffer.extend(rows_of(range(30)))
+    buffer.sample()
+    assert inspect(folder)["limiter"] == {
+        "min_size_to_sample": 20,
+        "samples_per_insert": 2.0,
+        "error_buffer": 100.0,
+        "max_times_sampled": None,
+        "inserts": 30,
+        "samples": 16,
+    }
+    assert cli(["inspect", str(folder)]) == 0
+    assert "limiter: samples per insert" in capsys.readouterr().out
     buffer.storage.close()
 
 

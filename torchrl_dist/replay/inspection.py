@@ -115,6 +115,21 @@ def _directory(folder: Path) -> dict[str, Any]:
             float(floats[Word.MAX_PRIORITY]),
         ),
         "counters": layout.counters_in(words),
+        "limiter": _limiter(words, floats),
+    }
+
+
+def _limiter(words: Any, floats: Any) -> dict[str, float | None] | None:
+    """What limits samples and writes, and how far they have come; None: nothing does."""
+    if words[Word.LIMITED] != 1:
+        return None
+    return {
+        "min_size_to_sample": int(words[Word.MIN_SIZE_TO_SAMPLE]),
+        "samples_per_insert": float(floats[Word.SAMPLES_PER_INSERT]) or None,
+        "error_buffer": float(floats[Word.ERROR_BUFFER]) or None,
+        "max_times_sampled": int(words[Word.MAX_TIMES_SAMPLED]) or None,
+        "inserts": int(words[Word.WRITE_COUNT] - words[Word.INSERT_BASE]),
+        "samples": int(words[Word.SAMPLED]),
     }
 
 
@@ -360,6 +375,11 @@ def _show_content(console: Any, found: dict[str, Any], more: dict[str, Any]) -> 
         "alpha, eps": f"{found['alpha']}, {found['eps']}",
         "largest priority": found["max_priority"],
         **{name.replace("_", " "): count for name, count in found["counters"].items()},
+        **{
+            f"limiter: {name.replace('_', ' ')}": value
+            for name, value in (found.get("limiter") or {}).items()
+            if value is not None
+        },
     }
     _print_table(
         console, "", [{"": name, "value": value} for name, value in facts.items()], ("", "value")
