@@ -68,7 +68,7 @@ class _Pickler(cloudpickle.Pickler):
             if obj.layout is torch.strided and not obj.is_nested:
                 return self._reduce_tensor(obj)
         elif kind is np.ndarray:
-            if obj.dtype.kind in "biufc":
+            if obj.dtype.kind in "biufc" and obj.nbytes <= _INSIDE_BYTES:
                 return _array_of, (bytearray(obj.tobytes()), obj.dtype.str, obj.shape)
         elif kind is type or kind is FunctionType:
             if obj in _found_by_name:
