@@ -121,12 +121,14 @@ def test_deadlines_change_who_is_in_a_receive(tmp_path: Path) -> None:
     options = ["--question", "deadlines", "--workers", "3", "--envs", "20", "--rounds", "1"]
     options += ["--durations", "slow", "--networks", "small", "--deadlines", "0.0001,none"]
     options += ["--seconds", "0.5", "--steps-per-message", "8", "--json", str(json_file)]
-    assert collect.main([*options, "--plot", str(png)]) == 0
-    hurried, patient = (json.loads(line) for line in json_file.read_text().splitlines())
+    for _ in range(3):  # on a busy machine all may have arrived before the learner looks
+        assert collect.main([*options, "--plot", str(png)]) == 0
+        hurried, patient = map(json.loads, json_file.read_text().splitlines()[-2:])
+        if hurried["workers_per_receive"] < 3:
+            break
     assert set(FIELDS) <= set(hurried) and png.read_bytes().startswith(b"\x89PNG")
     assert (hurried["deadline_s"], patient["deadline_s"]) == (0.0001, None)
-    # on a busy machine all may have arrived before the learner looks
-    assert 1 <= hurried["workers_per_receive"] <= patient["workers_per_receive"] == 3
+    assert 1 <= hurried["workers_per_receive"] < patient["workers_per_receive"] == 3
 
 
 @pytest.mark.timeout(120)
