@@ -380,7 +380,8 @@ def test_other_processes_extend_and_sample_at_their_pace_during_a_large_dump(
     ]  # fmt: skip
     saved = only(tmp_path / "saved")
     assert torn_rows(rows_in(saved)) == 0
-    assert saved.leaf.size + saved.overwritten == capacity
+    # the other's extend may have been under way when the dump began: those rows do not count
+    assert capacity - (saved.leaf.size + saved.overwritten) in (0, 8)
     assert during.size > 20 and longest < (end - begin) / 4
     rb.storage.close()
 

@@ -123,6 +123,20 @@ def test_what_a_killed_child_started_ends_with_it(fork_server):
         assert not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE
 
 
+def test_the_last_words_of_a_child_reach_another_that_left_earlier(fork_server, tmp_path):
+    def say_later(listener) -> None:
+        def say(clean: bool) -> None:
+            time.sleep(0.5)  # the others have said goodbye by now
+            (tmp_path / "answer").write_text(str(listener.call("add", 1)))
+
+        current_session().on_leave(say)
+
+    with local_cluster({"driver": 1, "worker": 3}, timeout_s=20, fork_server=fork_server) as me:
+        first, _, last = me.of_role("worker")
+        me.call(first, say_later, me.remote(last, Counter, 6))
+    assert (tmp_path / "answer").read_text() == "7"
+
+
 def test_a_stopped_child_is_a_deadline_and_does_not_hold_up_the_end(fork_server):
     with local_cluster(ROLES, timeout_s=20, fork_server=fork_server) as me:
         counter = me.remote(me.of_role("collector")[0], Counter)

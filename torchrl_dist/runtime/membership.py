@@ -20,6 +20,7 @@ class Membership:
         self._serving: set[int] = set()
         self._left: set[int] = set()
         self._arrived: dict[int, dict[int, Callable[[], None]]] = {}
+        self._departing: list[Callable[[], None]] = []
 
     def lose(self, rank: int, reason: str) -> bool:
         """Note that ``rank`` is gone; False if that was known or it had left in order."""
@@ -40,6 +41,12 @@ class Membership:
         """Note that ``rank`` leaves in order."""
         with self._changed:
             self._left.add(rank)
+        self._after_change()
+
+    def when_all_left(self, release: Callable[[], None]) -> None:
+        """``release()`` is called once every other rank has left or is lost."""
+        with self._changed:
+            self._departing.append(release)
         self._after_change()
 
     def lost(self) -> dict[int, str]:
@@ -90,6 +97,9 @@ class Membership:
                 # The barrier's keeper is a rank like any other: it must have arrived itself.
                 if not self._busy() - arrived.keys() and self._keeper_arrived(arrived):
                     released += self._arrived.pop(number).values()
+            if not self._others - self._gone():
+                released += self._departing
+                self._departing = []
         for release in released:
             release()
 

@@ -344,12 +344,16 @@ class Session:
         elif kind == "barrier":
             number, rank = args
             self._members.arrive(number, rank, lambda: answer(()))
+        elif kind == "leaving":
+            self._left(*args)
+            if self._ending and self._end_reason is None:  # it may still be called by others
+                self._members.when_all_left(lambda: answer(()))
+            else:
+                answer(())
         else:
             reply = ()
             if kind == "serving":
                 self._members.serve(*args)
-            elif kind == "leaving":
-                self._left(*args)
             elif kind == "lost":
                 self._lose(*args)
             elif kind == "beat":
@@ -493,8 +497,9 @@ class Session:
 
     def on_leave(self, callback: Callable[[bool], None]) -> None:
         """Have ``callback(clean)`` called first thing when this process leaves its session in
-        order or by an exception (``clean`` is false then), while the others still answer. For
-        whoever holds something that they should get. Its exceptions become warnings."""
+        order or by an exception (``clean`` is false then), while the others still answer: they
+        wait for it, at most 3 s. For whoever holds something that they should get. Its exceptions
+        become warnings."""
         self._at_leave.append(callback)
 
     def on_end(self, callback: Callable[[bool], None]) -> None:
@@ -576,6 +581,7 @@ class Session:
                 self.serve()
             if not self._end.is_set():
                 failure = "left after a stop signal"
+            self._run_callbacks(self._at_leave, failure is None)  # of what calls have made
         self._answer_watchers(failure)
         if self._members.why_lost(self._driver.global_rank) is None:
             told = self._tell(self._driver, "leaving", self.me.global_rank, failure)
