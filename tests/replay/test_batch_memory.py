@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import os
 import resource
+import threading
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from torchrl_dist.replay.batch_memory import BatchMemory
+from torchrl_dist.replay.gather import Gatherer
 
 SHAPE = (64, 512)
 
@@ -67,6 +70,39 @@ def test_threads_gather_the_same_rows(make_buffer, threads: int) -> None:
     for _ in range(5):
         batch = rb.sample()
         assert (batch["pixels"] == pixels[batch["id"]]).all()
+
+
+def gather_threads() -> set[threading.Thread]:
+    return {each for each in threading.enumerate() if each.name == "torchrl_dist-gather"}
+
+
+def test_threads_end_with_their_gatherer_and_start_anew_after_a_fork() -> None:
+    rows = np.arange(2**21, dtype=np.uint8).reshape(-1, 2**14)
+    slots = np.arange(rows.shape[0])[::-1].copy()
+    gatherer, before = Gatherer(3, timeout_s=5), gather_threads()
+    assert (gatherer.gather([rows], slots)[0] == rows[::-1]).all()
+    started = gather_threads() - before
+    assert len(started) == 2
+    child = os.fork()
+    if not child:
+        os._exit(not (gatherer.gather([rows], slots)[0] == rows[::-1]).all())
+    assert os.waitpid(child, 0)[1] == 0
+    del gatherer
+    for thread in started:
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+def test_what_fails_in_a_thread_is_raised() -> None:
+    class Fails:
+        shape, dtype = (1, 2**21), np.dtype(np.uint8)
+
+        def take(self, slots: np.ndarray, *_: object) -> None:
+            if threading.current_thread() is not threading.main_thread():
+                raise MemoryError("no room")
+
+    with pytest.raises(MemoryError, match="no room"):
+        Gatherer(2, timeout_s=5).gather([Fails()], np.zeros(4, np.int64))  # type: ignore[list-item]
 
 
 def test_sampling_large_rows_causes_no_page_fault_per_batch(make_buffer) -> None:

@@ -8,7 +8,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,7 +17,6 @@ from torchrl.data.replay_buffers.storages import TensorStorage
 
 from torchrl_dist.errors import ConfigurationError, DeadlineError
 from torchrl_dist.replay import rows
-from torchrl_dist.replay.batch_memory import BatchMemory
 from torchrl_dist.replay.cursor import (
     Reservation,
     SharedCursor,
@@ -34,6 +32,7 @@ from torchrl_dist.replay.directory import (
     open_directory,
 )
 from torchrl_dist.replay.gate import set_limiter
+from torchrl_dist.replay.gather import Gatherer
 from torchrl_dist.replay.limiter import Counts, RateLimiter
 from torchrl_dist.replay.placement import split_rows
 from torchrl_dist.replay.priorities import check_priorities
@@ -42,8 +41,6 @@ from torchrl_dist.replay.saving import DirectoryShard, SavedStorage
 _REDRAWS = 8
 _RETRY_S = 2e-4
 _RUNS_AT_ONCE = 32
-_THREADED_BYTES = 2**20  # below this handing a part to a thread costs more than the copy
-_OWN_PART = 1.125  # others start later: with equal parts two threads take 7 % longer
 
 _T = TypeVar("_T")
 
@@ -161,9 +158,7 @@ class SharedMemmapStorage(SavedStorage, TensorStorage):
         self.scratch_dir = str(self._directory.path)
         self._cursor = SharedCursor(self._directory)
         self._handed = threading.local()
-        self._memory = BatchMemory()
-        self._threads = gather_threads
-        self._pool: tuple[int, ThreadPoolExecutor] | None = None
+        self._gatherer = Gatherer(gather_threads, timeout_s)
         self._closed = False
 
     @property
@@ -599,29 +594,7 @@ class SharedMemmapStorage(SavedStorage, TensorStorage):
         return rows.build(leaves, self._spec(), (leaves[0].shape[0],))
 
     def _gather(self, slots: np.ndarray) -> list[np.ndarray]:
-        leaves = []
-        for array in self._directory.arrays:
-            out = self._memory.empty((slots.size, *array.shape[1:]), array.dtype)
-            if self._threads > 1 and out.nbytes >= _THREADED_BYTES:
-                self._gather_in_threads(array, slots, out)
-            else:
-                array.take(slots, 0, out, "clip")  # "raise" would copy into a buffer first
-            leaves.append(out)
-        return leaves
-
-    def _gather_in_threads(self, array: np.ndarray, slots: np.ndarray, out: np.ndarray) -> None:
-        if self._pool is None or self._pool[0] != os.getpid():  # threads do not survive a fork
-            self._pool = os.getpid(), ThreadPoolExecutor(self._threads - 1, "torchrl_dist-gather")
-        own = int(slots.size / self._threads * _OWN_PART)
-        targets = [out[:own], *np.array_split(out[own:], self._threads - 1)]
-        parts = [slots[:own], *np.array_split(slots[own:], self._threads - 1)]
-        others = [
-            self._pool[1].submit(array.take, part, 0, target, "clip")
-            for target, part in zip(targets[1:], parts[1:], strict=True)
-        ]
-        array.take(parts[0], 0, targets[0], "clip")
-        for other in others:
-            other.result(self._directory.timeout_s)
+        return self._gatherer.gather(self._directory.arrays, slots)
 
     def _regather(self, leaves: list[np.ndarray], part: np.ndarray, slots: np.ndarray) -> None:
         for leaf, array in zip(leaves, self._directory.arrays, strict=True):
@@ -649,7 +622,7 @@ class SharedMemmapStorage(SavedStorage, TensorStorage):
             "scratch_dir": self.scratch_dir,
             "job_id": directory.job_id,
             "timeout_s": directory.timeout_s,
-            "gather_threads": self._threads,
+            "gather_threads": self._gatherer.threads,
             "attached": self._attached_entities_list,
         }
 
