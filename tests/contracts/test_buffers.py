@@ -134,6 +134,16 @@ def test_a_sample_is_rows_of_the_buffer_with_their_index_and_generation(buffer) 
         assert (batch["index_generation"] == wanted).all()
 
 
+def test_information_about_a_sample_can_be_left_out(buffer) -> None:
+    buffer.extend(make_rows(range(CAPACITY)))
+    with pytest.warns(UserWarning, match="include_info"):
+        batch = buffer.sample(include_info=False)
+        alike, info = buffer.sample(return_info=True, include_info=False)
+    # TorchRL's writers put the index into the rows themselves
+    assert set(batch.keys()) - {"index"} == set(alike.keys()) - {"index"} == {"id", "next", "obs"}
+    assert info["index"].shape == (8,)
+
+
 def test_a_write_advances_the_generation_of_its_slots_only(buffer) -> None:
     buffer.extend(make_rows(range(CAPACITY)))
     before = buffer.writer.generations_of(torch.arange(CAPACITY))

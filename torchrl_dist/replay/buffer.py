@@ -152,9 +152,13 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         return_info: bool = False,
         include_info: bool | None = None,
     ) -> Any:
-        """A batch with ``"index"``, ``"index_generation"`` and what the sampler adds."""
+        """A batch with ``"index"``, ``"index_generation"`` and what the sampler adds; without these
+        if ``include_info`` is False. With ``return_info`` they come as a dictionary as well."""
         if return_info or include_info is not None:
-            return super().sample(batch_size, return_info, include_info)
+            data, info = super().sample(batch_size, True, include_info)
+            if include_info is False:
+                data = data.exclude(*info)
+            return (data, info) if return_info else data
         return ReplayBuffer.sample(self, batch_size)  # _sample has put the handles in
 
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
