@@ -429,7 +429,8 @@ class Ray(TorchRLBuffer):
             self.workers.append(_RayWorker(self._ray, remote.remote(view)))
 
     def close(self) -> None:
-        self.buffer.close()
+        if hasattr(self, "buffer"):  # else Ray did not start
+            self.buffer.close()
         self._ray.shutdown()
 
 
