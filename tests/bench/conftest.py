@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-PREFIX = "torchrl_dist-bench-"
+PREFIX = "torchrl-bench-"
 
 
 @pytest.fixture(autouse=True)

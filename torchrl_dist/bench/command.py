@@ -54,11 +54,14 @@ def above_zero(kind: type) -> Callable[[str], Any]:
 
 @contextlib.contextmanager
 def folder_in(parent: Path) -> Iterator[Path]:
-    """A folder for one measurement, removed afterwards, also if Ctrl-C comes in this function."""
+    """A folder for one measurement, removed afterwards, also if Ctrl-C comes in this function.
+
+    Its name is short: Ray adds 63 characters, and a socket's path may have 107.
+    """
     stops = {signal.SIGINT, signal.SIGTERM}
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, stops)
-        folder = Path(tempfile.mkdtemp(prefix=f"torchrl_dist-bench-{os.getpid()}-", dir=parent))
+        folder = Path(tempfile.mkdtemp(prefix=f"torchrl-bench-{os.getpid()}-", dir=parent))
         try:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, stops)  # what came meanwhile raises here
             yield folder

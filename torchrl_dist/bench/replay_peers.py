@@ -418,7 +418,7 @@ class Ray(TorchRLBuffer):
                 "object_store_memory": 2**29,
                 "include_dashboard": False,
                 "log_to_driver": False,
-                "_temp_dir": f"{self.folder}/ray",
+                "_temp_dir": str(self.folder),
                 "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}},
             },
         )
