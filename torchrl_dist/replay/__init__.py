@@ -1,4 +1,29 @@
-"""Replay buffers that many processes share."""
+"""Replay buffers that many processes share.
+
+What holds, what guards it, and the tests that try to break it (``tests/replay``):
+
+=========================================  ====================================  ================
+invariant                                  guard                                 tests
+=========================================  ====================================  ================
+a slot has one writer                      tickets and claims, ``cursor``        processes, kills
+a row that is read is one whole row        versions, ``storage._read_drawn``     torn
+a priority meets its row, or none          generations, ``priorities.update``    buffer, law
+only published rows count and are drawn    four rules at the top of              kills, int64
+                                           ``directory``
+a killed process leaves no harm            ``DIRTY`` and ``cursor.repair``; a    kills, soak,
+                                           lock that dies with its holder        interrupts
+sums equal leaves                          marks in ``tree``                     tree, kills
+the law and the weights of one buffer      ``tree``, ``sampler``; over shards    law, shard_law,
+                                           ``shard_law``                         shard_hosts
+by RPC: in order, each once                numbered requests, ``link``,          link, host,
+                                           ``host``                              hosted
+samples per insert stay in their range     ``limiter``; ``gate`` on a node,      limiter, gate,
+                                           ``totals`` over hosts                 limiter_hosts
+the earlier checkpoint, or the new one     one rename, ``dump``; the ring's      checkpoint,
+                                           order, ``snapshot``                   checkpoint_shards
+any of these, in any order of calls        a plain model                         fuzz
+=========================================  ====================================  ================
+"""
 
 from torchrl_dist.replay.buffer import SharedReplayBuffer
 from torchrl_dist.replay.hosted import HostedReplayBuffer, replay_buffer
