@@ -437,8 +437,8 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
             drawn = gate.draw(batch_size, lambda: self.draw(storage, batch_size), storage)
         storage.hand_over(drawn.index, drawn.generation, drawn.tensors)
         self._recent.remember(drawn.index, drawn.generation, written=False)
-        weight = torch.from_numpy((drawn.leaf / drawn.minimum) ** -float(self._beta))
-        return drawn.index, {"priority_weight": weight.to(torch.float32)}
+        weight = ((drawn.leaf / drawn.minimum) ** -float(self._beta)).astype(np.float32)
+        return drawn.index, {"priority_weight": torch.from_numpy(weight)}
 
     def draw(self, storage: Storage, count: int) -> Drawn:
         """What ``sample`` does, with all that is known about the rows, and without waiting for a
