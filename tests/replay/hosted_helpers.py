@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from torchrl_dist.errors import RateLimitError
 from torchrl_dist.replay import HostedReplayBuffer, owner
 from torchrl_dist.replay.host import ReplayHost, Reply, Request
 
@@ -117,3 +118,14 @@ def sample_times(buffer: HostedReplayBuffer, times: int) -> list[int]:
         found += buffer.sample()["id"].tolist()
     buffer.flush()
     return found
+
+
+def sample_until_refused(buffer: HostedReplayBuffer, timeout_s: float) -> list[int]:
+    """The ids of samples until the limiter lets none pass for ``timeout_s``."""
+    buffer.storage.client.timeout_s = timeout_s
+    found = []
+    while True:
+        try:
+            found += buffer.sample()["id"].tolist()
+        except RateLimitError:
+            return found

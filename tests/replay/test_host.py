@@ -13,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.replay.conftest import folder, make_rows  # noqa: F401
-from torchrl_dist import ConfigurationError, SharedMemmapStorage
+from torchrl_dist import ConfigurationError, RateLimiter, SharedMemmapStorage
 from torchrl_dist.replay import rows
-from torchrl_dist.replay.directory import array_of
+from torchrl_dist.replay.directory import Word, array_of
 from torchrl_dist.replay.host import (
     ReplayHost,
     Reply,
     Request,
+    ReturnDraws,
     SetAlpha,
     SetPriorities,
     SetWrittenPriorities,
@@ -256,3 +257,35 @@ def test_packing_copies_what_the_caller_may_change(count: int) -> None:
     tensor += 1
     (back,) = unpack(packed, [(tensor.dtype, (count,))])
     assert not back.any()
+
+
+@pytest.mark.parametrize("prioritized", [True, False])
+def test_draws_that_are_given_back_leave_the_rows_as_they_were(
+    folder: Path,  # noqa: F811
+    prioritized: bool,
+) -> None:
+    limiter = RateLimiter(max_times_sampled=2)
+    host = ReplayHost(
+        SharedMemmapStorage(CAPACITY, scratch_dir=folder, job_id="test", limiter=limiter)
+    )
+    host.use_priorities(1.0, EPS)
+    host.serve(Request("a", 1, 1, (write(range(4)), priorities([0, 1, 2, 3], [1, 2, 3, 4]))))
+    directory = host.storage.directory
+    before = directory.tree.leaves.copy()
+    reply = host.serve(Request("a", 1, 2, draw=9, prioritized=prioritized))
+    assert reply.count == 8 and not directory.tree.leaves.any()  # all that there is
+    slot, generation, leaf, _ = reply.unpack_rows()
+    assert np.bincount(slot).tolist() == [2, 2, 2, 2]
+    assert leaf.tolist() == before[slot].tolist()
+    back = ReturnDraws(slot.numpy()[1:], generation.numpy()[1:], leaf.numpy()[1:])
+    host.serve(Request("a", 1, 3, (write(range(10, 12), 2), back)))
+    assert directory.words[Word.AVAILABLE] == 6
+    assert directory.tree.leaves[:4].tolist() == before[:4].tolist()
+    reply = host.serve(Request("a", 1, 4, draw=20, prioritized=prioritized))
+    assert reply.count == 11
+    directory.tree.refresh()
+    assert directory.tree.total == 0 and directory.words[Word.AVAILABLE] == 0
+    stale = ReturnDraws(np.array([0, 5]), np.array([7, 1]), np.array([1.0, 1.0]))
+    reply = host.serve(Request("a", 1, 5, (stale,), draw=20, prioritized=prioritized))
+    assert reply.count == 1 and reply.unpack_rows()[0].tolist() == [5]
+    host.close()

@@ -14,11 +14,17 @@ import pytest
 from torchrl.data import TensorDictReplayBuffer
 
 from tests.replay.conftest import folder, make_rows  # noqa: F401
-from tests.replay.hosted_helpers import sample_times, write_until
+from tests.replay.hosted_helpers import (
+    sample_times,
+    sample_until_refused,
+    slow_down,
+    write_until,
+)
 from tests.replay.test_gate import InThread
 from tests.replay.test_processes import wait_until
 from torchrl_dist import (
     ConfigurationError,
+    DeadlineError,
     HostedReplayBuffer,
     RateLimiter,
     RateLimitError,
@@ -156,22 +162,95 @@ def test_a_killed_writer_is_an_error_at_the_deadline(make: Make, cluster: Sessio
         waiting.result()
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize("uniform", [False, True])
-def test_no_row_is_sampled_more_often_than_allowed(make: Make, shards: int, uniform: bool) -> None:
+def sample_all(buffer: HostedReplayBuffer, batch_size: int = 16) -> collections.Counter:
+    """How often each id was sampled until the limiter refused, which must say what is missing."""
+    seen: collections.Counter = collections.Counter()
+    with pytest.raises(RateLimitError, match=r"for \d+ more rows to be written before the next"):
+        while True:
+            seen.update(buffer.sample(batch_size)["id"].tolist())
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("shards", "uniform", "prefetch", "per_call"),
+    [
+        (1, False, 0, 1),
+        (1, True, 4, 2),
+        (2, True, 0, 1),
+        (2, False, 0, 1),
+        (2, False, 4, 2),
+    ],
+)
+def test_rows_are_sampled_as_often_as_allowed_and_not_more(
+    make: Make, shards: int, uniform: bool, prefetch: int, per_call: int
+) -> None:
     limiter = RateLimiter(16, max_times_sampled=3)
-    buffer = make(shards, uniform=uniform, limiter=limiter)
-    buffer.storage.client.timeout_s = 0.5
+    buffer = make(
+        shards, uniform=uniform, limiter=limiter, prefetch=prefetch, batches_per_call=per_call
+    )
+    buffer.storage.client.timeout_s = 0.3
     buffer.extend(make_rows(range(64)))
     buffer.extend(make_rows(range(64, 128)))
-    seen: collections.Counter = collections.Counter()
-    with pytest.raises((RateLimitError, RuntimeError)):
-        while True:
-            seen.update(buffer.sample()["id"].tolist())
+    seen = sample_all(buffer)
     assert max(seen.values()) == 3
-    assert sum(seen.values()) > 128 * 3 * (0.9 if shards == 1 else 0.6)  # spare rows count, too
+    assert sum(seen.values()) > 3 * (128 - 16)  # fewer than 16 rows do not make a batch
     buffer.extend(make_rows(range(128, 192)))
     assert len(buffer.sample()) == 16
+
+
+def test_draws_of_batches_that_are_dropped_count_no_more(make: Make) -> None:
+    """Another batch size drops what was drawn ahead."""
+    buffer = make(2, limiter=RateLimiter(16, max_times_sampled=1), prefetch=4)
+    buffer.storage.client.timeout_s = 0.3
+    buffer.extend(make_rows(range(64)))
+    buffer.extend(make_rows(range(64, 128)))
+    seen = collections.Counter(buffer.sample()["id"].tolist())
+    seen += sample_all(buffer, 8)
+    assert max(seen.values()) == 1 and len(seen) > 128 - 16
+
+
+def test_draws_that_came_too_late_count_no_more(make: Make, cluster: Session) -> None:
+    buffer = make(1, limiter=RateLimiter(16, max_times_sampled=1), timeout_s=1.5)
+    buffer.extend(make_rows(range(64)))
+    buffer.flush()
+    cluster.call(cluster.of_role("owner")[0], slow_down, 2.0, 1)
+    with pytest.raises(DeadlineError):
+        buffer.sample()
+
+    def answers_again() -> bool:
+        try:
+            buffer.flush()
+        except DeadlineError:
+            return False
+        return True
+
+    wait_until(answers_again)
+    assert len(sample_all(buffer)) == 64
+
+
+def test_several_readers_share_the_draws(make: Make, cluster: Session) -> None:
+    buffer = make(2, limiter=RateLimiter(16, max_times_sampled=1), capacity=1024)
+    for first in range(0, 512, 64):
+        buffer.extend(make_rows(range(first, first + 64)))
+    buffer.flush()
+    other = cluster.submit(cluster.of_role("owner")[2], sample_until_refused, buffer, 0.5)
+    buffer.storage.client.timeout_s = 0.5
+    seen = sample_all(buffer)
+    seen += collections.Counter(other.result(60))
+    assert max(seen.values()) == 1 and len(seen) > 512 - 16
+
+
+@pytest.mark.parametrize("limiter", [RateLimiter(16), RateLimiter(16, max_times_sampled=4)])
+def test_after_another_emptied_the_buffer_the_limiters_error_says_what_is_missing(
+    make: Make, cluster: Session, limiter: RateLimiter
+) -> None:
+    buffer = make(2, limiter=limiter)
+    buffer.extend(make_rows(range(64)))
+    buffer.sample()
+    cluster.call(cluster.of_role("owner")[2], HostedReplayBuffer.empty, buffer)
+    buffer.storage.client.timeout_s = 0.3
+    with pytest.raises(RateLimitError, match="for 16 more rows to be written"):
+        buffer.sample()
 
 
 def test_the_stock_buffer_holds_no_lock_while_it_waits(make: Make, cluster: Session) -> None:

@@ -20,7 +20,13 @@ from torchrl_dist.replay.client import ReplayClient
 from torchrl_dist.replay.directory import RowSpec
 from torchrl_dist.replay.link import Answer, Rows
 from torchrl_dist.replay.sampler import EMPTY
-from torchrl_dist.replay.shard_law import KnownMasses, ShardRequest, choose_shards, number_rows
+from torchrl_dist.replay.shard_law import (
+    KnownMasses,
+    ShardRequest,
+    choose_shards,
+    number_rows,
+    split_index,
+)
 from torchrl_dist.replay.storage import NoRowsError
 
 Uniforms = Callable[[int], np.ndarray]
@@ -78,6 +84,8 @@ class BatchSource:
         self._batch_size = 0
         self._ready: deque[Batch] = deque()
         self._rounds: deque[_Round] = deque()
+        self._dropped: list[tuple[int, Any]] = []
+        """Shard and future of draws that came too late to be used."""
         self._lock = threading.Lock()
 
     def next(self, batch_size: int) -> Batch:
@@ -95,15 +103,22 @@ class BatchSource:
                 self._drop()
                 self._batch_size = batch_size
             if not self._ready:
+                self._return_dropped()
+                if not self._rounds:
+                    self._rounds.append(self._start(1))
                 try:
-                    round_ = self._rounds.popleft() if self._rounds else self._start(1)
-                    self._top_up(coming=round_.count // batch_size)
-                    self._ready.extend(self._finish(round_))
+                    self._top_up(about_to_use=1)
+                    batches = self._finish(self._rounds[0])
                 except Exception:
                     self._drop()  # what was asked for since failed for the same reason
                     raise
+                self._rounds.popleft()
+                if not batches:
+                    self._drop()
+                    raise NoRowsError(EMPTY)
+                self._ready.extend(batches)
             batch = self._ready.popleft()
-            self._top_up(coming=0)
+            self._top_up(about_to_use=0)
             return batch
 
     def drop(self) -> None:
@@ -111,17 +126,44 @@ class BatchSource:
         with self._lock:
             self._drop()
 
+    def rows_ahead(self) -> int:
+        """Rows that are here, drawn and not returned yet. Does not block."""
+        here = [
+            round_.count
+            for round_ in list(self._rounds)
+            if all(future is None or future.done() for future in round_.futures)
+        ]
+        return len(self._ready) * self._batch_size + sum(here)
+
     def _drop(self) -> None:
+        for batch in self._ready if self._client.counts_draws else ():
+            shards, slots = split_index(batch.index.numpy(), self._client.shard_capacity)
+            for shard in np.unique(shards).tolist():
+                part = torch.from_numpy(np.flatnonzero(shards == shard))
+                self._client.return_draws(
+                    shard,
+                    torch.from_numpy(slots)[part],
+                    batch.generation[part],
+                    batch.leaf[part],
+                )
         self._ready.clear()
+        for round_ in self._rounds:
+            self._dropped += [each for each in enumerate(round_.futures) if each[1] is not None]
         self._rounds.clear()
+        self._return_dropped()
 
-    def _top_up(self, coming: int) -> None:
-        """Ask for more once less than half is left, so that one call brings several batches.
+    def _return_dropped(self) -> None:
+        """Give back the draws of dropped rounds that have come by now."""
+        for shard, future in self._dropped:
+            if future.done() and future.exception() is None:
+                rows = future.result().rows
+                if rows is not None:
+                    self._client.return_draws(shard, rows.slot, rows.generation, rows.leaf)
+        self._dropped = [each for each in self._dropped if not each[1].done()]
 
-        ``coming``: batches of the round that is about to be finished, of which one is about to be
-        used.
-        """
-        ahead = len(self._ready) + coming - bool(coming)
+    def _top_up(self, about_to_use: int) -> None:
+        """Ask for more once less than half is left, so that one call brings several batches."""
+        ahead = len(self._ready) - about_to_use
         ahead += sum(round_.count for round_ in self._rounds) // self._batch_size
         if 2 * ahead < self._prefetch:
             missing = self._prefetch - ahead
@@ -147,6 +189,7 @@ class BatchSource:
         return np.array([0.0 if answer is None else answer.state.mass for answer in answers])
 
     def _finish(self, round_: _Round) -> list[Batch]:
+        """As many whole batches as there are rows for; the other rows are given back."""
         answers = self._client.answers(round_.futures)
         present = [answer for answer in answers if answer is not None]
         self._client.note_states([answer.state for answer in present])
@@ -154,8 +197,12 @@ class BatchSource:
             answer = present[0]
             if answer.rows is None:
                 raise NoRowsError(EMPTY)
-            self._client.learn_spec(answer.rows.spec)
-            return self._split(answer.rows, answer.rows.slot, answer.state.minimum)
+            rows = answer.rows
+            self._client.learn_spec(rows.spec)
+            batches = self._split(rows, rows.slot, answer.state.minimum)
+            rest = slice(len(batches) * self._batch_size, None)
+            self._client.return_draws(0, rows.slot[rest], rows.generation[rest], rows.leaf[rest])
+            return batches
         masses = self._masses(answers)
         self._known.learn(masses, round_.request)
         if not self._known.has_mass:
@@ -188,12 +235,26 @@ class BatchSource:
             gone = np.flatnonzero((row < 0) & (masses[shards] == 0))
             if gone.size:
                 if not masses.any():
-                    raise NoRowsError(EMPTY)
+                    if not self._client.counts_draws:
+                        raise NoRowsError(EMPTY)
+                    break
                 shards = shards.copy()
                 shards[gone] = choose_shards(masses, gone.size, self._uniforms)
+        if not received.any():
+            return []
         rows = _concatenate([each for part in found for each in part])
         self._client.learn_spec(rows.spec)
-        select = torch.from_numpy((np.cumsum(received) - received)[shards] + row)
+        first = np.cumsum(received) - received
+        if self._client.counts_draws:
+            drawn = np.flatnonzero(row >= 0)
+            drawn = drawn[: drawn.size // self._batch_size * self._batch_size]
+            shards, row = shards[drawn], row[drawn]
+            spare = first + np.bincount(shards, minlength=received.size)
+            for shard, (start, stop) in enumerate(zip(spare, first + received, strict=True)):
+                self._client.return_draws(
+                    shard, rows.slot[start:stop], rows.generation[start:stop], rows.leaf[start:stop]
+                )
+        select = torch.from_numpy(first[shards] + row)
         rows = Rows(
             rows.spec,
             rows.slot.index_select(0, select),
@@ -207,7 +268,7 @@ class BatchSource:
     def _split(self, rows: Rows, index: torch.Tensor, minimum: float) -> list[Batch]:
         size = self._batch_size
         batches = []
-        for start in range(0, index.numel(), size):
+        for start in range(0, index.numel() - size + 1, size):
             part = rows.part(start, start + size)
             batches.append(
                 Batch(

@@ -23,6 +23,7 @@ from torchrl_dist.replay.host import (
     CountSamples,
     HostState,
     Operation,
+    ReturnDraws,
     SetPriorities,
     SetWrittenPriorities,
     Write,
@@ -75,6 +76,7 @@ class ReplayClient:
     ) -> None:
         self.links = tuple(links)
         self.gate = None if limiter is None else TotalsGate(self, limiter)
+        self.counts_draws = limiter is not None and limiter.max_times_sampled is not None
         for link in self.links:
             link.limited = limiter is not None
         self.shard_capacity = shard_capacity
@@ -215,6 +217,15 @@ class ReplayClient:
         for shard, count in enumerate(np.bincount(shards).tolist()):
             if count and self.answers_now(shard):
                 self.links[shard].put(CountSamples(count), size=_FEW_BYTES, urgent=False)
+
+    def return_draws(
+        self, shard: int, slot: torch.Tensor, generation: torch.Tensor, leaf: torch.Tensor
+    ) -> None:
+        """Queue, for a limiter with ``max_times_sampled``, that drawn rows will not be used."""
+        if self.counts_draws and slot.numel() and self.answers_now(shard):
+            drawn = ReturnDraws(slot.numpy(), generation.numpy(), leaf.numpy())
+            with contextlib.suppress(PeerLostError, DeadlineError):  # then there is no such row
+                self._put(shard, drawn, drawn.leaf)
 
     def counts(self) -> Counts | None:
         """Sums over the shards, as far as this process knows, for the rate limiter; None before

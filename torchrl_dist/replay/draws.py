@@ -21,7 +21,11 @@ DrawMore = Callable[[int], tuple[np.ndarray, np.ndarray]]
 
 
 class TooFewDrawsError(RuntimeError):
-    """The rows that may still be sampled do not have that many draws left."""
+    """The rows that may still be sampled do not have that many draws ``left``."""
+
+    def __init__(self, message: str, left: int = 0) -> None:
+        super().__init__(message)
+        self.left = left
 
 
 def times_sampled(directory: ReplayDirectory, slots: np.ndarray | slice) -> np.ndarray:
@@ -65,10 +69,12 @@ def count_draws(
     words, tree, most = directory.words, directory.tree, directory.words[Word.MAX_TIMES_SAMPLED]
     if words[Word.AVAILABLE] < slots.size:
         rows = np.flatnonzero(tree.leaves > 0)
-        if rows.size * most - times_sampled(directory, rows).sum() < slots.size:
+        left = int(rows.size * most - times_sampled(directory, rows).sum())
+        if left < slots.size:
             raise TooFewDrawsError(
                 f"the {rows.size} rows that may still be sampled do not have {slots.size} draws "
-                f"left, with max_times_sampled={most}"
+                f"left, with max_times_sampled={most}",
+                left,
             )
     directory.begin()
     todo = np.arange(slots.size)
@@ -86,3 +92,28 @@ def count_draws(
             tree.refresh()
             slots[todo], extra[todo] = draw_more(todo.size)
     directory.commit()
+
+
+def give_back(
+    directory: ReplayDirectory, slots: np.ndarray, generation: np.ndarray, leaves: np.ndarray
+) -> None:
+    """Draws that were counted, and that nobody is going to use. Takes the lock itself.
+
+    A row that may be sampled again has the leaf of that draw again: a priority that it was given
+    while it might not be sampled is lost, and so is a change of alpha.
+
+    Args:
+        slots, generation: int64 [n], one per draw; rows that are gone are passed over.
+        leaves: float64 [n].
+    """
+    with directory.lock():
+        fresh = directory.versions[slots] == 2 * generation
+        slots, first, counts = np.unique(slots[fresh], return_index=True, return_counts=True)
+        times = times_sampled(directory, slots)
+        left = np.maximum(times - counts, 0)  # a restore lets the counts begin anew
+        again = exhausted(directory, slots) & (left < times)
+        directory.begin()
+        set_times_sampled(directory, slots, left)
+        directory.tree.set(slots[again], leaves[fresh][first[again]])
+        directory.words[Word.AVAILABLE] += int(np.count_nonzero(again))
+        directory.commit()

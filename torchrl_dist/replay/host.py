@@ -29,7 +29,7 @@ from tensordict import TensorDictBase
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay import rows
 from torchrl_dist.replay.directory import Word, array_of
-from torchrl_dist.replay.draws import TooFewDrawsError
+from torchrl_dist.replay.draws import TooFewDrawsError, give_back
 from torchrl_dist.replay.dump import RowFiles
 from torchrl_dist.replay.packing import (
     columns_of,
@@ -115,8 +115,25 @@ class CountSamples:
     rows: int
 
 
+@dataclass(frozen=True)
+class ReturnDraws:
+    """Drawn rows that nobody is going to use, with the leaves they were drawn by, [n] each; they
+    are not to count for ``max_times_sampled``."""
+
+    slot: np.ndarray
+    generation: np.ndarray
+    leaf: np.ndarray
+
+
 Operation = (
-    Write | SetPriorities | SetWrittenPriorities | SetAlpha | UsePriorities | Empty | CountSamples
+    Write
+    | SetPriorities
+    | SetWrittenPriorities
+    | SetAlpha
+    | UsePriorities
+    | Empty
+    | CountSamples
+    | ReturnDraws
 )
 
 
@@ -185,7 +202,8 @@ class Reply:
             rows that were not kept.
         failures: of operations, or of the draw.
         state: at the draw; None if none was asked for.
-        count: rows drawn: as many as wanted, or 0 if the buffer is empty.
+        count: rows drawn: as many as wanted; fewer if those that may be sampled do not have so many
+            draws left; 0 if the buffer is empty.
         spec: row spec of the drawn rows as text.
         packed: slot, generation, mass of each row, then the rows; see ``unpack_rows``.
     """
@@ -349,6 +367,12 @@ class ReplayHost:
             if self._storage.directory.gate is not None:
                 self._storage.directory.gate.count_samples(operation.rows)
             return None
+        if isinstance(operation, ReturnDraws):
+            directory = self._storage.directory
+            if directory.draws is not None and directory.gate is not None:
+                give_back(directory, operation.slot, operation.generation, operation.leaf)
+                directory.gate.ring()
+            return None
         if isinstance(operation, SetPriorities):
             slot, generation = operation.slot, operation.generation
         elif operation.number in client.written:
@@ -388,7 +412,7 @@ class ReplayHost:
         self, count: int, prioritized: bool, max_priority: float = math.nan
     ) -> tuple[HostState, Drawn | None]:
         """``count`` rows for a client in this very process, and the state they were drawn from;
-        None for the rows if ``count`` is 0 or the buffer is empty."""
+        fewer, or None, as in a :class:`Reply`."""
         if not math.isnan(max_priority):
             self._raise_max_priority(max_priority)
         return self._draw(count, prioritized)
@@ -398,11 +422,11 @@ class ReplayHost:
         words = directory.words
         sampler = self._sampler() if prioritized else self._uniform
         drawn = None
-        if count and directory.length:
+        while count and drawn is None and directory.length:
             try:
                 drawn = sampler.draw(self._storage, count)
-            except TooFewDrawsError:
-                pass  # no thread of the host waits for the limiter: the client asks again
+            except TooFewDrawsError as error:
+                count = error.left  # no thread of the host waits for the limiter: what there is
             except RuntimeError:
                 if directory.length:
                     raise

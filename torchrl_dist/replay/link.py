@@ -30,6 +30,7 @@ from torchrl_dist.replay.host import (
     ReplayHost,
     Reply,
     Request,
+    ReturnDraws,
     Write,
 )
 from torchrl_dist.replay.limiter import Counts
@@ -72,7 +73,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back for one draw: the host's state, and rows unless it is empty."""
+    """What came back for one draw: the host's state, and rows, maybe fewer, as in a ``Reply``."""
 
     state: HostState
     rows: Rows | None
@@ -465,8 +466,7 @@ class RemoteLink:
         self._pump()  # the host works at the next request while this reply is unpacked
         self._answer(call, reply, draw_error)
 
-    @staticmethod
-    def _answer(call: _Call, reply: Reply, draw_error: Exception | None) -> None:
+    def _answer(self, call: _Call, reply: Reply, draw_error: Exception | None) -> None:
         unpacked = _Unpacked(reply)
         start = 0
         for ask in call.asks:
@@ -476,10 +476,15 @@ class RemoteLink:
                 ask.future.set_exception(draw_error)
             else:
                 assert reply.state is not None
-                count = min(ask.count, reply.count)
+                count = min(ask.count, reply.count - start)
                 rows = unpacked.rows.part(start, start + count) if count else None
                 start += count
                 ask.future.set_result(Answer(reply.state, rows))
+        if self.limited and start < reply.count:  # who asked was told that the deadline has passed
+            rows = unpacked.rows.part(start, reply.count)
+            back = ReturnDraws(rows.slot.numpy(), rows.generation.numpy(), rows.leaf.numpy())
+            with self._changed:  # without waiting for room: this is a thread of the transport
+                self._queue.append(_Queued(back, 0, None))
 
     def _finish(self, call: _Call) -> None:
         with self._changed:

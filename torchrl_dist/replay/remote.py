@@ -479,19 +479,19 @@ class _RPCSampler(SharedSampler):
         source, gate = self._source, remote.client.gate
         assert source is not None
 
-        def draw() -> tuple[torch.Tensor, Batch]:
+        if gate is None:
             batch = source.next(batch_size)
-            return batch.index, batch
-
-        batch = source.next(batch_size) if gate is None else gate.sample(batch_size, draw, remote)
+        else:
+            batch = gate.sample(batch_size, source, remote)
         remote.hand_over(batch)
         return batch
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Whether ``sample`` would begin at once. Blocks for a call."""
         remote = self.attach(storage)
-        gate = remote.client.gate
-        return len(remote) > 0 and (gate is None or gate.can_sample(batch_size))
+        source, gate = self._source, remote.client.gate
+        assert source is not None
+        return len(remote) > 0 and (gate is None or gate.can_sample(batch_size, source))
 
     def note_written(self, index: torch.Tensor, generation: torch.Tensor) -> None:
         pass  # the client notes them when they are known

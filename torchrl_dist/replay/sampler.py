@@ -236,17 +236,17 @@ class SharedRandomSampler(SharedSampler, RandomSampler):
                 available = np.flatnonzero(directory.tree.leaves)
                 if not available.size:
                     raise TooFewDrawsError(EMPTY)
-                drawn = (self._uniforms(count) * available.size).astype(np.int64)
-                return available[drawn], np.ones(count)
+                drawn = available[(self._uniforms(count) * available.size).astype(np.int64)]
+                return drawn, directory.tree.leaves[drawn]
 
             nonlocal mass
             with nullcontext() if locked else directory.lock():
                 if not directory.length:
                     raise NoRowsError(EMPTY)
                 mass = directory.words[Word.AVAILABLE]
-                slots, ones = draw_more(count)
-                count_draws(directory, slots, ones, draw_more)
-                return slots, directory.versions[slots], ones
+                slots, leaves = draw_more(count)
+                count_draws(directory, slots, leaves, draw_more)
+                return slots, directory.versions[slots], leaves
 
         def draw(count: int, locked: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             slots = np.empty(count, dtype=np.int64)

@@ -13,8 +13,14 @@ process returned since, at most the batches that it has in hand (``prefetch + ba
 of them); upwards by one ``extend`` of each other process. Who must wait asks the shards again,
 after 2 ms, then with pauses up to 50 ms, so none waits for what is no longer so.
 
-``max_times_sampled`` is each shard's own business, exact there: it counts rows as they are drawn,
-also those that are drawn ahead, or to spare. Of a lost shard the last known counts go on counting.
+``max_times_sampled`` is each shard's own business, exact there: a row counts when it is drawn, so
+all processes together never return it more often. What a process has drawn ahead it may still
+return, so these rows are part of the size that it goes by. What was drawn to spare, or ahead and
+then dropped, is given back with the next message to the shard. So a row is returned less often than
+it may be only where a process died, or ended, with draws in hand: those of at most ``prefetch +
+batches_per_call`` batches, and spare ones.
+
+Of a lost shard the last known counts go on counting.
 """
 
 from __future__ import annotations
@@ -22,9 +28,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-import torch
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_dist.errors import RateLimitError
@@ -34,11 +39,10 @@ from torchrl_dist.replay.limiter import Counts, RateLimiter
 from torchrl_dist.replay.storage import NoRowsError
 
 if TYPE_CHECKING:
+    from torchrl_dist.replay.batches import Batch, BatchSource
     from torchrl_dist.replay.client import ReplayClient
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-3, 5e-2
-
-_T = TypeVar("_T")
 
 
 class TotalsGate:
@@ -55,26 +59,26 @@ class TotalsGate:
         counts = self._client.counts()
         return counts and counts._replace(samples=counts.samples + self._admitted)
 
-    def can_sample(self, count: int) -> bool:
+    def can_sample(self, count: int, source: BatchSource) -> bool:
         """Whether a sample of that many rows would begin at once. Blocks for one call."""
         self._client.states()
         with self._lock:
-            return self._missing_inserts(count) is None
+            return self._missing_inserts(count, source) is None
 
-    def sample(
-        self, count: int, draw: Callable[[], tuple[torch.Tensor, _T]], storage: Storage
-    ) -> _T:
-        """What ``draw()`` gives beside the rows' indices, once that sample is admitted.
+    def sample(self, count: int, source: BatchSource, storage: Storage) -> Batch:
+        """The next batch of that many rows, once it is admitted.
 
         Raises:
-            RateLimitError: it was not, within the client's deadline.
+            RateLimitError: it was not, within the client's deadline, or others had the last draws
+                of the rows each time.
+            NoRowsError: the shards that answer are empty, and the limiter is not the reason.
             ConfigurationError: samples of that many rows could wait for ever.
         """
         self.limiter.check_batch(count)
         deadline = time.monotonic() + self._client.timeout_s
 
         def admit() -> str | None:
-            missing = self._missing_inserts(count)
+            missing = self._missing_inserts(count, source)
             if missing is None:
                 self._admitted += count
             return missing
@@ -82,16 +86,21 @@ class TotalsGate:
         while True:
             self._wait(admit, deadline, storage)
             try:
-                index, found = draw()
-                self._client.count_samples(index)
-                return found
-            except NoRowsError:  # rows that were sampled often enough make room for new ones
-                if self.limiter.max_times_sampled is None or time.monotonic() > deadline:
-                    raise
+                batch = source.next(count)
+                self._client.count_samples(batch.index)
+                return batch
+            except NoRowsError as error:  # others drew since the shards replied, or emptied them
+                no_rows = error
             finally:
                 with self._lock:
                     self._admitted -= count
             with _torchrl.locks_given_back(storage):
+                if not self.can_sample(count, source):
+                    continue
+                if self.limiter.max_times_sampled is None:
+                    raise no_rows
+                if time.monotonic() > deadline:
+                    raise self._error("draws of rows that other processes do not take first")
                 time.sleep(_LONGEST_PAUSE_S)
 
     def wait_to_write(self, storage: Storage) -> None:
@@ -106,10 +115,12 @@ class TotalsGate:
         deadline = time.monotonic() + self._client.timeout_s
         self._wait(self._missing_samples, deadline, storage)
 
-    def _missing_inserts(self, batch_size: int) -> str | None:
+    def _missing_inserts(self, batch_size: int, source: BatchSource) -> str | None:
         counts = self.counts()
         if counts is None:
             return "an answer of the shards"
+        if self.limiter.max_times_sampled is not None:
+            counts = counts._replace(size=counts.size + source.rows_ahead())
         missing = self.limiter.missing_inserts(counts, batch_size)
         return f"{missing} more rows to be written before the next sample" if missing else None
 
@@ -134,11 +145,14 @@ class TotalsGate:
                     return
                 left = deadline - time.monotonic()
                 if left <= 0 or process_ends.is_set():
-                    raise RateLimitError(
-                        f"waited {self._client.timeout_s:g} s for {text} in the buffer of "
-                        f"{', '.join(link.name for link in self._client.links)}: {self.counts()}; "
-                        f"{self.limiter}. Are the processes gone that do so, or do they wait, too? "
-                        "A thread that does both itself asks can_sample() first"
-                    )
+                    raise self._error(text)
                 time.sleep(min(pause, left))
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _error(self, missing: str) -> RateLimitError:
+        return RateLimitError(
+            f"waited {self._client.timeout_s:g} s for {missing} in the buffer of "
+            f"{', '.join(link.name for link in self._client.links)}: {self.counts()}; "
+            f"{self.limiter}. Are the processes gone that do so, or do they wait, too? "
+            "A thread that does both itself asks can_sample() first"
+        )
