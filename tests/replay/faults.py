@@ -36,6 +36,7 @@ from torchrl.data import TensorDictReplayBuffer
 
 import torchrl_dist.replay
 from torchrl_dist.replay import (
+    RateLimiter,
     SharedCursorWriter,
     SharedMemmapStorage,
     SharedPrioritizedSampler,
@@ -89,10 +90,16 @@ def attach(
     alpha: float = 0.6,
     timeout_s: float = 30.0,
     batch_size: int = 64,
+    limiter: RateLimiter | None = None,
 ) -> TensorDictReplayBuffer:
     return TensorDictReplayBuffer(
         storage=SharedMemmapStorage(
-            capacity, scratch_dir=folder, job_id="test", keep=True, timeout_s=timeout_s
+            capacity,
+            scratch_dir=folder,
+            job_id="test",
+            keep=True,
+            timeout_s=timeout_s,
+            limiter=limiter,
         ),
         sampler=SharedRandomSampler()
         if uniform

@@ -1,6 +1,6 @@
 """Everything at once, for a while: writers, learners, checkpoints, and kills, pauses, restarts.
 
-About 20 s; several minutes with ``TORCHRL_DIST_LONG_TESTS=1``, or as many seconds as
+A few seconds each; several minutes with ``TORCHRL_DIST_LONG_TESTS=1``, or as many seconds as
 ``TORCHRL_DIST_SOAK_S`` says.
 """
 
@@ -14,8 +14,10 @@ import os
 import random
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -34,17 +36,28 @@ from tests.replay.faults import (
     wait_until,
 )
 from tests.replay.hosted_helpers import write_by_rpc
-from torchrl_dist import PeerLostError, local_cluster, replay_buffer
+from torchrl_dist import (
+    HostedReplayBuffer,
+    Peer,
+    PeerLostError,
+    RateLimiter,
+    Session,
+    local_cluster,
+    replay_buffer,
+)
 from torchrl_dist.replay import rows
 from torchrl_dist.replay.dump import MANIFEST, read_dump
 from torchrl_dist.replay.inspection import inspect
+from torchrl_dist.runtime.forkserver import ForkServer
 
-SECONDS = float(os.environ.get("TORCHRL_DIST_SOAK_S", 200 if LONG else 16))
+SECONDS = float(os.environ.get("TORCHRL_DIST_SOAK_S", 200 if LONG else 6))
 CAPACITY = 2048
 WIDTH = 256
 LIVES = 2
 HANG_S = 30.0
 WRITERS, LEARNERS, SAVERS = 3, 2, 2
+BATCH, LONGEST_EXTEND = 64, 40
+LIMITER = RateLimiter(256, samples_per_insert=2.0, error_buffer=1024)
 SEQUENCE_BITS = 40
 GROWTH = 1.1
 _SLACK_BYTES = 8 * 2**20
@@ -73,7 +86,7 @@ def write(folder: Path, log: Log, number: int, place: int) -> None:
     rb = attach(folder, CAPACITY)
     randomness = random.Random()
     while True:
-        count = randomness.randint(1, 40)
+        count = randomness.randint(1, LONGEST_EXTEND)
         first = int(log.sequence[number])
         log.sequence[number] += count
         key = (number << SEQUENCE_BITS) + np.arange(first, first + count)
@@ -109,14 +122,18 @@ def save(folder: Path, log: Log, number: int, place: int) -> None:
 
 def check_saved(target: Path) -> int:
     """All rows are whole, of this test, and there once. Returns how many there are."""
-    ((saved,), _) = read_dump(target)
-    assert saved is not None and saved.head.spec is not None
-    spec = saved.head.spec
-    data = rows.build(rows.tensors(saved.arrays, spec), spec, (saved.leaf.size,))
-    assert torn_rows(data) == 0
-    assert data["key"].unique().numel() == len(data)
-    assert (saved.leaf > 0).all() and (saved.versions % 2 == 0).all()
-    return len(data)
+    keys = []
+    for saved in read_dump(target)[0]:
+        if saved is None:
+            continue  # of a shard that was lost
+        assert saved.head.spec is not None
+        spec = saved.head.spec
+        data = rows.build(rows.tensors(saved.arrays, spec), spec, (saved.leaf.size,))
+        assert torn_rows(data) == 0
+        assert (saved.leaf > 0).all() and (saved.versions % 2 == 0).all()
+        keys += data["key"].tolist()
+    assert keys and len(set(keys)) == len(keys)
+    return len(keys)
 
 
 @dataclasses.dataclass
@@ -132,8 +149,7 @@ class Worker:
     """When it is to go on; 0 if it is not paused."""
     progress: int = -1
     moved_at: float = 0.0
-    memory: int = 0
-    files: int = 0
+    footprint: tuple[int, int] = (0, 0)
 
 
 class Driver:
@@ -143,7 +159,7 @@ class Driver:
         self.folder = folder
         self.log = Log()
         self.random = random.Random()
-        self.counts = dict.fromkeys(("kills", "pauses", "restarts", "jobs"), 0)
+        self.counts = dict.fromkeys(("kills", "learners killed", "pauses", "restarts", "jobs"), 0)
         roles = [("writer", write, WRITERS), ("learner", learn, LEARNERS), ("saver", save, SAVERS)]
         self.workers = [
             Worker(f"{name} {number}", function, spared=number == 0)
@@ -164,6 +180,7 @@ class Driver:
         assert status == -signal.SIGKILL, f"{worker.name} had ended with {status}"
         worker.pid = 0
         self.counts["kills"] += 1
+        self.counts["learners killed"] += worker.function is learn
 
     def pause(self, worker: Worker) -> None:
         os.kill(worker.pid, signal.SIGSTOP)
@@ -234,15 +251,10 @@ class Driver:
         for worker in self.workers:
             if not worker.spared:
                 continue
-            memory, files = anonymous_bytes(worker.pid), len(os.listdir(f"/proc/{worker.pid}/fd"))
             if first:
-                worker.memory, worker.files = memory, files
-                continue
-            assert memory < GROWTH * worker.memory + _SLACK_BYTES, (
-                f"{worker.name} grew from {worker.memory} to {memory} bytes"
-            )
-            # a saver may have the files of one checkpoint open
-            assert files <= worker.files + 16, f"{worker.name}: {worker.files} to {files} files"
+                worker.footprint = footprint(worker.pid)
+            else:
+                assert_no_growth(worker.name, worker.footprint, footprint(worker.pid))
 
     def close(self) -> None:
         for worker in self.workers:
@@ -250,6 +262,17 @@ class Driver:
                 with contextlib.suppress(ProcessLookupError, ChildProcessError):
                     os.kill(worker.pid, signal.SIGKILL)
                     os.waitpid(worker.pid, 0)
+
+
+def footprint(pid: int) -> tuple[int, int]:
+    """Bytes of the process's own, and open files."""
+    return anonymous_bytes(pid), len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def assert_no_growth(name: str, first: tuple[int, int], now: tuple[int, int]) -> None:
+    assert now[0] < GROWTH * first[0] + _SLACK_BYTES, f"{name} grew from {first} bytes, files {now}"
+    # whoever saves may have the files of one checkpoint open
+    assert now[1] <= first[1] + 16, f"{name}: {first} to {now} bytes, files"
 
 
 def anonymous_bytes(pid: int) -> int:
@@ -289,6 +312,20 @@ def assert_nothing_published_is_lost(folder: Path, log: Log) -> int:
     return found
 
 
+def assert_the_limiter_held(folder: Path, limiter: RateLimiter, driver: Driver) -> None:
+    """The counts are in the range, and of what was counted as sampled all was returned, but for
+    what learners had in hand when they were killed."""
+    rb = attach(folder, CAPACITY)
+    counts = rb.storage.limiter_counts
+    rb.storage.close()
+    lower, upper = limiter.range
+    under_way = WRITERS * LONGEST_EXTEND * limiter.samples_per_insert
+    first = CAPACITY * limiter.samples_per_insert  # a buffer that is empty takes any extend
+    assert lower <= limiter.difference(counts) <= max(upper + under_way, first)
+    returned = int(driver.log.rows_seen.sum())
+    assert returned <= counts.samples <= returned + BATCH * driver.counts["learners killed"]
+
+
 @pytest.fixture
 def driver(folder: Path) -> Iterator[Driver]:
     torch.set_num_threads(1)
@@ -302,10 +339,11 @@ def names_in(folder: Path) -> set[str]:
 
 
 @pytest.mark.timeout(int(SECONDS * 3 + 120))
-def test_soak(folder: Path, driver: Driver, request) -> None:
+@pytest.mark.parametrize("limiter", [None, LIMITER], ids=["free", "limited"])
+def test_soak(folder: Path, driver: Driver, limiter: RateLimiter | None, request) -> None:
     seed = random.randrange(2**32)
     driver.random.seed(seed)
-    rb = attach(folder, CAPACITY)
+    rb = attach(folder, CAPACITY, limiter=limiter)
     rb.extend(rows_of((WRITERS << SEQUENCE_BITS) + np.arange(CAPACITY), WIDTH))
     rb.storage.close()
     files = names_in(folder)
@@ -315,6 +353,8 @@ def test_soak(folder: Path, driver: Driver, request) -> None:
             driver.live(SECONDS / LIVES)
             # the whole job was killed: what follows is the first process of its next life
             found.append(assert_nothing_published_is_lost(folder, driver.log))
+            if limiter is not None:
+                assert_the_limiter_held(folder, limiter, driver)
     except BaseException:
         print(f"seed {seed}, {driver.counts}")
         raise
@@ -329,6 +369,8 @@ def test_soak(folder: Path, driver: Driver, request) -> None:
         assert {each.name[:5] for each in target.iterdir()} == {MANIFEST[:5], "rows-"}
         assert len(list(target.iterdir())) == 2
     for first in range(0, CAPACITY, 128):
+        while limiter and limiter.missing_samples(rb.storage.limiter_counts):
+            rb.sample()
         rb.extend(rows_of(range(first, first + 128), WIDTH))
     assert len(rb) == CAPACITY  # no slot is lost
     wait_until(lambda: not directory.claims[:, 0].any())
@@ -346,7 +388,7 @@ def test_soak(folder: Path, driver: Driver, request) -> None:
     }
     print(f"seed {seed}: {json.dumps(figures)}")
     request.node.user_properties += list(figures.items())
-    assert driver.counts["kills"] > SECONDS and driver.counts["pauses"] > SECONDS / 2
+    assert driver.counts["kills"] > SECONDS / 2 and driver.counts["pauses"] > SECONDS / 4
     assert counters["repairs"] >= LIVES
     assert min(found) > CAPACITY // 2 and (log.progress > 10).all()
     rb.storage.close()
@@ -359,58 +401,126 @@ def no_checkpoint_is_left(folder: Path) -> Iterator[None]:
         shutil.rmtree(folder.with_name(f"{folder.name}-saved-{number}"), ignore_errors=True)
 
 
-# --- rows at another process ---------------------------------------------------------------------
+# --- rows at other processes ---------------------------------------------------------------------
+
+
+class Service:
+    """A job whose rows other processes keep; this process learns, saves, and hurts the others."""
+
+    def __init__(self, folder: Path, fork_server: ForkServer, shards: int) -> None:
+        self.folder, self.shards = folder, shards
+        self.target = folder.with_name(f"{folder.name}-saved-0")
+        self.fork_server = fork_server
+        self.random = random.Random()
+        names = ("kills", "pauses", "checkpoints", "rows sampled", "rows written", "jobs")
+        self.counts = dict.fromkeys(names, 0)
+        self.kept: dict[int, tuple[int, int]] = {}
+        """Generation and key of each row that the next job has to find, by index."""
+
+    def live(self, seconds: float, *, last: bool) -> None:
+        """One job, which ends in order if it is the ``last``, else by the death of all others."""
+        self.counts["jobs"] += 1
+        roles = {"learner": 1, "owner": self.shards, "writer": 3}
+        with local_cluster(roles, timeout_s=HANG_S, fork_server=self.fork_server) as job:
+            owners, writers = job.of_role("owner"), list(job.of_role("writer"))
+            buffer = replay_buffer(
+                job, capacity=CAPACITY, batch_size=BATCH, hosts=owners, shortcut=False,
+                scratch_dir=self.folder, prefetch=1, min_shards=max(1, self.shards - 1),
+                limiter=LIMITER,
+            )  # fmt: skip
+            found = self.content(buffer)
+            assert len(self.kept) > CAPACITY / 4 or self.counts["jobs"] == 1
+            assert all(found[index] == row for index, row in self.kept.items())
+            first_key = 16 * self.counts["jobs"]
+            calls = [
+                job.submit(writer, write_by_rpc, buffer, first_key + n, timeout_s=10 * HANG_S + 600)
+                for n, writer in enumerate(writers)
+            ]
+            wait_until(buffer.can_sample)
+            begin, written = time.monotonic(), buffer.write_count
+            spared = {peer.name: job.pid_of(peer) for peer in (owners[0], writers[0])}
+            first: dict[str, tuple[int, int]] = {}
+            kills = [1 / 3, 2 / 3]  # of writers, at these parts of the life
+            alive = list(owners)
+            while (elapsed := (time.monotonic() - begin) / seconds) < 1:
+                self.learn(buffer)
+                if self.random.random() < 0.05:
+                    buffer.storage.dumps(self.target)
+                    check_saved(self.target)
+                    self.counts["checkpoints"] += 1
+                if self.random.random() < 0.1:
+                    self.pause(job.pid_of(self.random.choice([*alive, *writers])))
+                if not first and elapsed > 1 / 3:
+                    first = {name: footprint(pid) for name, pid in spared.items()}
+                if kills and elapsed > kills[0]:
+                    kills.pop(0)
+                    self.kill(job, writers.pop(), calls.pop())
+                if len(alive) == self.shards > 1 and not last and elapsed > 0.5:
+                    self.kill(job, alive.pop())
+            for name, pid in spared.items():
+                assert_no_growth(name, first[name], footprint(pid))
+            self.counts["rows written"] += buffer.write_count - written
+            self.kill(job, writers.pop(), calls.pop())
+            buffer.flush()
+            self.kept = self.content(buffer)
+            if last:
+                buffer.storage.dumps(self.target)
+                buffer.storage.loads(self.target)
+                keys = sorted(key for _, key in self.content(buffer).values())
+                assert keys == sorted(key for _, key in self.kept.values())
+                buffer.close()
+            else:
+                for owner in alive:
+                    self.kill(job, owner)
+
+    def learn(self, buffer: HostedReplayBuffer) -> None:
+        batch = buffer.sample()
+        assert torn_rows(batch) == 0
+        batch["td_error"] = priority_of(batch["key"])
+        buffer.update_tensordict_priority(batch)
+        self.counts["rows sampled"] += len(batch)
+
+    def pause(self, pid: int) -> None:
+        """For a moment, in which the others go on, and this process if it needs no answer."""
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(self.random.random() * 0.2, os.kill, (pid, signal.SIGCONT)).start()
+        self.counts["pauses"] += 1
+
+    def kill(self, job: Session, peer: Peer, call: Future | None = None) -> None:
+        os.kill(job.pid_of(peer), signal.SIGKILL)
+        wait_until(lambda: peer in job.lost())
+        if call is not None:
+            with pytest.raises(PeerLostError):
+                call.result(HANG_S)
+        self.counts["kills"] += 1
+
+    def content(self, buffer: HostedReplayBuffer) -> dict[int, tuple[int, int]]:
+        """Of the shards that answer; all rows are whole, and there once."""
+        generation = buffer.storage.generations_of(torch.arange(buffer.storage.max_size))
+        index = (generation >= 0).nonzero().squeeze(-1)
+        if not index.numel():
+            return {}
+        data = buffer.storage.get(index)
+        assert torn_rows(data) == 0 and data["key"].unique().numel() == len(data)
+        pairs = zip(generation[index].tolist(), data["key"].tolist(), strict=True)
+        return dict(zip(index.tolist(), pairs, strict=True))
 
 
 @pytest.mark.timeout(int(SECONDS * 3 + 120))
-def test_soak_of_an_owner_in_another_process(folder: Path, fork_server, request) -> None:
-    """Writers by RPC are killed one after the other and anybody is paused; the others go on."""
-    randomness = random.Random(seed := random.randrange(2**32))
-    roles = {"learner": 1, "owner": 1, "writer": 3}
-    counts = dict.fromkeys(("kills", "pauses", "checkpoints", "batches"), 0)
-    with local_cluster(roles, timeout_s=HANG_S, fork_server=fork_server) as job:
-        (owner,), writers = job.of_role("owner"), job.of_role("writer")
-        buffer = replay_buffer(
-            job, capacity=CAPACITY, batch_size=64, hosts=[owner], shortcut=False,
-            scratch_dir=folder, prefetch=1,
-        )  # fmt: skip
-        target = folder.with_name(f"{folder.name}-saved-0")
-        calls = [job.submit(writer, write_by_rpc, buffer, n) for n, writer in enumerate(writers)]
-        wait_until(lambda: buffer.write_count > CAPACITY)
-        begin = time.monotonic()
-        while (elapsed := time.monotonic() - begin) < SECONDS / 2:
-            batch = buffer.sample()
-            assert torn_rows(batch) == 0
-            batch["td_error"] = priority_of(batch["key"])
-            buffer.update_tensordict_priority(batch)
-            counts["batches"] += 1
-            if counts["batches"] % 20 == 0:
-                buffer.storage.dumps(target)
-                check_saved(target)
-                counts["checkpoints"] += 1
-            if counts["batches"] % 5 == 0:
-                peer = randomness.choice([owner, *writers[: len(calls)]])
-                os.kill(pid := job.pid_of(peer), signal.SIGSTOP)
-                time.sleep(randomness.random() * 0.1)
-                os.kill(pid, signal.SIGCONT)
-                counts["pauses"] += 1
-            if len(calls) > 1 and elapsed > SECONDS / 6 * (4 - len(calls)):
-                os.kill(job.pid_of(writers[len(calls) - 1]), signal.SIGKILL)
-                with pytest.raises(PeerLostError):
-                    calls.pop().result(HANG_S)
-                counts["kills"] += 1
-        before = buffer.write_count
-        wait_until(lambda: buffer.write_count > before + CAPACITY)
-        os.kill(job.pid_of(writers[0]), signal.SIGKILL)
-        with pytest.raises(PeerLostError):
-            calls.pop().result(HANG_S)
-        buffer.flush()
-        data = buffer[:]
-        assert torn_rows(data) == 0 and data["key"].unique().numel() == len(data)
-        buffer.storage.dumps(target)
-        buffer.storage.loads(target)
-        assert sorted(buffer[:]["key"].tolist()) == sorted(data["key"].tolist())
-        buffer.storage.close()
-    print(f"seed {seed}: {counts}")
-    request.node.user_properties += list(counts.items())
-    assert counts["kills"] == 2 and counts["checkpoints"] > 0 and counts["pauses"] > 5
+@pytest.mark.filterwarnings("ignore:replay shard:UserWarning", "ignore:closing the client")
+@pytest.mark.parametrize("shards", [1, 3])
+def test_soak_of_a_buffer_that_others_keep(folder: Path, fork_server, shards: int, request) -> None:
+    """Writers by RPC are killed one after the other, of several shards one, and anybody is paused;
+    the others go on. Then all die, and the next job finds their rows."""
+    service = Service(folder, fork_server, shards)
+    service.random.seed(seed := random.randrange(2**32))
+    try:
+        for life in range(LIVES):
+            service.live(SECONDS / LIVES, last=life == LIVES - 1)
+    finally:
+        print(f"seed {seed}: {service.counts}")
+    request.node.user_properties += list(service.counts.items())
+    counts = service.counts
+    assert counts["kills"] == LIVES * 3 + (LIVES - 1) * shards
+    assert counts["checkpoints"] > 0 and counts["pauses"] > SECONDS / 2
+    assert not list(folder.iterdir())  # the last job ended in order
