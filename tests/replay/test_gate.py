@@ -178,6 +178,24 @@ def test_a_failed_sample_is_not_counted(make_buffer: Callable) -> None:
     assert rb.storage.limiter_counts.samples == 0
 
 
+def test_a_sample_that_finds_the_buffer_emptied_is_not_counted_after_it(
+    make_buffer: Callable,
+) -> None:
+    rb = make_buffer(kind=SharedReplayBuffer, limiter=RateLimiter(1))
+    rb.extend(make_rows(range(8)))
+    rb.sample()
+    draw = rb.sampler.draw
+
+    def draw_late(*args: Any) -> Any:
+        rb.storage.empty()
+        return draw(*args)
+
+    rb.sampler.draw = draw_late  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="empty storage"):
+        rb.sample()
+    assert rb.storage.limiter_counts == (0, 0, 0)
+
+
 def test_emptying_starts_the_counts_anew(make_buffer: Callable) -> None:
     rb = make_buffer(limiter=RateLimiter(8, samples_per_insert=1.0, error_buffer=16))
     rb.extend(make_rows(range(24)))
@@ -298,6 +316,33 @@ def test_a_kill_of_a_waiting_process_leaves_nothing_behind(folder: Path) -> None
     rb.sample()
     rb.sample()
     rb.extend(make_rows(range(8)))
+    assert rb.storage.limiter_counts == (40, 32, 40)
+
+
+def _die_while_sampling(folder: Path, limiter: RateLimiter, kwargs: dict) -> None:
+    rb = attach(folder, 512, None)
+    rb.sampler.draw = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    rb.sample()
+
+
+def test_what_a_killed_process_did_not_return_counts_no_more(folder: Path) -> None:
+    limiter = RateLimiter(8, samples_per_insert=1.0, error_buffer=16)
+    rb = attach(folder, 512, limiter, timeout_s=10.0)
+    rb.extend(make_rows(range(24)))  # for 32 rows of samples
+    rb.sample()
+    with child(_die_while_sampling, folder, limiter, {}) as reader:
+        reader.join()
+    assert rb.storage.limiter_counts.samples == 32
+    rb.sample()  # would have to wait
+    assert rb.storage.limiter_counts == (24, 32, 24)
+    assert not rb.can_sample()
+    with child(_die_while_sampling, folder, limiter, {}) as reader:
+        rb.extend(make_rows(range(16)))
+        reader.join()
+    assert rb.storage.limiter_counts.samples == 48
+    assert rb.can_sample()
+    for _ in range(2):  # its place in the table is another's: taken back only once
+        attach(folder, 512, None).storage.close()
     assert rb.storage.limiter_counts == (40, 32, 40)
 
 

@@ -500,7 +500,8 @@ def empty(directory: ReplayDirectory, *, reset_write_count: bool = True) -> None
         if reset_write_count:
             directory.words[Word.WRITE_COUNT] = 0
         directory.words[Word.INSERT_BASE] = directory.words[Word.WRITE_COUNT]
-        directory.words[Word.SAMPLED] = 0
+        if directory.gate is not None:
+            directory.gate.set_samples(0)
         directory.commit()
     if directory.gate is not None:
         directory.gate.ring()

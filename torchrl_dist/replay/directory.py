@@ -62,7 +62,7 @@ from torchrl_dist.replay.tree import PriorityTree, tree_bytes
 if TYPE_CHECKING:
     from torchrl_dist.replay.gate import Gate
 
-FORMAT = 1
+FORMAT = 2
 MAX_MEMBERS = 1024
 MAX_CLAIMS = 1024
 _CONTROL_WORDS = 64
@@ -70,7 +70,7 @@ _CONTROL_WORDS = 64
 # columns of the claim table, int64 [MAX_CLAIMS, 4]
 CLAIM_COUNT, CLAIM_FIRST, CLAIM_MEMBER, CLAIM_STATE = range(4)
 CLAIM_WRITING, CLAIM_PUBLISHING, CLAIM_DISCARDED = 1, 2, 3
-USER_COLUMNS = 4  # of the user table, see ``gate``
+USER_COLUMNS = 5  # of the user table, see ``gate``
 # columns of the member table, int64 [MAX_MEMBERS, 2]
 MEMBER_PID, MEMBER_SERIAL = range(2)
 
@@ -271,7 +271,7 @@ class ReplayDirectory:
         tree: the priority tree.
         member: id of this process, ``serial * MAX_MEMBERS + index``; unique in the directory.
         gate: what limits samples and writes, or None.
-        users: int64 [MAX_MEMBERS, 4], with a limiter; see ``gate``.
+        users: int64 [MAX_MEMBERS, 5], with a limiter; see ``gate``.
         draws: int64 [capacity], how often the rows were sampled, with a limiter that asks for it.
     """
 

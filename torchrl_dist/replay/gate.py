@@ -5,6 +5,11 @@ slots in one hold of the lock, and rows that others are writing count as inserts
 who wake up together do not all pass. A sample is admitted and counted in one hold, too. Nobody
 waits under a lock: neither the directory's, nor those of TorchRL's buffers, which are given back
 meanwhile.
+
+A process that is killed between the admission of a sample and its return has noted how many rows
+these are: they count no more as soon as somebody would have to wait. (Not so one that is killed
+between the two stores that count and note them.) For ``max_times_sampled`` a row counts when it is
+drawn, whoever gets it.
 """
 
 from __future__ import annotations
@@ -31,9 +36,10 @@ if TYPE_CHECKING:
     from torchrl_dist.replay.storage import SharedMemmapStorage
 
 _LOOK_AGAIN_S = 0.5  # nobody rings when a process is killed, or ends
-# columns of the user table, int64 [MAX_MEMBERS, 4]: whose row it is, threads that write or sample,
-# and how many of them found at this ring of the bell that they must wait
-USER_MEMBER, USER_THREADS, USER_STUCK, USER_RUNG = range(USER_COLUMNS)
+# columns of the user table, int64 [MAX_MEMBERS, 5]: whose row it is, threads that write or sample,
+# how many of them found at this ring of the bell that they must wait, and rows of samples that are
+# admitted, and counted, but not returned yet
+USER_MEMBER, USER_THREADS, USER_STUCK, USER_RUNG, USER_UNRETURNED = range(USER_COLUMNS)
 
 _T = TypeVar("_T")
 
@@ -94,6 +100,11 @@ class Gate:
             directory.words[Word.SAMPLED] += rows
         self.ring()
 
+    def set_samples(self, rows: int) -> None:
+        """Begin to count anew; what is under way counts as of before. Called under the lock."""
+        self._directory.words[Word.SAMPLED] = rows
+        self._directory.users[:, USER_UNRETURNED] = 0
+
     def state(self) -> list[float]:
         """The limiter and its counts, for :meth:`set_state`."""
         counts = self.counts()
@@ -109,7 +120,7 @@ class Gate:
         if state is not None and state[:-2] == _numbers(self.limiter):
             inserts, samples = map(int, state[-2:])
         words[Word.INSERT_BASE] = words[Word.WRITE_COUNT] - inserts
-        words[Word.SAMPLED] = samples
+        self.set_samples(samples)
 
     def ring(self) -> None:
         """Wake who waits, after a change of what it waits for."""
@@ -151,6 +162,10 @@ class Gate:
 
     def can_sample(self, count: int) -> bool:
         """Whether a sample of that many rows would begin at once."""
+        if not self.limiter.missing_inserts(self.counts(), count):
+            return True
+        with self._directory.lock():
+            self._forget_unreturned()
         return not self.limiter.missing_inserts(self.counts(), count)
 
     def draw(self, count: int, draw: Callable[[], _T], storage: SharedMemmapStorage) -> _T:
@@ -170,6 +185,7 @@ class Gate:
             if self._line[0] is not place:
                 return Missing("earlier samples of this process")
             words[Word.SAMPLED] += count
+            self._own_row()[USER_UNRETURNED] += count
             return True
 
         thread = self._this_thread()
@@ -184,13 +200,33 @@ class Gate:
             try:
                 drawn = draw()
             except BaseException as error:
-                self.count_samples(-count)
+                self._note_end(count, returned=False)
                 if not isinstance(error, TooFewDrawsError):
                     raise
             else:
                 thread.sampled = True
-                self.ring()
+                self._note_end(count, returned=True)
                 return drawn
+
+    def _note_end(self, count: int, *, returned: bool) -> None:
+        """Of a sample that was admitted; one that was not returned does not count."""
+        with self._directory.lock():
+            row = self._own_row()
+            count = min(count, int(row[USER_UNRETURNED]))  # 0 if the counts began anew meanwhile
+            row[USER_UNRETURNED] -= count
+            if not returned:
+                self._directory.words[Word.SAMPLED] -= count
+        self.ring()
+
+    def _forget_unreturned(self) -> None:
+        """Samples of processes that ended before they returned them count no more. Called under
+        the lock."""
+        users = self._directory.users
+        for row in np.flatnonzero(users[:, USER_UNRETURNED]).tolist():
+            if not self._directory.is_alive(int(users[row, USER_MEMBER])):
+                count = int(users[row, USER_UNRETURNED])
+                users[row, USER_UNRETURNED] = 0  # first: better too many counted than too few
+                self._directory.words[Word.SAMPLED] -= count
 
     # --- waiting -----------------------------------------------------------------------------
 
@@ -212,6 +248,7 @@ class Gate:
         with _torchrl.locks_given_back(storage):
             while True:
                 with directory.lock():
+                    self._forget_unreturned()
                     result = attempt()
                     armed = self._bell.arm()
                     if stuck_at is not None:
@@ -271,6 +308,7 @@ class Gate:
         directory = self._directory
         row = directory.users[directory.member % MAX_MEMBERS]
         if row[USER_MEMBER] != directory.member:
+            self._forget_unreturned()
             row[:] = 0
             row[USER_MEMBER] = directory.member
         return row
@@ -289,7 +327,7 @@ class Gate:
         ring that they must wait. Called under the lock."""
         directory = self._directory
         for member in directory.live_members():
-            owner, threads, stuck, rung = directory.users[member % MAX_MEMBERS].tolist()
+            owner, threads, stuck, rung = directory.users[member % MAX_MEMBERS, :4].tolist()
             if owner != member or not threads or stuck < threads or rung != self._bell.rung:
                 return False
         return True
