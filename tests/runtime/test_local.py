@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import psutil
@@ -40,6 +41,47 @@ def test_objects_live_in_their_peer_and_closures_travel(cluster):
     # The driver can be called too.
     mine = cluster.remote(cluster.me, Counter)
     assert cluster.call(second, lambda handle: handle.call("sleep", 0), mine) == os.getpid()
+
+
+class Promises:
+    """Keeps them when it is told to."""
+
+    def __init__(self) -> None:
+        self.made: list[Future] = []
+
+    def promise(self) -> Future:
+        self.made.append(Future())
+        return self.made[-1]
+
+    def count(self) -> int:
+        return len(self.made)
+
+    def keep(self) -> int:
+        for number, future in enumerate(self.made):
+            if number % 2:
+                future.set_exception(ValueError(f"broken {number}"))
+            else:
+                future.set_result(number)
+        return len(self.made)
+
+
+def test_a_method_that_returns_a_future_is_answered_when_that_is_done(cluster):
+    for peer in (cluster.of_role("collector")[0], cluster.me):
+        promises = cluster.remote(peer, Promises)
+        # More than there are threads for calls, where those would wait.
+        asked = [promises.submit("promise") for _ in range(80 if peer != cluster.me else 2)]
+        deadline = time.monotonic() + 10
+        while promises.call("count") < len(asked):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert not any(future.done() for future in asked)
+        assert promises.call("keep") == len(asked)
+        errors = [future.exception(10) for future in asked]  # calls come in any order
+        kept = [f.result() for f, error in zip(asked, errors, strict=True) if error is None]
+        assert sorted(kept) == list(range(0, len(asked), 2))
+        broken = [error for error in errors if error is not None]
+        assert len(broken) == len(asked) // 2
+        assert all(isinstance(error, RemoteError) and "broken" in str(error) for error in broken)
 
 
 def test_tensordicts_cross_whole(cluster):

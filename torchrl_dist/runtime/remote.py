@@ -39,10 +39,11 @@ class Remote(Generic[T]):
 
     It pickles: any process of the same session may call the object. Calls run concurrently, each
     in a thread of the object's process (64 at once, more queue), and in no particular order: the
-    object does its own locking. Arguments and results are copies, except within one process.
-    Tensors are read while they are being sent: leave those of an argument unchanged until the
-    answer is there, and return copies of what the object goes on changing. The object lives until
-    the session ends.
+    object does its own locking. A method that returns a ``concurrent.futures.Future`` is answered
+    with its result, and keeps no thread until then. Arguments and results are copies, except within
+    one process. Tensors are read while they are being sent: leave those of an argument unchanged
+    until the answer is there, and return copies of what the object goes on changing. The object
+    lives until the session ends.
     """
 
     peer: Peer

@@ -235,7 +235,8 @@ class Session:
 
     def _run_here(self, operation: tuple) -> Any:
         try:
-            return self._execute(operation)
+            result = self._execute(operation)
+            return result.result() if isinstance(result, Future) else result
         except Exception as error:
             raise self._remote_error(self.me, _describe(error)) from error
 
@@ -246,14 +247,24 @@ class Session:
             future.set_exception(error)
 
     def _run_for_peer(self, body: bytes, tensors: list, answer: Callable[[tuple], None]) -> None:
-        try:
+        def run() -> Any:
             # RPC is up before this process has left _open.
             self._opened.wait(self.timeout_s)
-            reply = (True, *wire.dumps(self._execute(wire.loads(body, tensors))))
-        except BaseException as error:  # also SystemExit: it is the caller's business, not ours
-            reply = (False, *_dump_error(error))
-        if not self._closed:  # the agent that would carry the answer is gone
-            answer(reply)
+            return self._execute(wire.loads(body, tensors))
+
+        def reply(result: Callable[[], Any]) -> None:
+            try:
+                content = result()
+                if isinstance(content, Future):
+                    content.add_done_callback(lambda done: reply(done.result))
+                    return
+                message = (True, *wire.dumps(content))
+            except BaseException as error:  # also SystemExit: the caller's business, not ours
+                message = (False, *_dump_error(error))
+            if not self._closed:  # the agent that would carry the answer is gone
+                answer(message)
+
+        reply(run)
 
     def _settle_with(self, peer: Peer, future: Future, answer: tuple) -> None:
         fine, body, tensors = answer
