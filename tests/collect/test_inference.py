@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import threading
@@ -11,6 +12,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -23,7 +25,7 @@ from tests.collect.envs import Counter, mlp
 from torchrl_dist.collect import Preempt, RPCBatchedCollector
 from torchrl_dist.collect.groups import Inference
 from torchrl_dist.collect.inference import RPCInferenceTransport
-from torchrl_dist.collect.relay import NodeLearner, Relay
+from torchrl_dist.collect.relay import Array, NodeLearner, Relay, Window
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
 from torchrl_dist.runtime import ForkServer, local_cluster
 
@@ -157,7 +159,7 @@ class Learner:
     def __init__(self) -> None:
         self.sent: list[tuple[dict, Future]] = []
 
-    def submit(self, method: str, values: dict, limit_s: float, *, timeout_s: float) -> Future:
+    def submit(self, method: str, values: dict, *, timeout_s: float) -> Future:
         self.sent.append((values, Future()))
         return self.sent[-1][1]
 
@@ -169,15 +171,15 @@ def test_a_node_worker_sends_in_one_message_what_waits_meanwhile() -> None:
     answers = []
     for index, (ours, theirs) in enumerate(links):
         rows = torch.full((index + 1, 2), float(index))
-        answers.append(NodeLearner(theirs).submit("infer", {"observation": rows}, 5.0))
+        answers.append(NodeLearner(theirs).submit("submit", {"observation": rows}))
         relay.ask(ours, pickle.loads(ours.recv_bytes())[1])
-        relay.flush()
+        assert relay.flush(most=6) == math.inf
     assert [len(values["observation"]) for values, _ in learner.sent] == [1, 2]  # under way
     for values, future in list(learner.sent):
         future.set_result({"action": values["observation"] * 10})
     assert wait([relay], 5.0) == [relay]
     relay.deliver()
-    relay.flush()
+    relay.flush(most=1)
     values, future = learner.sent[2]
     assert values["observation"][:, 0].tolist() == [2] * 3 + [3] * 4 + [4] * 5 + [5] * 6
     links[4][0].close()  # its process is replaced meanwhile
@@ -189,20 +191,75 @@ def test_a_node_worker_sends_in_one_message_what_waits_meanwhile() -> None:
     relay.close()
 
 
+def test_with_two_groups_a_question_waits_for_others_as_long_as_it_may() -> None:
+    learner = Learner()
+    relay = Relay(Inference(learner, ("observation",), groups=2, timeout_s=5.0))
+    links = [Pipe() for _ in range(3)]
+    processes = [NodeLearner(theirs) for _, theirs in links]
+
+    def ask(index: int) -> None:
+        ours = links[index][0]
+        processes[index].submit("submit", {"observation": torch.zeros(1, 2)})
+        relay.ask(ours, pickle.loads(ours.recv_bytes())[1])
+
+    ask(0)
+    assert relay.flush(most=3) == math.inf and len(learner.sent) == 1  # nothing is known yet
+    learner.sent[0][1].set_result({"action": torch.zeros(1, 1)})
+    relay.deliver()
+    relay._window.note_question(learner, 0.0)
+    relay._window.note_question(learner, 1000.0)  # seconds between two questions
+    ask(0)
+    assert 10 < relay.flush(most=3) < 100 and len(learner.sent) == 1
+    ask(1)
+    ask(2)  # nobody is left to wait for
+    assert relay.flush(most=3) == math.inf and len(learner.sent[1][0]["observation"]) == 3
+    ask(1)
+    assert 10 < relay.flush(most=3) < 100
+    relay._oldest_s -= 100
+    assert relay.flush(most=3) == math.inf and len(learner.sent) == 3
+    relay.close()
+
+
+def test_questions_wait_for_a_part_of_the_time_that_other_groups_take() -> None:
+    askers = [Learner(), Learner()]
+    windows = {groups: Window(groups) for groups in (1, 2, 4)}
+    for step in range(200):
+        for asker in askers:
+            for window in windows.values():
+                window.note_question(asker, step * 0.01 + 0.003 * askers.index(asker))
+    assert windows[1].length_s == 0
+    assert 0.002 < windows[2].length_s < 0.005
+    assert windows[4].length_s == pytest.approx(3 * windows[2].length_s)
+    for _ in range(100):
+        windows[2].note_answer(0.01)  # messages take as long as the other group
+        windows[4].note_answer(0.01)
+    assert windows[2].length_s == 0 < windows[4].length_s < 0.006
+
+
+def test_a_call_that_comes_while_a_process_waits_is_kept() -> None:
+    ours, theirs = Pipe()
+    process = NodeLearner(theirs)
+    answer = process.submit("submit", {"observation": torch.zeros(2, 2)})
+    ours.send_bytes(pickle.dumps(("collect", (), {"steps": 3})))
+    ours.send_bytes(pickle.dumps((None, 0, [Array.of("action", np.ones((2, 1), np.int64))])))
+    assert answer.result(5.0)["action"].tolist() == [[1], [1]]
+    assert list(process.calls) == [("collect", (), {"steps": 3})]
+
+
 def test_a_node_worker_tells_its_processes_why_there_are_no_actions() -> None:
     learner = Learner()
     relay = Relay(Inference(learner, ("observation",), groups=1, timeout_s=5.0))
     ours, theirs = Pipe()
     process = NodeLearner(theirs)
-    answer = process.submit("infer", {"observation": torch.zeros(1, 2)}, 5.0)
+    answer = process.submit("submit", {"observation": torch.zeros(1, 2)})
     relay.ask(ours, pickle.loads(ours.recv_bytes())[1])
-    relay.flush()
+    relay.flush(most=1)
     learner.sent[0][1].set_exception(PeerLostError("the learner is gone"))
     relay.deliver()
     with pytest.raises(PeerLostError, match="the learner is gone"):
         answer.result(5.0)
     with pytest.raises(DeadlineError, match="no actions"):
-        process.submit("infer", {"observation": torch.zeros(1, 2)}, 5.0).result(0.01)
+        process.submit("submit", {"observation": torch.zeros(1, 2)}).result(0.01)
     relay.close()
 
 
@@ -258,4 +315,4 @@ def test_a_closed_transport_refuses_what_waits_and_what_comes() -> None:
     transport.close()
     transport.wait_for_work(10)  # returns at once
     with pytest.raises(PeerLostError):
-        transport.infer(values, 1.0)
+        transport.submit(values).result(1.0)

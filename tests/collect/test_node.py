@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import gymnasium
@@ -19,6 +20,7 @@ from torchrl.modules import QValueActor
 from tests.collect.envs import Counter, mlp
 from torchrl_dist.collect import Preempt, RPCBatchedCollector
 from torchrl_dist.collect.batches import MASK
+from torchrl_dist.collect.env_process import FIRST_PROGRESS
 from torchrl_dist.collect.node import NodeWorker
 from torchrl_dist.collect.worker import RolloutWorker, WorkerConfig
 from torchrl_dist.errors import ConfigurationError, PeerLostError, RemoteError
@@ -164,6 +166,75 @@ def test_an_env_process_that_ends_or_hangs_is_replaced(
     assert survivor in pids and len(set(pids)) == 2
     new = rows[pids.index(survivor) - 1]
     assert not ids & set(new["collector", "traj_ids"].flatten().tolist())
+
+
+class Held(Counter):
+    """The first that is built makes no step after its fifth before it is let go."""
+
+    def __init__(self, folder: Any) -> None:
+        super().__init__(10**6)
+        self.go = folder / "go"
+        try:
+            (folder / "held").touch(exist_ok=False)
+            self.held = True
+        except FileExistsError:
+            self.held = False
+
+    def step(self, action: Any) -> Any:
+        while self.held and self.t == 5 and not self.go.exists():
+            time.sleep(0.01)
+        return super().step(action)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_process_begins_the_next_rollout_while_another_is_at_the_last(
+    build: Any, tmp_path: Any, ends: bool
+) -> None:
+    def prefer(action: int, version: int) -> Any:
+        policy = cartpole_policy()
+        with torch.no_grad():
+            policy.module[0].module[-1].weight.zero_()
+            policy.module[0].module[-1].bias.copy_(torch.eye(2)[action])
+        return pack(policy, version)
+
+    class TwoActions(Held):
+        observation_space = gymnasium.spaces.Box(-1e9, 1e9, (4,), "float32")
+        action_space = gymnasium.spaces.Discrete(2)
+
+        def _observe(self) -> Any:
+            return super()._observe().repeat(2)
+
+    worker = build(
+        lambda: TwoActions(tmp_path), policy=cartpole_policy(), num_envs=1, frames_per_rollout=20
+    )
+    worker.collect(weights=prefer(0, 1), request=0, steps=1)  # from now on in shared memory
+    begun = worker._words[FIRST_PROGRESS:].copy()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(worker.collect, weights=prefer(0, 2), request=1)
+        second = pool.submit(worker.collect, weights=prefer(1, 3), request=2)
+        deadline = time.monotonic() + 20
+        while (made := worker._words[FIRST_PROGRESS:] - begun).max() < 20:
+            assert time.monotonic() < deadline, made
+            time.sleep(0.01)
+        held = int(made.argmin())
+        assert made[held] == 4 and not first.done()
+        if ends:
+            os.kill(worker._children.states[held].pid, signal.SIGKILL)
+        else:
+            (tmp_path / "go").touch()
+        results = [first.result(20), second.result(20)]
+    for (rows, stats), version, action in zip(results, (2, 3), (0, 1), strict=True):
+        envs = 1 if ends else 2
+        assert rows.shape == (envs, 10) and stats.frames == 10 * envs
+        assert (rows["policy_version"] == version).all()
+        assert (rows["action"].argmax(-1) == action).all()
+        start = 1 + 10 * (version - 2)
+        assert (rows["observation"][..., 0] % 100 == torch.arange(start, start + 10)).all()
+    assert [len(stats.replaced) for _, stats in results] == [int(ends), 0]
+    request = 3
+    (tmp_path / "go").touch()
+    while worker.collect(request=request)[1].frames < 20:
+        request += 1
 
 
 def test_who_dies_three_times_in_a_row_is_an_error(build: Any) -> None:

@@ -57,6 +57,7 @@ class RPCBatchedCollector(BaseCollector):
     Args:
         make_env: a gymnasium id, or a callable that returns a ``gymnasium.Env``, a
             ``gymnasium.vector.VectorEnv`` or a TorchRL env. Called on the workers; may be a lambda.
+            Workers know the gymnasium environments that are registered in this process.
         policy: the learner's module; each worker gets a copy on its CPU, and a new state of it
             after ``update_policy_weights_()``. None (and no factory): random actions.
         session: where the workers live; None: one worker in this process.
@@ -74,8 +75,7 @@ class RPCBatchedCollector(BaseCollector):
         env_processes: 0: a worker steps its envs itself. K: in K processes of its node, which
             send one rollout together; then one worker per node is enough. One of them that dies is
             replaced (a warning; what it had not handed in is collected again), but its third death
-            in a row is an error. They are forked from a server, and know this process's gymnasium
-            environments.
+            in a row is an error. They are forked from a server.
         step_timeout_s: an env process that makes no step for so long (it hangs, or was paused) is
             killed and replaced; default: never.
         workers: peers to use; default ``session.of_role("collector")``, or this process if there

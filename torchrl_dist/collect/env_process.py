@@ -16,11 +16,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import cloudpickle
-import gymnasium
 import numpy as np
 from tensordict import TensorDictBase
 
-from torchrl_dist.collect.relay import NodeLearner, is_late_answer
+from torchrl_dist.collect.registrations import Registrations, adopt_registrations
+from torchrl_dist.collect.relay import NodeLearner, is_answer
 from torchrl_dist.collect.shared_block import RolloutLayout, WeightsTicket, WeightsView, attach
 from torchrl_dist.collect.worker import RolloutStats, RolloutWorker, WorkerConfig
 from torchrl_dist.runtime.surroundings import Surroundings
@@ -37,18 +37,6 @@ class RowsTicket:
     path: str
     layout: RolloutLayout
     first_env: int
-
-
-def dump_registrations() -> bytes:
-    """This process's own gymnasium environments, for :meth:`EnvProcess.run`."""
-    specs = {}
-    for env_id, spec in gymnasium.registry.items():
-        if isinstance(spec.entry_point, str) and spec.entry_point.startswith("gymnasium."):
-            continue
-        with contextlib.suppress(Exception):  # a spec that does not pickle cannot be made there
-            cloudpickle.dumps(spec)
-            specs[env_id] = spec
-    return cloudpickle.dumps(specs)
 
 
 @dataclass(frozen=True)
@@ -68,7 +56,7 @@ class EnvProcess:
     address: str
     token: str
     surroundings: Surroundings
-    registrations: bytes
+    registrations: Registrations
     config: bytes
     control: str
     trajectory_base: int = 0
@@ -78,8 +66,7 @@ class EnvProcess:
     def run(self, index: int, ready: Callable[[], None]) -> None:
         """The life of the process, in a fresh fork of the server."""
         self.surroundings.adopt()
-        for env_id, spec in cloudpickle.loads(self.registrations).items():
-            gymnasium.registry.setdefault(env_id, spec)
+        adopt_registrations(self.registrations)
         with socket.socket(socket.AF_UNIX) as link:
             link.connect(self.address)
             connection = Connection(link.detach())
@@ -89,12 +76,15 @@ class EnvProcess:
 
     def _serve(self, index: int, connection: Connection, ready: Callable[[], None]) -> None:
         part: _Part | None = None
+        learner: NodeLearner | None = None
 
         def build() -> Any:
-            nonlocal part
+            nonlocal part, learner
             words = attach(self.control).numpy().view(np.int64)
             config = config_of_part(cloudpickle.loads(self.config), index, self.generation)
-            config = _ask_through_node(config, connection, words[FIRST_PROGRESS + index :])
+            if config.inference is not None:
+                learner = _learner(config, connection, words[FIRST_PROGRESS + index :])
+                config = replace(config, inference=replace(config.inference, learner=learner))
             part = _Part(config, words, index)
             if self.trajectory_base or self.numbered:
                 part.worker.set_trajectory_base(self.trajectory_base, self.numbered)
@@ -103,9 +93,13 @@ class EnvProcess:
 
         _answer(connection, build)
         while part is not None:
-            method, args, kwargs = cloudpickle.loads(connection.recv_bytes())
-            if is_late_answer(method):
+            if learner is not None and learner.calls:
+                message = learner.calls.popleft()
+            else:
+                message = cloudpickle.loads(connection.recv_bytes())
+            if is_answer(message):
                 continue
+            method, args, kwargs = message
             target = part if method == "collect" else part.worker
             _answer(connection, lambda: getattr(target, method)(*args, **kwargs))  # noqa: B023
             if method == "close":
@@ -131,18 +125,12 @@ def config_of_part(config: WorkerConfig, index: int, generation: int) -> WorkerC
     )
 
 
-def _ask_through_node(
-    config: WorkerConfig, connection: Connection, progress: np.ndarray
-) -> WorkerConfig:
-    if config.inference is None:
-        return config
-
+def _learner(config: WorkerConfig, connection: Connection, progress: np.ndarray) -> NodeLearner:
     def beat() -> None:
         progress[0] += 1
 
     beat_s = None if config.step_timeout_s is None else config.step_timeout_s / 4
-    learner = NodeLearner(connection, beat, beat_s)
-    return replace(config, inference=replace(config.inference, learner=learner))
+    return NodeLearner(connection, beat, beat_s)
 
 
 def _answer(connection: Connection, call: Callable[[], Any]) -> None:

@@ -29,9 +29,7 @@ class Answer(Protocol):
 class Learner(Protocol):
     """A ``torchrl_dist.runtime.Remote`` to an ``RPCInferenceTransport``, or a stand-in for it."""
 
-    def submit(
-        self, method: str, values: Values, limit_s: float, *, timeout_s: float | None = None
-    ) -> Answer: ...
+    def submit(self, method: str, values: Values, *, timeout_s: float | None = None) -> Answer: ...
 
 
 @dataclass(frozen=True)
@@ -85,9 +83,9 @@ class GroupedRollout:
         return torch.cat([done[number] for number in range(len(loops))], 0)
 
     def _ask(self, observations: Values) -> Answer:
-        limit_s = self._inference.timeout_s
         values = {key: observations[key] for key in self._inference.inputs if key in observations}
-        return self._inference.learner.submit("infer", values, limit_s, timeout_s=limit_s)
+        inference = self._inference
+        return inference.learner.submit("submit", values, timeout_s=inference.timeout_s)
 
     def reset(self) -> None:
         for group in self._groups:

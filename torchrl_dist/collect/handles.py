@@ -12,6 +12,8 @@ from torchrl_dist.collect.worker import WorkerConfig
 from torchrl_dist.errors import RemoteError
 from torchrl_dist.runtime.pool import DaemonPool
 
+_REQUESTS = 2  # as many as the collector sends at a time
+
 
 class Handle(Protocol):
     """What the collector needs of ``torchrl_dist.runtime.Remote``."""
@@ -26,11 +28,12 @@ class Handle(Protocol):
 
 
 class LocalHandle:
-    """A worker in this process: its rollouts run in one thread, other calls in the caller's."""
+    """A worker in this process: its rollouts run in threads, one by one in the order of their
+    requests, other calls in the caller's."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self._worker = make_worker(config)
-        self._pool = DaemonPool(1, "torchrl_dist-rollout")
+        self._pool = DaemonPool(_REQUESTS, "torchrl_dist-rollout")
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
         """Run it here and now; a deadline has no meaning for it.

@@ -34,8 +34,8 @@ _END_S = 5.0
 class RPCInferenceTransport(InferenceTransport):
     """Requests of other processes, queued for the server of this one.
 
-    An ``infer`` call of a :class:`Remote` to it is a request; it is answered when the server has
-    run the policy. :meth:`submit` is the same for this process.
+    A ``submit`` call of a :class:`Remote` to it is a request, with the observations ``[n, ...]`` of
+    any number of envs; it is answered when the server has run the policy.
     """
 
     def __init__(self) -> None:
@@ -52,11 +52,6 @@ class RPCInferenceTransport(InferenceTransport):
                 self._queue.append((values, future, time.monotonic()))
                 self._cond.notify()
         return future
-
-    def infer(self, values: Values, timeout_s: float) -> Values:
-        """Called through RPC: what the policy makes of the observations ``[n, ...]`` of any number
-        of envs; blocks for it."""
-        return self.submit(values).result(timeout_s)
 
     def drain_with_timing(self, max_items: int) -> tuple[list, list, list]:
         """Up to so many requests, their futures, and when they came."""

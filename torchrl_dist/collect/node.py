@@ -2,14 +2,19 @@
 
 The processes are forked from a server that has imported everything. They fill one rollout in
 shared memory and read the policy's weights there. One that dies, hangs or is paused is killed and
-replaced: its part of the rollout at hand is missing, the other parts are delivered.
+replaced: its part of the rollouts at hand is missing, the other parts are delivered.
+
+Nobody waits for the slowest: where the collector has asked for the next rollout already, a process
+begins it when it is done with the one before.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
+import selectors
 import signal
 import socket
 import statistics
@@ -17,7 +22,7 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -27,6 +32,7 @@ import torch
 from tensordict import TensorDict
 
 from torchrl_dist.collect.batches import join
+from torchrl_dist.collect.bell import Bell
 from torchrl_dist.collect.env_process import (
     CUT_LEAST,
     CUT_REQUEST,
@@ -34,8 +40,8 @@ from torchrl_dist.collect.env_process import (
     STOP,
     EnvProcess,
     RowsTicket,
-    dump_registrations,
 )
+from torchrl_dist.collect.registrations import adopt_registrations, dump_registrations
 from torchrl_dist.collect.relay import Question, Relay
 from torchrl_dist.collect.shared_block import (
     PackedRows,
@@ -58,7 +64,8 @@ _CALL_S = 60.0
 _CLOSE_S = 10.0
 _MAX_DEATHS_IN_A_ROW = 3
 _WORD_BYTES = 8
-_BLOCKS = 2  # one may still be on its way to the learner while the next is being filled
+# Of rollouts: the collector asks for the one after the next when it has got the one at hand.
+_BLOCKS = 2
 
 
 @dataclass
@@ -84,8 +91,32 @@ class _Piece:
     stats: RolloutStats
 
 
+@dataclass(frozen=True)
+class _Order:
+    """What ``collect`` was asked for."""
+
+    steps: int
+    kept: int
+    weights: PackedWeights | None
+    request: int | None
+
+
+@dataclass
+class _UnderWay:
+    """A rollout that processes work at, or have done. ``pending``: those who work at it;
+    ``block``: where its rows lie."""
+
+    order: _Order
+    block: int
+    pending: set[int]
+    pieces: list[_Piece] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)
+    failure: RemoteError | PeerLostError | None = None
+
+
 def make_worker(config: WorkerConfig) -> RolloutWorker | NodeWorker:
-    """The worker that the config asks for."""
+    """The worker that the config asks for, in a process that knows the learner's environments."""
+    adopt_registrations(config.registrations)
     return NodeWorker(config) if config.env_processes else RolloutWorker(config)
 
 
@@ -118,7 +149,12 @@ class NodeWorker:
         self._blocks: list[SharedBlock] = []
         self._views: list[TensorDict] = []
         self._layout: RolloutLayout | None = None
-        self._rollouts = 0
+        self._announced: dict[int, _Order] = {}  # by request; of threads that wait for their turn
+        self._under_way: list[_UnderWay] = []
+        self._unnumbered = 0  # calls of ``collect``
+        self._selector = selectors.DefaultSelector()
+        self._bell = Bell()  # something was announced
+        self._selector.register(self._bell, selectors.EVENT_READ, self._begin_ahead)
         self._control = SharedBlock(_WORD_BYTES * (FIRST_PROGRESS + self._count))
         self._words = self._control.data.numpy().view(np.int64)
         self._words[CUT_REQUEST] = -1
@@ -128,6 +164,8 @@ class NodeWorker:
         self._registrations = dump_registrations()
         self._config = cloudpickle.dumps(config)
         self._relay = None if config.inference is None else Relay(config.inference)
+        if self._relay is not None:
+            self._selector.register(self._relay, selectors.EVENT_READ, self._relay.deliver)
         self._own_server = server is None
         self._server = ForkServer() if server is None else server
         self._listener = socket.socket(socket.AF_UNIX)
@@ -190,11 +228,11 @@ class NodeWorker:
                         relay.ask(process.connection, answer)  # it times its steps
                     else:
                         infos[process.index] = answer
-                        process.ready = True
+                        self._make_ready(process)
             if relay is not None:
                 if relay in readable:
                     relay.deliver()
-                relay.flush()
+                relay.flush(most=1)
             self._raise_for_failed_start()
         return [infos[index] for index in range(self._count)]
 
@@ -218,6 +256,10 @@ class NodeWorker:
             connection.close()
             return
         self._processes[index].connection = connection
+
+    def _make_ready(self, process: _Process) -> None:
+        process.ready = True
+        self._selector.register(process.connection, selectors.EVENT_READ, process)
 
     def _receive(self, process: _Process) -> Any:
         """The next answer of a process.
@@ -263,6 +305,8 @@ class NodeWorker:
         """
         index = process.index
         if process.connection is not None:
+            if process.ready:
+                self._selector.unregister(process.connection)
             process.connection.close()
         state = self._children.states[index]
         with self._children.changed:
@@ -278,7 +322,8 @@ class NodeWorker:
         if process.deaths >= _MAX_DEATHS_IN_A_ROW:
             raise PeerLostError(f"{what}; it is the {process.deaths}rd in a row to end like this")
         process.generation += 1
-        process.numbered += self._envs * (self.steps + 1)  # what it may have numbered meanwhile
+        # What it may have numbered meanwhile.
+        process.numbered += _BLOCKS * self._envs * (self.steps + 1)
         self._server.restart(self._job(process.generation, process.numbered), index)
         return what
 
@@ -307,7 +352,7 @@ class NodeWorker:
         except EOFError:
             self._replace(process, None)
         else:
-            process.ready = True
+            self._make_ready(process)
 
     # ---- the verbs of a worker
 
@@ -324,6 +369,7 @@ class NodeWorker:
     def set_weights(self, packed: PackedWeights) -> None:
         """As ``RolloutWorker.set_weights``; one copy for all processes."""
         with self._lock:
+            self._finish_all()
             self._take_weights(packed)
 
     def _take_weights(self, packed: PackedWeights) -> None:
@@ -359,6 +405,7 @@ class NodeWorker:
 
     def _tell_all(self, method: str, *args: Any, only: int | None = None) -> list[Any]:
         with self._lock:
+            self._finish_all()
             self._welcome()
             living = [p for p in self._processes if p.ready and only in (None, p.index)]
             for process in living:
@@ -401,76 +448,144 @@ class NodeWorker:
             PeerLostError: a process ended for the third time in a row.
         """
         index = self.config.worker_index
+        order = _Order(
+            self.steps if steps is None else steps,
+            self.num_envs if num_envs is None else num_envs,
+            weights,
+            request,
+        )
+        self._announce(order)
         with self._turns.wait_for(request), self._lock:
             if self._closed:
                 return None, RolloutStats(index, 0)
-            if weights is not None:
-                self._take_weights(weights)
-            kept = self.num_envs if num_envs is None else num_envs
-            steps = self.steps if steps is None else steps
             replaced: list[str] = []
-            parts: list[_Piece] = []
-            while not parts and not self._words[STOP]:
-                self._welcome()
-                parts = self._run(steps, kept, request or 0, replaced)
-            stats = self._join_stats([part.stats for part in parts], replaced)
-            return self._join(parts, steps), stats
+            while True:
+                rollout = self._begun(order)
+                try:
+                    self._finish(rollout)
+                finally:
+                    self._under_way.remove(rollout)
+                replaced += rollout.replaced
+                if rollout.failure is not None:
+                    raise rollout.failure
+                if rollout.pieces or self._words[STOP]:
+                    break
+            pieces = sorted(rollout.pieces, key=lambda piece: piece.index)
+            stats = self._join_stats([piece.stats for piece in pieces], replaced)
+            return self._join(pieces, order.steps, rollout.block), stats
 
-    def _run(self, steps: int, kept: int, request: int, replaced: list[str]) -> list[_Piece]:
-        """One rollout of all processes that are ready; what became of those that ended is added
-        to ``replaced``."""
-        self._rollouts += 1
-        pending = {
-            process.connection: process
-            for process in self._processes
-            if process.ready and kept > process.index * self._envs
-        }
-        for process in pending.values():
-            process.seen_at = time.monotonic()
+    def _announce(self, order: _Order) -> None:
+        if order.request is None:
+            return
+        self._announced[order.request] = order
+        self._bell.ring()
+
+    def _begin_ahead(self) -> None:
+        """Let the processes go on with the rollout after the one at hand, if it was asked for."""
+        self._bell.quiet()
+        complete = all(process.ready for process in self._processes)  # else some are to be welcomed
+        if complete and len(self._under_way) == 1 and not self._words[STOP]:
+            request = self._under_way[0].order.request
+            order = None if request is None else self._announced.get(request + 1)
+            if order is not None:
+                self._begin(order)
+
+    def _begun(self, order: _Order) -> _UnderWay:
+        for rollout in self._under_way:
+            if rollout.order is order:
+                return rollout
+        return self._begin(order)
+
+    def _begin(self, order: _Order) -> _UnderWay:
+        """Let all processes that are ready make that rollout when they have made those before."""
+        if order.request is None:
+            number = self._unnumbered = self._unnumbered + 1
+        else:
+            number = order.request
+            self._announced.pop(number, None)
+        self._welcome()
+        if order.weights is not None:
+            self._take_weights(order.weights)
+        chosen = [p for p in self._processes if p.ready and order.kept > p.index * self._envs]
+        busy = {index for rollout in self._under_way for index in rollout.pending}
+        rollout = _UnderWay(order, number % _BLOCKS, {p.index for p in chosen})
+        self._under_way.append(rollout)
+        for process in chosen:
+            if process.index not in busy:
+                process.seen_at = time.monotonic()
             self._send(
                 process,
                 "collect",
-                steps=steps,
-                num_envs=min(self._envs, kept - process.index * self._envs),
-                request=request,
+                steps=order.steps,
+                num_envs=min(self._envs, order.kept - process.index * self._envs),
+                request=order.request or 0,
                 weights=self._weights.ticket,
-                rows=self._ticket(process.index),
+                rows=self._ticket(process.index, rollout.block),
             )
-        pieces: list[_Piece] = []
-        failure: RemoteError | None = None
+        return rollout
+
+    def _finish(self, rollout: _UnderWay, timeout_s: float | None = None) -> None:
+        """Read and relay until every process has handed in its part of that rollout, or has
+        ended; or for so many seconds."""
+        until = math.inf if timeout_s is None else time.monotonic() + timeout_s
         limit_s, relay = self.config.step_timeout_s, self._relay
-        while pending:
-            sources: list[Any] = [*pending, relay] if relay is not None else list(pending)
-            for source in wait(sources, None if limit_s is None else limit_s / 4):
-                if relay is not None and source is relay:
-                    relay.deliver()
-                    continue
-                process = pending[source]
-                try:
-                    answer = self._receive(process)
-                except EOFError:
-                    replaced.append(self._replace(process, None))
-                except RemoteError as error:
-                    failure = failure or error
+        glance_s = math.inf if limit_s is None else limit_s / 4
+        self._begin_ahead()
+        flush_s = math.inf
+        while rollout.pending and (left_s := until - time.monotonic()) > 0:
+            wait_s = min(left_s, glance_s, flush_s)
+            for key, _ in self._selector.select(None if wait_s == math.inf else wait_s):
+                if isinstance(key.data, _Process):
+                    self._take_answer(key.data)
                 else:
-                    if relay is not None and isinstance(answer, Question):
-                        relay.ask(source, answer)
-                        continue
-                    rows, stats = answer
-                    process.deaths = 0
-                    process.numbered = max(process.numbered, stats.next_trajectory)
-                    if stats.frames:
-                        pieces.append(_Piece(process.index, rows, stats))
-                del pending[source]
+                    key.data()
+            busy = {index for each in self._under_way for index in each.pending}
             if relay is not None:
-                relay.flush()
-            for connection, process in list(pending.items()):
-                if limit_s is not None and self._hangs(process, limit_s):
-                    del pending[connection]
-                    replaced.append(self._replace(process, f"made no step for {limit_s:g} s"))
+                flush_s = relay.flush(most=len(busy))
+            for index in busy if limit_s is not None else ():
+                process = self._processes[index]
+                if self._hangs(process, limit_s):
+                    self._bury(process, f"made no step for {limit_s:g} s")
+
+    def _finish_all(self) -> None:
+        """Wait until all processes are idle: a call is answered by them between two rollouts."""
+        for rollout in self._under_way:
+            self._finish(rollout)
+
+    def _take_answer(self, process: _Process) -> None:
+        rollout = next((r for r in self._under_way if process.index in r.pending), None)
+        answer, failure = None, None
+        try:
+            answer = self._receive(process)
+        except EOFError:
+            self._bury(process, None)
+            return
+        except RemoteError as error:
+            failure = error
+        if self._relay is not None and isinstance(answer, Question):
+            assert process.connection is not None
+            self._relay.ask(process.connection, answer)
+            return
+        assert rollout is not None, f"env process {process.index} was asked for nothing"
+        rollout.pending.discard(process.index)
         if failure is not None:
-            raise failure
-        return sorted(pieces, key=lambda piece: piece.index)
+            rollout.failure = rollout.failure or failure
+            return
+        rows, stats = answer
+        process.deaths = 0
+        process.numbered = max(process.numbered, stats.next_trajectory)
+        if stats.frames:
+            rollout.pieces.append(_Piece(process.index, rows, stats))
+
+    def _bury(self, process: _Process, reason: str | None) -> None:
+        """Go on without a process until its successor is ready."""
+        for rollout in self._under_way:
+            rollout.pending.discard(process.index)
+        first = self._under_way[0]
+        try:
+            first.replaced.append(self._replace(process, reason))
+        except PeerLostError as error:  # raised when the others have handed in
+            first.failure = first.failure or error
 
     def _hangs(self, process: _Process, limit_s: float) -> bool:
         made, now = int(self._words[FIRST_PROGRESS + process.index]), time.monotonic()
@@ -478,13 +593,12 @@ class NodeWorker:
             process.steps_seen, process.seen_at = made, now
         return now - process.seen_at > limit_s
 
-    def _ticket(self, index: int) -> RowsTicket | None:
+    def _ticket(self, index: int, block: int) -> RowsTicket | None:
         if self._layout is None or self.config.replay_buffer is not None:
             return None
-        block = self._blocks[self._rollouts % _BLOCKS]
-        return RowsTicket(block.path, self._layout, index * self._envs)
+        return RowsTicket(self._blocks[block].path, self._layout, index * self._envs)
 
-    def _join(self, pieces: list[_Piece], steps: int) -> TensorDict | PackedRows | None:
+    def _join(self, pieces: list[_Piece], steps: int, block: int) -> TensorDict | PackedRows | None:
         """All pieces as one rollout: the shared block itself where it is whole."""
         if not pieces or self.config.replay_buffer is not None:
             return None
@@ -497,20 +611,19 @@ class NodeWorker:
             piece.stats.frames == self._envs * steps for piece in pieces
         )
         if self._layout is not None and whole and len(pieces) == self._count:
-            which = self._rollouts % _BLOCKS
             if self.config.packed:
-                return PackedRows(self._layout, self._blocks[which].data, (self.num_envs, steps))
-            return self._views[which][:, :steps].clone()  # the caller may keep them
-        found = [self._rows_of(piece) for piece in pieces]
+                return PackedRows(self._layout, self._blocks[block].data, (self.num_envs, steps))
+            return self._views[block][:, :steps].clone()  # the caller may keep them
+        found = [self._rows_of(piece, block) for piece in pieces]
         cut = first is None and len({rows.shape[1] for rows in found}) > 1
         return join(found, masked=cut)
 
-    def _rows_of(self, piece: _Piece) -> TensorDict:
+    def _rows_of(self, piece: _Piece, block: int) -> TensorDict:
         if piece.rows is not None:
             return piece.rows
         first = piece.index * self._envs
         envs = piece.stats.num_envs
-        view = self._views[self._rollouts % _BLOCKS]
+        view = self._views[block]
         return view[first : first + envs, : piece.stats.frames // envs].clone()
 
     def _join_stats(self, parts: Sequence[RolloutStats], replaced: Sequence[str]) -> RolloutStats:
@@ -531,6 +644,7 @@ class NodeWorker:
     def close(self, step_limit_s: float = _CLOSE_S) -> None:
         """Stop a running rollout after its current steps, close the envs, end the processes, also
         those that hang: blocks at most about ``step_limit_s``. Idempotent."""
+        until = time.monotonic() + step_limit_s
         self._words[STOP] = 1
         self._turns.open()
         idle = self._lock.acquire(timeout=step_limit_s)
@@ -539,6 +653,8 @@ class NodeWorker:
                 return
             self._closed = True
             if idle:
+                for rollout in self._under_way:
+                    self._finish(rollout, until - time.monotonic())
                 for process in self._processes:
                     if process.ready:
                         self._send(process, "close")
@@ -559,3 +675,5 @@ class NodeWorker:
         for process in self._processes:
             if process.connection is not None:
                 process.connection.close()
+        self._selector.close()
+        self._bell.close()

@@ -324,7 +324,7 @@ class GymnasiumRollout:
         pairs += [(state[key], value.numpy()) for key, value in self._state.items()]
         recorded: dict[Key, Tensor] = {}
         slots: list[tuple[Key, tuple[Tensor, ...]]] = []
-        actions: tuple[Tensor, ...] = ()
+        actions = np.empty(0)
         for t in range(steps):
             for array, current in pairs:
                 array[:, t] = current
@@ -332,12 +332,12 @@ class GymnasiumRollout:
             if t == 0:
                 recorded = self._allocate(out, steps)
                 slots = [(key, store.unbind(1)) for key, store in recorded.items()]
-                actions = recorded["action"].unbind(1)
+                actions = recorded["action"].numpy()
             for key, views in slots:
                 views[t].copy_(out.get(key))
             # The copy, not the policy's own tensor, which it may reuse.
             r, done, cut = driver.step(
-                to_env(actions[t].numpy()), [f[:, t] for f in following], self._current
+                to_env(actions[:, t]), [f[:, t] for f in following], self._current
             )
             reward[:, t, 0] = r
             terminated[:, t, 0] = done

@@ -10,8 +10,9 @@ import contextlib
 import math
 import mmap
 import os
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from torchrl_dist.collect.spaces import Key, plain_key
 from torchrl_dist.weights import PackedWeights, find_target, named_tensors
 
 _ALIGN_BYTES = 64
+_PLACES = 2  # of weights
 _NAMES = {
     torch.from_numpy(np.empty(0, name)).dtype: name
     for name in "bool uint8 int8 int16 int32 int64 float16 float32 float64 complex64".split()
@@ -155,41 +157,56 @@ def packable(rows: TensorDictBase) -> bool:
 
 
 class SharedWeights:
-    """The owner's side: one copy of a policy's weights for all processes of the node."""
+    """The owner's side: one copy of a policy's weights for all processes of the node.
+
+    Two places take turns, so that processes may use the last weights while new ones are written.
+    """
 
     def __init__(self) -> None:
-        self._block: SharedBlock | None = None
-        self._packed: PackedWeights | None = None
+        self._places: deque[tuple[WeightsTicket, SharedBlock]] = deque()  # the latest at the end
+        self._made = 0
 
     def write(self, packed: PackedWeights) -> None:
-        """Nobody may run the policy meanwhile."""
-        if self._packed is None or self._packed.entries != packed.entries:
-            self._block = SharedBlock(packed.size_bytes)
-        assert self._block is not None
-        self._block.data[: packed.size_bytes].copy_(packed.data)
-        self._packed = PackedWeights(packed.version, packed.entries, self._block.data)
+        """Nobody may use the weights before the last ones meanwhile."""
+        ticket, block = self._places.popleft() if len(self._places) == _PLACES else (None, None)
+        if ticket is None or block is None or ticket.entries != packed.entries:
+            block = SharedBlock(packed.size_bytes)
+            ticket = WeightsTicket(packed.version, packed.entries, block.path, self._made)
+            self._made += 1
+        block.data[: packed.size_bytes].copy_(packed.data)
+        self._places.append((replace(ticket, version=packed.version), block))
 
     @property
     def ticket(self) -> WeightsTicket | None:
-        """What a process needs to use them."""
-        if self._packed is None or self._block is None:
-            return None
-        return WeightsTicket(self._packed.version, self._packed.entries, self._block.path)
+        """What a process needs to use the last weights."""
+        return self._places[-1][0] if self._places else None
 
 
 @dataclass(frozen=True)
 class WeightsTicket:
+    """What a process needs to use weights. ``block``: no two blocks of an owner have one number,
+    whereas paths come again."""
+
     version: int
     entries: tuple
     path: str
+    block: int
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A module's tensors, and the shared ones that stand for them."""
+
+    parameters: Sequence[tuple[Tensor, Tensor]]
+    buffers: Sequence[tuple[Tensor, Tensor]]
 
 
 class WeightsView:
     """A process's side: its module's parameters become views of the shared copy."""
 
     def __init__(self) -> None:
-        self._path = ""
-        self._buffers: Sequence[tuple[Tensor, Tensor]] = ()
+        self._used = -1
+        self._places: dict[int, _Place] = {}
 
     def take(self, ticket: WeightsTicket, module: nn.Module) -> None:
         """Make the module, or the part that they fit, use these weights.
@@ -200,19 +217,24 @@ class WeightsView:
         Raises:
             ConfigurationError: they fit nothing.
         """
-        if ticket.path != self._path:
-            packed = PackedWeights(ticket.version, ticket.entries, attach(ticket.path))
-            target = find_target(packed, module)
-            own = named_tensors(target)
-            shared = packed.tensors()
-            buffers = []
-            for name, tensor in own.items():
-                if name not in shared:
-                    continue
-                if isinstance(tensor, nn.Parameter):
-                    tensor.data = shared[name]
-                else:
-                    buffers.append((tensor, shared[name]))
-            self._buffers, self._path = buffers, ticket.path
-        for own_buffer, source in self._buffers:
-            own_buffer.copy_(source)
+        place = self._places.get(ticket.block)
+        if place is None:
+            place = self._places[ticket.block] = _place(ticket, module)
+            while len(self._places) > _PLACES:
+                del self._places[min(self._places)]
+        if ticket.block != self._used:
+            self._used = ticket.block
+            for own, shared in place.parameters:
+                own.data = shared
+        for own, shared in place.buffers:
+            own.copy_(shared)
+
+
+def _place(ticket: WeightsTicket, module: nn.Module) -> _Place:
+    packed = PackedWeights(ticket.version, ticket.entries, attach(ticket.path))
+    own, shared = named_tensors(find_target(packed, module)), packed.tensors()
+    pairs = [(tensor, shared[name]) for name, tensor in own.items() if name in shared]
+    return _Place(
+        [pair for pair in pairs if isinstance(pair[0], nn.Parameter)],
+        [pair for pair in pairs if not isinstance(pair[0], nn.Parameter)],
+    )

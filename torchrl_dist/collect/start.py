@@ -11,6 +11,7 @@ from dataclasses import replace
 from torchrl_dist.collect.crew import Worker
 from torchrl_dist.collect.handles import Handle, LocalHandle
 from torchrl_dist.collect.node import make_worker
+from torchrl_dist.collect.registrations import dump_registrations
 from torchrl_dist.collect.specs import require_equal_specs
 from torchrl_dist.collect.worker import WorkerConfig, WorkerInfo
 from torchrl_dist.errors import ConfigurationError, PeerLostError
@@ -45,7 +46,7 @@ def start_workers(
             name = f"worker {index} (this process)"
             ahead = max_ahead if config.env_processes else 0
         else:
-            own = replace(own, own_process=True, packed=True)
+            own = replace(own, own_process=True, packed=True, registrations=registrations)
             handle = session.remote(peers[index], make_worker, own, timeout_s=limit_s)
             name = peers[index].name
         info = handle.call("describe", timeout_s=limit_s)
@@ -53,6 +54,7 @@ def start_workers(
         specs = {"number of envs": str(info.num_envs), **info.specs}
         return Worker(index, name, handle, info.num_envs, info.steps, ahead, specs)
 
+    registrations = dump_registrations()
     infos: list[WorkerInfo] = []
     count = len(peers) or 1
     with ThreadPoolExecutor(count) as pool:
