@@ -31,10 +31,10 @@ def test_a_toy_run_gives_cells_with_sane_content(tmp_path: Path, capsys) -> None
     json_file, png = tmp_path / "cells.jsonl", tmp_path / "efficiency.png"
     options = ["--env", "sleep", "--workers", "2", "--step-s", "0.005", "--rounds", "1"]
     options += ["--steps-per-message", "4", "--seconds", "0.5", "--peers", "gymnasium-async"]
-    options += ["--json", str(json_file), "--plot", str(png)]
+    options += ["--ours", "ours,ours-inference-2", "--json", str(json_file), "--plot", str(png)]
     assert collect.main(options) == 0
     cells = {cell["peer"]: cell for cell in map(json.loads, json_file.read_text().splitlines())}
-    assert {"floor", *OURS, "gymnasium-async"} == set(cells)
+    assert {"floor", "ours", "ours-inference-2", "gymnasium-async"} == set(cells)
     for cell in cells.values():
         assert set(FIELDS) <= set(cell)
         assert cell["bench"] == "collect" and cell["env"] == "sleep"
@@ -52,11 +52,13 @@ def test_envs_that_compute_are_compared_with_the_floor(tmp_path: Path) -> None:
     json_file = tmp_path / "cells.jsonl"
     options = ["--env", "cartpole", "--workers", "1", "--envs", "8", "--peers", "none"]
     options += ["--rounds", "1", "--seconds", "0.3", "--steps-per-message", "16"]
+    options += ["--ours", "ours-node"]
     assert collect.main([*options, "--json", str(json_file)]) == 0
     cells = {cell["peer"]: cell for cell in map(json.loads, json_file.read_text().splitlines())}
     assert cells["floor"]["efficiency"] == 1.0
-    assert cells["ours"]["ideal_sps"] == cells["floor"]["sps"]
-    assert cells["ours"]["step_s"] == 0 and cells["ours"]["envs"] == 8
+    assert set(cells) == {"floor", "ours-node"}
+    assert cells["ours-node"]["ideal_sps"] == cells["floor"]["sps"]
+    assert cells["ours-node"]["step_s"] == 0 and cells["ours-node"]["envs"] == 8
 
 
 def test_medians_and_efficiencies_are_over_rounds_and_lines() -> None:
@@ -87,6 +89,8 @@ def test_what_cannot_be_measured_is_named_with_the_reason(
     monkeypatch.setattr(PEERS["torchrl-ray"], "missing", classmethod(lambda cls: "no ray"))
     assert "torchrl-ray" not in collect._chosen(parse("--peers", "torchrl-ray"))
     assert "skipped torchrl-ray: no ray" in capsys.readouterr().err
+    assert collect._chosen(parse("--peers", "none", "--ours", "ours-node")) == [FLOOR, "ours-node"]
+    assert collect._chosen(parse("--peers", "none")) == [FLOOR, *OURS]
     collect.plan(parse("--workers", "32", "--envs", "64"), ["gymnasium-async"])
     assert "2048 processes" in capsys.readouterr().err
     with pytest.raises(ConfigurationError, match="--step-s"):

@@ -75,13 +75,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N,M",
         help="steps of each env in a message; auto: ours chooses (default: 8,64,auto)",
     )
+    parser.add_argument(
+        "--ours",
+        type=names(OURS),
+        default=list(OURS),
+        metavar="A,B",
+        help=f"which of {','.join(OURS)} (default: all)",
+    )
     known = ["none", "all", *OTHERS]
     parser.add_argument(
         "--peers",
         type=names(known),
         default=["all"],
         metavar="A,B",
-        help=f"measured beside {', '.join(OURS)} and the floor: none, all, or some of "
+        help="measured beside ours and the floor: none, all, or some of "
         f"{','.join(OTHERS)} (default: all)",
     )
     parser.add_argument(
@@ -165,7 +172,7 @@ def run(options: argparse.Namespace) -> int:
     print_table(cells)
     if options.json is not None:
         extra = {"seconds": options.seconds, "cpus": os.cpu_count()}
-        peers = ["ray"] if any("ray" in cell["peer"] for cell in cells) else []
+        peers = [p for p in ("ray", "tianshou") if any(p in cell["peer"] for cell in cells)]
         append_json(options.json, cells, {**extra, "versions": versions(peers)})
     if options.plot is not None:
         plot(options.plot, cells, f"median of {options.rounds} rounds, {os.cpu_count()} cores")
@@ -229,7 +236,7 @@ def _chosen(options: argparse.Namespace) -> list[str]:
     from torchrl_dist.bench.collect_peers import PEERS
 
     asked = set(options.peers)
-    chosen = [FLOOR, *OURS]
+    chosen = [FLOOR, *(name for name in OURS if name in options.ours)]
     for name in OTHERS:
         if "all" in asked or name in asked:
             reason = PEERS[name].missing()

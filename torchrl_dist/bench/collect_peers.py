@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 import socket
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from torchrl_dist.bench.collect_cells import (
@@ -288,7 +290,7 @@ class TorchRLRay(_TorchRLCollector):
                 **DEFAULT_RAY_INIT_CONFIG,
                 "include_dashboard": False,
                 "object_store_memory": _GIB,
-                "_temp_dir": f"{folder}/ray",
+                "_temp_dir": folder,
                 "log_to_driver": False,
             },
             "remote_configs": few,
@@ -331,6 +333,74 @@ class GymnasiumAsync(Peer):
         return None if processes <= 64 else f"it would need {processes} processes"
 
 
+# ---- tianshou
+
+
+class TianshouSubproc(Peer):
+    """tianshou's ``SubprocVectorEnv``: envs in processes, the policy here, in lockstep."""
+
+    name = "tianshou-subproc"
+    class_name: ClassVar[str] = "SubprocVectorEnv"
+
+    @classmethod
+    def missing(cls) -> str | None:
+        return None if importlib.util.find_spec("tianshou") else "tianshou is not installed"
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls, cell: Cell, folder: str) -> Iterator[Iterator[Any]]:
+        from tianshou import env as tianshou_env
+
+        cls.prepare(folder)
+        single = functools.partial(single_env, cell.env, cell.step_s, folder)
+        envs = getattr(tianshou_env, cls.class_name)([single] * (cell.workers * cell.envs))
+        torch.manual_seed(0)
+        policy = Greedy(cell.env)
+
+        def batches() -> Iterator[None]:
+            seen, _ = envs.reset()
+            with torch.no_grad():
+                while True:
+                    for _ in range(cell.steps):
+                        actions = policy(torch.from_numpy(seen)).numpy()
+                        seen, _, ended, cut, _ = envs.step(actions)
+                        done = np.flatnonzero(ended | cut)
+                        if len(done):  # its collector does this, too: such envs do not reset
+                            seen[done] = envs.reset(done)[0]
+                    yield
+
+        yield batches()
+        envs.close()
+
+    @classmethod
+    def prepare(cls, folder: str) -> None:
+        """Whatever must be there before the envs are made."""
+
+    @classmethod
+    def refuses(cls, cell: Cell) -> str | None:
+        return GymnasiumAsync.refuses(cell)
+
+
+class TianshouRay(TianshouSubproc):
+    """tianshou's ``RayVectorEnv``: an actor per env."""
+
+    name = "tianshou-ray"
+    class_name = "RayVectorEnv"
+
+    @classmethod
+    def missing(cls) -> str | None:
+        return super().missing() or TorchRLRay.missing()
+
+    @classmethod
+    def prepare(cls, folder: str) -> None:
+        importlib.import_module("ray").init(
+            include_dashboard=False,
+            object_store_memory=_GIB,
+            _temp_dir=folder,
+            log_to_driver=False,
+        )
+
+
 def _free_port() -> str:
     """TorchRL's collectors want a port of their own; nobody else takes this one so soon."""
     with socket.socket() as probe:
@@ -351,5 +421,7 @@ PEERS: dict[str, type[Peer]] = {
         TorchRLMultiSync,
         TorchRLRay,
         GymnasiumAsync,
+        TianshouSubproc,
+        TianshouRay,
     )
 }

@@ -18,6 +18,8 @@ OTHERS = (
     "torchrl-multisync",
     "torchrl-ray",
     "gymnasium-async",
+    "tianshou-subproc",
+    "tianshou-ray",
 )
 
 

@@ -617,7 +617,7 @@ def versions(names: Iterator[str] | list[str]) -> dict[str, str]:
     import platform
 
     wanted = ["torchrl-dist", "torch", "torchrl", "tensordict", "numpy"]
-    packages = {"cpprb": "cpprb", "ray": "ray", "reverb": "dm-reverb"}
+    packages = {"cpprb": "cpprb", "ray": "ray", "reverb": "dm-reverb", "tianshou": "tianshou"}
     wanted += [package for name, package in packages.items() if name in set(names)]
     found = {"python": platform.python_version()}
     for package in wanted:
