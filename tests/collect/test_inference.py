@@ -25,6 +25,7 @@ from tests.collect.envs import Counter, mlp
 from torchrl_dist.collect import Preempt, RPCBatchedCollector
 from torchrl_dist.collect.groups import Inference
 from torchrl_dist.collect.inference import RPCInferenceTransport
+from torchrl_dist.collect.one_thread import use_one_thread_if_small
 from torchrl_dist.collect.relay import Array, NodeLearner, Relay, Window
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
 from torchrl_dist.runtime import ForkServer, local_cluster
@@ -261,6 +262,53 @@ def test_a_node_worker_tells_its_processes_why_there_are_no_actions() -> None:
     with pytest.raises(DeadlineError, match="no actions"):
         process.submit("submit", {"observation": torch.zeros(1, 2)}).result(0.01)
     relay.close()
+
+
+@pytest.mark.parametrize(("width", "threads"), [(8, 1), (1024, 3)])
+def test_small_policies_run_in_one_thread_and_nobody_else_notices(width: int, threads: int) -> None:
+    seen = []
+    policy = torch.nn.Linear(width, width)
+    before = torch.get_num_threads()
+
+    def count() -> int:
+        seen.append(torch.get_num_threads())
+        return seen[-1]
+
+    def run_policy() -> None:
+        for _ in range(2):
+            use_one_thread_if_small(policy)
+            count()
+
+    torch.set_num_threads(3)
+    try:
+        for target in (run_policy, count):
+            thread = threading.Thread(target=target)
+            thread.start()
+            thread.join()
+        assert seen == [threads, threads, 3] and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_learners_policy_leaves_the_cores_to_the_envs(fork_server: ForkServer) -> None:
+    class Watched(torch.nn.Linear):
+        def forward(self, observation: Any) -> Any:
+            threads.append(torch.get_num_threads())
+            return super().forward(observation)
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            return self
+
+    threads: list[int] = []
+    with (
+        local_cluster({"learner": 1, "collector": 1}, fork_server=fork_server) as session,
+        RPCBatchedCollector(
+            Counter, QValueActor(Watched(2, 3), in_keys=["observation"], spec=OneHot(3)),
+            session=session, frames_per_batch=8, num_envs=2, inference="learner",
+        ) as collector,
+    ):  # fmt: skip
+        collector.next()
+    assert threads and set(threads) == {1}
 
 
 def test_who_waits_for_a_slow_policy_does_not_hang(fork_server: ForkServer) -> None:

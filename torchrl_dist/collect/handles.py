@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from torchrl_dist.collect.node import make_worker
+from torchrl_dist.collect.one_thread import use_one_thread_if_small
 from torchrl_dist.collect.worker import WorkerConfig
 from torchrl_dist.errors import RemoteError
 from torchrl_dist.runtime.pool import DaemonPool
@@ -33,6 +34,7 @@ class LocalHandle:
 
     def __init__(self, config: WorkerConfig) -> None:
         self._worker = make_worker(config)
+        self._policy = config.policy
         self._pool = DaemonPool(_REQUESTS, "torchrl_dist-rollout")
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
@@ -58,6 +60,8 @@ class LocalHandle:
         future.set_running_or_notify_cancel()
 
         def run() -> None:
+            if method == "collect":
+                use_one_thread_if_small(self._policy)
             try:
                 result = self.call(method, *args, **kwargs)
             except BaseException as error:

@@ -20,6 +20,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules.inference_server import InferenceServer, InferenceTransport
 
 from torchrl_dist.collect.fast_policy import FastPolicy, fast_policy
+from torchrl_dist.collect.one_thread import use_one_thread_if_small
 from torchrl_dist.collect.rollout import Values, nested
 from torchrl_dist.collect.spaces import plain_key
 from torchrl_dist.errors import ConfigurationError, PeerLostError
@@ -121,6 +122,7 @@ class LearnerInference:
         self.handle: Remote = session.remote(session.me, lambda: self._transport)
 
     def _run(self, requests: _Requests) -> _Answers:
+        use_one_thread_if_small(self._policy)
         values = requests.joined()
         with self._lock, torch.no_grad(), set_exploration_type(self._exploration_type):
             if isinstance(self._fast, FastPolicy) and self._fast.plain:

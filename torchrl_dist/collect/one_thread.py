@@ -1,0 +1,31 @@
+"""Keeps torch from dividing small matrices among threads that spin while they wait for more."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import nn
+
+_SMALL = 1_000_000  # parameters; some milliseconds for a batch of 256
+_here = threading.local()
+
+
+def use_one_thread_if_small(policy: Any) -> None:
+    """Let the calling thread run such a policy alone, from now on. Others keep their number.
+
+    With two threads on two cores, a batch of 64 through layers of 64 took 317 us instead of 83 us
+    (torch 2.13), and each waiting thread keeps a core busy that env processes need.
+    """
+    if getattr(_here, "decided", False):
+        return
+    _here.decided = True
+    if isinstance(policy, nn.Module) and sum(p.numel() for p in policy.parameters()) > _SMALL:
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    # That was for this thread and, as the default, for all that start later: not for those.
+    restore = threading.Thread(target=torch.set_num_threads, args=(threads,))
+    restore.start()
+    restore.join()
