@@ -237,6 +237,33 @@ def test_a_process_begins_the_next_rollout_while_another_is_at_the_last(
         request += 1
 
 
+def test_when_all_processes_end_the_rollouts_under_way_are_made_by_their_successors(
+    build: Any, tmp_path: Any
+) -> None:
+    class FourNumbers(Held):
+        observation_space = gymnasium.spaces.Box(-1e9, 1e9, (4,), "float32")
+        action_space = gymnasium.spaces.Discrete(2)
+
+        def _observe(self) -> Any:
+            return super()._observe().repeat(2)
+
+    policy = cartpole_policy()
+    worker = build(lambda: FourNumbers(tmp_path), policy=policy, env_processes=1, num_envs=1,
+                   frames_per_rollout=10)  # fmt: skip
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(worker.collect, weights=pack(policy, n + 1), request=n) for n in (0, 1)]
+        deadline = time.monotonic() + 20
+        while len(worker._under_way) < 2 or worker._words[FIRST_PROGRESS] < 5:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.kill(worker._children.states[0].pid, signal.SIGKILL)
+        results = [each.result(30) for each in both]
+    assert [stats.frames for _, stats in results] == [10, 10]
+    assert [len(stats.replaced) for _, stats in results] == [1, 0]
+    ids = torch.cat([rows["collector", "traj_ids"].reshape(-1) for rows, _ in results])
+    assert len(ids.unique()) == 1  # one episode: nobody else's rows, and none missing
+
+
 def test_who_dies_three_times_in_a_row_is_an_error(build: Any) -> None:
     class Mortal(Counter):
         def step(self, action: Any) -> Any:

@@ -91,7 +91,7 @@ class _Piece:
     stats: RolloutStats
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Order:
     """What ``collect`` was asked for."""
 
@@ -101,7 +101,7 @@ class _Order:
     request: int | None
 
 
-@dataclass
+@dataclass(eq=False)
 class _UnderWay:
     """A rollout that processes work at, or have done. ``pending``: those who work at it;
     ``block``: where its rows lie."""
