@@ -46,6 +46,7 @@ from torchrl_dist import (
     replay_buffer,
 )
 from torchrl_dist.replay import rows
+from torchrl_dist.replay.directory import Word
 from torchrl_dist.replay.dump import MANIFEST, read_dump
 from torchrl_dist.replay.inspection import inspect
 from torchrl_dist.runtime.forkserver import ForkServer
@@ -112,10 +113,15 @@ def learn(folder: Path, log: Log, number: int, place: int) -> None:
 
 def save(folder: Path, log: Log, number: int, place: int) -> None:
     rb = attach(folder, CAPACITY)
+    words = rb.storage.directory.words
     target = folder.with_name(f"{folder.name}-saved-{number}")
     while True:
+        tickets, published = words[Word.CURSOR], words[Word.LENGTH]
         rb.storage.dumps(target)
-        log.rows_saved[number] += check_saved(target)
+        overwritten = words[Word.CURSOR] - tickets  # all, if this process was paused meanwhile
+        saved = check_saved(target)
+        assert saved >= published - overwritten
+        log.rows_saved[number] += saved
         log.progress[place] += 1
         time.sleep(0.02)
 
@@ -132,7 +138,7 @@ def check_saved(target: Path) -> int:
         assert torn_rows(data) == 0
         assert (saved.leaf > 0).all() and (saved.versions % 2 == 0).all()
         keys += data["key"].tolist()
-    assert keys and len(set(keys)) == len(keys)
+    assert len(set(keys)) == len(keys)
     return len(keys)
 
 
