@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,6 +42,7 @@ from torchrl_dist.replay import (
     SharedReplayBuffer,
 )
 from torchrl_dist.replay.limiter import Counts
+from torchrl_dist.replay.placement import largest_reservation
 
 pytestmark = pytest.mark.timeout(300)
 BETA, EPS = 0.5, 1e-8
@@ -85,6 +87,24 @@ class Actor:
 
     def write_at(self, slots: list[int], ids: list[int]) -> None:
         self.rb[torch.tensor(slots)] = _rows(ids, None)
+
+    def begin_write(self, count: int) -> None:
+        """Reserve slots. In another thread: one that begins a write again has given up the last."""
+
+        def reserve() -> None:
+            self.reservation = self.rb.storage._cursor.reserve(count)
+
+        thread = threading.Thread(target=reserve)
+        thread.start()
+        thread.join()
+
+    def end_write(self, ids: list[int] | None) -> None:
+        storage = self.rb.storage
+        if ids is None:
+            storage._cursor.abandon(self.reservation)
+        else:
+            source = storage._checked(_rows(ids, None))
+            storage._fill(self.reservation, source, 0, None)
 
     def can_sample(self, batch_size: int) -> bool:
         return self.rb.can_sample(batch_size)
@@ -225,6 +245,7 @@ class Model:
     samples: int = 0
     largest: float | None = None
     stale: int = 0
+    reserved: list[int] | None = None
 
     def leaf_of(self, priority: float) -> float:
         return max((priority + EPS) ** self.alpha, SMALLEST)
@@ -268,6 +289,17 @@ class Model:
         self.saw(priority[skipped:] if priority else [])
         return index
 
+    def begin_write(self, count: int) -> None:
+        self.reserved = [(self.cursor + at) % self.capacity for at in range(count)]
+        self.cursor += count
+        for slot in self.reserved:
+            self.rows.pop(slot, None)
+
+    def end_write(self, ids: list[int] | None) -> None:
+        for slot, key in zip(self.reserved or (), ids or (), strict=False):
+            self.write(slot, key, None)
+        self.reserved = None
+
     def saw(self, priorities: list[float]) -> None:
         for value in priorities:
             self.largest = value if self.largest is None else max(self.largest, value)
@@ -287,6 +319,7 @@ class Model:
 
     def empty(self) -> None:
         self.rows.clear()
+        self.reserved = self.reserved and []  # what is being written is dropped, too
         self.cursor += -self.cursor % self.capacity
         self.base = self.cursor
         self.write_count = self.inserts = self.samples = 0
@@ -324,6 +357,10 @@ LIMITERS = [
     RateLimiter(4, samples_per_insert=0.5, error_buffer=2.0, max_times_sampled=2),
     RateLimiter(2, max_times_sampled=1),
 ]
+
+
+def nothing_is_being_written(machine: Machine) -> bool:
+    return machine.model.reserved is None
 
 
 class Machine(RuleBasedStateMachine):
@@ -374,6 +411,7 @@ class Machine(RuleBasedStateMachine):
     def new_keys(self, count: int) -> list[int]:
         return list(itertools.islice(self.keys, count))
 
+    @precondition(nothing_is_being_written)
     @rule(
         which=st.booleans(),
         count=st.one_of(st.integers(1, 9), st.integers(10, 150)),
@@ -390,6 +428,7 @@ class Machine(RuleBasedStateMachine):
         assert written == self.model.extend(ids, priority if self.has_priorities(which) else None)
         self.remember_handles()
 
+    @precondition(nothing_is_being_written)
     @rule(which=st.booleans(), priority=priorities)
     def add(self, which: bool, priority: float) -> None:
         (key,) = self.new_keys(1)
@@ -402,7 +441,23 @@ class Machine(RuleBasedStateMachine):
             [key], [priority] if self.has_priorities(which) else None
         )
 
-    @precondition(lambda self: self.model.rows)
+    @precondition(nothing_is_being_written)
+    @rule(share=st.sampled_from([0.1, 0.5]))
+    def begin_write(self, share: float) -> None:
+        """What others see of rows that are not published yet."""
+        count = math.ceil(largest_reservation(self.model.capacity) * share)
+        self.in_hand = count
+        self.actors[0].begin_write(count)
+        self.model.begin_write(count)
+
+    @precondition(lambda self: self.model.reserved is not None)
+    @rule(publish=st.booleans())
+    def end_write(self, publish: bool) -> None:
+        ids = self.new_keys(self.in_hand) if publish else None
+        self.actors[0].end_write(ids)
+        self.model.end_write(ids)
+
+    @precondition(lambda self: self.model.rows and nothing_is_being_written(self))
     @rule(which=st.booleans(), data=st.data())
     def write_in_place(self, which: bool, data: st.DataObject) -> None:
         slots = data.draw(st.lists(st.sampled_from(sorted(self.model.rows)), min_size=1))
@@ -411,8 +466,14 @@ class Machine(RuleBasedStateMachine):
         for slot, key in sorted(dict(zip(slots, ids, strict=True)).items()):
             self.model.write(slot, key, None)
 
-    @rule(which=st.booleans(), share=st.sampled_from([1.0, 0.5]))
-    def sample(self, which: bool, share: float) -> None:
+    @precondition(lambda self: self.model.rows or nothing_is_being_written(self))
+    @rule(
+        which=st.booleans(),
+        share=st.sampled_from([1.0, 0.5]),
+        value=st.none() | priorities,
+    )
+    def sample(self, which: bool, share: float, value: float | None) -> None:
+        """And then, as a learner does, give these rows a priority."""
         actor, count = self.one(which), math.ceil(self.case.batch_size * share)
         allowed = self.model.may_sample(count)
         assert actor.can_sample(count) == allowed
@@ -435,6 +496,10 @@ class Machine(RuleBasedStateMachine):
                 weight = (before[slot].leaf / least) ** -BETA
                 assert found["weight"][at] == pytest.approx(weight, rel=1e-4, abs=1e-30)
         self.handles += zip(found["index"], found["index_generation"], strict=True)
+        if value is not None:
+            update = found["index"], found["index_generation"], [value] * count
+            self.actors[0].update(*update)
+            self.model.update(*update)
 
     def remember_handles(self) -> None:
         model = self.model
@@ -465,18 +530,30 @@ class Machine(RuleBasedStateMachine):
         self.one(which).save(str(self.disk / "dump"))
         self.dumped = copy.deepcopy(self.model)
 
-    @precondition(lambda self: self.dumped is not None)
+    @precondition(lambda self: self.dumped is not None and nothing_is_being_written(self))
     @rule(which=st.booleans())
     def load(self, which: bool) -> None:
         self.one(which).load(str(self.disk / "dump"))
         self.model.restore(self.dumped)
+
+    @precondition(lambda self: self.dumped is not None and nothing_is_being_written(self))
+    @rule()
+    def load_into_a_new_buffer(self) -> None:
+        while self.attached:
+            self.attached.pop().close()
+        shutil.rmtree(self.folder)
+        self.remembered.clear()  # opening an actor forgets what it remembers
+        self.model = Model(self.case.capacity, self.model.alpha, self.case.limiter)
+        self.attach(0)
+        self.attach(1)
+        self.load(False)
 
     @rule(number=st.integers(0, 1))
     def take_state(self, number: int) -> None:
         self.actors[0].remember(number)
         self.remembered[number] = copy.deepcopy(self.model)
 
-    @precondition(lambda self: self.remembered)
+    @precondition(lambda self: self.remembered and nothing_is_being_written(self))
     @rule(data=st.data())
     def give_state_back(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(sorted(self.remembered)))
@@ -532,7 +609,7 @@ def _run(who: tuple[Any, Any]) -> None:
     run_state_machine_as_test(
         Here,
         settings=settings(
-            max_examples=int(os.environ.get("FUZZ_EXAMPLES", "25")),
+            max_examples=int(os.environ.get("FUZZ_EXAMPLES", "40")),
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=list(HealthCheck),
