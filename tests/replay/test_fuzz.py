@@ -609,7 +609,7 @@ def _run(who: tuple[Any, Any]) -> None:
     run_state_machine_as_test(
         Here,
         settings=settings(
-            max_examples=int(os.environ.get("FUZZ_EXAMPLES", "40")),
+            max_examples=int(os.environ.get("FUZZ_EXAMPLES", "30")),
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=list(HealthCheck),

@@ -51,7 +51,7 @@ from torchrl_dist.replay.dump import MANIFEST, read_dump
 from torchrl_dist.replay.inspection import inspect
 from torchrl_dist.runtime.forkserver import ForkServer
 
-SECONDS = float(os.environ.get("TORCHRL_DIST_SOAK_S", 200 if LONG else 6))
+SECONDS = float(os.environ.get("TORCHRL_DIST_SOAK_S", 200 if LONG else 5))
 CAPACITY = 2048
 WIDTH = 256
 LIVES = 2

@@ -1,0 +1,192 @@
+"""How soon does a sample that waits for the rate limiter return once the rows are there?
+
+    torchrl-dist bench limiter --json limiter.jsonl
+
+A process samples 64 rows at a time, and the limiter lets it have them only after as many new ones
+were written. Another process extends the buffer by 64 rows while it waits; a figure is the time
+from the call of ``extend`` to the return of ``sample``, with drawing and copying the rows.
+
+- ``futex``: a bare wake-up of one process by another, as the limiter of one node uses it.
+- ``one node``: both processes use the directory that one of them keeps.
+- ``by RPC``, ``by RPC, 3 shards``: the rows lie at other processes, which are asked again and
+  again, with pauses that grow to 50 ms.
+
+``CPU`` is what the waiting process used while it waited for one second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import mmap
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchrl_dist.bench.command import above_zero, check_folders, folder_in, until_stopped
+from torchrl_dist.bench.workloads import make_rows
+from torchrl_dist.errors import ConfigurationError
+
+CASES = {"futex": 0, "one node": 0, "by RPC": 1, "by RPC, 3 shards": 3}
+"""How many processes keep the rows."""
+_BATCH = 64
+_PAUSE_S = 0.12  # until the other one surely waits, also with the longest pause between two looks
+_READY_S, _IDLE_S = 1.0, 1.0
+_MEMORY = Path("/dev/shm")
+
+Wakes = list[tuple[int, float]]
+"""When a wait ended, in ``time.monotonic_ns``, and seconds of CPU since the one before."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and its options."""
+    parser.description = __doc__
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--wakes", type=above_zero(int), default=60, help="measured per case (default: 60)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append a line per result")
+    parser.set_defaults(command=run)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse ``argv`` and :func:`run`."""
+    parser = argparse.ArgumentParser(prog="torchrl-dist bench limiter")
+    add_options(parser)
+    return run(parser.parse_args(argv))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print a table. Blocks for a minute.
+
+    Returns:
+        0, or 130 or 143 if a signal ended it.
+
+    Raises:
+        ConfigurationError: a folder is missing.
+    """
+    check_folders(options.json)
+    if not _MEMORY.is_dir():
+        raise ConfigurationError(f"there is no {_MEMORY} to keep the rows in")
+    return until_stopped(lambda: _measure_all(options))
+
+
+def _measure_all(options: argparse.Namespace) -> int:
+    from torchrl_dist.bench.replay_peers import versions
+    from torchrl_dist.bench.table import append_json
+    from torchrl_dist.runtime import local_cluster
+
+    lines = []
+    with folder_in(_MEMORY) as folder, local_cluster({"writer": 1, "reader": 1, "owner": 3}) as job:
+        for number, case in enumerate(CASES):
+            lines.append(_measure(job, case, f"case-{number}", folder, options.wakes))
+    _print(lines)
+    if options.json is not None:
+        append_json(options.json, lines, {"cpus": os.cpu_count(), "versions": versions([])})
+    return 0
+
+
+def _measure(job: Any, case: str, name: str, folder: Path, wakes: int) -> dict[str, Any]:
+    (reader,) = job.of_role("reader")
+    limit_s = (wakes + 2) * 2 * _PAUSE_S + 60
+    if case == "futex":
+        path = str(folder / name)
+        Path(path).write_bytes(bytes(mmap.PAGESIZE))
+        calls = job.submit(reader, wait_at_bell, path, wakes + 2, timeout_s=limit_s)
+        wake = _open_bell(path).ring
+    else:
+        buffer = _buffer(job, CASES[case], name, folder)
+        rows = make_rows("S", _BATCH)
+        wake = functools.partial(buffer.extend, rows)
+        wake()  # the first two make one sample possible
+        calls = job.submit(reader, wait_for_rows, buffer, wakes + 2, timeout_s=limit_s)
+    begun = _wake_often(wake, wakes)
+    found = calls.result(limit_s)
+    delays = [1e-3 * (ended - at) for (ended, _), at in zip(found, begun, strict=True)]
+    ordered = sorted(delays[1:-1])  # without the first, which finds everything cold
+    return {
+        "bench": "limiter",
+        "case": case,
+        "wakes": wakes,
+        "p50_us": statistics.median(ordered),
+        "p99_us": ordered[min(wakes - 1, int(0.99 * wakes))],
+        "cpu_ms_per_s": 1e3 * found[-1][1] / _IDLE_S,
+    }
+
+
+def _wake_often(wake: Callable[[], Any], wakes: int) -> list[int]:
+    """When each began, in ``time.monotonic_ns``. The first leaves the reader time to get ready, the
+    last comes after a longer pause."""
+    begun = []
+    for pause_s in [_READY_S, *[_PAUSE_S] * wakes, _IDLE_S]:
+        time.sleep(pause_s)
+        begun.append(time.monotonic_ns())
+        wake()
+    return begun
+
+
+def _buffer(job: Any, shards: int, name: str, folder: Path) -> Any:
+    from torchrl_dist.replay import RateLimiter, replay_buffer
+
+    return replay_buffer(
+        job,
+        name,
+        capacity=4096,
+        batch_size=_BATCH,
+        hosts=job.of_role("owner")[:shards] or job.of_role("writer"),
+        shortcut=not shards,
+        prefetch=0,
+        scratch_dir=folder,
+        limiter=RateLimiter(_BATCH, samples_per_insert=1.0, error_buffer=_BATCH / 2),
+    )
+
+
+def wait_for_rows(buffer: Any, times: int) -> Wakes:
+    """Runs in the reader: sample as often as that."""
+    return _note_wakes(buffer.sample, times)
+
+
+def wait_at_bell(path: str, times: int) -> Wakes:
+    """Runs in the reader: wait at the futex as often as that."""
+    bell = _open_bell(path)
+    return _note_wakes(lambda: bell.wait(bell.arm(), 60.0), times)
+
+
+def _note_wakes(wait: Callable[[], Any], times: int) -> Wakes:
+    found = []
+    for _ in range(times):
+        cpu = time.process_time()
+        wait()
+        found.append((time.monotonic_ns(), time.process_time() - cpu))
+    return found
+
+
+def _open_bell(path: str) -> Any:
+    import numpy as np
+
+    from torchrl_dist.replay.bell import Bell
+
+    with open(path, "r+b") as file:
+        memory = mmap.mmap(file.fileno(), mmap.PAGESIZE)
+    return Bell(memoryview(memory).cast("q"), 0, 1, np.frombuffer(memory, np.uint8).ctypes.data)
+
+
+def _print(lines: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="from the insert to the return of the sample that waits for it")
+    table.add_column("case")
+    for column in ("p50, us", "p99, us", "CPU, ms per s of waiting"):
+        table.add_column(column, justify="right")
+    for line in lines:
+        figures = (line["p50_us"], line["p99_us"], line["cpu_ms_per_s"])
+        table.add_row(line["case"], *(f"{figure:,.1f}" for figure in figures))
+    Console(width=100).print(table)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
