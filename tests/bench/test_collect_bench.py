@@ -6,10 +6,12 @@ import argparse
 import json
 from pathlib import Path
 
+import cloudpickle
 import numpy as np
 import pytest
 
 from torchrl_dist.bench import collect, collect_learner
+from torchrl_dist.bench.collect_cells import single_env, steps_so_far
 from torchrl_dist.bench.collect_learner import draw_durations
 from torchrl_dist.bench.collect_peers import PEERS
 from torchrl_dist.bench.collect_plan import FLOOR, OTHERS, OURS, Cell, Result
@@ -95,6 +97,13 @@ def test_what_cannot_be_measured_is_named_with_the_reason(
     assert "2048 processes" in capsys.readouterr().err
     with pytest.raises(ConfigurationError, match="--step-s"):
         collect.plan(parse("--env", "cartpole", "--step-s", "1"), ["ours"])
+
+
+def test_an_env_that_is_sent_elsewhere_counts_its_steps_there(tmp_path: Path) -> None:
+    env = cloudpickle.loads(cloudpickle.dumps(single_env("sleep", 1e-4, str(tmp_path))))
+    for _ in range(3):
+        env.step(0)
+    assert steps_so_far(str(tmp_path)) == 3
 
 
 def test_the_command_knows_every_peer() -> None:

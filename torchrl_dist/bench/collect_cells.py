@@ -34,6 +34,10 @@ class _Tally:
         path = Path(folder, f"steps-{os.getpid()}-{threading.get_ident()}")
         path.write_bytes(bytes(8))
         self._count = np.memmap(path, np.int64, "r+")
+        self._folder = folder
+
+    def __reduce__(self) -> Any:  # tianshou makes an env here and sends it to an actor
+        return tally, (self._folder,)
 
     def add(self, n: int) -> None:
         self._count[0] += n
