@@ -536,6 +536,7 @@ def test_a_sample_waits_while_all_rows_are_being_written(make_buffer, kind) -> N
         assert len(rb) == 0
         with pytest.raises(DeadlineError, match=f"being written, by processes .{os.getpid()}"):
             rb.sample()
+        rb.storage.directory.timeout_s = 30
         threading.Timer(0.1, go_on.set).start()
         assert rb.sample()["id"].max() < 8
         first.result(30)

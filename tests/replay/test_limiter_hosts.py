@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from torchrl.data import TensorDictReplayBuffer
 
 from tests.replay.conftest import folder, make_rows  # noqa: F401
@@ -91,6 +92,25 @@ def test_a_write_waits_until_enough_was_sampled(make: Make, shards: int) -> None
     buffer.sample()
     waiting.result()
     assert buffer.storage.limiter_counts == (40, 32, 40)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_at_no_instant_a_sample_counts_twice(
+    make: Make, shards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = make(shards, limiter=RateLimiter(8, samples_per_insert=2.0, error_buffer=16))
+    buffer.extend(make_rows(range(32)))
+    client = buffer.storage.client
+    count_samples, looks = client.count_samples, []
+
+    def count_and_look(index: torch.Tensor) -> None:
+        count_samples(index)
+        looks.append(InThread(client.gate.counts))
+        looks[-1].thread.join(0.2)
+
+    monkeypatch.setattr(client, "count_samples", count_and_look)
+    buffer.sample()
+    assert [look.result().samples for look in looks] == [16]
 
 
 @pytest.mark.parametrize("shards", [1, 2])

@@ -212,11 +212,12 @@ class ReplayClient:
         return len(self.links) == 1 or self.links[shard].problem is None
 
     def count_samples(self, index: torch.Tensor) -> None:
-        """Queue, for the rate limiter, that rows were returned by a sample."""
+        """Queue, for the rate limiter, that rows were returned by a sample. Does not block."""
         shards = index.numpy() // self.shard_capacity
         for shard, count in enumerate(np.bincount(shards).tolist()):
             if count and self.answers_now(shard):
-                self.links[shard].put(CountSamples(count), size=_FEW_BYTES, urgent=False)
+                with contextlib.suppress(PeerLostError):  # it counts no more
+                    self.links[shard].put(CountSamples(count), urgent=False)
 
     def return_draws(
         self, shard: int, slot: torch.Tensor, generation: torch.Tensor, leaf: torch.Tensor

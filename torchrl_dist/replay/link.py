@@ -295,7 +295,7 @@ class RemoteLink:
         """Queue an operation. Blocks only while the queue is full.
 
         Args:
-            size: its bytes.
+            size: its bytes; with 0 it never waits.
             urgent: whether it goes out at once, or may wait 20 ms for a draw to travel with.
             written: called in another thread when a ``Write`` was applied.
 
@@ -315,7 +315,7 @@ class RemoteLink:
 
     def _wait_for_room(self, size: int) -> None:
         deadline = time.monotonic() + self._timeout_s
-        while self._bytes and self._bytes + size > self._max_queued_bytes:
+        while size and self._bytes and self._bytes + size > self._max_queued_bytes:
             self._require_host()
             left = deadline - time.monotonic()
             if left <= 0:

@@ -52,12 +52,13 @@ class TotalsGate:
         self.limiter = limiter
         self._client = client
         self._admitted = 0  # rows of samples that are not counted at their shards yet
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def counts(self) -> Counts | None:
         """As far as this process knows; None before all shards have answered once."""
-        counts = self._client.counts()
-        return counts and counts._replace(samples=counts.samples + self._admitted)
+        with self._lock:
+            counts = self._client.counts()
+            return counts and counts._replace(samples=counts.samples + self._admitted)
 
     def can_sample(self, count: int, source: BatchSource) -> bool:
         """Whether a sample of that many rows would begin at once. Blocks for one call."""
@@ -85,15 +86,17 @@ class TotalsGate:
 
         while True:
             self._wait(admit, deadline, storage)
+            batch = None
             try:
                 batch = source.next(count)
-                self._client.count_samples(batch.index)
                 return batch
             except NoRowsError as error:  # others drew since the shards replied, or emptied them
                 no_rows = error
             finally:
-                with self._lock:
+                with self._lock:  # in one step, or others would see these rows twice
                     self._admitted -= count
+                    if batch is not None:
+                        self._client.count_samples(batch.index)
             with _torchrl.locks_given_back(storage):
                 if not self.can_sample(count, source):
                     continue
