@@ -421,7 +421,7 @@ def test_masses_off_by_10_times_leave_the_law_of_the_replies(
         law = np.ones(rows)
         if uniform:  # the second shard has 4 rows, then 40
             if heavy:
-                other.storage.client.links[1].put(Empty(True))
+                other.storage.client.links[1].put(Empty(True, era=1))
             present = range(4 if heavy else 40)
             data = make_rows(range(40, 40 + len(present)))
             other.storage.client.call(1, "write_at", torch.arange(len(present)), data)
@@ -464,6 +464,37 @@ def test_new_rows_get_the_largest_priority_of_any_shard(make) -> None:
     buffer.flush()
     assert (index >= 64).all()  # the other shard
     assert (buffer.sample()["priority_weight"] == 1).all()
+
+
+@pytest.mark.parametrize("how", ["restored", "emptied"])
+def test_nobody_brings_back_the_largest_priority_of_rows_that_were_dropped(
+    make, how: str, tmp_path: Path
+) -> None:
+    buffer, other = (make(2, write_to="all", prefetch=0) for _ in range(2))
+    for first in (0, 4):  # to both shards
+        index = buffer.extend(make_rows(range(first, first + 4)))
+        buffer.update_priority(index, torch.full((4,), 2.0))
+    buffer.dumps(tmp_path)
+    for user in (buffer, other):
+        user.update_priority(user.sample()["index"], torch.full((16,), 50.0))
+        user.flush()
+    assert other.sampler.default_priority == 50.0
+    if how == "restored":
+        buffer.loads(tmp_path)
+    else:
+        buffer.empty()
+    for user in (other, buffer, other, buffer):
+        user.extend(make_rows(range(10, 14)))
+        user.flush()
+        user.sample()
+    expected = 2.0 if how == "restored" else 1.0
+    assert buffer.sampler.default_priority == other.sampler.default_priority == expected
+    other.update_priority(other.sample()["index"], torch.full((16,), 3.0))
+    other.flush()
+    buffer.sample()  # learns it, and takes it everywhere
+    buffer.flush()
+    buffer.sample()
+    assert [state.max_priority for state in other.storage.client.states()] == [3.0, 3.0]
 
 
 def test_rows_go_to_the_shard_of_the_writers_node(cluster, folder, monkeypatch) -> None:  # noqa: F811

@@ -247,7 +247,7 @@ def test_a_shard_that_was_silent_gets_alpha_priorities_and_empty_before_it_draws
     client.links[0].ask(0, None)
     hosts[0].fall_silent()
     with pytest.warns(UserWarning, match="left out"):
-        client.apply_everywhere(Empty(True))
+        client.apply_everywhere(Empty(True, era=1))
     hosts[0].release()
     assert [answer.state.length for answer in client.answers(client.ask([0, 0], None))] == [0, 0]
 

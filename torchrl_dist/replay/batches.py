@@ -192,7 +192,7 @@ class BatchSource:
         """As many whole batches as there are rows for; the other rows are given back."""
         answers = self._client.answers(round_.futures)
         present = [answer for answer in answers if answer is not None]
-        self._client.note_states([answer.state for answer in present])
+        self._client.note_states([answer and answer.state for answer in answers])
         if round_.request is None:
             answer = present[0]
             if answer.rows is None:

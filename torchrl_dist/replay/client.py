@@ -81,8 +81,8 @@ class ReplayClient:
             link.limited = limiter is not None
         self.shard_capacity = shard_capacity
         self.timeout_s = timeout_s
-        self.max_priority = math.nan
-        """Of several shards, the largest priority that this client knows of."""
+        self._largest: dict[int, float] = {}
+        """Of several shards, the largest priority that this client knows of, by era."""
         self.recent = RecentGenerations()
         self._own_shard = own_shard
         self._turn = itertools.count(first_shard)
@@ -226,7 +226,8 @@ class ReplayClient:
         if self.counts_draws and slot.numel() and self.answers_now(shard):
             drawn = ReturnDraws(slot.numpy(), generation.numpy(), leaf.numpy())
             with contextlib.suppress(PeerLostError, DeadlineError):  # then there is no such row
-                self._put(shard, drawn, drawn.leaf)
+                size = _FEW_BYTES + 3 * drawn.leaf.nbytes
+                self.links[shard].put(drawn, size=size, urgent=False)
 
     def counts(self) -> Counts | None:
         """Sums over the shards, as far as this process knows, for the rate limiter; None before
@@ -338,7 +339,7 @@ class ReplayClient:
             forget()
             raise
         if priority is not None:
-            self._note_max_priority(priority)
+            self._note_max_priority(priority, self.links[shard].era)
         return handed
 
     def _shard_to_write(self) -> int:
@@ -363,7 +364,6 @@ class ReplayClient:
         Without ``generation`` the rows are matched with this process's recent draws and writes.
         """
         self.check()
-        self._note_max_priority(priority)
         if generation is None:
             generation = self.recent.recall(index)
         if generation is None:
@@ -393,27 +393,33 @@ class ReplayClient:
             return next((each for each in self._pending if each.index is index), None)
 
     def _put(self, shard: int, operation: Operation, priority: np.ndarray | None) -> None:
+        if priority is not None:
+            self._note_max_priority(priority, self.links[shard].era)
         size = _FEW_BYTES + (0 if priority is None else 3 * priority.nbytes)
         self.links[shard].put(operation, size=size, urgent=False)
 
-    def _note_max_priority(self, seen: float | np.ndarray) -> None:
-        """What new rows get in every shard; a single host knows it by itself."""
-        if len(self.links) > 1:
-            known = self.max_priority
-            self.max_priority = largest_priority(known, seen)
-            if self.max_priority != known:
-                for link in self.links:
-                    link.max_priority = self.max_priority
+    def _note_max_priority(self, seen: float | np.ndarray, era: int) -> None:
+        """What new rows get in every shard of that era; a single host knows it by itself."""
+        if len(self.links) == 1 or era < 0:
+            return
+        known = self._largest.get(era, math.nan)
+        largest = largest_priority(known, seen)
+        if largest != known:
+            self._largest[era] = largest
+            for link in self.links:
+                if link.era == era:
+                    link.max_priority = largest
 
-    def forget_max_priority(self) -> None:
-        """Other rows are to be restored: new ones get the largest priority of these."""
-        self.max_priority = math.nan
-        for link in self.links:
-            link.max_priority = math.nan
-
-    def note_states(self, states: Sequence[HostState]) -> None:
-        """Take over what draws have told about the shards."""
-        self._note_max_priority(np.array([state.max_priority for state in states]))
+    def note_states(self, states: Sequence[HostState | None]) -> None:
+        """Take over what draws have told about the shards, None for one that did not answer."""
+        for link, state in zip(self.links, states, strict=True):
+            if state is not None:
+                if link.era != state.era:
+                    link.max_priority = self._largest.get(state.era, math.nan)
+                    link.era = state.era
+                self._note_max_priority(state.max_priority, state.era)
+        eras = {link.era for link in self.links}
+        self._largest = {era: each for era, each in self._largest.items() if era in eras}
 
 
 def close_links(links: Sequence[Link], timeout_s: float) -> None:

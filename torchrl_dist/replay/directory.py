@@ -122,6 +122,7 @@ class Word(enum.IntEnum):
     BELL_WAITED = 48
     BELL_RUNG = 49
     LIMITER_WAITS = 50  # a counter
+    ERA = 51  # of a shard, see ``host.HostState``
 
 
 FLOAT_WORDS = frozenset({Word.ALPHA, Word.EPS, Word.MAX_PRIORITY})

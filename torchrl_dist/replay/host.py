@@ -17,7 +17,7 @@ import math
 import threading
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,6 +106,7 @@ class Empty:
     """Drop all rows, for everybody."""
 
     reset_write_count: bool
+    era: int
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,7 @@ class Request:
         prioritized: whether rows are drawn by priority or uniformly.
         max_priority: the largest priority that the client knows of, NaN for none: in a sharded
             buffer the other shards' rows count, too.
+        era: of that priority; in another one the host leaves it alone.
     """
 
     client: str
@@ -163,13 +165,17 @@ class Request:
     draw: int | None = None
     prioritized: bool = True
     max_priority: float = math.nan
+    era: int = 0
 
 
 class HostState(NamedTuple):
     """A host's directory at one instant.
 
     ``mass`` and ``minimum``: sum and smallest of all rows' masses, 0 and inf if there are none.
-    ``max_priority``: before alpha; NaN before the first. The last three are for the rate limiter.
+    ``max_priority``: before alpha; NaN before the first. ``era``: another number after each
+    emptying and restore of the buffer, equal in all its shards; -1 while one is under way. Largest
+    priorities go from shard to shard within an era only: a client that remembers one from before
+    does not bring it back. The last three are for the rate limiter.
     """
 
     length: int
@@ -180,6 +186,7 @@ class HostState(NamedTuple):
     minimum: float
     max_priority: float
     alpha: float
+    era: int
     inserts: int = 0
     samples: int = 0
     size: int = 0
@@ -322,7 +329,7 @@ class ReplayHost:
                 return None
 
         if not math.isnan(request.max_priority):
-            attempt(self._raise_max_priority, request.max_priority)
+            attempt(self._raise_max_priority, request.max_priority, request.era)
         written = []
         for operation in request.operations:
             result = attempt(self._apply, operation, client)
@@ -341,6 +348,7 @@ class ReplayHost:
         incarnation: int,
         *,
         max_priority: float = math.nan,
+        era: int = 0,
     ) -> Any:
         """Apply one operation of a client in this very process; raises what it raises.
 
@@ -348,7 +356,7 @@ class ReplayHost:
             For a ``Write`` slot and generation, int64 [n] each.
         """
         if not math.isnan(max_priority):
-            self._raise_max_priority(max_priority)
+            self._raise_max_priority(max_priority, era)
         return self._apply(operation, self._client_of(Request(client, incarnation, 0)))
 
     def _apply(self, operation: Operation, client: _Client) -> Any:
@@ -361,7 +369,8 @@ class ReplayHost:
             self.use_priorities(operation.alpha, operation.eps)
             return None
         if isinstance(operation, Empty):
-            self._storage.empty(reset_write_count=operation.reset_write_count)
+            with self._new_era(operation.era):
+                self._storage.empty(reset_write_count=operation.reset_write_count)
             return None
         if isinstance(operation, CountSamples):
             if self._storage.directory.gate is not None:
@@ -400,21 +409,30 @@ class ReplayHost:
             raise ConfigurationError("no client of this buffer samples by priority")
         return self._prioritized
 
-    def _raise_max_priority(self, value: float) -> None:
+    @contextlib.contextmanager
+    def _new_era(self, era: int) -> Iterator[None]:
+        """While the rows are dropped, no largest priority goes to other shards, or comes."""
+        words = self._storage.directory.words
+        words[Word.ERA] = -1
+        yield
+        words[Word.ERA] = era
+
+    def _raise_max_priority(self, value: float, era: int) -> None:
         directory = self._storage.directory
         if not directory.get_float(Word.MAX_PRIORITY) >= value:
             with directory.lock():
-                if not directory.get_float(Word.MAX_PRIORITY) >= value:
+                known = directory.get_float(Word.MAX_PRIORITY)
+                if directory.words[Word.ERA] == era and not known >= value:
                     directory.set_float(Word.MAX_PRIORITY, value)
                     directory.words[Word.MAX_SLOT] = -1
 
     def draw(
-        self, count: int, prioritized: bool, max_priority: float = math.nan
+        self, count: int, prioritized: bool, max_priority: float = math.nan, era: int = 0
     ) -> tuple[HostState, Drawn | None]:
         """``count`` rows for a client in this very process, and the state they were drawn from;
         fewer, or None, as in a :class:`Reply`."""
         if not math.isnan(max_priority):
-            self._raise_max_priority(max_priority)
+            self._raise_max_priority(max_priority, era)
         return self._draw(count, prioritized)
 
     def _draw(self, count: int, prioritized: bool) -> tuple[HostState, Drawn | None]:
@@ -439,6 +457,7 @@ class ReplayHost:
         else:
             used_up = directory.draws is not None
             mass, minimum = float(words[Word.AVAILABLE] if used_up else directory.length), 1.0
+        era = words[Word.ERA]  # before the largest priority, which may be of a later one then
         state = HostState(
             directory.length,
             directory.high,
@@ -448,6 +467,7 @@ class ReplayHost:
             minimum,
             directory.get_float(Word.MAX_PRIORITY),
             directory.get_float(Word.ALPHA),
+            era,
             *(() if directory.gate is None else directory.gate.counts()),
         )
         return state, drawn
@@ -534,9 +554,10 @@ class ReplayHost:
             files.end(row)
         return chunks
 
-    def begin_restore(self, head: Head) -> int:
+    def begin_restore(self, head: Head, era: int) -> int:
         """Empty the directory; see ``snapshot.begin_restore``."""
-        return self._shard.begin_restore(head)
+        with self._new_era(era):
+            return self._shard.begin_restore(head)
 
     def restore_rows(
         self, since: int, slot: int, version: int, leaf: np.ndarray, packed: list[torch.Tensor]

@@ -85,6 +85,8 @@ class Link(Protocol):
     name: str
     max_priority: float
     """The largest of the buffer, as far as its client knows; NaN before any."""
+    era: int
+    """The host's, as far as its client knows, and of ``max_priority``; see ``HostState``."""
     replies: int
     """How often the host has answered."""
 
@@ -142,6 +144,7 @@ class LocalLink:
     def __init__(self, host: ReplayHost, client: str, incarnation: int, name: str) -> None:
         self.name = name
         self.max_priority = math.nan
+        self.era = 0
         self._host = host
         self._client = client
         self._incarnation = incarnation
@@ -155,7 +158,11 @@ class LocalLink:
         written: Written | None = None,
     ) -> None:
         result = self._host.apply(
-            operation, self._client, self._incarnation, max_priority=self.max_priority
+            operation,
+            self._client,
+            self._incarnation,
+            max_priority=self.max_priority,
+            era=self.era,
         )
         if written is not None:
             written(*result)
@@ -166,7 +173,7 @@ class LocalLink:
             future.set_result(None)
             return future
         try:
-            state, drawn = self._host.draw(count, bool(prioritized), self.max_priority)
+            state, drawn = self._host.draw(count, bool(prioritized), self.max_priority, self.era)
             rows = None
             if drawn is not None:
                 spec = self._host.storage.directory.rows
@@ -255,6 +262,7 @@ class RemoteLink:
     ) -> None:
         self.name = str(host.peer)
         self.max_priority = math.nan
+        self.era = 0
         self.limited = False
         self._state: HostState | None = None
         self._uncounted = 0  # rows of samples that the state does not have yet
@@ -397,6 +405,7 @@ class RemoteLink:
                 draw=sum(counts) if counts else 0 if self.limited else None,
                 prioritized=prioritized,
                 max_priority=self.max_priority,
+                era=self.era,
             )
             call = _Call(request, queued, asks, sum(each.size for each in queued))
             self._under_way = call

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import secrets
 import threading
 from collections import deque
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -35,7 +35,7 @@ from torchrl_dist.replay.sampler import (
 )
 from torchrl_dist.replay.saving import SavedStorage, Sink
 from torchrl_dist.replay.shard_law import global_index, importance_weights, split_index
-from torchrl_dist.replay.snapshot import Chunk, Head, SavedShard
+from torchrl_dist.replay.snapshot import Chunk, Head
 from torchrl_dist.replay.storage import SharedMemmapStorage
 
 _CHUNKS_AHEAD = 2
@@ -209,7 +209,7 @@ class RemoteStorage(SavedStorage, TensorStorage):
 
     def empty(self, *, reset_write_count: bool = True) -> None:
         """Drop every row, for all processes; of a host that does not answer, on its return."""
-        self.client.apply_everywhere(Empty(reset_write_count))
+        self.client.apply_everywhere(Empty(reset_write_count, secrets.randbits(62)))
         self.client.flush()
 
     def _empty(self) -> None:
@@ -312,17 +312,14 @@ class RemoteStorage(SavedStorage, TensorStorage):
     def shards(self) -> list[RemoteShard | None]:
         """Of each host that answers, for saving."""
         self.client.check()
+        era = secrets.randbits(62)
         return [
-            RemoteShard(self.client, shard) if self.client.answers_now(shard) else None
+            RemoteShard(self.client, shard, era) if self.client.answers_now(shard) else None
             for shard in range(len(self.client.links))
         ]
 
     def shard_lost(self, number: int, error: Exception) -> None:
         self.client.note_trouble(number, error)
-
-    def restore(self, saved: Sequence[SavedShard | None]) -> None:
-        self.client.forget_max_priority()  # first: every call brings it to the shards
-        super().restore(saved)
 
     # --- moving between processes ------------------------------------------------------------
 
@@ -341,13 +338,17 @@ class RemoteShard:
     """A host's directory, for saving: few chunks at a time, so that every call is short.
 
     Args:
+        era: that a restore begins, the same for all shards; see ``HostState``.
         host_writes: a host that sees the folder of a checkpoint writes its rows there itself;
             ``False``, for measurements: they are sent, as by one that does not.
     """
 
-    def __init__(self, client: ReplayClient, shard: int, host_writes: bool = True) -> None:
+    def __init__(
+        self, client: ReplayClient, shard: int, era: int, host_writes: bool = True
+    ) -> None:
         self._client = client
         self._shard = shard
+        self._era = era
         self._host_writes = host_writes
 
     def _call(self, method: str, *args: Any) -> Any:
@@ -401,7 +402,7 @@ class RemoteShard:
                 sink.append(chunk)
 
     def begin_restore(self, head: Head) -> int:
-        return self._call("begin_restore", head)
+        return self._call("begin_restore", head, self._era)
 
     def restore_rows(
         self, since: int, slot: int, version: int, leaf: np.ndarray, arrays: list[np.ndarray]
