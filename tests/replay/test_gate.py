@@ -118,12 +118,34 @@ def test_a_waiting_thread_of_the_stock_buffer_holds_no_lock_of_it(make_buffer: C
     limiter = RateLimiter(8, samples_per_insert=1.0, error_buffer=16)
     rb = make_buffer(prefetch=3, limiter=limiter, timeout_s=20.0)
     rb.extend(make_rows(range(16)))
-    rb.sample()  # starts three more in TorchRL's threads, of which one may go on
-    wait_until(lambda: rb.storage.directory.counters["limiter_waits"] >= 2)
+    rb.sample()  # three more are to be fetched ahead, of which one may go on
+    wait_until(lambda: rb.storage.directory.counters["limiter_waits"] >= 1)
     for at in range(10):  # these need the buffer's lock
         rb.extend(make_rows(range(16)))
         rb.update_tensordict_priority(rb.sample())
         assert len(rb) == min(64, 16 * (at + 2))
+    for future in rb._prefetch_queue:
+        future.cancel()
+
+
+def test_batches_fetched_ahead_are_admitted_in_their_order(
+    make_buffer: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``sample`` waits for the oldest, and its thread is the one that writes."""
+    limiter = RateLimiter(8, samples_per_insert=1.0, error_buffer=16)
+    rb = make_buffer(prefetch=3, limiter=limiter, timeout_s=5.0)
+    draw, late = rb._sample, []
+
+    def draw_late(batch_size: int) -> Any:  # before it takes the buffer's lock
+        if threading.current_thread() is not threading.main_thread() and not late:
+            late.append(time.sleep(0.2))
+        return draw(batch_size)
+
+    monkeypatch.setattr(rb, "_sample", draw_late)
+    for _ in range(6):
+        rb.extend(make_rows(range(16)))
+        rb.sample()
+    assert late
     for future in rb._prefetch_queue:
         future.cancel()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -90,6 +91,19 @@ def nested_tensordict(nested: dict[str, Any], batch_size: torch.Size) -> TensorD
         for key, value in nested.items()
     }
     return TensorDict._new_unsafe(source, batch_size=batch_size)
+
+
+def fetch_one_by_one(storage: Storage) -> None:
+    """Have the buffers over the storage fetch batches ahead in one thread each, in their order.
+
+    TorchRL's pool has a thread per batch, and ``sample`` waits for the oldest one. Where a rate
+    limiter admits another one first, nobody may be left to write what the oldest waits for. The
+    first sample of a buffer comes before the pool's first thread.
+    """
+    for buffer in buffers_over(storage):
+        pool = getattr(buffer, "_prefetch_executor", None)
+        if pool is not None and pool._max_workers > 1:
+            buffer._prefetch_executor = ThreadPoolExecutor(1)
 
 
 def what_cannot_be_shared(buffer: Any) -> str | None:

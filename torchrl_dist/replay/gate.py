@@ -17,7 +17,6 @@ from __future__ import annotations
 import concurrent.futures.thread  # noqa: F401
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import astuple
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -78,7 +77,6 @@ class Gate:
             directory.words, Word.BELL_WAITED, Word.BELL_RUNG, directory.words_address
         )
         self._thread = _Thread()
-        self._line: deque[object] = deque()
 
     # --- counters ----------------------------------------------------------------------------
 
@@ -176,27 +174,19 @@ class Gate:
             ConfigurationError: samples of that many rows could wait for ever.
         """
         self.limiter.check_batch(count)
-        words, place = self._directory.words, object()
+        _torchrl.fetch_one_by_one(storage)
 
         def attempt() -> Missing | bool:
             missing = self.limiter.missing_inserts(self.counts(), count)
             if missing:
                 return Missing(f"{missing} more rows to be written before the next sample")
-            if self._line[0] is not place:
-                return Missing("earlier samples of this process")
-            words[Word.SAMPLED] += count
+            self._directory.words[Word.SAMPLED] += count
             self._own_row()[USER_UNRETURNED] += count
             return True
 
         thread = self._this_thread()
         while True:
-            # In order: TorchRL's sample() waits for the oldest of the batches that it fetches
-            # ahead, and meanwhile its thread does not write.
-            self._line.append(place)
-            try:
-                self._admit(attempt, thread, storage)
-            finally:
-                self._line.remove(place)
+            self._admit(attempt, thread, storage)
             try:
                 drawn = draw()
             except BaseException as error:

@@ -76,6 +76,7 @@ class TotalsGate:
             ConfigurationError: samples of that many rows could wait for ever.
         """
         self.limiter.check_batch(count)
+        _torchrl.fetch_one_by_one(storage)
         deadline = time.monotonic() + self._client.timeout_s
 
         def admit() -> str | None:
