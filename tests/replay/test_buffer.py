@@ -7,6 +7,7 @@ import pickle
 import shutil
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -621,6 +622,20 @@ def test_remembering_many_small_batches_takes_little_memory() -> None:
         recent.remember(index, index + 2, written=True)
     assert recent.recall(batches[-1].clone()).tolist() == [20_001]
     assert len(recent._by_values) + len(recent._unhashed) < 20_000
+
+
+@pytest.mark.parametrize("count", [0, 1, 300, 2**19 - 1, 2**19, 2**19 + 5])
+def test_a_batch_is_remembered_and_not_kept_alive(count: int) -> None:
+    recent = RecentGenerations()
+    for begin in (7, 0):
+        index = torch.arange(begin, begin + count)
+        recent.remember(index, index + 1, written=False)
+    assert torch.equal(recent.recall(index), index + 1)
+    alive, copy = weakref.ref(index), index.clone()
+    del index
+    assert alive() is None
+    assert torch.equal(recent.recall(copy), copy + 1)
+    assert recent.recall(copy + 2) is None or not count
 
 
 @pytest.fixture(params=["numpy", "c"])

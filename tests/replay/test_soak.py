@@ -61,7 +61,7 @@ BATCH, LONGEST_EXTEND = 64, 40
 LIMITER = RateLimiter(256, samples_per_insert=2.0, error_buffer=1024)
 SEQUENCE_BITS = 40
 GROWTH = 1.1
-_SLACK_BYTES = 64 * 2**20  # the memory of recent handles fills up to about that, then stays
+_SLACK_BYTES = 16 * 2**20  # above all the rings of recent handles, which fill up once
 
 
 def shared(*shape: int) -> np.ndarray:

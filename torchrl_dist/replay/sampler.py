@@ -7,6 +7,7 @@ import json
 import math
 import os
 import threading
+import weakref
 from collections import deque
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -37,31 +38,49 @@ class RecentGenerations:
     TorchRL's ``update_priority`` receives slots without generations. The slots of a batch that
     was drawn or written here are recognised by the tensor itself, or by its values, since
     batches are often cloned or sent to another device and back.
+
+    The values are copied into rings. Kept alive, the small tensors of thousands of batches would
+    lie between large ones, and hinder the allocator in using their memory again.
     """
 
     def __init__(self) -> None:
+        self._slots = np.empty(_RECENT_ROWS, np.int64)
+        self._generations = np.empty(_RECENT_ROWS, np.int64)
+        self._next = 0  # position in the rings, counted on beyond their end
         self._batches: deque[_Batch] = deque()  # the oldest first
         self._by_identity: dict[int, _Batch] = {}
         # Hashing a batch costs as much as the lock: left to the first index that is not the tensor.
         self._unhashed: deque[_Batch] = deque()
         self._by_values: dict[bytes, deque[_Batch]] = {}
-        self._rows = 0
         self._lock = threading.Lock()
 
     def remember(self, index: torch.Tensor, generation: torch.Tensor, *, written: bool) -> None:
-        batch = _Batch(index, generation, written)
+        """Both int64 [n]."""
+        slots, generations = index.numpy(), generation.numpy()
+        count = slots.size
+        takes = min(_ROWS_PER_BATCH + count, _RECENT_ROWS)
         with self._lock:
+            start = self._next
+            at = start % _RECENT_ROWS
+            if at + takes > _RECENT_ROWS:  # in one piece
+                start, at = start + _RECENT_ROWS - at, 0
+            self._next = start + takes
+            while self._batches and self._batches[0].start < self._next - _RECENT_ROWS:
+                self._forget(self._batches.popleft())
+            if count <= takes:
+                mine = slice(at, at + count)
+                self._slots[mine], self._generations[mine] = slots, generations
+                slots, generations = self._slots[mine], self._generations[mine]
+            else:
+                slots, generations = slots.copy(), generations.copy()
+            batch = _Batch(weakref.ref(index), slots, generations, start, written, id(index))
             self._batches.append(batch)
             self._by_identity[id(index)] = batch
             self._unhashed.append(batch)
-            self._rows += _ROWS_PER_BATCH + index.numel()
-            while self._rows > _RECENT_ROWS and len(self._batches) > 1:
-                self._forget(self._batches.popleft())
 
     def _forget(self, batch: _Batch) -> None:
-        self._rows -= _ROWS_PER_BATCH + batch.index.numel()
-        if self._by_identity.get(id(batch.index)) is batch:
-            del self._by_identity[id(batch.index)]
+        if self._by_identity.get(batch.identity) is batch:
+            del self._by_identity[batch.identity]
         if self._unhashed and self._unhashed[0] is batch:  # in the order of _batches, too
             self._unhashed.popleft()
             return
@@ -80,35 +99,38 @@ class RecentGenerations:
         """
         with self._lock:
             known = self._by_identity.get(id(index))
-            if known is not None and known.index is index:
-                return known.generation
+            if known is not None and known.index() is index:
+                return torch.from_numpy(known.generations.copy())
             while self._unhashed:
                 batch = self._unhashed[0]
-                batch.digest = _digest(batch.index)
+                batch.digest = _digest(batch.slots)
                 self._by_values.setdefault(batch.digest, deque(maxlen=_SAME_VALUES)).append(batch)
                 self._unhashed.popleft()
-            key = _digest(torch.as_tensor(index, dtype=torch.int64).detach().cpu())
-            candidates: list[torch.Tensor] = []
-            for batch in reversed(self._by_values.get(key, ())):
-                candidates.append(batch.generation)
+            wanted = torch.as_tensor(index, dtype=torch.int64).detach().cpu().numpy()
+            candidates: list[np.ndarray] = []
+            for batch in reversed(self._by_values.get(_digest(wanted), ())):
+                candidates.append(batch.generations)
                 if batch.written:
                     break
-            if len(candidates) <= 1:
-                return candidates[0] if candidates else None
-            oldest = np.minimum.reduce([generation.numpy() for generation in candidates])
-            return torch.from_numpy(oldest)
+            if not candidates:
+                return None
+            return torch.from_numpy(np.minimum.reduce(candidates))
 
 
 @dataclass(eq=False)
 class _Batch:
-    index: torch.Tensor
-    generation: torch.Tensor
+    index: weakref.ref[torch.Tensor]
+    slots: np.ndarray
+    generations: np.ndarray
+    start: int
+    """Position in the rings."""
     written: bool
+    identity: int
     digest: bytes = b""
 
 
-def _digest(index: torch.Tensor) -> bytes:
-    return hashlib.blake2b(np.ascontiguousarray(index.numpy()), digest_size=16).digest()
+def _digest(slots: np.ndarray) -> bytes:
+    return hashlib.blake2b(np.ascontiguousarray(slots), digest_size=16).digest()
 
 
 @dataclass(frozen=True)
