@@ -270,6 +270,11 @@ class Driver:
                     os.waitpid(worker.pid, 0)
 
 
+def resume(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it was killed meanwhile
+        os.kill(pid, signal.SIGCONT)
+
+
 def footprint(pid: int) -> tuple[int, int]:
     """Bytes of the process's own, and open files."""
     return anonymous_bytes(pid), len(os.listdir(f"/proc/{pid}/fd"))
@@ -489,7 +494,7 @@ class Service:
     def pause(self, pid: int) -> None:
         """For a moment, in which the others go on, and this process if it needs no answer."""
         os.kill(pid, signal.SIGSTOP)
-        threading.Timer(self.random.random() * 0.2, os.kill, (pid, signal.SIGCONT)).start()
+        threading.Timer(self.random.random() * 0.2, resume, (pid,)).start()
         self.counts["pauses"] += 1
 
     def kill(self, job: Session, peer: Peer, call: Future | None = None) -> None:
