@@ -254,6 +254,26 @@ def test_the_index_is_filled_in_and_priorities_of_an_extend_arrive(make) -> None
     assert exact.storage.counters["unverified_updates"] == 0
 
 
+def test_priorities_for_an_index_that_is_being_filled_in_are_exact(make, monkeypatch) -> None:
+    exact = make()
+    recent, filling, go_on = exact.storage.client.recent, threading.Event(), threading.Event()
+    remember = recent.remember
+
+    def remember_late(*arguments: torch.Tensor, written: bool) -> None:
+        filling.set()
+        assert go_on.wait(20)
+        remember(*arguments, written=written)
+
+    monkeypatch.setattr(recent, "remember", remember_late)
+    index = exact.extend(make_rows(range(6)), update_priority=False)
+    assert filling.wait(20)
+    exact.update_priority(index, torch.tensor([1.0, 2, 3, 4, 5, 1000]))
+    go_on.set()
+    exact.flush()
+    assert exact.storage.counters["unverified_updates"] == 0
+    assert exact.sample()["id"].tolist().count(5) >= 14
+
+
 def test_the_stock_buffer_gives_rows_of_an_extend_their_priorities(cluster, folder) -> None:  # noqa: F811
     owner = host_replay(
         cluster, 64, hosts=cluster.of_role("owner")[:1], shortcut=False, scratch_dir=folder

@@ -322,10 +322,10 @@ class ReplayClient:
             kept = slots >= 0
             generation[:] = generations
             index[kept] = global_index(shard, slots[kept], self.shard_capacity)
-            forget()
             if kept.any():
                 self._spec = spec
                 self.recent.remember(*handed, written=True)
+            forget()  # last: at every instant the index is pending, or its generations are known
 
         with self._lock:
             self._pending.append(pending)
@@ -365,13 +365,12 @@ class ReplayClient:
         """
         self.check()
         if generation is None:
-            generation = self.recent.recall(index)
-        if generation is None:
             pending = self._find_pending(index)
             if pending is not None:
                 named = SetWrittenPriorities(pending.number, priority.copy())
                 self._put(pending.shard, named, priority)
                 return
+            generation = self.recent.recall(index)
         # copied: they are sent later, and the caller may go on with its tensors
         priority, where = priority.copy(), index.numpy().copy()
         capacity = self.shard_capacity * len(self.links)
