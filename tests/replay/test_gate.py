@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import multiprocessing
 import os
 import re
 import signal
@@ -30,8 +31,9 @@ from torchrl_dist.replay import (
     SharedRandomSampler,
     SharedReplayBuffer,
     SharedSliceSampler,
+    storage,
 )
-from torchrl_dist.replay.directory import Word
+from torchrl_dist.replay.directory import ReplayDirectory, Word
 
 KINDS = [TensorDictReplayBuffer, SharedReplayBuffer]
 
@@ -260,6 +262,46 @@ def test_a_thread_that_would_wait_for_itself_is_told_at_once(
     # the limiter's range was kept, and a thread that does what is missing goes on
     difference = limiter.difference(rb.storage.limiter_counts)
     assert limiter.range[0] <= difference <= limiter.range[1] + 8 * ratio
+
+
+def test_a_process_that_opens_the_directory_before_the_limiter_is_stored_has_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limiter = RateLimiter(16, samples_per_insert=1.0, error_buffer=32)
+    opened, parent = storage.open_directory, os.getpid()
+
+    def open_slowly(*arguments: Any, **options: Any) -> ReplayDirectory:
+        view = opened(*arguments, **options)
+        if os.getpid() == parent:
+            with child(_extend_once, folder, limiter):
+                wait_until(lambda: view.length == 8)
+        return view
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "open_directory", open_slowly)
+        rb = attach(folder, 64, limiter)
+    rb.extend(make_rows(range(8)))
+    assert len(rb.sample(16)) == 16 and rb.storage.limiter_counts == (16, 16, 16)
+
+
+def _extend_once(folder: Path, limiter: RateLimiter) -> None:
+    attach(folder, 64, limiter).extend(make_rows(range(8)))
+    while True:
+        time.sleep(1)
+
+
+def _write_the_limiter(rb: TensorDictReplayBuffer, file: Path) -> None:
+    file.write_text(str(rb.storage.limiter))
+
+
+def test_a_spawned_process_has_the_limiter(make_buffer: Callable, tmp_path: Path) -> None:
+    rb = make_buffer(limiter=RateLimiter(16))
+    process = multiprocessing.get_context("spawn").Process(
+        target=_write_the_limiter, args=(rb, tmp_path / "limiter")
+    )
+    process.start()
+    process.join(60)
+    assert (tmp_path / "limiter").read_text() == str(RateLimiter(16))
 
 
 def _alternate(folder: Path, done: Path) -> None:

@@ -551,7 +551,7 @@ def test_a_lost_shard_is_reported_once_and_the_other_goes_on(make, cluster, unif
     for start in (0, 20):
         buffer.extend(make_rows(range(start, start + 20)))
     buffer.flush()
-    assert set(torch.cat([buffer.sample()["id"] for _ in range(20)]).tolist()) == set(range(40))
+    assert set(torch.cat([buffer.sample()["id"] for _ in range(80)]).tolist()) == set(range(40))
     os.kill(cluster.pid_of(cluster.of_role("owner")[1]), signal.SIGKILL)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -452,9 +452,8 @@ class ReplayDirectory:
                 self.words_address, address(self.claims), self.versions_address,
                 leaves, marks, capacity,
             )  # fmt: skip
-
         if self.words[Word.LIMITED] == 1:
-            self._map_limiter()
+            self.map_limiter_tables()
 
     @property
     def used_more_than_once(self) -> bool:
@@ -464,9 +463,10 @@ class ReplayDirectory:
     def create_limiter_tables(self) -> None:
         """Called under the lock, once the limiter is stored."""
         _allocate(self.path / "limiter.bin", self._limiter_bytes())
-        self._map_limiter()
+        self.map_limiter_tables()
 
-    def _map_limiter(self) -> None:
+    def map_limiter_tables(self) -> None:
+        """Called where the limiter is stored."""
         tables = np.frombuffer(
             _map(self.path / "limiter.bin", self._limiter_bytes()), dtype=np.int64
         )

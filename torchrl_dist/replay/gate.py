@@ -346,6 +346,7 @@ def set_limiter(directory: ReplayDirectory, limiter: RateLimiter | None) -> None
                 )
             _store_limiter(directory, limiter)
         elif known is not None and directory.gate is None:
+            directory.map_limiter_tables()  # another process may have stored it a moment ago
             directory.gate = Gate(directory, known)
 
 

@@ -629,6 +629,7 @@ class SharedMemmapStorage(SavedStorage, TensorStorage):
     def __setstate__(self, state: dict[str, Any]) -> None:
         attached = state.pop("attached")
         self._attach(**state, resume=False, keep=False)
+        set_limiter(self._directory, None)  # the one that the others use
         self._attached_entities_list = attached
 
     def __repr__(self) -> str:
