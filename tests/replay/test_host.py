@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.replay.conftest import folder, make_rows  # noqa: F401
-from torchrl_dist import ConfigurationError, RateLimiter, SharedMemmapStorage
+from torchrl_dist import ConfigurationError, DeadlineError, RateLimiter, SharedMemmapStorage
 from torchrl_dist.replay import rows
 from torchrl_dist.replay.directory import Word, array_of
 from torchrl_dist.replay.host import (
+    Empty,
     ReplayHost,
     Reply,
     Request,
@@ -211,6 +212,18 @@ def test_a_larger_priority_of_another_shard_is_what_new_rows_get(host) -> None:
     host.serve(Request("a", 1, 2, (write(range(1, 2), 2),), max_priority=7.0))
     host.serve(Request("a", 1, 3, (write(range(2, 3), 3),), max_priority=2.0))
     assert content(host) == pytest.approx({0: 1, 1: 7, 2: 7})
+
+
+def test_after_an_emptying_that_failed_largest_priorities_travel_again(host, monkeypatch) -> None:
+    def fail(**_: object) -> None:
+        raise DeadlineError("the lock was held")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(host.storage, "empty", fail)
+        reply = host.serve(Request("a", 1, 1, (Empty(True, era=5),), draw=0))
+    assert "the lock was held" in reply.failures[0].message and reply.state.era >= 0
+    host.serve(Request("a", 1, 2, (write(range(1)),), max_priority=7.0, era=reply.state.era))
+    assert content(host) == pytest.approx({0: 7})
 
 
 def test_alpha_changes_for_everybody(host) -> None:

@@ -84,12 +84,13 @@ class BatchSource:
         self._batch_size = 0
         self._ready: deque[Batch] = deque()
         self._rounds: deque[_Round] = deque()
-        self._dropped: list[tuple[int, Any]] = []
-        """Shard and future of draws that came too late to be used."""
+        self._dropped: dict[Any, int] = {}
+        """Futures of draws that came too late to be used, and their shards."""
         self._lock = threading.Lock()
 
     def next(self, batch_size: int) -> Batch:
-        """The next batch. Blocks until it is there, at most the client's deadline.
+        """The next batch. Blocks until it is there, at most the client's deadline for each round of
+        messages; a second one is rare.
 
         Raises:
             RuntimeError: no row is published.
@@ -135,6 +136,14 @@ class BatchSource:
         ]
         return len(self._ready) * self._batch_size + sum(here)
 
+    def _answers(self, futures: list[Any]) -> list[Answer | None]:
+        answers = self._client.answers(futures)
+        if self._client.counts_draws:  # what comes too late is given back
+            for shard, answer in enumerate(answers):
+                if answer is None and futures[shard] is not None:
+                    self._dropped[futures[shard]] = shard
+        return answers
+
     def _drop(self) -> None:
         for batch in self._ready if self._client.counts_draws else ():
             shards, slots = split_index(batch.index.numpy(), self._client.shard_capacity)
@@ -148,18 +157,18 @@ class BatchSource:
                 )
         self._ready.clear()
         for round_ in self._rounds:
-            self._dropped += [each for each in enumerate(round_.futures) if each[1] is not None]
+            self._dropped |= {f: shard for shard, f in enumerate(round_.futures) if f is not None}
         self._rounds.clear()
         self._return_dropped()
 
     def _return_dropped(self) -> None:
         """Give back the draws of dropped rounds that have come by now."""
-        for shard, future in self._dropped:
-            if future.done() and future.exception() is None:
+        for future in [each for each in self._dropped if each.done()]:
+            shard = self._dropped.pop(future)
+            if future.exception() is None:
                 rows = future.result().rows
                 if rows is not None:
                     self._client.return_draws(shard, rows.slot, rows.generation, rows.leaf)
-        self._dropped = [each for each in self._dropped if not each[1].done()]
 
     def _top_up(self, about_to_use: int) -> None:
         """Ask for more once less than half is left, so that one call brings several batches."""
@@ -190,7 +199,7 @@ class BatchSource:
 
     def _finish(self, round_: _Round) -> list[Batch]:
         """As many whole batches as there are rows for; the other rows are given back."""
-        answers = self._client.answers(round_.futures)
+        answers = self._answers(round_.futures)
         present = [answer for answer in answers if answer is not None]
         self._client.note_states([answer and answer.state for answer in answers])
         if round_.request is None:
@@ -227,7 +236,7 @@ class BatchSource:
             if not missing.any():
                 break
             asked = [int(count) if count else None for count in missing]
-            answers = self._client.answers(self._client.ask(asked, self._prioritized))
+            answers = self._answers(self._client.ask(asked, self._prioritized))
             for shard in np.flatnonzero(missing):
                 answer = answers[shard]
                 if answer is None or answer.rows is None:  # lost or emptied in this instant

@@ -89,7 +89,7 @@ class ReplayClient:
         self._min_shards = min_shards
         self._numbers = itertools.count(1)
         self._spec: RowSpec | None = None
-        self._pending: list[_PendingWrite] = []
+        self._pending: dict[int, _PendingWrite] = {}  # by the identity of the index
         self._reported: dict[int, int] = {}  # replies that the shard had sent when it failed
         self._lock = threading.Lock()
         self._closed = False
@@ -231,7 +231,7 @@ class ReplayClient:
 
     def counts(self) -> Counts | None:
         """Sums over the shards, as far as this process knows, for the rate limiter; None before
-        each that answers has done so once."""
+        each that answers has done so once, and where none does."""
         known = []
         for shard, link in enumerate(self.links):
             counts = link.counts()
@@ -239,7 +239,7 @@ class ReplayClient:
                 known.append(counts)
             elif self.answers_now(shard):
                 return None
-        return Counts(*map(sum, zip(*known, strict=True)))
+        return Counts(*map(sum, zip(*known, strict=True))) if known else None
 
     def call(self, shard: int, method: str, *args: Any) -> Any:
         """A method of one host, after all operations of this client there. Blocks."""
@@ -311,12 +311,7 @@ class ReplayClient:
         # filled through NumPy: the caller may be in inference mode, the filling thread is not
         index, generation = np.full(count, -1, np.int64), np.full(count, -1, np.int64)
         handed = torch.from_numpy(index), torch.from_numpy(generation)
-        shard = self._shard_to_write()
-        pending = _PendingWrite(handed[0], shard, next(self._numbers))
-
-        def forget() -> None:
-            with self._lock:
-                self._pending = [each for each in self._pending if each is not pending]
+        identity, shard, number = id(handed[0]), -1, next(self._numbers)
 
         def written(slots: np.ndarray, generations: np.ndarray) -> None:
             kept = slots >= 0
@@ -325,22 +320,34 @@ class ReplayClient:
             if kept.any():
                 self._spec = spec
                 self.recent.remember(*handed, written=True)
-            forget()  # last: at every instant the index is pending, or its generations are known
+            # last: at every instant the index is pending, or its generations are known
+            self._pending.pop(identity, None)
 
-        with self._lock:
-            self._pending.append(pending)
         size = _FEW_BYTES + sum(tensor.nbytes for tensor in packed)
         # copied: they are sent later, and the caller may go on with its tensors
         own = None if priority is None else priority.copy()
-        write = Write(spec.text, count, packed, own, pending.number)
-        try:
-            self.links[shard].put(write, size=size, written=written)
-        except BaseException:
-            forget()
-            raise
+        write = Write(spec.text, count, packed, own, number)
+        while True:
+            shard = self._shard_to_write()
+            self._pending[identity] = _PendingWrite(handed[0], shard, number)
+            try:
+                self.links[shard].put(write, size=size, written=written)
+            except BaseException as error:
+                self._pending.pop(identity, None)
+                if not self._is_left_out(shard, error):
+                    raise
+            else:
+                break
         if priority is not None:
             self._note_max_priority(priority, self.links[shard].era)
         return handed
+
+    def _is_left_out(self, shard: int, error: BaseException) -> bool:
+        """Whether the others go on without a shard that has not taken an operation; reports it."""
+        if not isinstance(error, (DeadlineError, PeerLostError)) or self.answers_now(shard):
+            return False
+        self.note_trouble(shard, error)
+        return True
 
     def _shard_to_write(self) -> int:
         own = self._own_shard
@@ -383,19 +390,24 @@ class ReplayClient:
         shards, slots = split_index(where, self.shard_capacity)
         for shard in np.unique(shards[shards >= 0]).tolist():
             part = np.flatnonzero(shards == shard)
-            if self.answers_now(shard):
-                stamp = None if stamps is None else stamps[part]
-                self._put(shard, SetPriorities(slots[part], stamp, priority[part]), priority)
+            stamp = None if stamps is None else stamps[part]
+            self._put(shard, SetPriorities(slots[part], stamp, priority[part]), priority)
 
     def _find_pending(self, index: torch.Tensor) -> _PendingWrite | None:
-        with self._lock:
-            return next((each for each in self._pending if each.index is index), None)
+        pending = self._pending.get(id(index))
+        return pending if pending is not None and pending.index is index else None
 
-    def _put(self, shard: int, operation: Operation, priority: np.ndarray | None) -> None:
-        if priority is not None:
-            self._note_max_priority(priority, self.links[shard].era)
-        size = _FEW_BYTES + (0 if priority is None else 3 * priority.nbytes)
-        self.links[shard].put(operation, size=size, urgent=False)
+    def _put(self, shard: int, operation: Operation, priority: np.ndarray) -> None:
+        """Queue priorities; those for rows of a shard that does not answer are dropped."""
+        if not self.answers_now(shard):
+            return
+        self._note_max_priority(priority, self.links[shard].era)
+        size = _FEW_BYTES + 3 * priority.nbytes
+        try:
+            self.links[shard].put(operation, size=size, urgent=False)
+        except (DeadlineError, PeerLostError) as error:
+            if not self._is_left_out(shard, error):
+                raise
 
     def _note_max_priority(self, seen: float | np.ndarray, era: int) -> None:
         """What new rows get in every shard of that era; a single host knows it by itself."""

@@ -43,7 +43,7 @@ from torchrl_dist.replay.snapshot import Chunk, Head, save_chunk
 from torchrl_dist.replay.storage import SharedMemmapStorage
 
 # Writes whose slots the host remembers per client, for priorities that were sent before the client
-# knew the slots.
+# knew the slots. It remembers all of the last request: such priorities are in it or in the next.
 _REMEMBERED_WRITES = 64
 
 
@@ -246,11 +246,17 @@ class _Client:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
+def _trim(client: _Client, at_least: int) -> None:
+    """Forget the oldest writes, but for so many."""
+    while len(client.written) > max(_REMEMBERED_WRITES, at_least):
+        client.written.popitem(last=False)
+
+
 class ReplayHost:
     """Serves one replay directory. All methods may be called by any thread.
 
-    Memory per client: its last reply, and slots and generations of its last 64 writes.
-    ``forget`` drops both.
+    Memory per client: its last reply, and slots and generations of its last 64 writes and of all in
+    its last request. ``forget`` drops both.
 
     Args:
         storage: the directory's storage in this process; closed by ``close``.
@@ -336,6 +342,7 @@ class ReplayHost:
             if isinstance(operation, Write):
                 lost = np.full(operation.count, -1, dtype=np.int64)
                 written.append((lost, lost) if result is None else result)
+        _trim(client, len(written))
         answer = None
         if request.draw is not None:
             answer = attempt(self._draw_packed, request.draw, request.prioritized)
@@ -357,7 +364,10 @@ class ReplayHost:
         """
         if not math.isnan(max_priority):
             self._raise_max_priority(max_priority, era)
-        return self._apply(operation, self._client_of(Request(client, incarnation, 0)))
+        known = self._client_of(Request(client, incarnation, 0))
+        result = self._apply(operation, known)
+        _trim(known, 0)
+        return result
 
     def _apply(self, operation: Operation, client: _Client) -> Any:
         if isinstance(operation, Write):
@@ -400,8 +410,6 @@ class ReplayHost:
         index, generation = self._storage.append(data, write.priority, limited=False)
         written = index.numpy(), generation.numpy()
         client.written[write.number] = written
-        if len(client.written) > _REMEMBERED_WRITES:
-            client.written.popitem(last=False)
         return written
 
     def _sampler(self) -> SharedPrioritizedSampler:
@@ -414,8 +422,10 @@ class ReplayHost:
         """While the rows are dropped, no largest priority goes to other shards, or comes."""
         words = self._storage.directory.words
         words[Word.ERA] = -1
-        yield
-        words[Word.ERA] = era
+        try:
+            yield
+        finally:
+            words[Word.ERA] = era
 
     def _raise_max_priority(self, value: float, era: int) -> None:
         directory = self._storage.directory

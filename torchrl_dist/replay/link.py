@@ -135,7 +135,6 @@ class LocalLink:
 
     fine = True
     problem: Exception | None = None
-    replies = 0
     limited = False
 
     def counts(self) -> Counts:
@@ -145,6 +144,7 @@ class LocalLink:
         self.name = name
         self.max_priority = math.nan
         self.era = 0
+        self.replies = 0
         self._host = host
         self._client = client
         self._incarnation = incarnation
@@ -180,6 +180,7 @@ class LocalLink:
                 assert spec is not None
                 leaf = torch.from_numpy(drawn.leaf)
                 rows = Rows(spec, drawn.index, drawn.generation, leaf, drawn.tensors)
+            self.replies += 1
             future.set_result(Answer(state, rows))
         except Exception as error:
             future.set_exception(error)
