@@ -184,7 +184,12 @@ class RemoteStorage(SavedStorage, TensorStorage):
 
     def write_at(self, index: torch.Tensor, data: TensorDictBase) -> torch.Tensor:
         """Replace whole rows at given indices; blocks. Returns the new generations, int64 [n]."""
-        index = torch.as_tensor(index, dtype=torch.int64).reshape(-1)
+        index = torch.as_tensor(index, dtype=torch.int64)
+        index = index if index.ndim == 1 else index.reshape(-1)  # the very tensor is remembered
+        if data.batch_size[0] != index.numel():
+            raise ConfigurationError(f"{data.batch_size[0]} rows for {index.numel()} slots")
+        if (index < 0).any():
+            raise IndexError(f"slots must lie in 0 .. {self.max_size - 1}, got {index.min()}")
         generation = torch.empty_like(index)
         parts = self._by_shard(index.numpy())
         written = self.client.call_each(
@@ -196,6 +201,7 @@ class RemoteStorage(SavedStorage, TensorStorage):
         )
         for (_, where, _), found in zip(parts, written, strict=True):
             generation[torch.from_numpy(where)] = found
+        self.client.recent.remember(index, generation, written=True)
         return generation
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
@@ -657,7 +663,10 @@ class RPCPrioritizedSampler(_RPCSampler, PrioritizedSampler):
 
     @property
     def alpha(self) -> float:
-        """The priority exponent, shared by all processes; set here, it is changed everywhere."""
+        """The priority exponent, shared by all processes; set here, it is changed everywhere.
+        Reading it blocks for a call."""
+        if self._storage is not None:
+            self._alpha = self._storage.client.states()[0].alpha
         return self._alpha
 
     @alpha.setter
@@ -747,7 +756,7 @@ class RPCPrioritizedSampler(_RPCSampler, PrioritizedSampler):
         self.update_priority(index, self.default_priority, storage=storage)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"_alpha": self._alpha, "_beta": self._beta, "_eps": self._eps}
+        return {"_alpha": self.alpha, "_beta": self._beta, "_eps": self._eps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._empty()
@@ -758,7 +767,7 @@ class RPCPrioritizedSampler(_RPCSampler, PrioritizedSampler):
         return functools.partial(
             RPCPrioritizedSampler,
             self._max_capacity,
-            self._alpha,
+            self.alpha,
             self._beta,
             self._eps,
             self.dtype,

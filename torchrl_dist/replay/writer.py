@@ -93,8 +93,8 @@ class SharedCursorWriter(Writer):
         slots = torch.as_tensor(index, dtype=torch.int64)
         if slots.ndim == 0:
             data = data.unsqueeze(0)
-        generation = self._storage.write_at(slots.reshape(-1), data)
-        self._announce(slots.reshape(-1), generation)
+        flat = slots if slots.ndim == 1 else slots.reshape(-1)  # the very tensor is remembered
+        self._announce(flat, self._storage.write_at(flat, data))
         return slots
 
     def _announce(self, index: torch.Tensor, generation: torch.Tensor) -> None:
