@@ -9,7 +9,7 @@ from torchrl.modules import QValueActor
 from torchrl.objectives.value import GAE
 
 from tests.collect.envs import Counter, mlp
-from torchrl_dist.collect.batches import join
+from torchrl_dist.collect.batches import join, truncate_last
 from torchrl_dist.collect.worker import RolloutWorker, WorkerConfig
 
 
@@ -54,6 +54,21 @@ def test_a_cut_at_the_end_of_an_episode_stays_terminated() -> None:
     following = cut_batch(5)["next"]
     assert following["terminated"][1, 4].item() and following["done"][1, 4].item()
     assert not following["truncated"].any()
+
+
+def test_whole_and_cut_rollouts_of_an_env_that_only_terminates_are_joined() -> None:
+    def rows(steps: int) -> TensorDict:
+        never = torch.zeros(1, steps, 1, dtype=torch.bool)
+        ends = {"done": never, "terminated": never}
+        ids = torch.zeros(1, steps, dtype=torch.int64)
+        content = {**ends, "next": ends, "collector": {"traj_ids": ids}}
+        return TensorDict(content, [1, steps], names=[None, "time"]).clone()
+
+    cut = rows(3)
+    truncate_last(cut)
+    batch = join([rows(5), cut], masked=True)
+    assert batch["next", "truncated"].nonzero().tolist() == [[1, 2, 0]]
+    assert not batch["truncated"].any()
 
 
 def test_advantages_of_a_cut_rollout_are_those_of_its_rows_alone() -> None:

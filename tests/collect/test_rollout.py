@@ -24,8 +24,10 @@ from torchrl.modules import (
 )
 
 from tests.collect.envs import Counter, EpisodeSeeds, NextStepVector, counters, mlp
+from torchrl_dist.collect.access import visit
 from torchrl_dist.collect.fast_policy import fast_policy
 from torchrl_dist.collect.rollout import Episodes, make_rollout
+from torchrl_dist.collect.worker import RolloutWorker, WorkerConfig
 from torchrl_dist.errors import ConfigurationError
 
 
@@ -233,7 +235,11 @@ class TestVectorEnvs:
                 [lambda n=n: Counter(n) for n in lengths], shared_memory=shared_memory
             )
 
-        got = collect(make, None, 20)
+        rollout = make_rollout(make, None, frames=20)
+        got = rollout.run(10)
+        visit(rollout.target, None, "set", "task", ([1, 2],), {})  # a list is one value
+        assert visit(rollout.target, None, "get", "task", (), {}) == [[1, 2], [1, 2]]
+        rollout.close()
         singles = [collect(lambda n=n: Counter(n), None, 10) for n in lengths]
         assert_equal_data(got.exclude("action"), torch.cat(singles, 0).exclude("action"))
 
@@ -395,6 +401,29 @@ class TestTorchRLEnvs:
 
         assert torch.equal(run()["observation"], run()["observation"])
         assert_no_broken_transition(run())
+
+    def test_a_static_seed_is_that_of_every_env(self) -> None:
+        worker = RolloutWorker(
+            WorkerConfig(
+                lambda: GymEnv("CartPole-v1"), one_hot_policy(), frames_per_rollout=40, num_envs=2
+            )
+        )
+        for static in (True, False):
+            worker.set_seed(5, static_seed=static)
+            first = worker.collect()[0]["observation"][:, 0]
+            assert torch.equal(first[0], first[1]) == static
+        worker.close()
+
+    def test_shorter_rollouts_and_cuts_lose_nothing(self) -> None:
+        worker = RolloutWorker(
+            WorkerConfig(lambda: GymWrapper(Counter(10**6)), frames_per_rollout=10)
+        )
+        worker.cut(request=2, least=4)
+        rows = [worker.collect(steps, request=n)[0] for n, steps in enumerate([10, 10, 10, 3, 10])]
+        assert [part.shape[1] for part in rows] == [4, 4, 4, 3, 10]
+        steps = torch.cat([part["next", "observation"][0, :, 0] for part in rows])
+        assert torch.equal(steps, 101 + torch.arange(25.0))
+        worker.close()
 
 
 def test_an_unsupported_space_is_refused_with_advice() -> None:

@@ -39,7 +39,7 @@ def visit(envs: Any, index: int | None, what: str, name: str, args: tuple, kwarg
         )
     if isinstance(envs, AsyncVectorEnv):
         if what == "set":
-            envs.set_attr(name, args[0])
+            envs.set_attr(name, [args[0]] * envs.num_envs)  # a list would be divided among them
             return [None] * envs.num_envs
         return list(envs.call(name, *args, **kwargs) if what == "call" else envs.get_attr(name))
     return [_visit_one(envs, what, name, args, kwargs)]

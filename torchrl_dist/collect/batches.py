@@ -12,18 +12,22 @@ from tensordict import TensorDict, pad
 
 MASK = ("collector", "mask")
 _TRAJECTORY = ("collector", "traj_ids")
+_TRUNCATED = ("next", "truncated")
 
 
 def truncate_last(rollout: TensorDict) -> None:
     """Mark the last step of each env as the end of its trajectory, in place; not as terminated."""
+    _have_truncated(rollout)
     done = rollout.get(("next", "done"))
-    truncated = rollout.get(("next", "truncated"), None)
-    if truncated is None:  # a TorchRL env that only terminates
-        truncated = torch.zeros_like(done)
-        rollout.set(("next", "truncated"), truncated)
-        rollout.set("truncated", torch.zeros_like(done))
-    truncated[:, -1] |= ~done[:, -1]
+    rollout.get(_TRUNCATED)[:, -1] |= ~done[:, -1]
     done[:, -1] = True
+
+
+def _have_truncated(rollout: TensorDict) -> None:
+    """Rows of a TorchRL env that only terminates do not say that they are not truncated."""
+    if _TRUNCATED not in rollout.keys(True):
+        for key in ("truncated", _TRUNCATED):
+            rollout.set(key, torch.zeros_like(rollout.get(("next", "done"))))
 
 
 def join(rollouts: Sequence[TensorDict], masked: bool) -> TensorDict:
@@ -35,6 +39,9 @@ def join(rollouts: Sequence[TensorDict], masked: bool) -> TensorDict:
     """
     if not masked:
         return rollouts[0] if len(rollouts) == 1 else torch.cat(list(rollouts), 0)
+    if any(_TRUNCATED in rollout.keys(True) for rollout in rollouts):
+        for rollout in rollouts:
+            _have_truncated(rollout)
     longest = max(rollout.shape[1] for rollout in rollouts)
     padded = [_pad(rollout, longest) for rollout in rollouts]
     return padded[0] if len(padded) == 1 else torch.cat(padded, 0)

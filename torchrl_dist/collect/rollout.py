@@ -490,7 +490,8 @@ class TorchRLRollout:
     def seed(self, seeds: Sequence[int]) -> None:
         # Collector.set_seed resets the env but keeps the old observation (torchrl 0.14.1), so
         # that the first transition would start from a state that the env is not in.
-        self.env.set_seed(seeds[0])
+        static = len(set(seeds)) == 1
+        self.env.set_seed(seeds[0], static_seed=static)
         self._collector.reset()
 
     def run(self, steps: int, enough: Callable[[int], bool] = never) -> TensorDict:
