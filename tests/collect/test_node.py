@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -18,9 +23,9 @@ from torchrl.envs.utils import ExplorationType
 from torchrl.modules import QValueActor
 
 from tests.collect.envs import Counter, mlp
-from torchrl_dist.collect import Preempt, RPCBatchedCollector
+from torchrl_dist.collect import Preempt, RPCBatchedCollector, node
 from torchrl_dist.collect.batches import MASK
-from torchrl_dist.collect.env_process import FIRST_PROGRESS
+from torchrl_dist.collect.env_process import FIRST_PROGRESS, config_of_part
 from torchrl_dist.collect.node import NodeWorker
 from torchrl_dist.collect.worker import RolloutWorker, WorkerConfig
 from torchrl_dist.errors import ConfigurationError, PeerLostError, RemoteError
@@ -55,6 +60,8 @@ def build(fork_server: ForkServer) -> Iterator[Any]:
 
 class ByPid(Counter):
     """Observes its process's pid, and does to it what it is told at its seventh step."""
+
+    task = 0
 
     def __init__(self, what: Any = None, flag: Any = None) -> None:
         super().__init__(10**6)
@@ -264,6 +271,106 @@ def test_when_all_processes_end_the_rollouts_under_way_are_made_by_their_success
     assert len(ids.unique()) == 1  # one episode: nobody else's rows, and none missing
 
 
+def collect_until_complete(worker: NodeWorker, request: int = 0) -> torch.Tensor:
+    """The rows of the first rollout that all processes have a part in."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        rows, _ = worker.collect(request=request)
+        if len(rows) == worker.num_envs:
+            return rows
+        request += 1
+        time.sleep(0.02)
+    raise AssertionError("a process did not come back")
+
+
+def test_a_call_to_all_envs_waits_for_a_successor(build: Any, tmp_path: Any) -> None:
+    flag = tmp_path / "flag"
+
+    def make() -> Any:
+        time.sleep(0.3 if flag.exists() else 0)
+        return ByPid(die, flag)
+
+    worker = build(make, num_envs=1)
+    assert len(worker.collect(request=0)[1].replaced) == 1
+    worker.visit_envs(None, "set", "task", (3,), {})
+    assert worker.visit_envs(None, "get", "task", (), {}) == [3, 3]
+
+
+def test_a_successor_is_not_blamed_for_who_died_before_it(build: Any, tmp_path: Any) -> None:
+    born, died = tmp_path / "born dead", tmp_path / "died"
+
+    class Paced(ByPid):  # so that the second life ends before anybody looks
+        def step(self, action: Any) -> Any:
+            time.sleep(0.02)
+            return super().step(action)
+
+    def make() -> Any:
+        if died.exists() and not born.exists():
+            born.touch()
+            die()
+        return Paced(die, died)
+
+    worker = build(make, num_envs=1, frames_per_rollout=120)
+    assert worker.collect(request=0)[1].frames == 60 and born.exists()
+    assert len(collect_until_complete(worker, 1)) == 2
+
+
+def test_a_successor_that_is_never_ready_is_replaced_too(
+    build: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck, died = tmp_path / "stuck", tmp_path / "died"
+
+    def make() -> Any:
+        if died.exists() and not stuck.exists():
+            stuck.touch()
+            time.sleep(60)
+        return ByPid(die, died)
+
+    worker = build(make, num_envs=1)
+    monkeypatch.setattr(node, "_START_S", 1.0)
+    assert len(worker.collect(request=0)[1].replaced) == 1
+    assert len(collect_until_complete(worker, 1)) == 2 and stuck.exists()
+
+
+def test_a_stranger_who_connects_does_no_harm(build: Any, tmp_path: Any) -> None:
+    worker = build(lambda: ByPid(die, tmp_path / "flag"), num_envs=1)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(worker._address)
+    assert len(collect_until_complete(worker)) == 2
+
+
+def test_a_process_that_is_paused_in_the_middle_of_an_answer_is_replaced(
+    build: Any, tmp_path: Any
+) -> None:
+    def make() -> Any:
+        env = Counter(10**6)
+        send = Connection.send_bytes
+
+        def send_half(self: Connection, message: bytes, *args: Any) -> None:
+            if env.t:  # the answer to ``collect``
+                try:
+                    (tmp_path / "flag").touch(exist_ok=False)
+                except FileExistsError:
+                    pass
+                else:
+                    os.write(self.fileno(), struct.pack("!i", len(message)) + message[:10])
+                    pause()
+            send(self, message, *args)
+
+        Connection.send_bytes = send_half
+        return env
+
+    worker = build(make, num_envs=1, step_timeout_s=1.0)
+    rows, stats = worker.collect(request=0)
+    assert len(rows) == 1 and "in the middle of an answer" in stats.replaced[0]
+    assert len(collect_until_complete(worker, 1)) == 2
+
+
+def test_a_process_that_dies_while_it_builds_its_envs_is_named(build: Any) -> None:
+    with pytest.raises(PeerLostError, match="env process . died at start-up: killed by SIGKILL"):
+        build(die)
+
+
 def test_who_dies_three_times_in_a_row_is_an_error(build: Any) -> None:
     class Mortal(Counter):
         def step(self, action: Any) -> Any:
@@ -304,6 +411,73 @@ def test_a_cut_reaches_every_process(build: Any) -> None:
     assert rows["next", "truncated"].sum() == 4
     mask = rows.get(MASK, None)
     assert (rows.numel() if mask is None else mask.sum()) == stats.frames
+
+
+def test_processes_that_were_cut_at_different_steps_make_one_masked_rollout(
+    build: Any, tmp_path: Any
+) -> None:
+    class Uneven(Counter):
+        def __init__(self) -> None:
+            super().__init__(10**6)
+            try:
+                (tmp_path / "slow").touch(exist_ok=False)
+                self.step_s = 0.02
+            except FileExistsError:
+                self.step_s = 0.001
+
+        def step(self, action: Any) -> Any:
+            time.sleep(self.step_s)
+            return super().step(action)
+
+    worker = build(Uneven, num_envs=1, frames_per_rollout=20_000)
+    with ThreadPoolExecutor(1) as pool:
+        for request in range(2):  # the first travels by value, the second in shared memory
+            begun = worker._words[FIRST_PROGRESS:].copy()
+            rollout = pool.submit(worker.collect, request=request)
+            while (worker._words[FIRST_PROGRESS:] - begun).min() < 4:
+                time.sleep(0.005)
+            worker.cut(request=request, least=2)
+            rows, stats = rollout.result(20)
+            lengths = rows[MASK].sum(-1)
+            assert lengths.sum() == stats.frames and lengths.min() < lengths.max()
+            for row, length in zip(rows, lengths.tolist(), strict=True):
+                assert row["next", "observation"][:length, 0].diff().eq(1).all()
+                assert row["next", "truncated"].flatten().nonzero().tolist() == [[length - 1]]
+
+
+def test_rows_of_a_postproc_that_shortens_rollouts_are_as_it_made_them(build: Any) -> None:
+    worker = build(lambda: Counter(10**6), postproc=lambda rows: rows[:, :-3])
+    for request in range(3):
+        rows, stats = worker.collect(request=request)
+        assert stats.frames == 40 and rows.shape == (4, 7)
+        expected = 101 + 10 * request + torch.arange(7.0)
+        assert torch.equal(rows["next", "observation"][..., 0], expected.expand(4, 7))
+
+
+def test_weights_for_a_policy_that_has_none_are_refused(build: Any) -> None:
+    worker = build(Counter)
+    with pytest.raises(RemoteError, match="has no weights to set"):
+        worker.collect(weights=pack(cartpole_policy(), 1), request=0)
+
+
+def test_seeds_of_any_size_are_those_of_a_worker_without_processes() -> None:
+    for seed in (0, 2**31, 2**32 + 5):
+        assert config_of_part(config(seed=seed), index=1, generation=0).seed == seed
+        assert config_of_part(config(seed=seed), index=1, generation=1).seed != seed
+
+
+def test_a_closed_worker_gives_its_shared_memory_back(build: Any) -> None:
+    def blocks() -> int:
+        links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.exists()]
+        return sum("memfd:torchrl_dist" in link for link in links)
+
+    before = blocks()
+    worker = build("CartPole-v1", policy=cartpole_policy())
+    worker.collect(weights=pack(cartpole_policy(), 1), request=0)
+    assert blocks() >= before + 4  # two rollouts, one copy of the weights, progress
+    worker.close()
+    gc.collect()
+    assert blocks() == before
 
 
 def test_the_processes_know_the_environments_registered_here(build: Any) -> None:

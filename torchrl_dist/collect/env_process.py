@@ -22,7 +22,12 @@ from tensordict import TensorDictBase
 from torchrl_dist.collect.registrations import Registrations, adopt_registrations
 from torchrl_dist.collect.relay import NodeLearner, is_answer
 from torchrl_dist.collect.shared_block import RolloutLayout, WeightsTicket, WeightsView, attach
-from torchrl_dist.collect.worker import RolloutStats, RolloutWorker, WorkerConfig
+from torchrl_dist.collect.worker import (
+    RolloutStats,
+    RolloutWorker,
+    WorkerConfig,
+    require_module,
+)
 from torchrl_dist.runtime.surroundings import Surroundings
 
 _SEED_STRIDE = 1_000_003
@@ -71,7 +76,7 @@ class EnvProcess:
             link.connect(self.address)
             connection = Connection(link.detach())
         with connection, contextlib.suppress(EOFError, ConnectionError):  # the node worker is gone
-            connection.send((self.token, index))
+            connection.send((self.token, index, self.generation))
             self._serve(index, connection, ready)
 
     def _serve(self, index: int, connection: Connection, ready: Callable[[], None]) -> None:
@@ -110,7 +115,7 @@ def config_of_part(config: WorkerConfig, index: int, generation: int) -> WorkerC
     """The config of one process of a node worker: its place in the job is that of a worker among
     as many workers as there are processes."""
     seed, frames = config.seed, config.frames_per_rollout
-    if seed is not None:  # the successor of a dead process is not to repeat its episodes
+    if seed is not None and generation:  # not to repeat the episodes of who died
         seed = (seed + generation * _SEED_STRIDE) % 2**31
     return replace(
         config,
@@ -151,7 +156,6 @@ class _Part:
 
     def __init__(self, config: WorkerConfig, words: np.ndarray, index: int) -> None:
         self.worker = _Watched(config, words, FIRST_PROGRESS + index)
-        self._weights = WeightsView()
         self._rows: dict[str, TensorDictBase] = {}
 
     def collect(
@@ -161,15 +165,15 @@ class _Part:
         request: int,
         weights: WeightsTicket | None,
         rows: RowsTicket | None,
+        anew: bool,
     ) -> tuple[TensorDictBase | None, RolloutStats]:
         """As ``RolloutWorker.collect``; rows that fit the ticket stay in its block, and None is
         answered in their place."""
-        if weights is not None:
-            self._weights.take(weights, self.worker.policy)
-            self.worker.show_version(weights.version)
-        data, stats = self.worker.collect(steps, num_envs, request=request)
+        data, stats = self.worker.collect(steps, num_envs, weights, request, anew)
         if data is None or rows is None or not rows.layout.fits(data):
             return data, stats
+        if data.shape != (stats.num_envs, stats.frames // stats.num_envs):
+            return data, stats  # a postproc's: the node worker would look for all steps
         if rows.path not in self._rows:
             self._rows[rows.path] = rows.layout.view(attach(rows.path))
         n, t = data.shape
@@ -179,16 +183,18 @@ class _Part:
 
 
 class _Watched(RolloutWorker):
-    """Counts its steps where the node worker sees it, and is cut and stopped from there."""
+    """Counts its steps where the node worker sees it, is cut and stopped from there, and uses the
+    weights that lie there."""
 
     def __init__(self, config: WorkerConfig, words: np.ndarray, progress: int) -> None:
         self._words, self._progress = words, progress
+        self._weights = WeightsView()
         super().__init__(config)
         self._turns.open()  # the node worker asks in order, but not from 0 on
 
-    def show_version(self, version: int) -> None:
-        """Stamp it on transitions from now on."""
-        self._rollout.policy_version = version
+    def _take_weights(self, ticket: WeightsTicket) -> None:
+        self._weights.take(ticket, require_module(self.policy))
+        self._rollout.policy_version = ticket.version
 
     def _watch(self, request: int) -> Callable[[int], bool]:
         words, progress = self._words, self._progress

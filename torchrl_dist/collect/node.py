@@ -51,7 +51,14 @@ from torchrl_dist.collect.shared_block import (
     packable,
 )
 from torchrl_dist.collect.specs import require_equal_specs
-from torchrl_dist.collect.worker import RolloutStats, RolloutWorker, Turns, WorkerConfig, WorkerInfo
+from torchrl_dist.collect.worker import (
+    RolloutStats,
+    RolloutWorker,
+    Turns,
+    WorkerConfig,
+    WorkerInfo,
+    wait_free,
+)
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
 from torchrl_dist.runtime import ForkServer
 from torchrl_dist.runtime.surroundings import Surroundings
@@ -76,6 +83,7 @@ class _Process:
     connection: Connection | None = None
     ready: bool = False
     generation: int = 0
+    forked_at: float = field(default_factory=time.monotonic)
     deaths: int = 0  # since its last rollout
     numbered: int = 0
     steps_seen: int = 0
@@ -99,6 +107,7 @@ class _Order:
     kept: int
     weights: PackedWeights | None
     request: int | None
+    anew: bool
 
 
 @dataclass(eq=False)
@@ -110,7 +119,6 @@ class _UnderWay:
     block: int
     pending: set[int]
     pieces: list[_Piece] = field(default_factory=list)
-    replaced: list[str] = field(default_factory=list)
     failure: RemoteError | PeerLostError | None = None
 
 
@@ -152,6 +160,7 @@ class NodeWorker:
         self._announced: dict[int, _Order] = {}  # by request; of threads that wait for their turn
         self._under_way: list[_UnderWay] = []
         self._unnumbered = 0  # calls of ``collect``
+        self._replaced: list[str] = []  # since the last rollout
         self._selector = selectors.DefaultSelector()
         self._bell = Bell()  # something was announced
         self._selector.register(self._bell, selectors.EVENT_READ, self._begin_ahead)
@@ -223,7 +232,7 @@ class NodeWorker:
                 self._accept()
             for process in waiting:
                 if process.connection in readable:
-                    answer = self._receive(process)
+                    answer = self._first_answer(process)
                     if relay is not None and isinstance(answer, Question):
                         relay.ask(process.connection, answer)  # it times its steps
                     else:
@@ -236,6 +245,16 @@ class NodeWorker:
             self._raise_for_failed_start()
         return [infos[index] for index in range(self._count)]
 
+    def _first_answer(self, process: _Process) -> Any:
+        try:
+            return self._receive(process)
+        except EOFError:
+            with self._children.changed:
+                state = self._children.states[process.index]
+                self._children.changed.wait_for(lambda: state.exit is not None, _CLOSE_S)
+            how = state.exit or "it closed its connection"
+            raise PeerLostError(f"env process {process.index} died at start-up: {how}") from None
+
     def _raise_for_failed_start(self) -> None:
         with self._children.changed:
             for index, state in self._children.states.items():
@@ -246,16 +265,20 @@ class NodeWorker:
 
     def _accept(self) -> None:
         link, _ = self._listener.accept()
+        if (limit_s := self.config.step_timeout_s) is not None:  # in the middle of a message
+            limit = struct.pack("ll", int(limit_s), int(limit_s % 1 * 1e6))
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         uid = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
         connection = Connection(link.detach())
-        if uid != os.getuid() or not connection.poll(_CLOSE_S):
+        token, index, generation = "", 0, 0
+        if uid == os.getuid() and connection.poll(_CLOSE_S):  # who may do with us what he wants
+            with contextlib.suppress(Exception):  # it died meanwhile, or is a stranger
+                token, index, generation = connection.recv()
+        if token == self._token and generation == self._processes[index].generation:
+            self._processes[index].connection = connection
+        else:
             connection.close()
-            return
-        token, index = connection.recv()  # of this user's, who may do with us what he wants
-        if token != self._token:
-            connection.close()
-            return
-        self._processes[index].connection = connection
 
     def _make_ready(self, process: _Process) -> None:
         process.ready = True
@@ -265,7 +288,7 @@ class NodeWorker:
         """The next answer of a process.
 
         Raises:
-            EOFError: it died.
+            EOFError: it died, or stopped in the middle of the answer, which the message says.
             RemoteError: the call raised there.
         """
         assert process.connection is not None
@@ -273,6 +296,9 @@ class NodeWorker:
             fine, content = cloudpickle.loads(process.connection.recv_bytes())
         except (EOFError, ConnectionError):
             raise EOFError from None
+        except BlockingIOError:
+            limit_s = self.config.step_timeout_s
+            raise EOFError(f"stopped for {limit_s:g} s in the middle of an answer") from None
         if not fine:
             raise self._error(process.index, *content)
         return content
@@ -294,11 +320,11 @@ class NodeWorker:
         with contextlib.suppress(OSError):  # its death is seen when the answer is awaited
             process.connection.send_bytes(cloudpickle.dumps((method, args, kwargs)))
 
-    def _replace(self, process: _Process, reason: str | None) -> str:
+    def _replace(self, process: _Process, reason: str) -> None:
         """Kill what is left of a process and fork another; does not wait for its envs.
 
-        Returns:
-            what became of it.
+        Args:
+            reason: if it is known; else the way in which the process ended.
 
         Raises:
             PeerLostError: it is not the first in a row.
@@ -315,42 +341,44 @@ class NodeWorker:
                     os.kill(state.pid, signal.SIGKILL)
             self._children.changed.wait_for(lambda: state.exit is not None, _CLOSE_S)
         what = f"env process {index} (pid {state.pid}): {reason or state.exit}"
+        self._replaced.append(what)
         process.connection, process.ready = None, False
         process.deaths += 1
         if self._words[STOP]:
-            return what
+            return
         if process.deaths >= _MAX_DEATHS_IN_A_ROW:
             raise PeerLostError(f"{what}; it is the {process.deaths}rd in a row to end like this")
         process.generation += 1
+        process.forked_at = time.monotonic()
         # What it may have numbered meanwhile.
         process.numbered += _BLOCKS * self._envs * (self.steps + 1)
         self._server.restart(self._job(process.generation, process.numbered), index)
-        return what
 
-    def _welcome(self) -> None:
-        """Take in replaced processes that are ready by now; block until one process is."""
-        deadline = time.monotonic() + _START_S
+    def _welcome(self, everybody: bool = False) -> None:
+        """Take in replaced processes that are ready by now; block until one is, or all are."""
         while newcomers := [p for p in self._processes if not p.ready]:
-            some_ready = len(newcomers) < self._count
+            if self._words[STOP]:
+                return
+            enough = not everybody and len(newcomers) < self._count
             connections = [p.connection for p in newcomers if p.connection is not None]
-            readable = wait([self._listener, *connections], 0.0 if some_ready else _GLANCE_S)
+            readable = wait([self._listener, *connections], 0.0 if enough else _GLANCE_S)
+            if self._listener in readable:
+                self._accept()
             for process in newcomers:
                 if process.connection in readable:
                     self._take_in(process)
                 elif process.connection is None and self._children.states[process.index].exit:
-                    self._replace(process, None)  # before it could say anything
-            if self._listener in readable:
-                self._accept()
-            if some_ready and not readable:
+                    self._replace(process, "")  # before it could say anything
+                elif not readable and time.monotonic() - process.forked_at > _START_S:
+                    self._replace(process, f"was not ready within {_START_S:g} s")
+            if enough and not readable:
                 return
-            if time.monotonic() > deadline:
-                raise DeadlineError(f"no env process was ready within {_START_S:g} s")
 
     def _take_in(self, process: _Process) -> None:
         try:
             self._receive(process)
-        except EOFError:
-            self._replace(process, None)
+        except EOFError as error:
+            self._replace(process, str(error))
         else:
             self._make_ready(process)
 
@@ -398,35 +426,49 @@ class NodeWorker:
             answers = self._tell_all("visit_envs", None, what, name, args, kwargs)
             return [result for results in answers for result in results]
         process, inside = divmod(index, self._envs)
-        answers = self._tell_all("visit_envs", inside, what, name, args, kwargs, only=process)
-        if not answers:
-            raise PeerLostError(f"env process {process} has just been replaced; ask again")
-        return answers[0]
+        return self._tell_all("visit_envs", inside, what, name, args, kwargs, only=process)[0]
 
     def _tell_all(self, method: str, *args: Any, only: int | None = None) -> list[Any]:
+        """Call a method in all processes, or in one; the answer of each, or of its successor.
+
+        Raises:
+            RemoteError: it raised there.
+            PeerLostError: a process ended for the third time in a row.
+        """
         with self._lock:
-            self._finish_all()
-            self._welcome()
-            living = [p for p in self._processes if p.ready and only in (None, p.index)]
-            for process in living:
-                self._send(process, method, *args)
-            deadline = time.monotonic() + _CALL_S
-            answers: list[Any] = []
+            asked = [p for p in self._processes if only in (None, p.index)]
+            answers: dict[int, Any] = {}
             failure: RemoteError | None = None
-            for process in living:  # every answer is read, or it would be taken for the next one's
-                assert process.connection is not None
-                if not process.connection.poll(max(0.0, deadline - time.monotonic())):
-                    self._replace(process, f"did not answer {method} within {_CALL_S:g} s")
-                    continue
-                try:
-                    answers.append(self._receive(process))
-                except EOFError:
-                    self._replace(process, None)
-                except RemoteError as error:
-                    failure = failure or error
+            while missing := [p for p in asked if p.index not in answers]:
+                if self._words[STOP]:
+                    raise ConfigurationError("this worker is closed")
+                self._finish_all()
+                self._welcome(everybody=True)
+                if not all(process.ready for process in missing):
+                    continue  # it is being closed
+                for process in missing:
+                    self._send(process, method, *args)
+                deadline = time.monotonic() + _CALL_S
+                ended: list[tuple[_Process, str]] = []
+                for process in missing:  # each is read, or it would be taken for the next one's
+                    try:
+                        answers[process.index] = self._await_answer(process, method, deadline)
+                    except EOFError as error:
+                        ended.append((process, str(error)))
+                    except RemoteError as error:
+                        answers[process.index] = None
+                        failure = failure or error
+                for process, reason in ended:
+                    self._replace(process, reason)
             if failure is not None:
                 raise failure
-            return answers
+            return [answers[process.index] for process in asked]
+
+    def _await_answer(self, process: _Process, method: str, deadline: float) -> Any:
+        assert process.connection is not None
+        if not process.connection.poll(max(0.0, deadline - time.monotonic())):
+            raise EOFError(f"did not answer {method} within {_CALL_S:g} s")
+        return self._receive(process)
 
     def cut(self, request: int, least: int) -> None:
         """As ``RolloutWorker.cut``."""
@@ -439,6 +481,7 @@ class NodeWorker:
         num_envs: int | None = None,
         weights: PackedWeights | None = None,
         request: int | None = None,
+        anew: bool = False,
     ) -> tuple[TensorDict | PackedRows | None, RolloutStats]:
         """As ``RolloutWorker.collect``. Rows of a process that ended are missing, and it is named
         in the statistics. The rows stay as they are until the call after the next one.
@@ -453,24 +496,24 @@ class NodeWorker:
             self.num_envs if num_envs is None else num_envs,
             weights,
             request,
+            anew,
         )
         self._announce(order)
         with self._turns.wait_for(request), self._lock:
             if self._closed:
                 return None, RolloutStats(index, 0)
-            replaced: list[str] = []
             while True:
                 rollout = self._begun(order)
                 try:
                     self._finish(rollout)
                 finally:
                     self._under_way.remove(rollout)
-                replaced += rollout.replaced
                 if rollout.failure is not None:
                     raise rollout.failure
                 if rollout.pieces or self._words[STOP]:
                     break
             pieces = sorted(rollout.pieces, key=lambda piece: piece.index)
+            replaced, self._replaced = self._replaced, []
             stats = self._join_stats([piece.stats for piece in pieces], replaced)
             return self._join(pieces, order.steps, rollout.block), stats
 
@@ -521,6 +564,7 @@ class NodeWorker:
                 request=order.request or 0,
                 weights=self._weights.ticket,
                 rows=self._ticket(process.index, rollout.block),
+                anew=order.anew,
             )
         return rollout
 
@@ -557,8 +601,8 @@ class NodeWorker:
         answer, failure = None, None
         try:
             answer = self._receive(process)
-        except EOFError:
-            self._bury(process, None)
+        except EOFError as error:
+            self._bury(process, str(error))
             return
         except RemoteError as error:
             failure = error
@@ -577,14 +621,14 @@ class NodeWorker:
         if stats.frames:
             rollout.pieces.append(_Piece(process.index, rows, stats))
 
-    def _bury(self, process: _Process, reason: str | None) -> None:
+    def _bury(self, process: _Process, reason: str) -> None:
         """Go on without a process until its successor is ready."""
         for rollout in self._under_way:
             rollout.pending.discard(process.index)
-        first = self._under_way[0]
         try:
-            first.replaced.append(self._replace(process, reason))
+            self._replace(process, reason)
         except PeerLostError as error:  # raised when the others have handed in
+            first = self._under_way[0]
             first.failure = first.failure or error
 
     def _hangs(self, process: _Process, limit_s: float) -> bool:
@@ -615,7 +659,7 @@ class NodeWorker:
                 return PackedRows(self._layout, self._blocks[block].data, (self.num_envs, steps))
             return self._views[block][:, :steps].clone()  # the caller may keep them
         found = [self._rows_of(piece, block) for piece in pieces]
-        cut = first is None and len({rows.shape[1] for rows in found}) > 1
+        cut = len({piece.stats.frames // piece.stats.num_envs for piece in pieces}) > 1
         return join(found, masked=cut)
 
     def _rows_of(self, piece: _Piece, block: int) -> TensorDict:
@@ -659,10 +703,23 @@ class NodeWorker:
                     if process.ready:
                         self._send(process, "close")
                 self._children.wait_gone(min(step_limit_s, _CLOSE_S))
+                self._let_go()
         finally:
             self._end()
             if idle:
                 self._lock.release()
+
+    def _let_go(self) -> None:
+        """The session keeps this object until it ends; what it refers to may go."""
+        self._blocks, self._views, self._weights = [], [], SharedWeights()
+        self._control.close()
+        self._words = self._words.copy()
+        self._config = b""
+        self.config = self.config.without_parts()
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """As ``RolloutWorker.wait_idle``."""
+        return wait_free(self._lock, timeout_s)
 
     def _end(self) -> None:
         if self._own_server:

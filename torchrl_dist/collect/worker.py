@@ -92,6 +92,18 @@ class WorkerConfig:
     inference: Inference | None = None
     registrations: Registrations = field(default_factory=dict)
 
+    def without_parts(self) -> WorkerConfig:
+        """What a closed worker keeps: nothing that takes memory."""
+        return replace(
+            self,
+            make_env="",
+            policy=None,
+            policy_factory=None,
+            replay_buffer=None,
+            postproc=None,
+            postproc_factory=None,
+        )
+
 
 @dataclass(frozen=True)
 class WorkerInfo:
@@ -153,8 +165,25 @@ def env_seeds(seed: int, first: int, count: int, static_seed: bool = False) -> l
     return seeds
 
 
+def require_module(policy: Any) -> nn.Module:
+    """Refuse weights for a policy that cannot take any."""
+    if not isinstance(policy, nn.Module):
+        raise ConfigurationError(
+            f"the worker's policy is {type(policy).__name__}, which has no weights to set"
+        )
+    return policy
+
+
 def _size_bytes(rows: TensorDictBase) -> int:
     return sum(value.nbytes for value in rows.values(True, True))
+
+
+def wait_free(lock: threading.Lock, timeout_s: float) -> bool:
+    """Block until nobody holds the lock, at most so long; whether that is so."""
+    if not lock.acquire(timeout=timeout_s):
+        return False
+    lock.release()
+    return True
 
 
 class Turns:
@@ -278,12 +307,9 @@ class RolloutWorker:
             self._take_weights(packed)
 
     def _take_weights(self, packed: PackedWeights) -> None:
-        if not isinstance(self.policy, nn.Module):
-            raise ConfigurationError(
-                f"the worker's policy is {type(self.policy).__name__}, which has no weights to set"
-            )
+        policy = require_module(self.policy)
         if packed.version >= self._rollout.policy_version:
-            unpack(packed, self.policy)
+            unpack(packed, policy)
             self._rollout.policy_version = packed.version
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
@@ -310,8 +336,15 @@ class RolloutWorker:
     def reset(self) -> None:
         """Start new episodes in all envs before the next rollout."""
         with self._lock:
-            self._rollout.reset()
-            self._episodes.restart()
+            self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._rollout.reset()
+        self._episodes.restart()
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Block until no rollout is under way, at most so long; whether that is so."""
+        return wait_free(self._lock, timeout_s)
 
     def _seed_process(self, seed: int | None) -> None:
         """Processes from one fork server would otherwise explore with identical numbers."""
@@ -337,6 +370,7 @@ class RolloutWorker:
         num_envs: int | None = None,
         weights: PackedWeights | None = None,
         request: int | None = None,
+        anew: bool = False,
     ) -> tuple[TensorDict | PackedRows | None, RolloutStats]:
         """One rollout: blocks while the envs step.
 
@@ -345,6 +379,7 @@ class RolloutWorker:
             num_envs: keep only the first so many envs of the rollout (the last of a job).
             weights: taken before the first step, if newer than those here.
             request: 0, 1, ...: calls that come at the same time run in this order.
+            anew: begin new episodes first.
 
         Returns:
             the rows (``None`` if they went to the replay buffer or the worker was closed), stats.
@@ -356,12 +391,15 @@ class RolloutWorker:
                 return None, RolloutStats(index, 0)
             if weights is not None:
                 self._take_weights(weights)
+            if anew:
+                self._begin_anew()
             begun = time.perf_counter()
             asked = self.steps if steps is None else steps
 
             try:
                 rollout = self._rollout.run(asked, self._watch(request or 0))
             except RolloutStopped:
+                self._shut()  # whoever wanted to close it may have given up waiting
                 return None, RolloutStats(index, 0)
             kept = self.num_envs if num_envs is None else num_envs
             returns, lengths = self._stamp(rollout, kept)
@@ -434,8 +472,11 @@ class RolloutWorker:
         """Stop a running rollout after its current step, then close the envs. Idempotent.
 
         Raises:
-            DeadlineError: that step lasts longer than ``step_limit_s``; the envs stay open.
+            DeadlineError: that step lasts longer than ``step_limit_s``; the envs are closed when
+                it ends.
         """
+        if self._closed:
+            return
         self._rollout.stop()
         self._turns.open()
         if not self._lock.acquire(timeout=step_limit_s):
@@ -444,11 +485,16 @@ class RolloutWorker:
                 f"{step_limit_s:g} s"
             )
         try:
-            if not self._closed:
-                self._closed = True
-                self._rollout.close()
-                # The session keeps this object until it ends; what it refers to may go.
-                self._postproc = self.policy = None
-                self.config = replace(self.config, replay_buffer=None, policy=None, postproc=None)
+            self._shut()
         finally:
             self._lock.release()
+
+    def _shut(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._rollout.close()
+        # The session keeps this object until it ends; what it refers to may go.
+        del self._rollout
+        self._postproc = self.policy = None
+        self.config = self.config.without_parts()
