@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +26,7 @@ from torchrl.modules import EGreedyModule, QValueActor
 from tests.collect.envs import Counter, mlp
 from torchrl_dist.collect import CollectReport, FirstReady, RPCBatchedCollector, WaitAll
 from torchrl_dist.collect.start import MESSAGE_BYTES, MESSAGE_S, steps_per_message
+from torchrl_dist.collect.worker import RolloutWorker, WorkerConfig
 from torchrl_dist.errors import ConfigurationError, DeadlineError, RemoteError
 
 SPEC = OneHot(3)
@@ -169,6 +172,18 @@ def test_an_exception_of_the_env_arrives_with_place_and_traceback(build: Any) ->
         next(iter(collector))
 
 
+def test_next_does_not_take_a_failure_for_the_end(build: Any) -> None:
+    class Broken(Counter):
+        def step(self, action: Any) -> Any:
+            raise ZeroDivisionError("the pole is gone")
+
+    collector = build(Broken, None, frames_per_batch=10)
+    with pytest.raises(RemoteError, match="the pole is gone"):
+        collector.next()
+    with pytest.raises(ConfigurationError, match="shut down"):
+        collector.next()
+
+
 def test_after_a_deadline_collection_goes_on_and_nothing_is_lost(build: Any) -> None:
     gate = threading.Event()
 
@@ -206,6 +221,98 @@ def test_shutdown_does_not_wait_for_a_stuck_env(build: Any) -> None:
     collector.shutdown()
     assert time.monotonic() - begun < 3
     gate.set()
+
+
+def test_calls_to_envs_keep_the_deadline_while_a_rollout_is_stuck(build: Any) -> None:
+    gate = threading.Event()
+
+    class Stuck(Counter):
+        def step(self, action: Any) -> Any:
+            gate.wait(30)
+            return super().step(action)
+
+    collector = build(Stuck, None, frames_per_batch=5, timeout_s=0.2)
+    with pytest.raises(DeadlineError):
+        collector.next()
+    calls = [
+        lambda: collector.get_attr("t"),
+        lambda: collector.get_attr("t", env=0),
+        lambda: collector.set_seed(1),
+        collector.reset,
+    ]
+    for call in calls:
+        with pytest.raises(DeadlineError, match=r"rollout .* within 0.2 s"):
+            call()
+    gate.set()
+    assert collector.next().numel() == 5
+
+
+def test_after_a_shutdown_nobody_waits_and_every_call_says_so(build: Any) -> None:
+    gate = threading.Event()
+
+    class Stuck(Counter):
+        def step(self, action: Any) -> Any:
+            gate.wait(30)
+            return super().step(action)
+
+    collector = build(Stuck, None, frames_per_batch=5)
+    errors: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            collector.next()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.2)
+    collector.shutdown(timeout=0.2)
+    thread.join(5)
+    gate.set()
+    assert not thread.is_alive() and "shut down" in str(errors[0])
+    for call in (lambda: collector.get_attr("t"), lambda: collector.render(), collector.reset):
+        with pytest.raises(ConfigurationError, match="shut down"):
+            call()
+
+
+@pytest.mark.parametrize("when", ["building", "running"])
+def test_envs_of_a_worker_that_cannot_go_on_are_closed(build: Any, when: str) -> None:
+    gate, closed = threading.Event(), threading.Event()
+
+    class Doomed(Counter):
+        def step(self, action: Any) -> Any:
+            if when == "building":  # where the step is timed
+                raise ZeroDivisionError("the pole is gone")
+            gate.wait(30)
+            return super().step(action)
+
+        def close(self) -> None:
+            closed.set()
+
+    if when == "building":
+        with pytest.raises(RemoteError, match="the pole is gone"):
+            build(Doomed)
+    else:
+        collector = build(Doomed, None, frames_per_batch=5, timeout_s=0.1)
+        with pytest.raises(DeadlineError):
+            collector.next()
+        collector.shutdown(timeout=0.1)  # too early for the step under way
+        assert not closed.is_set()
+        gate.set()
+    assert closed.wait(5)
+
+
+def test_a_closed_worker_lets_go_of_its_policy() -> None:
+    policy = constant(1)
+    alive = weakref.ref(policy)
+    worker = RolloutWorker(WorkerConfig(Counter, policy, frames_per_rollout=5))
+    worker.collect()
+    worker.close()
+    worker.close()
+    del policy
+    gc.collect()
+    assert alive() is None and worker.collect()[1].frames == 0
 
 
 def test_with_a_replay_buffer_the_worker_writes_and_reports_come_back(build: Any) -> None:
@@ -351,8 +458,12 @@ def test_frames_per_batch_is_rounded_up_aloud(build: Any) -> None:
         ({"total_frames": 0}, "total_frames=0"),
         ({"max_policy_lag": -1}, "max_policy_lag=-1"),
         ({"min_workers": 2}, "min_workers=2"),
+        ({"timeout_s": 0}, "timeout_s=0"),
+        ({"worker_timeout_s": -1.0}, "worker_timeout_s=-1.0"),
+        ({"step_timeout_s": 0.0}, "step_timeout_s=0.0"),
+        ({"env_groups": 0}, "env_groups=0"),
     ],
 )
-def test_impossible_arguments_are_refused(arguments: dict[str, int], message: str) -> None:
+def test_impossible_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         RPCBatchedCollector(Counter, None, **{"frames_per_batch": 4, **arguments})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -97,18 +98,20 @@ def check_numbers(
     num_envs: int,
     min_workers: int,
     env_processes: int,
+    env_groups: int,
     num_workers: int,
 ) -> None:
     frames = 1 if frames_per_batch is None else frames_per_batch
     whole = {"frames_per_batch": frames, "total_frames": total_frames}
     whole |= {"num_envs": num_envs, "max_policy_lag": max_policy_lag, "min_workers": min_workers}
-    whole["env_processes"] = env_processes
+    whole |= {"env_processes": env_processes, "env_groups": env_groups}
     for name, value in whole.items():
         if not isinstance(value, int):
             raise ConfigurationError(f"{name}={value!r}: expected a whole number")
-    if frames < 1 or num_envs < 1:
+    if frames < 1 or num_envs < 1 or env_groups < 1:
         raise ConfigurationError(
-            f"expected at least 1: frames_per_batch={frames_per_batch}, num_envs={num_envs}"
+            f"expected at least 1: frames_per_batch={frames_per_batch}, num_envs={num_envs}, "
+            f"env_groups={env_groups}"
         )
     if total_frames < 1 and total_frames != -1:
         raise ConfigurationError(f"total_frames={total_frames}: expected -1 or at least 1")
@@ -119,3 +122,11 @@ def check_numbers(
         raise ConfigurationError(
             f"min_workers={min_workers}: expected 1 to {num_workers}, the number of workers"
         )
+
+
+def check_timeouts(**timeouts: float | None) -> None:
+    for name, seconds in timeouts.items():
+        if seconds is not None and not 0 < seconds < math.inf:
+            raise ConfigurationError(
+                f"{name}={seconds}: expected a positive, finite number of seconds, or None"
+            )

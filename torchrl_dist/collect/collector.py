@@ -21,6 +21,7 @@ from torchrl_dist.collect.arguments import (
     check_inference,
     check_numbers,
     check_parts,
+    check_timeouts,
     check_trajectories,
     choose_peers,
     require_shared,
@@ -104,8 +105,9 @@ class RPCBatchedCollector(BaseCollector):
         seed: of all envs and of the workers' random numbers; default: drawn from torch's.
         min_workers: with fewer living workers, iteration raises.
         worker_timeout_s: a worker whose rollout takes longer (it hangs, or was paused) counts as
-            lost until it answers: others collect its frames, and its late rows are dropped (with
-            ``replay_buffer`` they are in the buffer, beyond ``total_frames``). Default: never.
+            lost until it answers: others collect its frames, its late rows are dropped (with
+            ``replay_buffer`` they are in the buffer, beyond ``total_frames``), and it begins new
+            episodes. Default: never.
         timeout_s: bounds the wait for each batch as a whole, and other calls; default the
             session's, which also bounds building the workers.
         categorical_action_encoding: as in TorchRL's ``GymEnv``; for gymnasium envs.
@@ -162,7 +164,11 @@ class RPCBatchedCollector(BaseCollector):
             num_envs=num_envs,
             min_workers=min_workers,
             env_processes=env_processes,
+            env_groups=env_groups,
             num_workers=num_workers,
+        )
+        check_timeouts(
+            timeout_s=timeout_s, worker_timeout_s=worker_timeout_s, step_timeout_s=step_timeout_s
         )
         self.readiness: Readiness = WaitAll() if readiness is None else readiness
         self.trajs_per_batch = trajs_per_batch
@@ -344,7 +350,7 @@ class RPCBatchedCollector(BaseCollector):
             return next(self._iterator)
         except StopIteration:
             return None
-        except DeadlineError:
+        except BaseException:
             self._iterator = None  # a generator that has raised is at its end
             raise
 
@@ -427,6 +433,7 @@ class RPCBatchedCollector(BaseCollector):
                 "visit_envs", None, what, name, args, kwargs, timeout_s=self.timeout_s
             )
             return [result for results in answers for result in results]
+        self._crew.require_open()
         workers = {worker.index: worker for worker in self._crew.workers}
         size = self._crew.workers[0].num_envs
         worker = workers.get(env // size)

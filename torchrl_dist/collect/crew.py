@@ -68,6 +68,7 @@ class Worker:
     inbox: deque[Arrival] = field(default_factory=deque)
     busy_since: float = 0.0  # time.monotonic() when the first request in flight began
     given_up: int = 0  # requests in flight that nobody waits for any more
+    has_gap: bool = False  # rows of its episodes were dropped
     failure: BaseException | None = None
     lost: bool = False
     sent_version: int = -1
@@ -133,11 +134,10 @@ class Crew:
         """
         begun = time.monotonic()
         with self._cond:
-            if self._closed:
-                raise ConfigurationError("this collector was shut down; build a new one")
             self._waiting = True
             try:
                 while True:
+                    self.require_open()
                     for worker in self.workers:
                         self._request(worker)
                     self._give_up_hanging()
@@ -269,12 +269,14 @@ class Crew:
                 num_envs=share.num_envs,
                 weights=weights,
                 request=request.number,
+                anew=worker.has_gap,
                 timeout_s=_ROLLOUT_LIMIT_S,
             )
         except ConfigurationError as error:  # the session is closed; raised at the next batch
             worker.failure = error
             return False
         worker.requests += 1
+        worker.has_gap = False
         if not worker.in_flight:
             worker.busy_since = request.begun
         worker.in_flight.append(request)
@@ -309,8 +311,10 @@ class Crew:
     def _arrived_late(self, worker: Worker, error: BaseException | None) -> None:
         """Others collect what this was to be: it is dropped, and its worker is welcome again."""
         worker.given_up -= 1
+        worker.has_gap = True
         if error is not None:
             worker.failure = error
+            worker.lost = isinstance(error, PeerLostError)  # else it is raised
         elif worker.given_up == 0:
             worker.failure, worker.lost = None, False
         self._cond.notify_all()
@@ -348,6 +352,7 @@ class Crew:
 
     def ask_all(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         """Call a method of every living worker; blocks, with one deadline for all."""
+        self.require_open()
         alive = [w for w in self.workers if not w.lost and w.failure is None]
         futures = [w.handle.submit(method, *args, timeout_s=timeout_s) for w in alive]
         results = []
@@ -359,6 +364,10 @@ class Crew:
         if len(results) < self._min_workers:
             raise PeerLostError(f"{method}: {len(results)} workers answered")
         return results
+
+    def require_open(self) -> None:
+        if self._closed:
+            raise ConfigurationError("this collector was shut down; build a new one")
 
     def close(self, limit_s: float) -> None:
         """Stop the rollouts in flight, close all envs; blocks at most ``limit_s``. Idempotent."""

@@ -10,10 +10,11 @@ from typing import Any, Protocol
 from torchrl_dist.collect.node import make_worker
 from torchrl_dist.collect.one_thread import use_one_thread_if_small
 from torchrl_dist.collect.worker import WorkerConfig
-from torchrl_dist.errors import RemoteError
+from torchrl_dist.errors import DeadlineError, RemoteError
 from torchrl_dist.runtime.pool import DaemonPool
 
 _REQUESTS = 2  # as many as the collector sends at a time
+_DURING_ROLLOUTS = ("collect", "cut", "close")
 
 
 class Handle(Protocol):
@@ -38,11 +39,18 @@ class LocalHandle:
         self._pool = DaemonPool(_REQUESTS, "torchrl_dist-rollout")
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
-        """Run it here and now; a deadline has no meaning for it.
+        """Run it here and now. The deadline is that of the rollout under way, which ends first.
 
         Raises:
+            DeadlineError: it did not end in time.
             RemoteError: the method raised; its exception is the cause.
         """
+        waits = timeout_s is not None and method not in _DURING_ROLLOUTS
+        if waits and not self._worker.wait_idle(timeout_s):
+            raise DeadlineError(
+                f"{method}: the rollout under way in this process did not end within "
+                f"{timeout_s:g} s; its env or policy hangs, or timeout_s is too short"
+            )
         try:
             return getattr(self._worker, method)(*args, **kwargs)
         except Exception as error:
@@ -63,7 +71,7 @@ class LocalHandle:
             if method == "collect":
                 use_one_thread_if_small(self._policy)
             try:
-                result = self.call(method, *args, **kwargs)
+                result = self.call(method, *args, timeout_s=timeout_s, **kwargs)
             except BaseException as error:
                 future.set_exception(error)
             else:

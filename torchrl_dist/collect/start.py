@@ -49,7 +49,11 @@ def start_workers(
             own = replace(own, own_process=True, packed=True, registrations=registrations)
             handle = session.remote(peers[index], make_worker, own, timeout_s=limit_s)
             name = peers[index].name
-        info = handle.call("describe", timeout_s=limit_s)
+        try:
+            info = handle.call("describe", timeout_s=limit_s)
+        except BaseException:
+            handle.submit("close", step_limit_s=limit_s, timeout_s=limit_s)
+            raise
         infos.append(info)
         specs = {"number of envs": str(info.num_envs), **info.specs}
         return Worker(index, name, handle, info.num_envs, info.steps, ahead, specs)

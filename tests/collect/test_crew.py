@@ -1,0 +1,73 @@
+"""The crew over workers that answer when the test says so."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from torchrl_dist.collect.budget import FrameBudget
+from torchrl_dist.collect.crew import Crew, Worker
+from torchrl_dist.collect.readiness import WaitAll
+from torchrl_dist.collect.worker import RolloutStats
+from torchrl_dist.errors import RemoteError
+
+pytestmark = pytest.mark.timeout(30)
+STEPS = 4
+
+
+class Hand:
+    """A handle whose rollouts are answered at once, or by ``answer``."""
+
+    def __init__(self, index: int, prompt: bool) -> None:
+        self.index, self.prompt = index, prompt
+        self.asked: list[tuple[dict[str, Any], Future]] = []
+
+    def submit(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> Future:
+        assert method == "collect"
+        self.asked.append((kwargs, Future()))
+        if self.prompt:
+            self.answer()
+        return self.asked[-1][1]
+
+    def answer(self, error: Exception | None = None) -> None:
+        asked, future = self.asked[-1]
+        shape = (asked["num_envs"], asked["steps"])
+        if error is not None:
+            future.set_exception(error)
+            return
+        rows = TensorDict({"request": torch.full(shape, asked["request"])}, shape)
+        future.set_result((rows, RolloutStats(self.index, rows.numel(), num_envs=len(rows))))
+
+
+def crew_of_two(late_s: float) -> tuple[Crew, list[Hand]]:
+    """The second worker answers when it is told to, and counts as lost after ``late_s``."""
+    hands = [Hand(0, True), Hand(1, False)]
+    workers = [Worker(h.index, f"worker{h.index}", h, 1, STEPS, 0, {}) for h in hands]
+    return Crew(workers, [], FrameBudget(None, True), WaitAll(), 1, late_s), hands
+
+
+def test_a_worker_that_comes_back_begins_new_episodes() -> None:
+    """The rows that were dropped would be a gap in the old ones."""
+    crew, (_, late) = crew_of_two(late_s=0.05)
+    with pytest.warns(UserWarning, match="worker_timeout_s=0.05"):
+        assert [stats.worker_index for stats, _ in crew.gather(5.0)] == [0]
+    late.answer()
+    late.prompt = True
+    assert not crew.lost
+    while len(crew.gather(5.0)) == 1:  # a round that was planned without it
+        pass
+    crew.gather(5.0)
+    assert [asked["anew"] for asked, _ in late.asked] == [False, True, False]
+
+
+def test_an_exception_of_a_worker_that_was_given_up_is_raised_all_the_same() -> None:
+    crew, (_, late) = crew_of_two(late_s=0.05)
+    with pytest.warns(UserWarning, match="worker_timeout_s=0.05"):
+        crew.gather(5.0)
+    late.answer(RemoteError("no pole", peer="worker1", host="here", remote_traceback="step"))
+    with pytest.raises(RemoteError, match="no pole"):
+        crew.gather(5.0)
