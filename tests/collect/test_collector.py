@@ -25,8 +25,13 @@ from torchrl.modules import EGreedyModule, QValueActor
 
 from tests.collect.envs import Counter, mlp
 from torchrl_dist.collect import CollectReport, FirstReady, RPCBatchedCollector, WaitAll
-from torchrl_dist.collect.start import MESSAGE_BYTES, MESSAGE_S, steps_per_message
-from torchrl_dist.collect.worker import RolloutWorker, WorkerConfig
+from torchrl_dist.collect.start import (
+    MESSAGE_BYTES,
+    MESSAGE_S,
+    seconds_per_message,
+    steps_per_message,
+)
+from torchrl_dist.collect.worker import RolloutWorker, WorkerConfig, WorkerInfo
 from torchrl_dist.errors import ConfigurationError, DeadlineError, RemoteError
 
 SPEC = OneHot(3)
@@ -440,6 +445,17 @@ def test_a_message_takes_neither_microseconds_nor_all_memory(step_s: float, size
     assert steps == 1 or (steps * step_s <= MESSAGE_S and steps * size <= MESSAGE_BYTES)
     more = steps + 2  # rounded
     assert more * step_s > MESSAGE_S or more * size > MESSAGE_BYTES
+
+
+def test_messages_are_longer_where_many_workers_share_a_core() -> None:
+    def workers(count: int, host: str, cores: int) -> list[WorkerInfo]:
+        return [WorkerInfo(1, 1, host, pid, {}, cores) for pid in range(count)]
+
+    assert seconds_per_message(workers(1, "a", 64)) == MESSAGE_S
+    assert seconds_per_message(workers(256, "a", 64)) == MESSAGE_S
+    assert seconds_per_message(workers(32, "a", 2)) == 4 * MESSAGE_S
+    # the most crowded node decides: all rollouts of a job are of one length
+    assert seconds_per_message(workers(32, "a", 8) + workers(16, "b", 2)) == 2 * MESSAGE_S
 
 
 def test_frames_per_batch_is_rounded_up_aloud(build: Any) -> None:

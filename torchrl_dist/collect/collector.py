@@ -66,8 +66,9 @@ class RPCBatchedCollector(BaseCollector):
             batch (the number of workers; ``FirstReady``: 1) and by the envs of a worker, rounded
             up, with a warning if that makes batches larger. None: T follows from how long a step
             takes, which is measured at the start (the envs begin anew afterwards): a rollout lasts
-            about half a second and has at most 8 MiB, or is one step. Short rollouts cost
-            a message each, half a millisecond and more; the attribute tells what came of it.
+            about half a second (longer where more than four workers share a core) and has at most
+            8 MiB, or is one step. Short rollouts cost a message each, a millisecond of the
+            learner and two of the worker; the attribute tells what came of it.
         total_frames: iteration ends after exactly so many; -1: never. The last batches are shorter.
         policy_factory: ``(worker_index, num_workers) -> policy``, called on each worker instead
             of copying ``policy``. The weights of ``policy``, if that is given, go into the

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,8 +18,10 @@ from torchrl_dist.collect.worker import WorkerConfig, WorkerInfo
 from torchrl_dist.errors import ConfigurationError, PeerLostError
 from torchrl_dist.runtime import Peer, Session
 
-# A message costs both sides together two milliseconds of CPU: less than half a percent of this.
+# A message costs both sides together three milliseconds of CPU: less than a percent of this ...
 MESSAGE_S = 0.5
+# ... where a worker has a core. Of so many that share one, each has a few percent of it.
+_WORKERS_PER_CORE = 4
 MESSAGE_BYTES = 8 << 20
 _WARN_AT_CALLER = 4  # frames between a warning here and who builds the collector
 
@@ -90,6 +93,7 @@ def _set_steps(workers: Sequence[Worker], infos: Sequence[WorkerInfo], limit_s: 
     steps = steps_per_message(
         statistics.median(info.step_s for info in infos),
         statistics.median(info.step_bytes for info in infos),
+        seconds_per_message(infos),
     )
     answers = [worker.handle.submit("set_steps", steps, timeout_s=limit_s) for worker in workers]
     for worker, answer in zip(workers, answers, strict=True):
@@ -97,7 +101,14 @@ def _set_steps(workers: Sequence[Worker], infos: Sequence[WorkerInfo], limit_s: 
         worker.steps = steps
 
 
-def steps_per_message(step_s: float, step_bytes: float) -> int:
+def seconds_per_message(workers: Sequence[WorkerInfo]) -> float:
+    """How long a message may take to fill: longer where many workers share their node's cores."""
+    crowds = Counter((info.host, info.cores) for info in workers)
+    per_core = max(count / cores for (_, cores), count in crowds.items())
+    return MESSAGE_S * max(1.0, per_core / _WORKERS_PER_CORE)
+
+
+def steps_per_message(step_s: float, step_bytes: float, message_s: float = MESSAGE_S) -> int:
     """How many steps make a message that takes neither microseconds nor minutes to fill, and not
-    all memory: about ``MESSAGE_S`` seconds, at most ``MESSAGE_BYTES`` bytes, at least a step."""
-    return max(1, int(min(MESSAGE_S / step_s, MESSAGE_BYTES / step_bytes)))
+    all memory: about ``message_s`` seconds, at most ``MESSAGE_BYTES`` bytes, at least a step."""
+    return max(1, int(min(message_s / step_s, MESSAGE_BYTES / step_bytes)))

@@ -109,7 +109,8 @@ class WorkerConfig:
 class WorkerInfo:
     """What the collector must know before the first rollout.
 
-    ``step_s``, ``step_bytes``: what a step of all envs takes, if the config leaves T open.
+    ``cores``: that the process may use; ``step_s``, ``step_bytes``: what a step of all envs takes,
+    if the config leaves T open.
     """
 
     num_envs: int
@@ -117,6 +118,7 @@ class WorkerInfo:
     host: str
     pid: int
     specs: dict[str, str]
+    cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     step_s: float = 0.0
     step_bytes: float = 0.0
 
