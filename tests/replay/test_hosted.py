@@ -689,6 +689,7 @@ def test_copies_of_a_buffer_that_are_gone_leave_nothing_behind(make, cluster) ->
     buffer = make(prefetch=0)
     text = pickle.dumps(buffer)
     owner_peer = cluster.of_role("owner")[0]
+    before = set(threading.enumerate())
     for _ in range(8):
         copy = pickle.loads(text)
         copy.extend(make_rows(range(4)))
@@ -698,8 +699,28 @@ def test_copies_of_a_buffer_that_are_gone_leave_nothing_behind(make, cluster) ->
         del copy
         gc.collect()
     assert cluster.call(owner_peer, clients_here) <= 3
-    assert sum("torchrl_dist-replay" in each.name for each in threading.enumerate()) <= 3
+    new = set(threading.enumerate()) - before
+    assert sum("torchrl_dist-replay" in each.name for each in new) <= 3
     assert buffer.storage.write_count == 32
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_copies_of_a_buffer_of_this_node_that_are_gone_are_closed(make, shards: int) -> None:
+    buffer = make(shards, shortcut=True)
+    text = pickle.dumps(buffer)
+    for _ in range(8):
+        copy = pickle.loads(text)
+        copy.extend(make_rows(range(4)))
+        assert len(copy.sample()) == 16
+        del copy
+        gc.collect()
+    storage = buffer.storage if shards == 1 else buffer.storage.client.links[0]._host.storage
+    assert storage.directory._users <= 3
+    pickle.loads(text).close()
+    gc.collect()
+    pickle.loads(text)  # one that was closed is not closed again
+    assert 1 < storage.directory._users <= 3
+    assert len(buffer) == 32
 
 
 def test_wrong_arguments_say_what_is_expected(alone, folder) -> None:  # noqa: F811

@@ -18,6 +18,7 @@ from urllib.parse import quote
 
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.client import ReplayClient, close_links
+from torchrl_dist.replay.directory import ReplayDirectory, close_directory
 from torchrl_dist.replay.gate import set_limiter
 from torchrl_dist.replay.host import ReplayHost
 from torchrl_dist.replay.limiter import RateLimiter
@@ -32,6 +33,8 @@ _hosts: dict[tuple[str, str], ReplayHost] = {}
 """Hosts in this process by session and name."""
 _clients: dict[str, _Clients] = {}
 """Clients in this process by session."""
+_opened: dict[str, _Opened] = {}
+"""Direct storages in this process by session."""
 _hosts_lock = threading.Lock()
 _client_numbers = itertools.count()
 
@@ -163,9 +166,43 @@ def _leave(session_id: str, clean: bool) -> None:
         clients.close()
 
 
+class DirectStorage(SharedMemmapStorage):
+    """A storage over a host's directory in a process of its node, from :func:`open_directly`."""
+
+    _opened: _Opened | None = None
+
+    def __del__(self) -> None:
+        if self._opened is not None and not self._closed:
+            self._opened.dropped.append(self.directory)
+
+
+class _Opened:
+    """The direct storages of this process in one session. As with clients, those that nobody holds
+    any more are closed when the next one is opened."""
+
+    def __init__(self) -> None:
+        self._alive: weakref.WeakSet[DirectStorage] = weakref.WeakSet()
+        self.dropped: deque[ReplayDirectory] = deque()
+
+    def add(self, storage: DirectStorage) -> None:
+        self._close_dropped(clean=False)  # the host removes the directory
+        self._alive.add(storage)
+        storage._opened = self
+
+    def _close_dropped(self, clean: bool) -> None:
+        with contextlib.suppress(IndexError):  # as above
+            while True:
+                close_directory(self.dropped.popleft(), clean=clean)
+
+    def close(self, clean: bool) -> None:
+        for storage in list(self._alive):
+            storage.close(clean=clean)
+        self._close_dropped(clean)
+
+
 def open_directly(
-    address: HostAddress, owner: ReplayOwner, kind: type[SharedMemmapStorage] = SharedMemmapStorage
-) -> SharedMemmapStorage:
+    address: HostAddress, owner: ReplayOwner, kind: type[DirectStorage] = DirectStorage
+) -> DirectStorage:
     """A storage over the host's directory, for a process of its node; closed with the session."""
     storage = kind(
         owner.shard_capacity,
@@ -173,7 +210,13 @@ def open_directly(
         job_id=address.job_id,
         timeout_s=owner.timeout_s,
     )
-    current_session().on_end(lambda clean: storage.close(clean=clean))
+    session = current_session()
+    with _hosts_lock:
+        opened = _opened.get(session.session_id)
+        if opened is None:
+            opened = _opened[session.session_id] = _Opened()
+            session.on_end(lambda clean: _opened.pop(session.session_id).close(clean))
+    opened.add(storage)
     return storage
 
 

@@ -23,7 +23,7 @@ from torchrl_dist.replay.client import ReplayClient
 from torchrl_dist.replay.directory import array_of
 from torchrl_dist.replay.host import Empty, SetAlpha, UsePriorities
 from torchrl_dist.replay.limiter import Counts, RateLimiter
-from torchrl_dist.replay.owner import ReplayOwner, open_directly
+from torchrl_dist.replay.owner import DirectStorage, ReplayOwner, open_directly
 from torchrl_dist.replay.packing import columns_of, pack, unpack
 from torchrl_dist.replay.priorities import check_priorities
 from torchrl_dist.replay.sampler import (
@@ -36,7 +36,6 @@ from torchrl_dist.replay.sampler import (
 from torchrl_dist.replay.saving import SavedStorage, Sink
 from torchrl_dist.replay.shard_law import global_index, importance_weights, split_index
 from torchrl_dist.replay.snapshot import Chunk, Head
-from torchrl_dist.replay.storage import SharedMemmapStorage
 
 _CHUNKS_AHEAD = 2
 _CHUNKS_WRITTEN = 16  # what has to reach the disk within the deadline of one call
@@ -416,7 +415,7 @@ class RemoteShard:
         self._call("restore_rows", since, slot, version, leaf, pack(arrays, copy=False))
 
 
-class _DirectStorage(SharedMemmapStorage):
+class _DirectStorage(DirectStorage):
     """What ``RemoteStorage(owner)`` gives on the owner's node."""
 
     owner: ReplayOwner
