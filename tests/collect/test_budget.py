@@ -39,6 +39,20 @@ def test_without_a_limit_every_round_is_full() -> None:
     assert plan_shares(0, {0: 4}, 16) == {}
 
 
+def test_who_comes_back_takes_part_in_the_round_at_hand_not_in_those_it_missed() -> None:
+    budget = FrameBudget(None, in_rounds=True)
+    both = {0: 1, 1: 1}
+    for worker in both:
+        round_, share = budget.next_share(worker, both, 5)
+        assert round_ == 0
+    budget.give_back(1, round_, share)
+    for round_ in range(1, 4):
+        assert budget.expected() == [0]
+        budget.finish_round()
+        assert budget.next_share(0, {0: 1}, 5)[0] == round_
+    assert budget.next_share(1, both, 5)[0] == 4 and budget.round == 3
+
+
 @untimed
 @given(
     total=st.integers(1, 3000),

@@ -33,6 +33,7 @@ from torchrl_dist.collect.start import (
 )
 from torchrl_dist.collect.worker import RolloutWorker, WorkerConfig, WorkerInfo
 from torchrl_dist.errors import ConfigurationError, DeadlineError, RemoteError
+from torchrl_dist.weights import pack
 
 SPEC = OneHot(3)
 
@@ -118,6 +119,25 @@ def test_without_lag_every_row_comes_from_the_newest_weights(build: Any) -> None
         collector.update_policy_weights_()
         time.sleep(0.02)  # a rollout begun too early would have the old weights
     assert collector.policy_version == 4
+
+
+def test_weights_that_are_older_than_those_in_use_are_ignored() -> None:
+    worker = RolloutWorker(WorkerConfig(Counter, constant(0), frames_per_rollout=5))
+    for action, version in ((2, 3), (1, 2)):
+        worker.set_weights(pack(constant(action), version))
+    rows, _ = worker.collect()
+    assert rows["action"].argmax(-1).eq(2).all() and rows["policy_version"].eq(3).all()
+
+
+def test_what_comes_after_a_rollout_of_some_envs_are_whole_episodes() -> None:
+    worker = RolloutWorker(WorkerConfig(lambda: Counter(5), frames_per_rollout=10, num_envs=2))
+    some, stats = worker.collect(steps=5, num_envs=1)
+    assert some.shape == (1, 5) and stats.episode_returns == [15.0]  # the other env's is nobody's
+    some, _ = worker.collect(steps=3, num_envs=1)
+    rows, stats = worker.collect(steps=5)
+    assert stats.episode_returns == [15.0] * 2 and stats.episode_lengths == [5] * 2
+    ids = [set(part["collector", "traj_ids"].flatten().tolist()) for part in (some, rows)]
+    assert not ids[0] & ids[1]
 
 
 def test_weights_may_be_given_as_a_module_or_a_tensordict(build: Any) -> None:

@@ -235,6 +235,25 @@ def test_an_env_that_cannot_be_built_is_an_error_at_once(fork_server: ForkServer
         RPCBatchedCollector(make, None, session=session, frames_per_batch=20)
 
 
+def test_who_is_dead_before_it_begins_is_missing_from_the_start(fork_server: ForkServer) -> None:
+    with local_cluster({"learner": 1, "collector": 3}, fork_server=fork_server) as session:
+        kill(session, 1)
+
+        def build(min_workers: int) -> RPCBatchedCollector:
+            return RPCBatchedCollector(
+                Counter, None, session=session, frames_per_batch=30, total_frames=100,
+                min_workers=min_workers,
+            )  # fmt: skip
+
+        with pytest.warns(UserWarning, match="lost before it began: collector1"):
+            with pytest.raises(PeerLostError, match="2 of 3 workers .* min_workers=3"):
+                build(3)
+            with build(2) as collector:
+                assert sum(batch.numel() for batch in collector) == 100
+                assert collector.report.lost_workers == ("collector1",)
+                assert collector.report.frames_by_worker.keys() <= {0, 2}
+
+
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("readiness", [WaitAll(), FirstReady()])
 def test_when_a_worker_is_killed_the_others_collect_its_frames(

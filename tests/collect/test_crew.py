@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from concurrent.futures import Future
 from typing import Any
 
@@ -33,14 +35,40 @@ class Hand:
             self.answer()
         return self.asked[-1][1]
 
-    def answer(self, error: Exception | None = None) -> None:
-        asked, future = self.asked[-1]
+    def answer(self, error: Exception | None = None, at: int = -1) -> None:
+        asked, future = self.asked[at]
         shape = (asked["num_envs"], asked["steps"])
         if error is not None:
             future.set_exception(error)
             return
         rows = TensorDict({"request": torch.full(shape, asked["request"])}, shape)
         future.set_result((rows, RolloutStats(self.index, rows.numel(), num_envs=len(rows))))
+
+
+def test_answers_that_overtake_each_other_are_delivered_in_the_order_of_their_requests() -> None:
+    hand = Hand(0, False)
+    worker = Worker(0, "worker0", hand, 1, STEPS, 1, {})
+    crew = Crew([worker], [], FrameBudget(None, True), WaitAll(), 1)
+    threading.Timer(0.1, lambda: (hand.answer(at=1), hand.answer(at=0))).start()
+    numbers = [crew.gather(5.0)[0][1]["request"][0, 0].item() for _ in range(2)]
+    assert numbers == [0, 1]
+
+
+def test_who_was_stopped_itself_does_not_take_the_others_for_hanging(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    crew, (_, late) = crew_of_two(late_s=5.0)
+    now = time.monotonic
+
+    def resume() -> None:  # after a minute
+        monkeypatch.setattr(time, "monotonic", lambda: now() + 60)
+        with crew._cond:
+            crew._cond.notify_all()
+        time.sleep(0.1)
+        late.answer()
+
+    threading.Timer(0.1, resume).start()
+    assert len(crew.gather(600.0)) == 2
 
 
 def crew_of_two(late_s: float) -> tuple[Crew, list[Hand]]:

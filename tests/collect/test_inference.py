@@ -43,13 +43,22 @@ class Sleeper(Counter):
         return super().step(action)
 
 
+class Own(Counter):
+    """Its first observation follows from its seed."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.episode = int(self.np_random.integers(1000))
+        return self._observe(), {}
+
+
 @pytest.mark.parametrize(("groups", "processes"), [(1, 0), (2, 0), (2, 2)])
 def test_the_data_are_those_of_a_policy_on_the_workers(
     fork_server: ForkServer, groups: int, processes: int
 ) -> None:
     def batches(session: Any, num_envs: int = 4, **options: Any) -> list[TensorDict]:
         with RPCBatchedCollector(
-            lambda: Counter(5), policy(), session=session, frames_per_batch=48, total_frames=96,
+            Own, policy(), session=session, frames_per_batch=48, total_frames=96,
             num_envs=num_envs, seed=0, exploration_type=ExplorationType.DETERMINISTIC, **options,
         ) as collector:  # fmt: skip
             return list(collector)

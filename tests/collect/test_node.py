@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import socket
@@ -89,15 +90,16 @@ def pause() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+@pytest.mark.parametrize("policy", [None, cartpole_policy()])
 @pytest.mark.parametrize(("processes", "envs"), [(2, 2), (4, 1), (1, 4)])
 def test_the_data_do_not_depend_on_how_envs_are_split_into_processes(
-    build: Any, processes: int, envs: int
+    build: Any, processes: int, envs: int, policy: Any
 ) -> None:
     def make() -> gymnasium.Env:  # by its id, several envs would be one native vector env
         return gymnasium.make("CartPole-v1")
 
-    split = build(make, policy=cartpole_policy(), env_processes=processes, num_envs=envs)
-    whole = RolloutWorker(config(make, policy=cartpole_policy(), env_processes=0, num_envs=4))
+    split = build(make, policy=policy, env_processes=processes, num_envs=envs)
+    whole = RolloutWorker(config(make, policy=policy, env_processes=0, num_envs=4))
     for number in range(4):  # the first travels by value, the others in shared memory
         ours, stats = split.collect(request=number)
         theirs, _ = whole.collect(request=number)
@@ -173,6 +175,53 @@ def test_an_env_process_that_ends_or_hangs_is_replaced(
     assert survivor in pids and len(set(pids)) == 2
     new = rows[pids.index(survivor) - 1]
     assert not ids & set(new["collector", "traj_ids"].flatten().tolist())
+
+
+class Rows:
+    """A replay buffer as a file per trajectory and process that wrote of it; after the fourth
+    ``extend`` its process ends, once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.extends = folder, 0
+
+    def extend(self, rows: Any) -> None:
+        for trajectory in rows["collector", "traj_ids"].unique().tolist():
+            (self.folder / f"{trajectory}-{os.getpid()}").touch()
+        self.extends += 1
+        if self.extends == 4 and not (self.folder / "died").exists():
+            (self.folder / "died").touch()
+            die()
+
+
+def test_a_successor_uses_no_trajectory_id_that_somebody_may_have_seen(
+    build: Any, tmp_path: Any
+) -> None:
+    rows = Rows(tmp_path)
+    worker = build(lambda: Counter(1), env_processes=1, num_envs=1, frames_per_rollout=10,
+                   replay_buffer=rows)  # fmt: skip
+    for request in range(6):
+        worker.collect(request=request)
+    names = [name for name in os.listdir(tmp_path) if name != "died"]
+    ids, pids = zip(*(name.split("-") for name in names), strict=True)
+    assert len(set(pids)) == 2 and len(set(ids)) == len(ids) == 70
+
+
+def test_who_was_stopped_with_its_processes_does_not_take_them_for_hanging(
+    build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(Counter):
+        def step(self, action: Any) -> Any:
+            time.sleep(1.2)
+            return super().step(action)
+
+    worker = build(Slow, num_envs=1, step_timeout_s=2.0, frames_per_rollout=2)
+    now = time.monotonic
+    with ThreadPoolExecutor(1) as pool:
+        rollout = pool.submit(worker.collect, request=0)
+        time.sleep(0.2)
+        monkeypatch.setattr(time, "monotonic", lambda: now() + 60)  # a minute later
+        _, stats = rollout.result(20)
+    assert stats.frames == 2 and not stats.replaced
 
 
 class Held(Counter):
@@ -327,9 +376,17 @@ def test_a_successor_that_is_never_ready_is_replaced_too(
         return ByPid(die, died)
 
     worker = build(make, num_envs=1)
-    monkeypatch.setattr(node, "_START_S", 1.0)
     assert len(worker.collect(request=0)[1].replaced) == 1
-    assert len(collect_until_complete(worker, 1)) == 2 and stuck.exists()
+    for request in itertools.count(1):
+        if stuck.exists():
+            monkeypatch.setattr(node, "_START_S", 0.5)
+        _, stats = worker.collect(request=request)
+        if stats.replaced:
+            break
+        time.sleep(0.02)
+    assert "not ready within 0.5 s" in stats.replaced[0]
+    monkeypatch.undo()
+    assert len(collect_until_complete(worker, request + 1)) == 2
 
 
 def test_a_stranger_who_connects_does_no_harm(build: Any, tmp_path: Any) -> None:
@@ -471,6 +528,7 @@ def test_a_closed_worker_gives_its_shared_memory_back(build: Any) -> None:
         links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.exists()]
         return sum("memfd:torchrl_dist" in link for link in links)
 
+    gc.collect()
     before = blocks()
     worker = build("CartPole-v1", policy=cartpole_policy())
     worker.collect(weights=pack(cartpole_policy(), 1), request=0)

@@ -99,7 +99,8 @@ class RPCBatchedCollector(BaseCollector):
             for actions.
         trajs_per_batch: batches are so many complete trajectories ``[trajs_per_batch, longest]`` in
             the order in which they ended, zero-padded, with ``("collector", "mask")``, as
-            TorchRL's. What is unfinished at ``total_frames`` is not delivered.
+            TorchRL's. What is unfinished at ``total_frames``, or makes no whole batch, is not
+            delivered.
         split_trajs: each batch through TorchRL's ``split_trajectories``.
         postproc: rollout ``[N, T]`` -> rows, run on the worker.
         postproc_factory: ``policy of the worker -> postproc``, called there once.

@@ -25,7 +25,7 @@ from torchrl_dist.collect.budget import FrameBudget, Share
 from torchrl_dist.collect.handles import Handle
 from torchrl_dist.collect.readiness import Readiness
 from torchrl_dist.collect.shared_block import PackedRows
-from torchrl_dist.collect.worker import RolloutStats
+from torchrl_dist.collect.worker import STOPPED_S, RolloutStats
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError
 from torchrl_dist.weights import PackedWeights
 
@@ -180,7 +180,12 @@ class Crew:
                 f"no batch within {timeout_s:g} s; waiting for {names or 'nobody'}. "
                 "Iterate again to go on waiting, or raise timeout_s"
             )
+        asked = time.monotonic()
         self._cond.wait(left_s)
+        waited_s = time.monotonic() - asked
+        if waited_s > left_s + STOPPED_S:  # what has come meanwhile is still to be taken in
+            for worker in self.workers:
+                worker.busy_since += waited_s
 
     def _standing(self) -> tuple[list[int], list[int]]:
         """Workers that have delivered for this batch in order of arrival, and all that shall."""

@@ -52,6 +52,7 @@ from torchrl_dist.collect.shared_block import (
 )
 from torchrl_dist.collect.specs import require_equal_specs
 from torchrl_dist.collect.worker import (
+    STOPPED_S,
     RolloutStats,
     RolloutWorker,
     Turns,
@@ -577,8 +578,13 @@ class NodeWorker:
         self._begin_ahead()
         flush_s = math.inf
         while rollout.pending and (left_s := until - time.monotonic()) > 0:
-            wait_s = min(left_s, glance_s, flush_s)
-            for key, _ in self._selector.select(None if wait_s == math.inf else wait_s):
+            wait_s, asked = min(left_s, glance_s, flush_s), time.monotonic()
+            events = self._selector.select(None if wait_s == math.inf else wait_s)
+            waited_s = time.monotonic() - asked
+            if waited_s > wait_s + STOPPED_S:  # and its processes as well, perhaps
+                for process in self._processes:
+                    process.seen_at += waited_s
+            for key, _ in events:
                 if isinstance(key.data, _Process):
                     self._take_answer(key.data)
                 else:
@@ -712,7 +718,7 @@ class NodeWorker:
     def _let_go(self) -> None:
         """The session keeps this object until it ends; what it refers to may go."""
         self._blocks, self._views, self._weights = [], [], SharedWeights()
-        self._control.close()
+        del self._control
         self._words = self._words.copy()
         self._config = b""
         self.config = self.config.without_parts()

@@ -114,6 +114,11 @@ class Quorum(Readiness):
     def in_rounds(self) -> bool:
         return False
 
+    def rollouts_per_batch(self, num_workers: int) -> int:
+        if self.min_workers > num_workers:
+            raise ConfigurationError(f"{self}: there are only {num_workers} workers")
+        return num_workers
+
     @property
     def deadline_s(self) -> float | None:
         return self.timeout_s

@@ -248,8 +248,7 @@ class Relay:
                 last = first + question.rows
                 part = [Array.of(key, array[first:last]) for key, array in outputs.items()]
                 first = last
-                if not connection.closed:  # else its process was replaced meanwhile
-                    _tell(connection, question.number, error or part)
+                _tell(connection, question.number, error or part)
 
     def close(self) -> None:
         """Nothing is asked or delivered any more; idempotent."""
@@ -261,5 +260,5 @@ def _tell(connection: Connection, number: int, content: list[Array] | BaseExcept
         message = pickle.dumps((None, number, content))
     except Exception as error:  # of a cause that does not pickle
         message = pickle.dumps((None, number, PeerLostError(f"{content} ({error})")))
-    with contextlib.suppress(OSError):  # it died, which is seen elsewhere
+    with contextlib.suppress(OSError):  # it died, which is seen elsewhere, or was replaced
         connection.send_bytes(message)

@@ -38,6 +38,7 @@ _DONE_KEYS = ("done", "terminated", "truncated")
 # With next-step autoreset envs drift apart, like a random walk if they are alike: slowly.
 _WARN_ROLLOUTS_AHEAD = 4
 _MAX_ROLLOUTS_AHEAD = 200
+_DRAWS = 64  # random actions of an env that are drawn together
 
 
 def never(_: int) -> bool:
@@ -183,7 +184,8 @@ class GymnasiumRollout:
         driver.leaves = leaves
         self._leaves = leaves
         self._codec = action_codec(driver.single_action_space, categorical_action_encoding)
-        self._rng = np.random.default_rng()
+        self._rngs = [np.random.default_rng() for _ in range(driver.num_envs)]
+        self._draws: list[Tensor] = []
         self._policy = policy or self._random_policy
         self.policy_version = 0
         self._stop = False
@@ -213,11 +215,16 @@ class GymnasiumRollout:
         self._warned = False
 
     def _random_policy(self, td: TensorDictBase) -> TensorDictBase:
-        return td.set("action", self._codec.sample(self._rng, self.num_envs))
+        if not self._draws:  # by env, so that each one's follow from its own seed
+            by_env = [self._codec.sample(rng, _DRAWS) for rng in self._rngs]
+            self._draws = list(torch.stack(by_env, 1).unbind(0))
+        return td.set("action", self._draws.pop())
 
     def seed(self, seeds: Sequence[int]) -> None:
         self._reset(seeds)
-        self._rng = np.random.default_rng(list(seeds))
+        # With the seed alone, an env of gymnasium's has the same generator.
+        self._rngs = [np.random.default_rng([seed, 1]) for seed in seeds]
+        self._draws = []
         self._started = True
 
     def _reset(self, seeds: Sequence[int] | None) -> None:

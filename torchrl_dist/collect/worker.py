@@ -47,6 +47,8 @@ _ONE_ROLLOUT = threading.Lock()
 # Stepping to know what a step takes: until it has lasted so long, or for so many steps.
 _MEASURED_S = 0.02
 _MOST_MEASURED = 64
+# A wait that lasts so much longer than was asked for: this process was stopped meanwhile.
+STOPPED_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -407,8 +409,7 @@ class RolloutWorker:
             returns, lengths = self._stamp(rollout, kept)
             if kept < self.num_envs:
                 rollout = rollout[:kept]
-                # Should there be a next rollout, the other envs have a gap here: new trajectories.
-                self._episodes.restart()
+                self._begin_anew()  # should there be a next one: the other envs have a gap here
             if rollout.shape[1] < asked:
                 truncate_last(rollout)
                 self._episodes.split()
