@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import os
@@ -150,6 +151,32 @@ def test_weights_reach_all_processes_through_one_copy(build: Any) -> None:
         assert torch.allclose(rows["action_value"], expected, atol=1e-6)
     worker.set_weights(pack(cartpole_policy(0), 1))  # older: ignored
     assert worker.collect(request=3)[0]["policy_version"].eq(3).all()
+
+
+def test_buffers_of_a_policy_are_part_of_its_weights(build: Any) -> None:
+    class Preferring(torch.nn.Module):
+        def __init__(self, action: int) -> None:
+            super().__init__()
+            self.register_buffer("preferred", torch.eye(3)[action])
+
+        def forward(self, observation: torch.Tensor) -> torch.Tensor:
+            return self.preferred.expand(*observation.shape[:-1], 3)
+
+    def policy(action: int) -> QValueActor:
+        return QValueActor(Preferring(action), in_keys=["observation"], spec=OneHot(3))
+
+    worker = build(Counter, policy=policy(0))
+    for request, action in enumerate((2, 1, 2)):
+        rows, _ = worker.collect(weights=pack(policy(action), request + 1), request=request)
+        assert rows["action"].argmax(-1).eq(action).all()
+
+
+def test_new_episodes_begin_in_all_processes(build: Any) -> None:
+    worker = build(lambda: Counter(10**6))
+    old, new = (worker.collect(request=n, anew=n == 1)[0] for n in (0, 1))
+    assert (new["observation"][:, 0, 0] % 100 == 0).all()
+    ids = [set(rows["collector", "traj_ids"].flatten().tolist()) for rows in (old, new)]
+    assert not ids[0] & ids[1]
 
 
 @pytest.mark.parametrize("what", [die, pause])
@@ -346,22 +373,30 @@ def test_a_call_to_all_envs_waits_for_a_successor(build: Any, tmp_path: Any) -> 
 
 
 def test_a_successor_is_not_blamed_for_who_died_before_it(build: Any, tmp_path: Any) -> None:
-    born, died = tmp_path / "born dead", tmp_path / "died"
+    def first(what: str, times: int) -> bool:
+        """Whether this is one of the first so many calls of all processes."""
+        for number in range(times):
+            with contextlib.suppress(FileExistsError):
+                (tmp_path / f"{what} {number}").touch(exist_ok=False)
+                return True
+        return False
 
-    class Paced(ByPid):  # so that the second life ends before anybody looks
+    class Mortal(Counter):
         def step(self, action: Any) -> Any:
-            time.sleep(0.02)
+            time.sleep(0.02)  # so that the second lives end before anybody looks
+            if self.t == 7 and first("died", 2):
+                die()
             return super().step(action)
 
     def make() -> Any:
-        if died.exists() and not born.exists():
-            born.touch()
+        if not first("built", 3) and first("born dead", 2):
             die()
-        return Paced(die, died)
+        return Mortal(10**6)
 
-    worker = build(make, num_envs=1, frames_per_rollout=120)
-    assert worker.collect(request=0)[1].frames == 60 and born.exists()
-    assert len(collect_until_complete(worker, 1)) == 2
+    worker = build(make, env_processes=3, num_envs=1, frames_per_rollout=180)
+    assert worker.collect(request=0)[1].frames == 60
+    assert (tmp_path / "born dead 1").exists()
+    assert len(collect_until_complete(worker, 1)) == 3
 
 
 def test_a_successor_that_is_never_ready_is_replaced_too(
