@@ -324,6 +324,36 @@ def test_a_shard_of_this_node_that_was_late_once_counts_again(hosts, monkeypatch
         assert len(client.states()) == len(client.states()) == 1
 
 
+@pytest.mark.parametrize("how", ["lost", "emptied"])
+def test_a_batch_is_whole_without_a_shard_that_goes_before_its_second_round(
+    hosts, monkeypatch, how: str
+) -> None:
+    client = connect(hosts)
+    for _ in hosts:
+        client.write(make_rows(range(4)), None)
+    source = batches_of(client)
+    source.next(8)
+    client.set_priorities(torch.arange(CAPACITY, CAPACITY + 4), None, np.full(4, 1e6))
+    client.flush()
+    submit, rounds = hosts[1].submit, []
+
+    def submit_or_go(*args: Any, timeout_s: float) -> Future:
+        rounds.append(args)
+        if len(rounds) == 2:
+            hosts[1].lose() if how == "lost" else hosts[1].host.storage.empty()
+        return submit(*args, timeout_s=timeout_s)
+
+    monkeypatch.setattr(hosts[1], "submit", submit_or_go)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        index = source.next(64).index
+    assert len(index) == 64 and len(rounds) == 2
+    of_second = int((index >= CAPACITY).sum())
+    assert 16 < of_second < 64  # those of the first round; the others are the first shard's
+    reports = [str(each.message) for each in caught]
+    assert [("shard 1" in report) for report in reports] == [True] * (how == "lost"), reports
+
+
 def test_batches_asked_for_while_the_buffer_was_empty_are_forgotten(hosts) -> None:
     for number in (1, 2):
         client = connect(hosts[:number])
