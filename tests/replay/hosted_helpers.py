@@ -74,10 +74,10 @@ def clients_here() -> int:
 
 
 def draw_ids(buffer: HostedReplayBuffer) -> list[int]:
-    """A sample after seeding everything alike."""
+    """Samples after seeding everything alike."""
     torch.manual_seed(0)
     np.random.seed(0)
-    return buffer.sample()["id"].tolist()
+    return sample_times(buffer, 4)
 
 
 def extend_twice(buffer: HostedReplayBuffer) -> torch.Tensor:

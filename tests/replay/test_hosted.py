@@ -351,6 +351,8 @@ def test_ranks_with_equal_seeds_draw_different_batches(make, cluster, shards: in
     drawn = [cluster.call(peer, draw_ids, buffer) for peer in cluster.of_role("owner")]
     drawn.append(draw_ids(buffer))
     assert len({tuple(ids) for ids in drawn}) == 3
+    if shards > 1:  # nor do they choose the same shards
+        assert len({tuple(row < 30 for row in ids) for ids in drawn}) == 3
 
 
 def test_beta_is_applied_when_a_batch_is_used(make) -> None:

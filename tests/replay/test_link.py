@@ -385,7 +385,14 @@ def test_priorities_of_queued_rows_are_copies(hosts) -> None:
     priority[:] = 100.0
     hosts[0].release()
     client.flush()
-    assert hosts[0].host.storage.directory.tree.leaves[:2].tolist() == pytest.approx([1, 3])
+    leaves = hosts[0].host.storage.directory.tree.leaves
+    assert leaves[:2].tolist() == pytest.approx([1, 3])
+    index, generation, priority = torch.tensor([0, 1]), torch.tensor([1, 1]), np.array([5.0, 7.0])
+    client.set_priorities(index, generation, priority)  # it waits for company
+    for given in (index, generation, priority):
+        given[:] = 0
+    client.flush()
+    assert leaves[:2].tolist() == pytest.approx([5, 7])
 
 
 def test_rows_that_found_no_room_leave_nothing_behind(hosts) -> None:
