@@ -338,6 +338,31 @@ def test_who_waits_for_a_slow_policy_does_not_hang(fork_server: ForkServer) -> N
         assert collector.report.replaced == ()
 
 
+def test_shutdown_does_not_wait_for_a_stuck_policy(fork_server: ForkServer) -> None:
+    gate = threading.Event()
+
+    class Stuck(torch.nn.Module):
+        def forward(self, observation: Any) -> Any:
+            gate.wait(20)
+            return torch.zeros(*observation.shape[:-1], 3)
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            return self
+
+    stuck = QValueActor(Stuck(), in_keys=["observation"], spec=OneHot(3))
+    with local_cluster({"learner": 1, "collector": 1}, fork_server=fork_server) as session:
+        collector = RPCBatchedCollector(
+            Counter, stuck, session=session, frames_per_batch=8, num_envs=2, inference="learner",
+            timeout_s=0.3,
+        )  # fmt: skip
+        with pytest.raises(DeadlineError):
+            collector.next()
+        begun = time.monotonic()
+        collector.shutdown(timeout=0.5)
+        assert time.monotonic() - begun < 3
+        gate.set()
+
+
 def test_what_cannot_go_together_is_refused(fork_server: ForkServer) -> None:
     with pytest.raises(ConfigurationError, match="session"):
         RPCBatchedCollector(Counter, policy(), frames_per_batch=8, inference="learner")

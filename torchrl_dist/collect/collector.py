@@ -243,7 +243,7 @@ class RPCBatchedCollector(BaseCollector):
             self._crew = self._start(session, peers, config)
         except BaseException:
             if self._inference is not None:
-                self._inference.close()
+                self._inference.close(_SHUTDOWN_S)
             raise
         if initial is not None and policy_factory is not None:
             self._crew.send_weights(initial)
@@ -482,9 +482,10 @@ class RPCBatchedCollector(BaseCollector):
     ) -> None:
         """Stop the rollouts in flight after their current step and close all envs. Idempotent;
         blocks at most ``timeout`` seconds (default 10), dead or stuck workers or not."""
-        self._crew.close(_SHUTDOWN_S if timeout is None else timeout)
+        until = time.monotonic() + (_SHUTDOWN_S if timeout is None else timeout)
+        self._crew.close(until - time.monotonic())
         if self._inference is not None:
-            self._inference.close()
+            self._inference.close(until - time.monotonic())
 
     def __enter__(self) -> RPCBatchedCollector:
         return self

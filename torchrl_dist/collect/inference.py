@@ -29,7 +29,6 @@ from torchrl_dist.weights import PackedWeights, unpack
 
 _IDLE_S = 0.5  # how long the server's thread sleeps at most before it looks whether it is to end
 _MAX_BATCH = 256
-_END_S = 5.0
 
 
 class RPCInferenceTransport(InferenceTransport):
@@ -139,10 +138,11 @@ class LearnerInference:
             unpack(packed, self._policy)
             self._version = packed.version
 
-    def close(self) -> None:
-        """End the server; idempotent, blocks a few seconds at most."""
+    def close(self, limit_s: float) -> None:
+        """End the server, if need be after the policy's current call; idempotent, blocks at most
+        ``limit_s``."""
         self._transport.close()
-        self._server.shutdown(timeout=_END_S)
+        self._server.shutdown(timeout=max(0.0, limit_s))
 
 
 class _Requests:
