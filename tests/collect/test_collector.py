@@ -467,13 +467,14 @@ def test_a_message_takes_neither_microseconds_nor_all_memory(step_s: float, size
     assert more * step_s > MESSAGE_S or more * size > MESSAGE_BYTES
 
 
-def test_messages_are_longer_where_many_workers_share_a_core() -> None:
-    def workers(count: int, host: str, cores: int) -> list[WorkerInfo]:
-        return [WorkerInfo(1, 1, host, pid, {}, cores) for pid in range(count)]
+def test_messages_are_longer_where_many_processes_share_a_core() -> None:
+    def workers(count: int, host: str, cores: int, processes: int = 1) -> list[WorkerInfo]:
+        return [WorkerInfo(1, 1, host, pid, {}, processes, cores) for pid in range(count)]
 
     assert seconds_per_message(workers(1, "a", 64)) == MESSAGE_S
     assert seconds_per_message(workers(256, "a", 64)) == MESSAGE_S
     assert seconds_per_message(workers(32, "a", 2)) == 4 * MESSAGE_S
+    assert seconds_per_message(workers(1, "a", 2, processes=32)) == 4 * MESSAGE_S
     # the most crowded node decides: all rollouts of a job are of one length
     assert seconds_per_message(workers(32, "a", 8) + workers(16, "b", 2)) == 2 * MESSAGE_S
 

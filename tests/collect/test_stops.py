@@ -1,0 +1,146 @@
+"""The collector in programs that are told to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import gymnasium
+import psutil
+import pytest
+
+from tests.collect.envs import Counter
+from tests.spawn import run_job
+from torchrl_dist.collect import RPCBatchedCollector
+from torchrl_dist.runtime import session
+
+pytestmark = pytest.mark.timeout(90)
+FRAMES = 32
+
+
+class Slow(Counter):
+    def step(self, action: object) -> object:
+        time.sleep(0.002)
+        return super().step(action)
+
+
+def collect_until_stopped(folder: str, env_processes: int) -> None:
+    with session({"learner": 1, "collector": -1}, timeout_s=30) as me:
+        if me.role != "learner":
+            me.serve()
+            return
+        gymnasium.register("OnlyTheLearnersOwn-v0", Slow)
+        with RPCBatchedCollector(
+            "OnlyTheLearnersOwn-v0",
+            session=me,
+            frames_per_batch=FRAMES,
+            num_envs=2,
+            env_processes=env_processes,
+            max_policy_lag=1,
+        ) as collector:
+            frames = 0
+            for batch in collector:
+                frames += batch.numel()
+                Path(folder, "collecting").touch()
+                if me.stop_requested:
+                    break
+            assert collector.report.total_frames == frames
+            assert not collector.report.lost_workers and not collector.report.replaced
+        Path(folder, "stopped").write_text(str(frames))
+
+
+@pytest.mark.parametrize("env_processes", [0, 2])
+def test_after_sigterm_the_learner_ends_in_order_and_nothing_is_left(
+    tmp_path: Path, env_processes: int
+) -> None:
+    def when_it_collects(agent: subprocess.Popen) -> None:
+        def wait() -> None:
+            while not (tmp_path / "collecting").exists() and agent.poll() is None:
+                time.sleep(0.05)
+            agent.terminate()
+
+        threading.Thread(target=wait, daemon=True).start()
+
+    job = run_job(
+        collect_until_stopped,
+        {"folder": str(tmp_path), "env_processes": env_processes},
+        nproc=3,
+        on_start=when_it_collects,
+    )  # it also fails where a process is left
+    frames = int((tmp_path / "stopped").read_text())
+    assert frames >= FRAMES and frames % FRAMES == 0, job
+    for text in job.logs[0].values():
+        assert "Traceback" not in text and "Warning: " not in text, job
+
+
+INTERRUPTED = """
+import pathlib
+import time
+
+import gymnasium
+import psutil
+
+from torchrl_dist import RPCBatchedCollector, local_cluster
+
+
+class Hangs(gymnasium.Wrapper):
+    def step(self, action):
+        if {hangs}:
+            pathlib.Path("hangs").touch()
+            time.sleep(600)
+        return self.env.step(action)
+
+
+def make():
+    return Hangs(gymnasium.make("CartPole-v1"))
+
+
+if __name__ == "__main__":
+    with local_cluster({{"learner": 1, "collector": 2}}) as me:
+        with RPCBatchedCollector(
+            make, None, session=me, frames_per_batch=40, env_processes={env_processes}, timeout_s=60
+        ) as collector:
+            print(*(p.pid for p in psutil.Process().children(recursive=True)), flush=True)
+            for batch in collector:
+                if me.stop_requested:
+                    break
+            print("stopped", collector.report.lost_workers, flush=True)
+"""
+
+
+@pytest.mark.parametrize("env_processes", [0, 2])
+@pytest.mark.parametrize("hangs", [False, True])
+def test_ctrl_c_ends_a_collector_and_all_its_processes(
+    tmp_path: Path, env_processes: int, hangs: bool
+) -> None:
+    script = tmp_path / "collects.py"
+    script.write_text(INTERRUPTED.format(env_processes=env_processes, hangs=hangs))
+    learner = subprocess.Popen(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        start_new_session=True,
+    )
+    assert learner.stdout is not None
+    others = [psutil.Process(int(pid)) for pid in learner.stdout.readline().split()]
+    assert len(others) >= 3 + 2 * env_processes  # two ranks and their server
+    while hangs and not (tmp_path / "hangs").exists():  # at most for this test's time limit
+        time.sleep(0.05)
+    os.killpg(learner.pid, signal.SIGINT)  # as a terminal does
+    if hangs:  # the first one asks, the second one does not
+        time.sleep(0.5)
+        os.killpg(learner.pid, signal.SIGINT)
+    output, _ = learner.communicate(timeout=40)
+    if hangs:
+        assert learner.returncode != 0
+    else:
+        assert (output, learner.returncode) == ("stopped ()\n", 0)
+    _, alive = psutil.wait_procs(others, timeout=5)
+    assert not alive
