@@ -66,7 +66,7 @@ class RPCBatchedCollector(BaseCollector):
             batch (the number of workers; ``FirstReady``: 1) and by the envs of a worker, rounded
             up, with a warning if that makes batches larger. None: T follows from how long a step
             takes, which is measured at the start (the envs begin anew afterwards): a rollout lasts
-            about half a second (longer where more than four workers share a core) and has at most
+            about half a second (longer where more than four processes share a core) and has at most
             8 MiB, or is one step. Short rollouts cost a message each, a millisecond of the
             learner and two of the worker; the attribute tells what came of it.
         total_frames: iteration ends after exactly so many; -1: never. The last batches are shorter.

@@ -195,6 +195,7 @@ class NodeWorker:
         self._info = replace(
             infos[0],
             num_envs=self.num_envs,
+            processes=self._count,
             pid=os.getpid(),
             step_s=statistics.median(info.step_s for info in infos),
             step_bytes=sum(info.step_bytes for info in infos),

@@ -20,8 +20,8 @@ from torchrl_dist.runtime import Peer, Session
 
 # A message costs both sides together three milliseconds of CPU: less than a percent of this ...
 MESSAGE_S = 0.5
-# ... where a worker has a core. Of so many that share one, each has a few percent of it.
-_WORKERS_PER_CORE = 4
+# ... where a process has a core. Of many that share one, each has a few percent of it.
+_PROCESSES_PER_CORE = 4
 MESSAGE_BYTES = 8 << 20
 _WARN_AT_CALLER = 4  # frames between a warning here and who builds the collector
 
@@ -102,10 +102,11 @@ def _set_steps(workers: Sequence[Worker], infos: Sequence[WorkerInfo], limit_s: 
 
 
 def seconds_per_message(workers: Sequence[WorkerInfo]) -> float:
-    """How long a message may take to fill: longer where many workers share their node's cores."""
-    crowds = Counter((info.host, info.cores) for info in workers)
-    per_core = max(count / cores for (_, cores), count in crowds.items())
-    return MESSAGE_S * max(1.0, per_core / _WORKERS_PER_CORE)
+    """How long a message may take to fill: longer where many processes share their node's cores."""
+    crowds: Counter[str] = Counter()
+    for worker in workers:
+        crowds[worker.host] += worker.processes / worker.cores
+    return MESSAGE_S * max(1.0, max(crowds.values()) / _PROCESSES_PER_CORE)
 
 
 def steps_per_message(step_s: float, step_bytes: float, message_s: float = MESSAGE_S) -> int:

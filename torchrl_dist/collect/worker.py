@@ -111,8 +111,8 @@ class WorkerConfig:
 class WorkerInfo:
     """What the collector must know before the first rollout.
 
-    ``cores``: that the process may use; ``step_s``, ``step_bytes``: what a step of all envs takes,
-    if the config leaves T open.
+    ``processes``: that step envs, and ``cores`` that they may use; ``step_s``, ``step_bytes``: what
+    a step of all envs takes, if the config leaves T open.
     """
 
     num_envs: int
@@ -120,6 +120,7 @@ class WorkerInfo:
     host: str
     pid: int
     specs: dict[str, str]
+    processes: int = 1
     cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     step_s: float = 0.0
     step_bytes: float = 0.0
