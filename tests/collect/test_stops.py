@@ -113,8 +113,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("env_processes", [0, 2])
-@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize(("env_processes", "hangs"), [(0, False), (2, True)])
 def test_ctrl_c_ends_a_collector_and_all_its_processes(
     tmp_path: Path, env_processes: int, hangs: bool
 ) -> None:
