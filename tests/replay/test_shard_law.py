@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from scipy.stats import chi2_contingency, chisquare
+from scipy.stats import chi2, chi2_contingency, chisquare, kstest
 
+from tests.replay import test_link
+from tests.replay.conftest import folder, make_rows  # noqa: F401
+from tests.replay.test_link import HeldHost, batches_of, connect, storage_of
+from torchrl_dist import RPCPrioritizedSampler
 from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.replay.batches import Batch
+from torchrl_dist.replay.client import ReplayClient
+from torchrl_dist.replay.link import Answer
 from torchrl_dist.replay.shard_law import (
     KnownMasses,
     choose_shards,
@@ -24,6 +39,8 @@ from torchrl_dist.replay.shard_law import (
 )
 
 CAPACITY = 8  # rows per shard in these tests
+HOST_ROWS = test_link.CAPACITY  # of those with hosts
+ALARM = 1e-7  # of a true law, where threads make each run another
 
 
 class Shards:
@@ -79,14 +96,14 @@ def tables(scales: list[float], seed: int = 1) -> list[np.ndarray]:
     return [scale * random.exponential(size=CAPACITY) for scale in scales]
 
 
-def assert_follows(counts: np.ndarray, law: np.ndarray) -> None:
+def assert_follows(counts: np.ndarray, law: np.ndarray, alarm: float = 1e-4) -> None:
     assert counts[law == 0].sum() == 0
     expected = law * counts.sum()
     rare = expected < 5  # together one cell: the statistic needs a few counts in each
     cells = [np.append(values[~rare], values[rare].sum()) for values in (counts, expected)]
     present = cells[1] > 0
     if present.sum() > 1:
-        assert chisquare(cells[0][present], cells[1][present]).pvalue > 1e-4
+        assert chisquare(cells[0][present], cells[1][present]).pvalue > alarm
 
 
 CASES = {
@@ -339,3 +356,210 @@ def test_a_global_index_names_shard_and_slot(capacity: int, shard: int, data) ->
     assert index.dtype == np.int64 and index[0] == shard * capacity + slot[0]
     assert [int(part[0]) for part in split_index(index, capacity)] == [shard, slot[0]]
     assert split_index(np.array([-1]), capacity)[0].tolist() == [-1]
+
+
+# ---- through clients and hosts that are busy at the same time
+
+
+class ThreadedHost(HeldHost):
+    """Serves each call in a thread of its own, and keeps the leaves that it drew by."""
+
+    def __init__(self, folder: Path, number: int, threads: ThreadPoolExecutor) -> None:  # noqa: F811
+        super().__init__(folder, number)
+        self.host.use_priorities(1.0, 1e-8)
+        assert self.host._prioritized is not None
+        self.host._prioritized._random = np.random.default_rng(number)
+        self._threads = threads
+        tree = self.host.storage.directory.tree
+        sample = tree.sample
+        self.leaves_of_mass: dict[float, np.ndarray] = {}
+
+        def sample_and_note(uniforms: np.ndarray) -> tuple:  # under the directory's lock
+            found = sample(uniforms)
+            self.leaves_of_mass[found[-1]] = tree.leaves.copy()
+            return found
+
+        tree.sample = sample_and_note  # type: ignore[method-assign]
+
+    def submit(self, method: str, *args: Any, timeout_s: float) -> Future:
+        return self._threads.submit(getattr(self.host, method), *args)
+
+
+MakeHosts = Callable[[int], list[ThreadedHost]]
+
+
+@pytest.fixture
+def make_hosts(folder: Path) -> Iterator[MakeHosts]:  # noqa: F811
+    """Hosts full of rows."""
+    hosts: list[ThreadedHost] = []
+    with ThreadPoolExecutor(16) as threads:
+
+        def make(count: int) -> list[ThreadedHost]:
+            for number in range(count):
+                hosts.append(ThreadedHost(folder / str(number), number, threads))
+                hosts[-1].host.storage.append(make_rows(range(HOST_ROWS)))
+            return hosts
+
+        yield make
+    for each in hosts:
+        each.host.close()
+
+
+def keep_changing(client: ReplayClient, end: threading.Event) -> None:
+    """Priorities of a whole shard, up to 10 times larger or smaller, and rows in all of them."""
+    random = np.random.default_rng(1)
+    rows = make_rows(range(3))
+    while not end.is_set():
+        shard = random.integers(len(client.links))
+        scale = 10 ** random.uniform(-0.5, 0.5)
+        index = torch.arange(HOST_ROWS) + shard * HOST_ROWS
+        client.set_priorities(index, None, scale * random.exponential(size=HOST_ROWS))
+        client.write(rows, scale * random.exponential(size=3))
+        client.flush()
+
+
+def place_in_law(
+    drawn: np.ndarray, law: np.ndarray, before: np.ndarray, spread: np.ndarray
+) -> np.ndarray:
+    """The quantile of each draw, spread evenly over its own probability: uniform in [0, 1) if
+    ``law`` is its law.
+
+    What can be drawn comes in the order in which its share rose since the law ``before``, so that
+    draws which stay behind lie low in every batch, whichever shards rise."""
+    order = np.argsort(law - before)
+    start = np.empty(law.size)
+    start[order] = np.cumsum(law[order]) - law[order]
+    return start[drawn] + spread * law[drawn]
+
+
+def place_in_shard(
+    batch: Batch, rounds: list[list[Answer]], hosts: list[ThreadedHost], spread: np.ndarray
+) -> np.ndarray:
+    """As :func:`place_in_law`, of each row among those of its shard in the order of their leaves,
+    which are those that the shard had when it drew the row for that reply."""
+    shard, slot = split_index(batch.index.numpy(), HOST_ROWS)
+    place = np.empty(shard.size)
+    for number, host in enumerate(hosts):
+        mine = np.flatnonzero(shard == number)  # the k-th of them is the k-th row of the replies
+        for answer in [answers[number] for answers in rounds if answers[number]]:
+            count = 0 if answer.rows is None else answer.rows.slot.numel()
+            part, mine = mine[:count], mine[count:]
+            if part.size:
+                law = host.leaves_of_mass[answer.state.mass] / answer.state.mass
+                place[part] = place_in_law(slot[part], law, np.zeros_like(law), spread[part])
+        assert not mine.size
+    return place
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("shard_count", [2, 4])
+def test_each_batch_has_the_law_of_its_replies_while_others_change_the_shards(
+    make_hosts: MakeHosts, monkeypatch: pytest.MonkeyPatch, shard_count: int
+) -> None:
+    hosts, random = make_hosts(shard_count), np.random.default_rng(0)
+    client, other = connect(hosts), connect(hosts)
+    source, batch_size = batches_of(client), 64
+    rounds: list[list[Answer]] = []
+    take_in = client.answers
+
+    def take_in_and_note(futures: list[Any]) -> list[Answer]:
+        rounds.append(take_in(futures))
+        return rounds[-1]
+
+    monkeypatch.setattr(client, "answers", take_in_and_note)
+    masses, counts, second_rounds = [], [], 0
+    places: dict[str, list[np.ndarray]] = {"by replies": [], "by those before": [], "rows": []}
+    end = threading.Event()
+    changes = threading.Thread(target=keep_changing, args=(other, end))
+    changes.start()
+    try:
+        for _ in range(600):
+            rounds.clear()
+            batch = source.next(batch_size)
+            if not masses:  # the first draw asks for the masses alone before
+                masses.append(np.array([answer.state.mass for answer in rounds.pop(0)]))
+            masses.append(np.array([answer.state.mass for answer in rounds[0]]))
+            second_rounds += len(rounds) > 1
+            before, law = shares(masses[-2]), shares(masses[-1])
+            shard = split_index(batch.index.numpy(), HOST_ROWS)[0]
+            counts.append(np.bincount(shard, minlength=shard_count))
+            spread = random.random((2, batch_size))
+            places["by replies"].append(place_in_law(shard, law, before, spread[0]))
+            places["by those before"].append(place_in_law(shard, before, law, spread[0]))
+            places["rows"].append(place_in_shard(batch, rounds, hosts, spread[1]))
+    finally:
+        end.set()
+        changes.join()
+        client.close()
+        other.close()
+    assert (np.max(masses, 0) > 2 * np.min(masses, 0)).all()
+    law = np.stack([shares(each) for each in masses[1:]])
+    excess = (np.stack(counts) - batch_size * law).sum(0)
+    covariance = batch_size * (np.diag(law.sum(0)) - law.T @ law)
+    statistic = excess @ np.linalg.pinv(covariance) @ excess
+    assert chi2.sf(statistic, shard_count - 1) > ALARM
+    alarm = {name: kstest(np.concatenate(each), "uniform").pvalue for name, each in places.items()}
+    assert alarm["by replies"] > ALARM and alarm["rows"] > ALARM
+    assert alarm["by those before"] < ALARM  # else the masses moved too little to tell
+    assert second_rounds > 0  # their rows are part of what was tested
+
+
+def excess_of(batches: np.ndarray, law: np.ndarray) -> np.ndarray:
+    """How much oftener than expected each class is in each batch, [batches, classes]; the squares
+    of a batch add up to Pearson's statistic."""
+    expected = law * batches.shape[1]
+    counts = np.stack([np.bincount(batch, minlength=law.size) for batch in batches])
+    return (counts - expected) / np.sqrt(expected)
+
+
+@pytest.mark.timeout(60)
+def test_clients_that_sample_at_the_same_time_with_equal_seeds_draw_independently(
+    make_hosts: MakeHosts,
+) -> None:
+    """Two laws, one after the other, so that every batch is corrected."""
+    hosts = make_hosts(4)
+    clients, batches, batch_size = 3, 300, 64
+    spread = np.random.default_rng(0).uniform(0.5, 1.5, (4, HOST_ROWS))
+    laws = [(spread * np.array(scales)[:, None]).ravel() for scales in ([1, 2, 4, 8], [3, 9, 2, 1])]
+    laws = [law / law.sum() for law in laws]
+    other, steps = connect(hosts), itertools.count()
+
+    def change_the_law() -> None:
+        other.set_priorities(torch.arange(4 * HOST_ROWS), None, laws[next(steps) % 2])
+        other.flush()
+
+    together = threading.Barrier(clients, change_the_law, timeout=20)
+
+    def sample(_: int) -> np.ndarray:
+        client = connect(hosts)
+        storage = storage_of(client)
+        storage.owner.capacity, storage.owner.direct = storage.max_size, lambda: None
+        torch.manual_seed(0)
+        np.random.seed(0)
+        sampler = RPCPrioritizedSampler(storage.max_size, 1.0, 0.5, owner=storage.owner, prefetch=0)
+        drawn = np.empty((batches, batch_size), dtype=np.int64)
+        for batch in range(batches):
+            together.wait()
+            torch.manual_seed(batch)
+            np.random.seed(batch)
+            drawn[batch] = sampler.sample(storage, batch_size)[0]
+        client.close()
+        return drawn
+
+    with ThreadPoolExecutor(clients) as threads:
+        drawn = np.stack(list(threads.map(sample, range(clients))))
+    other.close()
+
+    half = HOST_ROWS // 2
+    for which, law in enumerate(laws):
+        mine = drawn[:, which::2]
+        assert_follows(np.bincount(mine.ravel(), minlength=law.size), law, ALARM)
+        coarse = law.reshape(-1, half).sum(1)  # of the halves of the shards
+        excess = [excess_of(each // half, coarse) for each in mine]
+        for a, b in itertools.combinations(range(clients), 2):
+            pairs = coarse.size * (mine[a] // half) + mine[b] // half
+            table = np.bincount(pairs.ravel(), minlength=coarse.size**2)
+            assert_follows(table, np.outer(coarse, coarse).ravel(), ALARM)
+            # the same of all draws of a batch with all of the other's
+            statistic = ((excess[a].T @ excess[b]) ** 2).sum() / len(mine[a])
+            assert chi2.sf(statistic, (coarse.size - 1) ** 2) > ALARM
