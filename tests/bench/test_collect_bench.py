@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from pathlib import Path
 
 import cloudpickle
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from torchrl_dist.bench import collect, collect_learner
-from torchrl_dist.bench.collect_cells import single_env, steps_so_far
+from torchrl_dist.bench.collect_cells import set_step_s, single_env, steps_so_far
 from torchrl_dist.bench.collect_learner import draw_durations
 from torchrl_dist.bench.collect_peers import PEERS
 from torchrl_dist.bench.collect_plan import FLOOR, OTHERS, OURS, Cell, Result
@@ -31,18 +32,21 @@ def parse(*arguments: str) -> argparse.Namespace:
 @pytest.mark.timeout(120)
 def test_a_toy_run_gives_cells_with_sane_content(tmp_path: Path, capsys) -> None:
     json_file, png = tmp_path / "cells.jsonl", tmp_path / "efficiency.png"
-    options = ["--env", "sleep", "--workers", "2", "--step-s", "0.005", "--rounds", "1"]
+    options = ["--env", "sleep", "--workers", "2", "--step-s", "0.02,0.005", "--rounds", "1"]
     options += ["--steps-per-message", "4", "--seconds", "0.5", "--peers", "gymnasium-async"]
     options += ["--ours", "ours,ours-inference-2", "--json", str(json_file), "--plot", str(png)]
     assert collect.main(options) == 0
-    cells = {cell["peer"]: cell for cell in map(json.loads, json_file.read_text().splitlines())}
-    assert {"floor", "ours", "ours-inference-2", "gymnasium-async"} == set(cells)
-    for cell in cells.values():
+    lines = [json.loads(line) for line in json_file.read_text().splitlines()]
+    cells = {(cell["peer"], cell["step_s"]): cell for cell in lines}
+    peers = ("floor", "ours", "ours-inference-2", "gymnasium-async")
+    assert set(cells) == {(peer, step_s) for peer in peers for step_s in (0.005, 0.02)}
+    for (_, step_s), cell in cells.items():
         assert set(FIELDS) <= set(cell)
         assert cell["bench"] == "collect" and cell["env"] == "sleep"
-        assert (cell["workers"], cell["step_s"], cell["steps_per_message"]) == (2, 0.005, 4)
-        assert cell["ideal_sps"] == 400 and cell["floor_sps"] == cells["floor"]["sps"]
-        assert cell["efficiency"] == cell["sps"] / 400
+        assert (cell["workers"], cell["steps_per_message"]) == (2, 4)
+        assert cell["ideal_sps"] == 2 / step_s
+        assert cell["floor_sps"] == cells["floor", step_s]["sps"]
+        assert cell["efficiency"] == cell["sps"] / cell["ideal_sps"]
         assert 0.05 < cell["efficiency"] < 1.1  # sleeps cannot be shorter than asked for
         assert cell["startup_s"] > 0
     assert png.read_bytes().startswith(b"\x89PNG")
@@ -78,7 +82,7 @@ def test_medians_and_efficiencies_are_over_rounds_and_lines() -> None:
 
 def test_the_defaults_measure_the_sleepers_and_leave_out_endless_messages(capsys) -> None:
     groups = collect.plan(parse("--step-s", "1,0.1", "--steps-per-message", "4,64"), ["ours"])
-    cells = [cell for group in groups for cell in group]
+    cells = [cell for group in groups for start in group for cell in start]
     assert {cell.workers for cell in cells} == {4, 8, 16, 32}
     assert {(cell.step_s, cell.steps) for cell in cells} == {(1.0, 4), (0.1, 4)}
     assert all(cell.seconds >= 3 * cell.steps * cell.step_s for cell in cells)
@@ -99,11 +103,28 @@ def test_what_cannot_be_measured_is_named_with_the_reason(
         collect.plan(parse("--env", "cartpole", "--step-s", "1"), ["ours"])
 
 
-def test_an_env_that_is_sent_elsewhere_counts_its_steps_there(tmp_path: Path) -> None:
-    env = cloudpickle.loads(cloudpickle.dumps(single_env("sleep", 1e-4, str(tmp_path))))
+def test_one_start_measures_all_durations_but_not_where_the_length_is_chosen(capsys) -> None:
+    asked = ["--workers", "2", "--step-s", "0.1,0.001", "--steps-per-message", "4,8,auto"]
+    fours, eights, *autos = collect.plan(parse(*asked), ["floor", "ours", "tianshou-subproc"])
+    assert [[cell.step_s for cell in start] for start in fours] == [[0.001, 0.1]] * 3
+    assert [start[0].peer for start in fours] == ["floor", "ours", "tianshou-subproc"]
+    assert [start[0].peer for start in eights] == ["floor", "ours"]  # steps of tianshou are single
+    assert "it sends single steps" in capsys.readouterr().err
+    assert [[cell.step_s for cell in start] for group in autos for start in group] == [
+        [0.001], [0.001], [0.1], [0.1]
+    ]  # fmt: skip
+
+
+def test_an_env_that_is_sent_elsewhere_counts_its_steps_and_keeps_pace(tmp_path: Path) -> None:
+    set_step_s(str(tmp_path), 1e-4)
+    env = cloudpickle.loads(cloudpickle.dumps(single_env("sleep", str(tmp_path))))
     for _ in range(3):
         env.step(0)
     assert steps_so_far(str(tmp_path)) == 3
+    set_step_s(str(tmp_path), 0.1)
+    begun = time.perf_counter()
+    env.step(0)
+    assert time.perf_counter() - begun >= 0.1
 
 
 def test_the_command_knows_every_peer() -> None:

@@ -4,9 +4,10 @@
 
 Workers step environments that sleep (``sleep``: 4, 8, 16 and 32 workers by default) or compute
 (``cartpole``, ``halfcheetah``: 2 workers) with a policy of two layers of 64, and send their steps
-to a learner that does nothing with them. Steps are counted on the workers. Each measurement runs
-in fresh processes with one torch thread each; rounds go over all peers in turn, so that a slow
-minute of the machine hits all of them; the table shows medians over rounds.
+to a learner that does nothing with them. Steps are counted on the workers. Each peer starts in
+fresh processes with one torch thread each, and steps for all durations of a step one after another;
+rounds go over all peers in turn, so that a slow minute of the machine hits all of them; the table
+shows medians over rounds.
 
 - ``floor``: the same environments and policy in as many processes, without data and messages.
 - ``ideal_sps``: workers / step_s for environments that sleep, the floor for others.
@@ -130,7 +131,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--timeout-s",
         type=above_zero(float),
         default=150.0,
-        help="longest duration of one measurement, start included (default: 150)",
+        help="longest duration of a start and its first measurement (default: 150)",
     )
     parser.set_defaults(command=run)
 
@@ -247,34 +248,47 @@ def _chosen(options: argparse.Namespace) -> list[str]:
     return chosen
 
 
-def plan(options: argparse.Namespace, peers: list[str]) -> list[list[Cell]]:
-    """What one round measures: groups of cells that differ by the peer only."""
+def plan(options: argparse.Namespace, peers: list[str]) -> list[list[tuple[Cell, ...]]]:
+    """What one round measures: groups that differ by the peer only.
+
+    A member of a group is what one start of its peer measures: cells that differ by ``step_s``
+    only, the shortest first. Where the collector chooses the length of its messages it does so
+    once, so each duration has a start of its own there.
+    """
     from torchrl_dist.bench.collect_peers import PEERS
 
     sleeps = options.env == "sleep"
     if options.step_s and not sleeps:
         raise ConfigurationError("--step-s is for --env sleep; other environments compute")
     workers = options.workers or (_SLEEPERS if sleeps else _COMPUTERS)
-    durations = (options.step_s or _STEP_S) if sleeps else [0.0]
+    durations = sorted(options.step_s or _STEP_S) if sleeps else [0.0]
     groups = []
-    sizes = itertools.product(workers, options.envs, durations, options.steps_per_message)
-    for processes, envs, step_s, steps in sizes:
-        message_s = steps * envs * step_s
-        if message_s > _LONGEST_MESSAGE_S:
-            say(f"skipped {steps} steps of {step_s:g} s: a message would take {message_s:g} s")
-            continue
-        seconds = max(options.seconds, 3 * message_s)
-        base = Cell("", options.env, processes, envs, step_s, steps, seconds, options.timeout_s)
-        group = []
-        for name in peers:
-            reason = PEERS[name].refuses(base)
-            if steps == AUTO and name in OTHERS:
+    for processes, envs, steps in itertools.product(
+        workers, options.envs, options.steps_per_message
+    ):
+        cells = []
+        for step_s in durations:
+            message_s = steps * envs * step_s
+            if message_s > _LONGEST_MESSAGE_S:
+                say(f"skipped {steps} steps of {step_s:g} s: a message would take {message_s:g} s")
                 continue
-            if reason is None:
-                group.append(replace(base, peer=name))
-            else:
-                say(f"skipped {name} with {processes} x {envs}: {reason}")
-        groups.append(group)
+            seconds = max(options.seconds, 3 * message_s)
+            cells.append(
+                Cell("", options.env, processes, envs, step_s, steps, seconds, options.timeout_s)
+            )
+        for start in [(cell,) for cell in cells] if steps == AUTO else [tuple(cells)]:
+            chosen = []
+            for name in peers if start else []:
+                if steps == AUTO and name in OTHERS:
+                    continue
+                reason = PEERS[name].refuses(start[0])
+                if PEERS[name].sends_single_steps and steps != options.steps_per_message[0]:
+                    reason = "it sends single steps, see the first length of messages"
+                if reason is None:
+                    chosen.append(tuple(replace(cell, peer=name) for cell in start))
+                else:
+                    say(f"skipped {name} with {processes} x {envs}, {steps} steps: {reason}")
+            groups.append(chosen)
     return groups
 
 
@@ -288,30 +302,36 @@ class Figures:
         return statistics.median(getattr(result, name) for result in self.results)
 
 
-def _measure_all(rounds: int, groups: list[list[Cell]], found: dict[Cell, Figures]) -> int:
+def _measure_all(
+    rounds: int, groups: list[list[tuple[Cell, ...]]], found: dict[Cell, Figures]
+) -> int:
     from torchrl_dist.bench.collect_cells import measure
     from torchrl_dist.bench.processes import Launcher
 
-    failed: set[Cell] = set()
+    failed: set[tuple[Cell, ...]] = set()
     with Launcher() as launcher:
         for round_, group in itertools.product(range(rounds), groups):
             shift = round_ % max(1, len(group))  # nobody is always the first
-            for cell in group[shift:] + group[:shift]:
-                if cell in failed:
+            for start in group[shift:] + group[:shift]:
+                if start in failed:
                     continue
-                label = f"round {round_ + 1}: {cell.peer} {cell.env} {cell.workers} x {cell.envs}"
-                label += f" step {cell.step_s:g} s, {cell.steps or 'auto'} per message"
+                first = start[0]
+                label = f"round {round_ + 1}: {first.peer} {first.env} {first.workers} x "
+                label += f"{first.envs}, {first.steps or 'auto'} per message"
+                timeout_s = first.timeout_s + sum(3 * cell.seconds for cell in start[1:])
                 try:
                     with folder_in(Path("/dev/shm")) as folder:
-                        result = launcher.run(
-                            measure, cell, str(folder), folder=folder, timeout_s=cell.timeout_s
+                        results = launcher.run(
+                            measure, start, str(folder), folder=folder, timeout_s=timeout_s
                         )
                 except TorchRLDistError as error:
-                    failed.add(cell)
+                    failed.add(start)
                     say(f"{label}: failed: {error}")
                     continue
-                found.setdefault(cell, Figures()).results.append(result)
-                say(f"{label}: {result.sps:,.0f} steps/s, first batch {result.startup_s:.1f} s")
+                say(f"{label}: first batch after {results[0].startup_s:.1f} s")
+                for cell, result in zip(start, results, strict=True):
+                    found.setdefault(cell, Figures()).results.append(result)
+                    say(f"    step {cell.step_s:g} s: {result.sps:,.0f} steps/s")
     return 1 if failed else 0
 
 

@@ -7,7 +7,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,14 @@ def tally(folder: str) -> _Tally:
     return _tallies[key]
 
 
+def set_step_s(folder: str, step_s: float) -> None:
+    """From now on a step of every :class:`PacedEnv` of ``folder`` sleeps that long."""
+    path = Path(folder, "step_s")
+    if not path.exists():
+        path.write_bytes(bytes(8))
+    np.memmap(path, np.float64, "r+")[0] = step_s
+
+
 def steps_so_far(folder: str) -> int:
     """Env steps that all processes have made."""
     return sum(
@@ -81,6 +89,32 @@ class SleepEnv(gymnasium.Env):
         return self._observation, 1.0, False, False, {}
 
 
+class _Pace:
+    """The number that :func:`set_step_s` writes."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._step_s = np.memmap(Path(folder, "step_s"), np.float64, "r")
+
+    def __reduce__(self) -> Any:  # a copy would not change any more
+        return _Pace, (self._folder,)
+
+    def step_s(self) -> float:
+        return float(self._step_s[0])
+
+
+class _PacedEnv(SleepEnv):
+    """A step takes as long as :func:`set_step_s` said last."""
+
+    def __init__(self, pace: _Pace) -> None:
+        super().__init__(pace.step_s())
+        self._pace = pace
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self._step_s = self._pace.step_s()
+        return super().step(action)
+
+
 def _counted(env: Any, folder: str, steps: int) -> Any:
     """Count in place: a wrapper would cost more than the count, and hide what kind of env it is."""
     count, step = tally(folder), env.step
@@ -93,19 +127,19 @@ def _counted(env: Any, folder: str, steps: int) -> Any:
     return env
 
 
-def single_env(env: str, step_s: float, folder: str) -> gymnasium.Env:
-    """One environment."""
-    made = SleepEnv(step_s) if env == "sleep" else gymnasium.make(_IDS[env])
+def single_env(env: str, folder: str) -> gymnasium.Env:
+    """One environment; one that sleeps needs :func:`set_step_s` first."""
+    made = _PacedEnv(_Pace(folder)) if env == "sleep" else gymnasium.make(_IDS[env])
     return _counted(made, folder, 1)
 
 
-def vector_env(env: str, step_s: float, folder: str, envs: int, native: bool) -> Any:
+def vector_env(env: str, folder: str, envs: int, native: bool) -> Any:
     """``envs`` environments behind gymnasium's vector interface, natively where there is one."""
     if native and env == "cartpole":
         made = gymnasium.make_vec(_IDS[env], envs, vectorization_mode="vector_entry_point")
         return _counted(made, folder, envs)
     return gymnasium.vector.SyncVectorEnv(
-        [functools.partial(single_env, env, step_s, folder)] * envs,
+        [functools.partial(single_env, env, folder)] * envs,
         autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP,
     )
 
@@ -113,8 +147,8 @@ def vector_env(env: str, step_s: float, folder: str, envs: int, native: bool) ->
 def make_env(cell: Cell, folder: str) -> Callable[[], Any]:
     """What our collector and the floor step; pickles."""
     if cell.envs > 1 and cell.env == "cartpole":
-        return functools.partial(vector_env, cell.env, cell.step_s, folder, cell.envs, True)
-    return functools.partial(single_env, cell.env, cell.step_s, folder)
+        return functools.partial(vector_env, cell.env, folder, cell.envs, True)
+    return functools.partial(single_env, cell.env, folder)
 
 
 # ---- the policy: two layers of 64
@@ -144,20 +178,36 @@ def make_policy(env: str) -> TensorDictModule:
 # ---- the clock
 
 
-def measure(cell: Cell, folder: str) -> Result:
-    """Run one peer in this process for ``cell.seconds`` after its first batches; blocks."""
+def measure(start: Sequence[Cell], folder: str) -> list[Result]:
+    """Run one peer in this process; blocks.
+
+    The cells of ``start`` differ in ``step_s`` only. Each is measured for its ``seconds``, one
+    after the other, when two messages at its pace have passed; the first after the first batches.
+    """
     from torchrl_dist.bench.collect_peers import PEERS
 
     torch.set_num_threads(1)
+    set_step_s(folder, start[0].step_s)
     begun = time.perf_counter()
     with contextlib.ExitStack() as stack:
-        batches = stack.enter_context(PEERS[cell.peer].open(cell, folder))
+        batches = stack.enter_context(PEERS[start[0].peer].open(start[0], folder))
         next(batches)
         startup_s = time.perf_counter() - begun
-        next(batches)  # whatever is done once was done by now
-        steps, start, cpu = steps_so_far(folder), time.perf_counter(), time.process_time()
-        while (elapsed := time.perf_counter() - start) < cell.seconds:
-            next(batches)
-        elapsed = time.perf_counter() - start
-        made = steps_so_far(folder) - steps
-        return Result(made / elapsed, startup_s, (time.process_time() - cpu) / elapsed)
+        results = []
+        for cell in start:
+            set_step_s(folder, cell.step_s)
+            _take(batches, 2 * cell.steps * cell.envs * cell.step_s)
+            steps, cpu = steps_so_far(folder), time.process_time()
+            elapsed = _take(batches, cell.seconds)
+            made = steps_so_far(folder) - steps
+            results.append(Result(made / elapsed, startup_s, (time.process_time() - cpu) / elapsed))
+        return results
+
+
+def _take(batches: Iterator[Any], seconds: float) -> float:
+    """Take batches, one at least, until that time has passed; returns the time it took."""
+    begun = time.perf_counter()
+    while True:
+        next(batches)
+        if (elapsed := time.perf_counter() - begun) >= seconds:
+            return elapsed

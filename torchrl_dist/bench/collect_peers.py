@@ -33,6 +33,7 @@ class Peer:
     """A way to collect. Peers are used through their class; nothing is instantiated."""
 
     name: ClassVar[str]
+    sends_single_steps: ClassVar[bool] = False  # whatever the length of a message should be
 
     @classmethod
     def missing(cls) -> str | None:
@@ -66,13 +67,13 @@ class Floor(Peer):
 
         def wait() -> Iterator[None]:
             while True:
-                time.sleep(max(0.02, 2 * cell.step_s))
+                time.sleep(0.02)
                 yield
 
         yield wait()
         Path(folder, "stop").touch()
         for loop in loops:
-            loop.result(10 + 2 * cell.step_s)
+            loop.result(30)
         for worker in workers:
             worker.close()
 
@@ -207,9 +208,9 @@ def torchrl_env(cell: Cell, folder: str) -> Any:
     from torchrl.envs import GymWrapper
 
     if cell.envs == 1:
-        env = single_env(cell.env, cell.step_s, folder)
+        env = single_env(cell.env, folder)
     else:
-        env = vector_env(cell.env, cell.step_s, folder, cell.envs, native=False)
+        env = vector_env(cell.env, folder, cell.envs, native=False)
     return GymWrapper(env, categorical_action_encoding=True)
 
 
@@ -305,13 +306,14 @@ class GymnasiumAsync(Peer):
     """``AsyncVectorEnv``: envs in processes, the policy here, every step in lockstep."""
 
     name = "gymnasium-async"
+    sends_single_steps = True
 
     @classmethod
     @contextlib.contextmanager
     def open(cls, cell: Cell, folder: str) -> Iterator[Iterator[Any]]:
         from gymnasium.vector import AsyncVectorEnv
 
-        single = functools.partial(single_env, cell.env, cell.step_s, folder)
+        single = functools.partial(single_env, cell.env, folder)
         envs = AsyncVectorEnv([single] * (cell.workers * cell.envs))
         torch.manual_seed(0)
         policy = Greedy(cell.env)
@@ -340,6 +342,7 @@ class TianshouSubproc(Peer):
     """tianshou's ``SubprocVectorEnv``: envs in processes, the policy here, in lockstep."""
 
     name = "tianshou-subproc"
+    sends_single_steps = True
     class_name: ClassVar[str] = "SubprocVectorEnv"
 
     @classmethod
@@ -352,7 +355,7 @@ class TianshouSubproc(Peer):
         from tianshou import env as tianshou_env
 
         cls.prepare(folder)
-        single = functools.partial(single_env, cell.env, cell.step_s, folder)
+        single = functools.partial(single_env, cell.env, folder)
         envs = getattr(tianshou_env, cls.class_name)([single] * (cell.workers * cell.envs))
         torch.manual_seed(0)
         policy = Greedy(cell.env)
