@@ -434,7 +434,7 @@ def test_an_unsupported_space_is_refused_with_advice() -> None:
         make_rollout(Texts, None, frames=5)
 
 
-def test_an_envpool_is_refused_with_advice() -> None:
+def test_an_envpool_without_gymnasiums_interface_is_refused_with_advice() -> None:
     pool = type("Pool", (Counter,), {"__module__": "envpool.python.gymnasium_envpool"})
     with pytest.raises(ConfigurationError, match="MultiThreadedEnv"):
         make_rollout(pool, None, frames=5)

@@ -59,6 +59,8 @@ class RPCBatchedCollector(BaseCollector):
         make_env: a gymnasium id, or a callable that returns a ``gymnasium.Env``, a
             ``gymnasium.vector.VectorEnv`` or a TorchRL env. Called on the workers; may be a lambda.
             Workers know the gymnasium environments that are registered in this process.
+            An EnvPool is seeded only when it is made: pass ``seed=np.random.randint(2**31)`` to
+            ``envpool.make``; NumPy's seed there follows from ``seed`` and differs per worker.
         policy: the learner's module; each worker gets a copy on its CPU, and a new state of it
             after ``update_policy_weights_()``. None (and no factory): random actions.
         session: where the workers live; None: one worker in this process.

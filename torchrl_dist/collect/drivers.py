@@ -9,6 +9,7 @@ env is marked in ``valid`` and dropped by the rollout.
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -198,6 +199,34 @@ class NextStepDriver(_VectorDriver):
         return reward, terminated, truncated
 
 
+class EnvPoolDriver(NextStepDriver):
+    """EnvPool resets envs in the next step, and takes its seed only when it is made."""
+
+    DEFAULT_SEED = 42
+
+    def __init__(self, env: Any) -> None:
+        super().__init__(env)
+        if env.is_async:
+            raise ConfigurationError(
+                f"make_env gave an EnvPool with batch_size={env.config['batch_size']} of "
+                f"{self.num_envs} envs, whose steps are those of some envs only; leave batch_size "
+                "out, and use more workers or env_processes so that slow envs hold up fewer"
+            )
+        self._seeded = False
+
+    def reset(self, seeds: Sequence[int] | None, current: Arrays) -> None:
+        if seeds is not None and (self._seeded or self.env.config["seed"] == self.DEFAULT_SEED):
+            warnings.warn(
+                "an EnvPool cannot be seeded once it is made: its episodes go on with seed "
+                f"{self.env.config['seed']}. For seeds that differ per worker and follow from the "
+                "collector's, let make_env pass seed=np.random.randint(2**31) to envpool.make: "
+                "NumPy was seeded before make_env is called",
+                stacklevel=2,
+            )
+        self._seeded = self._seeded or seeds is not None
+        super().reset(None, current)
+
+
 class CartPoleDriver(_VectorDriver):
     """Gymnasium's native vector CartPole, reset in the step that ends an episode.
 
@@ -228,6 +257,8 @@ def vector_driver(env: VectorEnv) -> EnvDriver:
         hasattr(env, name) for name in CartPoleDriver.ATTRIBUTES
     ):
         return CartPoleDriver(env)
+    if _of_envpool(env):
+        return EnvPoolDriver(env)
     declared = env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
     mode = AutoresetMode(declared)
     if mode is AutoresetMode.SAME_STEP:
@@ -240,6 +271,10 @@ def vector_driver(env: VectorEnv) -> EnvDriver:
     if mode is AutoresetMode.DISABLED or maskable:
         return MaskedResetDriver(env)
     return NextStepDriver(env)
+
+
+def _of_envpool(env: Any) -> bool:
+    return any(kind.__module__.startswith("envpool") for kind in type(env).__mro__)
 
 
 def make_driver(first: Any, make_env: str | Callable[[], Any], num_envs: int) -> EnvDriver:
@@ -257,10 +292,11 @@ def make_driver(first: Any, make_env: str | Callable[[], Any], num_envs: int) ->
                 f"; leave num_envs out or pass {first.num_envs}"
             )
         return vector_driver(first)
-    if any(kind.__module__.startswith("envpool") for kind in type(first).__mro__):
+    if _of_envpool(first):
         raise ConfigurationError(
-            "make_env gave an EnvPool, whose steps are not a gymnasium.Env's; return "
-            "torchrl.envs.MultiThreadedEnv(num_workers=..., env_name=...) instead, which steps it"
+            "make_env gave an EnvPool that is no gymnasium.vector.VectorEnv; make it with "
+            "env_type='gymnasium', by a newer EnvPool (1.2.5 is one), or return "
+            "torchrl.envs.MultiThreadedEnv(num_workers=..., env_name=...), which steps it"
         )
     if isinstance(first, gymnasium.Env) and callable(make_env):
         return EnvListDriver([first, *(make_env() for _ in range(num_envs - 1))])
