@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import gymnasium
@@ -72,6 +73,14 @@ def test_what_cannot_be_seeded_or_stepped_is_said() -> None:
     rollout = make_rollout(functools.partial(pool, 42), None, frames=_ENVS)
     with pytest.warns(UserWarning, match="np.random.randint"):
         rollout.seed(range(_ENVS))
+    rollout.close()
+    rollout = make_rollout(pool, None, frames=_ENVS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rollout.seed(range(_ENVS))
+        rollout.seed(range(_ENVS))  # as where T is chosen
+    with pytest.warns(UserWarning, match="np.random.randint"):
+        rollout.seed(range(1, 1 + _ENVS))
     rollout.close()
     with pytest.raises(ConfigurationError, match="batch_size=3"):
         make_rollout(functools.partial(pool, 1, batch_size=3), None, frames=_ENVS)

@@ -212,10 +212,15 @@ class EnvPoolDriver(NextStepDriver):
                 f"{self.num_envs} envs, whose steps are those of some envs only; leave batch_size "
                 "out, and use more workers or env_processes so that slow envs hold up fewer"
             )
-        self._seeded = False
+        self._seeds: list[int] | None = None  # asked for first
 
     def reset(self, seeds: Sequence[int] | None, current: Arrays) -> None:
-        if seeds is not None and (self._seeded or self.env.config["seed"] == self.DEFAULT_SEED):
+        if seeds is not None and self._seeds is None:
+            self._seeds = list(seeds)
+            in_vain = self.env.config["seed"] == self.DEFAULT_SEED
+        else:
+            in_vain = seeds is not None and list(seeds) != self._seeds
+        if in_vain:
             warnings.warn(
                 "an EnvPool cannot be seeded once it is made: its episodes go on with seed "
                 f"{self.env.config['seed']}. For seeds that differ per worker and follow from the "
@@ -223,7 +228,6 @@ class EnvPoolDriver(NextStepDriver):
                 "NumPy was seeded before make_env is called",
                 stacklevel=2,
             )
-        self._seeded = self._seeded or seeds is not None
         super().reset(None, current)
 
 
