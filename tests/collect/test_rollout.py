@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 from typing import Any
 
 import gymnasium
@@ -424,6 +426,43 @@ class TestTorchRLEnvs:
         steps = torch.cat([part["next", "observation"][0, :, 0] for part in rows])
         assert torch.equal(steps, 101 + torch.arange(25.0))
         worker.close()
+
+
+def test_layers_are_called_directly_until_a_hook_is_registered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.LazyLinear(3), nn.Linear(3, 2))
+    layers(torch.zeros(1, 4))
+    plain, late = copy.deepcopy(layers), []
+    layers[3].register_forward_hook(lambda *_: late.append("there before"))
+    policy = TensorDictModule(layers, ["observation"], ["action"])
+    fast = fast_policy(policy)
+    td = TensorDict({"observation": torch.randn(5, 4)}, [5])
+    dispatched, dispatch = [], nn.Module.__call__
+
+    def noting(self: nn.Module, *args: Any) -> Any:
+        dispatched.append(self)
+        return dispatch(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.Module, "__call__", noting)
+        out = fast(td.clone())["action"]
+    assert torch.equal(out, plain(td["observation"])) and late == ["there before"]
+    assert dispatched == [layers[3]]  # the one with a hook
+    assert all(isinstance(layer, type(twin)) for layer, twin in zip(layers, plain, strict=True))
+    for twin in (copy.deepcopy(layers), pickle.loads(pickle.dumps(layers[:3]))):
+        assert type(twin) is nn.Sequential and type(twin[0]) is nn.Linear
+        assert torch.equal(twin[0].weight, layers[0].weight)
+    handle = layers[1].register_forward_hook(lambda *_: late.append("later"))
+    layers[0].register_forward_pre_hook(lambda *_: late.append("ahead"))
+    fast(td.clone())
+    assert late == ["there before", "ahead", "later", "there before"]
+    handle.remove()
+    fast(td.clone())
+    assert late[4:] == ["ahead", "there before"]
+    with torch.no_grad():
+        layers[0].weight.add_(1.0)
+    assert not torch.equal(fast(td.clone())["action"], out)
 
 
 def test_an_unsupported_space_is_refused_with_advice() -> None:

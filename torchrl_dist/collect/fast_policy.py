@@ -3,13 +3,17 @@
 ``TensorDictModule.__call__`` costs more than a small network does: argument dispatch and, for every
 tensor that it writes where pandas is not installed, a search of the disk for pandas
 (``TensorDictBase.from_any``, tensordict 0.14.3). Plain modules are therefore called directly.
+``nn.Module.__call__`` looks for hooks, which costs a third of the time of two small layers; torch's
+own layers are therefore given a class whose call is ``forward``, until a hook is registered.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
@@ -22,10 +26,13 @@ def fast_policy(policy: Policy | None) -> Policy | None:
     """A callable that writes to a TensorDict what ``policy`` would, reading its current weights.
 
     What is not known to be plain (hooks, keyword inputs, an overridden ``forward``) is called as it
-    is. The result has the policy's ``out_keys``.
+    is. The result has the policy's ``out_keys``. The layers of ``policy`` change their class to one
+    of the same name that derives from it; their copies and pickles have the class they had.
     """
     if not isinstance(policy, TensorDictModule):
         return policy
+    for layer in policy.modules():
+        _call_directly(layer)
     return FastPolicy(_calls(policy), list(policy.in_keys), list(policy.out_keys), policy)
 
 
@@ -121,3 +128,49 @@ class _Direct:
         if isinstance(out, tuple):
             return out
         return () if out is None else (out,)
+
+
+# ---- layers without the search for hooks
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_NEED_DISPATCH = (
+    "register_forward_hook",
+    "register_forward_pre_hook",
+    "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+    "register_backward_hook",
+    "compile",
+)
+
+
+def _call_directly(layer: nn.Module) -> None:
+    """Spare torch's own layers, those without hooks, the dispatch of their calls."""
+    kind = type(layer)
+    if (
+        kind.__module__.startswith("torch.nn.modules.")
+        and kind.__call__ is nn.Module.__call__
+        and layer._compiled_call_impl is None
+        and not torch.nn.modules.module._has_any_global_hook()
+        and not any(getattr(layer, name) for name in _HOOKS)
+    ):
+        layer.__class__ = _direct_kind(kind)
+
+
+@functools.cache
+def _direct_kind(kind: type[nn.Module]) -> type[nn.Module]:
+    def reduce_as_before(self: nn.Module, protocol: int) -> Any:
+        reduced = kind.__reduce_ex__(self, protocol)
+        return (object.__new__, (kind,), *reduced[2:]) if type(self) is direct else reduced
+
+    def with_dispatch(name: str) -> Callable[..., Any]:
+        def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if type(self) is direct:
+                self.__class__ = kind
+            return getattr(kind, name)(self, *args, **kwargs)
+
+        return method
+
+    members = {name: with_dispatch(name) for name in _NEED_DISPATCH}
+    members |= {"__call__": kind.forward, "__reduce_ex__": reduce_as_before}
+    direct = type(kind.__name__, (kind,), members)
+    return direct
