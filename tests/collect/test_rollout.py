@@ -463,6 +463,8 @@ def test_layers_are_called_directly_until_a_hook_is_registered(
     with torch.no_grad():
         layers[0].weight.add_(1.0)
     assert not torch.equal(fast(td.clone())["action"], out)
+    layers[1].forward = torch.zeros_like
+    assert (fast(td.clone())["action"] == layers[3](layers[2](torch.zeros(8)))).all()
 
 
 def test_an_unsupported_space_is_refused_with_advice() -> None:

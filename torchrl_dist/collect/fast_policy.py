@@ -156,6 +156,10 @@ def _call_directly(layer: nn.Module) -> None:
         layer.__class__ = _direct_kind(kind)
 
 
+def _call_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return self.forward(*args, **kwargs)  # which somebody may have set on this layer alone
+
+
 @functools.cache
 def _direct_kind(kind: type[nn.Module]) -> type[nn.Module]:
     def reduce_as_before(self: nn.Module, protocol: int) -> Any:
@@ -171,6 +175,6 @@ def _direct_kind(kind: type[nn.Module]) -> type[nn.Module]:
         return method
 
     members = {name: with_dispatch(name) for name in _NEED_DISPATCH}
-    members |= {"__call__": kind.forward, "__reduce_ex__": reduce_as_before}
+    members |= {"__call__": _call_forward, "__reduce_ex__": reduce_as_before}
     direct = type(kind.__name__, (kind,), members)
     return direct
