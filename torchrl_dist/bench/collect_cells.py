@@ -55,7 +55,7 @@ def tally(folder: str) -> _Tally:
 
 
 def set_step_s(folder: str, step_s: float) -> None:
-    """From now on a step of every :class:`PacedEnv` of ``folder`` sleeps that long."""
+    """From now on a step of every sleeping env of ``folder`` takes that long."""
     path = Path(folder, "step_s")
     if not path.exists():
         path.write_bytes(bytes(8))
