@@ -3,7 +3,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -15,6 +15,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torch.distributions import Normal
+from torch.nn.utils import parametrize, prune
 from torchrl.collectors import Collector
 from torchrl.data import OneHot
 from torchrl.envs import GymEnv, GymWrapper, SerialEnv
@@ -465,6 +466,75 @@ def test_layers_are_called_directly_until_a_hook_is_registered(
     assert not torch.equal(fast(td.clone())["action"], out)
     layers[1].forward = torch.zeros_like
     assert (fast(td.clone())["action"] == layers[3](layers[2](torch.zeros(8)))).all()
+
+
+class Scaled(nn.Module):
+    """Somebody's own module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return 3 * self.layer(observation)
+
+
+class CallsItself(Scaled):
+    def __call__(self, observation: torch.Tensor) -> torch.Tensor:
+        return -super().__call__(observation)
+
+
+class Registered(Scaled):
+    kinds: ClassVar[list[type]] = []
+
+    def __init_subclass__(cls) -> None:
+        cls.kinds.append(cls)
+
+
+def test_own_modules_are_called_directly_where_nothing_depends_on_their_class() -> None:
+    observation = torch.randn(5, 4)
+    for kind, stays in ((Scaled, False), (CallsItself, True), (Registered, True)):
+        own = kind()
+        expected = own(observation)
+        fast = fast_policy(TensorDictModule(own, ["observation"], ["action"]))
+        td = TensorDict({"observation": observation}, [5])
+        assert torch.equal(fast(td)["action"], expected)
+        assert isinstance(own, kind) and (type(own) is kind) is stays
+        assert type(copy.deepcopy(own)) is kind
+        assert torch.equal(pickle.loads(pickle.dumps(own))(observation), expected)
+    assert not Registered.kinds
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 2)))
+    fast = fast_policy(TensorDictModule(scripted, ["observation"], ["action"]))
+    assert torch.equal(fast(td)["action"], scripted(observation))
+
+
+def test_linear_layers_use_what_stands_in_for_their_parameters() -> None:
+    layer, observation = nn.Linear(4, 2), torch.randn(5, 4)
+    fast = fast_policy(TensorDictModule(layer, ["observation"], ["action"]))
+
+    def act() -> torch.Tensor:
+        return fast(TensorDict({"observation": observation}, [5]))["action"]
+
+    before = act()
+    other = nn.Linear(4, 2)
+    with TensorDict.from_module(other).data.to_module(layer):
+        assert torch.equal(act(), other(observation))
+    assert torch.equal(act(), before)
+    layer.weight = nn.Parameter(torch.zeros(2, 4))
+    assert torch.equal(act(), layer.bias.expand(5, 2))
+    layer.weight = other.weight
+
+    class Negative(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return -weight
+
+    parametrize.register_parametrization(layer, "weight", Negative())
+    assert torch.equal(act(), nn.functional.linear(observation, -other.weight, layer.bias))
+    pruned = nn.Linear(4, 2)
+    fast = fast_policy(TensorDictModule(pruned, ["observation"], ["action"]))
+    prune.l1_unstructured(pruned, "weight", amount=0.5)
+    assert torch.equal(act(), nn.functional.linear(observation, pruned.weight, pruned.bias))
+    assert (pruned.weight == 0).sum() == 4
 
 
 def test_an_unsupported_space_is_refused_with_advice() -> None:

@@ -3,8 +3,9 @@
 ``TensorDictModule.__call__`` costs more than a small network does: argument dispatch and, for every
 tensor that it writes where pandas is not installed, a search of the disk for pandas
 (``TensorDictBase.from_any``, tensordict 0.14.3). Plain modules are therefore called directly.
-``nn.Module.__call__`` looks for hooks, which costs a third of the time of two small layers; torch's
-own layers are therefore given a class whose call is ``forward``, until a hook is registered.
+``nn.Module.__call__`` looks for hooks, which costs a third of the time of two small layers; layers
+are therefore given a class whose call is ``forward``, until a hook is registered. That of
+``nn.Linear`` finds its parameters at once, where an attribute of a module is a search.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class FastPolicy:
         for call in self._calls:
             assert isinstance(call, _Direct)
             inputs = [made[key] if key in made else values[key] for key in call.in_keys]
-            made.update(zip(call.out_keys, call.run(inputs), strict=True))
+            for key, value in zip(call.out_keys, call.run(inputs), strict=True):
+                made[key] = value
         return made
 
 
@@ -144,11 +146,13 @@ _NEED_DISPATCH = (
 
 
 def _call_directly(layer: nn.Module) -> None:
-    """Spare torch's own layers, those without hooks, the dispatch of their calls."""
+    """Spare a layer without hooks the dispatch of its calls, if its class can be derived from."""
     kind = type(layer)
     if (
-        kind.__module__.startswith("torch.nn.modules.")
+        type(kind) is type
         and kind.__call__ is nn.Module.__call__
+        and (kind.__reduce_ex__, kind.__reduce__) == (object.__reduce_ex__, object.__reduce__)
+        and not any("__init_subclass__" in vars(base) for base in kind.__mro__[:-1])
         and layer._compiled_call_impl is None
         and not torch.nn.modules.module._has_any_global_hook()
         and not any(getattr(layer, name) for name in _HOOKS)
@@ -156,12 +160,18 @@ def _call_directly(layer: nn.Module) -> None:
         layer.__class__ = _direct_kind(kind)
 
 
-def _call_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return self.forward(*args, **kwargs)  # which somebody may have set on this layer alone
-
-
 @functools.cache
 def _direct_kind(kind: type[nn.Module]) -> type[nn.Module]:
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)  # which somebody may have set on this layer alone
+
+    def call_linear(self: nn.Module, input: Tensor) -> Tensor:
+        if type(self) is direct and "forward" not in self.__dict__:
+            found = self._parameters
+            if "weight" in found and "bias" in found:  # else plain tensors stand in for them
+                return nn.functional.linear(input, found["weight"], found["bias"])
+        return self.forward(input)
+
     def reduce_as_before(self: nn.Module, protocol: int) -> Any:
         reduced = kind.__reduce_ex__(self, protocol)
         return (object.__new__, (kind,), *reduced[2:]) if type(self) is direct else reduced
@@ -174,7 +184,8 @@ def _direct_kind(kind: type[nn.Module]) -> type[nn.Module]:
 
         return method
 
-    members = {name: with_dispatch(name) for name in _NEED_DISPATCH}
-    members |= {"__call__": _call_forward, "__reduce_ex__": reduce_as_before}
+    members: dict[str, Any] = {name: with_dispatch(name) for name in _NEED_DISPATCH}
+    members["__call__"] = call_linear if kind is nn.Linear else call
+    members["__reduce_ex__"] = reduce_as_before
     direct = type(kind.__name__, (kind,), members)
     return direct
