@@ -25,7 +25,7 @@ from torchrl.envs.utils import ExplorationType
 from torchrl.modules import QValueActor
 
 from tests.collect.envs import Counter, mlp
-from torchrl_dist.collect import Preempt, RPCBatchedCollector, node
+from torchrl_dist.collect import Preempt, RPCBatchedCollector, process_pool
 from torchrl_dist.collect.batches import MASK
 from torchrl_dist.collect.env_process import FIRST_PROGRESS, config_of_part
 from torchrl_dist.collect.node import NodeWorker
@@ -291,18 +291,18 @@ def test_a_process_begins_the_next_rollout_while_another_is_at_the_last(
         lambda: TwoActions(tmp_path), policy=cartpole_policy(), num_envs=1, frames_per_rollout=20
     )
     worker.collect(weights=prefer(0, 1), request=0, steps=1)  # from now on in shared memory
-    begun = worker._words[FIRST_PROGRESS:].copy()
+    begun = worker._pool.words[FIRST_PROGRESS:].copy()
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(worker.collect, weights=prefer(0, 2), request=1)
         second = pool.submit(worker.collect, weights=prefer(1, 3), request=2)
         deadline = time.monotonic() + 20
-        while (made := worker._words[FIRST_PROGRESS:] - begun).max() < 20:
+        while (made := worker._pool.words[FIRST_PROGRESS:] - begun).max() < 20:
             assert time.monotonic() < deadline, made
             time.sleep(0.01)
         held = int(made.argmin())
         assert made[held] == 4 and not first.done()
         if ends:
-            os.kill(worker._children.states[held].pid, signal.SIGKILL)
+            os.kill(worker._pool.children.states[held].pid, signal.SIGKILL)
         else:
             (tmp_path / "go").touch()
         results = [first.result(20), second.result(20)]
@@ -336,10 +336,10 @@ def test_when_all_processes_end_the_rollouts_under_way_are_made_by_their_success
     with ThreadPoolExecutor(2) as pool:
         both = [pool.submit(worker.collect, weights=pack(policy, n + 1), request=n) for n in (0, 1)]
         deadline = time.monotonic() + 20
-        while len(worker._under_way) < 2 or worker._words[FIRST_PROGRESS] < 5:
+        while len(worker._under_way) < 2 or worker._pool.words[FIRST_PROGRESS] < 5:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        os.kill(worker._children.states[0].pid, signal.SIGKILL)
+        os.kill(worker._pool.children.states[0].pid, signal.SIGKILL)
         results = [each.result(30) for each in both]
     assert [stats.frames for _, stats in results] == [10, 10]
     assert [len(stats.replaced) for _, stats in results] == [1, 0]
@@ -414,7 +414,7 @@ def test_a_successor_that_is_never_ready_is_replaced_too(
     assert len(worker.collect(request=0)[1].replaced) == 1
     for request in itertools.count(1):
         if stuck.exists():
-            monkeypatch.setattr(node, "_START_S", 0.5)
+            monkeypatch.setattr(process_pool, "_START_S", 0.5)
         _, stats = worker.collect(request=request)
         if stats.replaced:
             break
@@ -427,7 +427,7 @@ def test_a_successor_that_is_never_ready_is_replaced_too(
 def test_a_stranger_who_connects_does_no_harm(build: Any, tmp_path: Any) -> None:
     worker = build(lambda: ByPid(die, tmp_path / "flag"), num_envs=1)
     with socket.socket(socket.AF_UNIX) as stranger:
-        stranger.connect(worker._address)
+        stranger.connect(worker._pool.job.address)
     assert len(collect_until_complete(worker)) == 2
 
 
@@ -524,9 +524,9 @@ def test_processes_that_were_cut_at_different_steps_make_one_masked_rollout(
     worker = build(Uneven, num_envs=1, frames_per_rollout=20_000)
     with ThreadPoolExecutor(1) as pool:
         for request in range(2):  # the first travels by value, the second in shared memory
-            begun = worker._words[FIRST_PROGRESS:].copy()
+            begun = worker._pool.words[FIRST_PROGRESS:].copy()
             rollout = pool.submit(worker.collect, request=request)
-            while (worker._words[FIRST_PROGRESS:] - begun).min() < 4:
+            while (worker._pool.words[FIRST_PROGRESS:] - begun).min() < 4:
                 time.sleep(0.005)
             worker.cut(request=request, least=2)
             rows, stats = rollout.result(20)
