@@ -21,7 +21,13 @@ from tensordict import TensorDictBase
 
 from torchrl_dist.collect.registrations import Registrations, adopt_registrations
 from torchrl_dist.collect.relay import NodeLearner, is_answer
-from torchrl_dist.collect.shared_block import RolloutLayout, WeightsTicket, WeightsView, attach
+from torchrl_dist.collect.shared_block import (
+    BlockRows,
+    RolloutLayout,
+    WeightsTicket,
+    WeightsView,
+    attach,
+)
 from torchrl_dist.collect.worker import (
     RolloutStats,
     RolloutWorker,
@@ -156,7 +162,7 @@ class _Part:
 
     def __init__(self, config: WorkerConfig, words: np.ndarray, index: int) -> None:
         self.worker = _Watched(config, words, FIRST_PROGRESS + index)
-        self._rows: dict[str, TensorDictBase] = {}
+        self._blocks: dict[str, BlockRows] = {}
 
     def collect(
         self,
@@ -170,16 +176,13 @@ class _Part:
         """As ``RolloutWorker.collect``; rows that fit the ticket stay in its block, and None is
         answered in their place."""
         data, stats = self.worker.collect(steps, num_envs, weights, request, anew)
-        if data is None or rows is None or not rows.layout.fits(data):
+        if data is None or rows is None:
             return data, stats
         if data.shape != (stats.num_envs, stats.frames // stats.num_envs):
             return data, stats  # a postproc's: the node worker would look for all steps
-        if rows.path not in self._rows:
-            self._rows[rows.path] = rows.layout.view(attach(rows.path))
-        n, t = data.shape
-        place = self._rows[rows.path][rows.first_env : rows.first_env + n, :t]
-        place.update_(data)
-        return None, stats
+        if rows.path not in self._blocks:
+            self._blocks[rows.path] = BlockRows(rows.layout, attach(rows.path))
+        return (None if self._blocks[rows.path].write(data, rows.first_env) else data), stats
 
 
 class _Watched(RolloutWorker):

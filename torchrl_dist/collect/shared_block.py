@@ -25,10 +25,11 @@ from torchrl_dist.weights import PackedWeights, find_target, named_tensors
 
 _ALIGN_BYTES = 64
 _PLACES = 2  # of weights
-_NAMES = {
-    torch.from_numpy(np.empty(0, name)).dtype: name
+_DTYPES = {
+    name: torch.from_numpy(np.empty(0, name)).dtype
     for name in "bool uint8 int8 int16 int32 int64 float16 float32 float64 complex64".split()
 }
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class SharedBlock:
@@ -108,15 +109,31 @@ class RolloutLayout:
         for (key, dtype, shape), offset in zip(self.entries, self._places()[0], strict=True):
             yield key, np.ndarray((*size, *shape), dtype, block, offset)
 
-    def fits(self, rows: TensorDictBase) -> bool:
-        """Whether rows can be written into a part of this rollout."""
-        return (
-            rows.ndim == 2
-            and rows.shape[0] <= self.num_envs
-            and rows.shape[1] <= self.steps
-            and packable(rows)
-            and RolloutLayout.of(rows, self.num_envs, self.steps) == self
-        )
+
+class BlockRows:
+    """A block that several write to, each the rows of some envs of a rollout."""
+
+    def __init__(self, layout: RolloutLayout, data: Tensor) -> None:
+        self._arrays = dict(layout._arrays(data))
+        self._entries = {key: (_DTYPES[name], shape) for key, name, shape in layout.entries}
+        self._size = layout.num_envs, layout.steps
+
+    def write(self, rows: TensorDictBase, first_env: int) -> bool:
+        """Write rows ``[n, t]`` from that env on; false, and nothing, if they do not fit."""
+        if rows.ndim != 2 or first_env + rows.shape[0] > self._size[0]:
+            return False
+        n, t = rows.shape
+        found = dict(rows.items(True, True))
+        if t > self._size[1] or found.keys() != self._entries.keys():
+            return False
+        for key, value in found.items():
+            if type(value) is not Tensor or value.layout is not torch.strided:
+                return False
+            if (value.dtype, value.shape[2:]) != self._entries[key]:
+                return False
+        for key, value in found.items():
+            self._arrays[key][first_env : first_env + n, :t] = value.numpy()
+        return True
 
 
 @dataclass(frozen=True)
