@@ -136,32 +136,26 @@ class Episodes:
         Returns:
             trajectory ids ``[N, T]``, and the returns and lengths of the episodes that ended.
         """
-        n, steps = done.shape
-        rows, columns = np.nonzero(done)
-        # ids: each env's id changes in the column after a done
-        ids = np.empty((n, steps + 1), dtype=np.int64)
-        ids[:, 0] = self._current
-        changed_at = np.zeros((n, steps + 1), dtype=np.int64)
-        changed_at[rows, columns + 1] = columns + 1
-        ids[rows, columns + 1] = self._take(len(rows))
-        changed_at = np.maximum.accumulate(changed_at, axis=1)
-        ids = np.take_along_axis(ids, changed_at, axis=1)
-        self._current = ids[:, -1].copy()
-        # returns: differences of the running sum between consecutive ends
-        total = np.zeros((n, steps + 1))
-        np.cumsum(reward, axis=1, dtype=np.float64, out=total[:, 1:])
-        total += self._returns[:, None]
-        begun = np.arange(steps + 1) + self._lengths[:, None]  # steps since the episode at hand
-        start_sum, start_step = np.zeros(n), np.zeros(n, dtype=np.int64)
+        ends = np.argwhere(done).tolist()  # env by env
+        numbers = self._take(len(ends))
+        ids = np.repeat(self._current[:, None], done.shape[1], 1)
+        if ends:
+            ended = (np.cumsum(done) - done.ravel()).reshape(done.shape)  # so far, in all envs
+            anew = ended > ended[:, :1]
+            ids[anew] = numbers[ended[anew] - 1]
+        total = np.cumsum(reward, 1, dtype=np.float64)
+        # Where the running episodes began: before this rollout, if not after an end in it.
+        sum_before, steps_before = -self._returns, -self._lengths
         returns: list[float] = []
         lengths: list[int] = []
-        for i, t in zip(rows.tolist(), columns.tolist(), strict=True):
-            returns.append(float(total[i, t + 1] - start_sum[i]))
-            lengths.append(int(begun[i, t + 1] - start_step[i]))
-            start_sum[i], start_step[i] = total[i, t + 1], begun[i, t + 1]
-        self._returns = total[:, -1] - start_sum
-        self._lengths = begun[:, -1] - start_step
-        return ids[:, :-1], returns, lengths
+        for (i, t), number in zip(ends, numbers.tolist(), strict=True):
+            returns.append(float(total[i, t] - sum_before[i]))
+            lengths.append(int(t + 1 - steps_before[i]))
+            sum_before[i], steps_before[i] = total[i, t], t + 1
+            self._current[i] = number
+        self._returns = total[:, -1] - sum_before
+        self._lengths = done.shape[1] - steps_before
+        return ids, returns, lengths
 
 
 class GymnasiumRollout:

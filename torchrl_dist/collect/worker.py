@@ -453,7 +453,7 @@ class RolloutWorker:
         ended[kept:] = False
         ids, returns, lengths = self._episodes.advance(reward, ended)
         collector = {
-            "traj_ids": torch.from_numpy(ids.copy()),
+            "traj_ids": torch.from_numpy(ids),
             "worker_index": torch.full(shape, self._shown_index),
         }
         rollout.set("collector", nested(collector, list(shape), rollout.names))
