@@ -537,6 +537,14 @@ def test_processes_that_were_cut_at_different_steps_make_one_masked_rollout(
                 assert row["next", "truncated"].flatten().nonzero().tolist() == [[length - 1]]
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_words_in_the_rows_arrive(build: Any, packed: bool) -> None:
+    worker = build(postproc=lambda rows: rows.set_non_tensor("words", "left"), packed=packed)
+    for _ in range(3):
+        rows, _ = worker.collect()
+        assert rows.shape == (4, 10) and rows.get_non_tensor("words") == "left"
+
+
 def test_rows_of_a_postproc_that_shortens_rollouts_are_as_it_made_them(build: Any) -> None:
     worker = build(lambda: Counter(10**6), postproc=lambda rows: rows[:, :-3])
     for request in range(3):

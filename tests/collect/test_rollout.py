@@ -3,7 +3,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -484,28 +484,31 @@ class CallsItself(Scaled):
         return -super().__call__(observation)
 
 
-class Registered(Scaled):
-    kinds: ClassVar[list[type]] = []
-
-    def __init_subclass__(cls) -> None:
-        cls.kinds.append(cls)
+class LooksAtClasses(Scaled):
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return sum([layer(observation) for layer in [self.layer] if type(layer) is nn.Linear])
 
 
-def test_own_modules_are_called_directly_where_nothing_depends_on_their_class() -> None:
-    observation = torch.randn(5, 4)
-    for kind, stays in ((Scaled, False), (CallsItself, True), (Registered, True)):
-        own = kind()
-        expected = own(observation)
-        fast = fast_policy(TensorDictModule(own, ["observation"], ["action"]))
-        td = TensorDict({"observation": observation}, [5])
-        assert torch.equal(fast(td)["action"], expected)
-        assert isinstance(own, kind) and (type(own) is kind) is stays
-        assert type(copy.deepcopy(own)) is kind
-        assert torch.equal(pickle.loads(pickle.dumps(own))(observation), expected)
-    assert not Registered.kinds
+@pytest.mark.parametrize("kind", [Scaled, CallsItself, LooksAtClasses])
+def test_own_modules_and_their_layers_do_what_they_did(kind: type[Scaled]) -> None:
+    own, observation = kind(), torch.randn(5, 4)
+    expected = own(observation)
+    fast = fast_policy(TensorDictModule(own, ["observation"], ["action"]))
+
+    def act() -> torch.Tensor:
+        return fast(TensorDict({"observation": observation}, [5]))["action"]
+
+    assert torch.equal(act(), expected)
+    assert type(own) is kind
+    own.register_forward_hook(lambda module, args, out: out + 1)
+    assert torch.equal(act(), own(observation)) and not torch.equal(act(), expected)
+
+
+def test_a_script_is_a_policy_too() -> None:
     scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 2)))
     fast = fast_policy(TensorDictModule(scripted, ["observation"], ["action"]))
-    assert torch.equal(fast(td)["action"], scripted(observation))
+    td = TensorDict({"observation": torch.randn(5, 4)}, [5])
+    assert torch.equal(fast(td)["action"], scripted(td["observation"]))
 
 
 def test_linear_layers_use_what_stands_in_for_their_parameters() -> None:
@@ -530,6 +533,10 @@ def test_linear_layers_use_what_stands_in_for_their_parameters() -> None:
 
     parametrize.register_parametrization(layer, "weight", Negative())
     assert torch.equal(act(), nn.functional.linear(observation, -other.weight, layer.bias))
+    handle = layer.register_forward_hook(lambda module, args, out: out * 0)
+    assert not act().any()
+    handle.remove()
+    assert act().any()
     pruned = nn.Linear(4, 2)
     fast = fast_policy(TensorDictModule(pruned, ["observation"], ["action"]))
     prune.l1_unstructured(pruned, "weight", amount=0.5)

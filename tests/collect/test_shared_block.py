@@ -7,7 +7,13 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from torchrl_dist.collect.shared_block import BlockRows, PackedRows, RolloutLayout, SharedBlock
+from torchrl_dist.collect.shared_block import (
+    BlockRows,
+    PackedRows,
+    RolloutLayout,
+    SharedBlock,
+    packable,
+)
 
 
 def rollout(envs: int, steps: int) -> TensorDict:
@@ -36,6 +42,9 @@ MISFITS: dict[str, Callable[[TensorDict], object]] = {
     "another dtype": lambda rows: rows.set("seen", rows["seen"].double()),
     "another shape": lambda rows: rows.set("seen", rows["seen"][..., :1]),
     "no plain tensor": lambda rows: rows.set("seen", nn.Parameter(rows["seen"])),
+    "a tensor with gradient": lambda rows: rows.set("seen", rows["seen"].requires_grad_()),
+    "a conjugate": lambda rows: rows.set("seen", torch.randn(2, 4, 3, dtype=torch.cfloat).conj()),
+    "words": lambda rows: rows.set_non_tensor("words", "as TorchRL's language envs"),
 }
 
 
@@ -44,9 +53,17 @@ def test_rows_that_do_not_fit_change_nothing(misfit: str) -> None:
     layout = RolloutLayout.of(rollout(1, 1), 4, 4)
     block = SharedBlock(layout.size_bytes)
     rows = rollout(2, 4)
+    assert packable(rows)
     MISFITS[misfit](rows)
     assert not BlockRows(layout, block.data).write(rows, 0)
     assert not block.data.any()
+
+
+@pytest.mark.parametrize("misfit", list(MISFITS)[-4:])
+def test_what_is_no_plain_array_does_not_travel_as_one(misfit: str) -> None:
+    rows = rollout(2, 4)
+    MISFITS[misfit](rows)
+    assert not packable(rows)
 
 
 @pytest.mark.parametrize(("envs", "steps", "first_env"), [(2, 4, 3), (5, 4, 0), (2, 5, 0)])

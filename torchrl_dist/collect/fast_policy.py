@@ -3,15 +3,18 @@
 ``TensorDictModule.__call__`` costs more than a small network does: argument dispatch and, for every
 tensor that it writes where pandas is not installed, a search of the disk for pandas
 (``TensorDictBase.from_any``, tensordict 0.14.3). Plain modules are therefore called directly.
-``nn.Module.__call__`` looks for hooks, which costs a third of the time of two small layers; layers
-are therefore given a class whose call is ``forward``, until a hook is registered. That of
-``nn.Linear`` finds its parameters at once, where an attribute of a module is a search.
+``nn.Module.__call__`` looks for hooks, which costs a third of the time of two small layers; torch's
+own layers are therefore given a class whose call is ``forward``, until a hook is registered. That
+of ``nn.Linear`` finds its parameters at once, where an attribute of a module is a search. A policy
+with code that may ask for the class of a layer keeps its layers as they are.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import torch
@@ -32,8 +35,9 @@ def fast_policy(policy: Policy | None) -> Policy | None:
     """
     if not isinstance(policy, TensorDictModule):
         return policy
-    for layer in policy.modules():
-        _call_directly(layer)
+    if not any(_may_ask_for_a_class(type(module)) for module in policy.modules()):
+        for layer in policy.modules():
+            _call_directly(layer)
     return FastPolicy(_calls(policy), list(policy.in_keys), list(policy.out_keys), policy)
 
 
@@ -112,6 +116,12 @@ class _Direct:
         self.out_keys = list(module.out_keys_source)
         self._module = module
         self._function = module.module
+        kind = type(self._function)
+        self._is_plain_module = (
+            isinstance(self._function, nn.Module)
+            and (kind.__call__, kind._call_impl) == (nn.Module.__call__, nn.Module._call_impl)
+            and not torch.nn.modules.module._has_any_global_hook()
+        )
 
     def __call__(self, td: TensorDictBase) -> TensorDictBase:
         inputs = [td.get(key) for key in self.in_keys]
@@ -122,7 +132,12 @@ class _Direct:
         return td
 
     def run(self, inputs: list[Tensor]) -> tuple[Any, ...]:
-        out = self._function(*inputs)
+        function = self._function
+        if self._is_plain_module and not (
+            function._forward_hooks or function._forward_pre_hooks or function._compiled_call_impl
+        ):
+            function = function.forward
+        out = function(*inputs)
         if isinstance(out, Tensor):
             return (out,)
         if isinstance(out, (dict, TensorDictBase)) and all(key in out for key in self.out_keys):
@@ -143,16 +158,34 @@ _NEED_DISPATCH = (
     "register_backward_hook",
     "compile",
 )
+_LINEAR = nn.Linear.forward
+
+
+def _may_ask_for_a_class(kind: type[nn.Module]) -> bool:
+    """Whether a method that is somebody's own names ``type`` or ``__class__``."""
+    members = [
+        member
+        for base in kind.__mro__
+        if base.__module__.partition(".")[0] not in ("torch", "torchrl", "tensordict", "builtins")
+        for name, member in vars(base).items()
+        if name != "__init__"
+    ]
+    functions = [getattr(member, "fget", getattr(member, "__func__", member)) for member in members]
+    codes = [getattr(inspect.unwrap(function), "__code__", None) for function in functions]
+    return any({"type", "__class__"} & _names(code) for code in codes if code is not None)
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = [_names(const) for const in code.co_consts if isinstance(const, CodeType)]
+    return set(code.co_names).union(*inner)
 
 
 def _call_directly(layer: nn.Module) -> None:
-    """Spare a layer without hooks the dispatch of its calls, if its class can be derived from."""
+    """Spare torch's own layers, those without hooks, the dispatch of their calls."""
     kind = type(layer)
     if (
-        type(kind) is type
+        kind.__module__.startswith("torch.nn.modules.")
         and kind.__call__ is nn.Module.__call__
-        and (kind.__reduce_ex__, kind.__reduce__) == (object.__reduce_ex__, object.__reduce__)
-        and not any("__init_subclass__" in vars(base) for base in kind.__mro__[:-1])
         and layer._compiled_call_impl is None
         and not torch.nn.modules.module._has_any_global_hook()
         and not any(getattr(layer, name) for name in _HOOKS)
@@ -163,14 +196,21 @@ def _call_directly(layer: nn.Module) -> None:
 @functools.cache
 def _direct_kind(kind: type[nn.Module]) -> type[nn.Module]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self.forward(*args, **kwargs)  # which somebody may have set on this layer alone
+        if type(self) is direct:
+            return self.forward(*args, **kwargs)  # which may have been set on this layer alone
+        return kind.__call__(self, *args, **kwargs)  # somebody has derived from this class
 
     def call_linear(self: nn.Module, input: Tensor) -> Tensor:
-        if type(self) is direct and "forward" not in self.__dict__:
-            found = self._parameters
-            if "weight" in found and "bias" in found:  # else plain tensors stand in for them
-                return nn.functional.linear(input, found["weight"], found["bias"])
-        return self.forward(input)
+        found = self._parameters
+        if (
+            type(self) is direct
+            and kind.forward is _LINEAR
+            and "forward" not in self.__dict__
+            and "weight" in found
+            and "bias" in found  # else plain tensors stand in for them
+        ):
+            return nn.functional.linear(input, found["weight"], found["bias"])
+        return call(self, input)
 
     def reduce_as_before(self: nn.Module, protocol: int) -> Any:
         reduced = kind.__reduce_ex__(self, protocol)
@@ -187,5 +227,6 @@ def _direct_kind(kind: type[nn.Module]) -> type[nn.Module]:
     members: dict[str, Any] = {name: with_dispatch(name) for name in _NEED_DISPATCH}
     members["__call__"] = call_linear if kind is nn.Linear else call
     members["__reduce_ex__"] = reduce_as_before
+    members |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     direct = type(kind.__name__, (kind,), members)
     return direct

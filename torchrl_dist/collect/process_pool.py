@@ -69,6 +69,7 @@ class ProcessPool:
         job: what the next process is started with.
         numbers_at_stake: trajectories that a process may have numbered since its last answer.
         replaced: what became of processes that ended, until somebody empties it.
+        children: their pids and ends, from the server.
     """
 
     def __init__(
@@ -299,7 +300,12 @@ class ProcessPool:
         self._server.restart(job, index)
 
     def welcome(self, everybody: bool = False) -> None:
-        """Take in replaced processes that are ready by now; block until one is, or all are."""
+        """Take in replaced processes that are ready by now; block until one is, or all are.
+
+        Raises:
+            RemoteError: one could not build its envs.
+            PeerLostError: a process ended for the third time in a row.
+        """
         while newcomers := [p for p in self.processes if not p.ready]:
             if self.stopped:
                 return
@@ -338,7 +344,7 @@ class ProcessPool:
                 process.connection.close()
 
     def forget(self) -> None:
-        """Let go of memory and of what the job refers to, once closed."""
+        """Let go of memory and of what the job refers to: no other process is started."""
         self.words = self.words.copy()
         del self._control
         self.job = replace(self.job, config=b"")

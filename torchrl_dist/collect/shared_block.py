@@ -13,10 +13,11 @@ import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor, nn
 
 from torchrl_dist.collect.rollout import nested
@@ -123,13 +124,11 @@ class BlockRows:
         if rows.ndim != 2 or first_env + rows.shape[0] > self._size[0]:
             return False
         n, t = rows.shape
-        found = dict(rows.items(True, True))
+        found = dict(rows.items(True, True, is_leaf=is_leaf_nontensor))
         if t > self._size[1] or found.keys() != self._entries.keys():
             return False
         for key, value in found.items():
-            if type(value) is not Tensor or value.layout is not torch.strided:
-                return False
-            if (value.dtype, value.shape[2:]) != self._entries[key]:
+            if not _is_plain(value) or (value.dtype, value.shape[2:]) != self._entries[key]:
                 return False
         for key, value in found.items():
             self._arrays[key][first_env : first_env + n, :t] = value.numpy()
@@ -166,10 +165,19 @@ class PackedRows:
 
 
 def packable(rows: TensorDictBase) -> bool:
-    """Whether the rows are plain tensors ``[n, t, ...]`` of dtypes that NumPy has."""
+    """Whether the rows are tensors ``[n, t, ...]``, and NumPy can read them all."""
     return rows.ndim == 2 and all(
-        type(value) is Tensor and value.layout is torch.strided and value.dtype in _NAMES
-        for value in rows.values(True, True)
+        _is_plain(value) for value in rows.values(True, True, is_leaf=is_leaf_nontensor)
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    return (
+        type(value) is Tensor
+        and value.layout is torch.strided
+        and value.dtype in _NAMES
+        and value.device.type == "cpu"
+        and not (value.requires_grad or value.is_conj() or value.is_neg())
     )
 
 
