@@ -30,8 +30,9 @@ def fast_policy(policy: Policy | None) -> Policy | None:
     """A callable that writes to a TensorDict what ``policy`` would, reading its current weights.
 
     What is not known to be plain (hooks, keyword inputs, an overridden ``forward``) is called as it
-    is. The result has the policy's ``out_keys``. The layers of ``policy`` change their class to one
-    of the same name that derives from it; their copies and pickles have the class they had.
+    is. The result has the policy's ``out_keys``. Torch's own layers change their class to one of
+    the same name that derives from it, unless a method of somebody's own module in ``policy`` names
+    ``type`` or ``__class__``; their copies and pickles have the class they had.
     """
     if not isinstance(policy, TensorDictModule):
         return policy

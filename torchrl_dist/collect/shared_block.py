@@ -75,7 +75,7 @@ class RolloutLayout:
 
     @classmethod
     def of(cls, rows: TensorDictBase, num_envs: int, steps: int) -> RolloutLayout:
-        """Room for rollouts with the keys of ``rows [n, t]``."""
+        """Room for rollouts with the keys of ``rows [n, t]``, which are :func:`packable`."""
         items = sorted(rows.items(True, True), key=lambda item: str(item[0]))
         entries = tuple(
             (plain_key(key), _NAMES[value.dtype], tuple(value.shape[2:])) for key, value in items
