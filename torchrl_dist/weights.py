@@ -70,7 +70,8 @@ def named_tensors(source: nn.Module | TensorDictBase | Mapping[str, Any]) -> dic
     A shared (tied) parameter appears once. Non-tensor state of a module is not part of it.
 
     Raises:
-        ConfigurationError: a parameter of a lazy layer has no shape yet, or there is no tensor.
+        ConfigurationError: a parameter of a lazy layer has no shape yet; or a TensorDict or dict
+            without tensors, or with something else in it.
     """
     if isinstance(source, nn.Module):
         found = dict(source.named_parameters())
@@ -79,16 +80,33 @@ def named_tensors(source: nn.Module | TensorDictBase | Mapping[str, Any]) -> dic
         leaves = source.items(include_nested=True, leaves_only=True)
         found = {k if isinstance(k, str) else ".".join(k): v for k, v in leaves}
     elif isinstance(source, Mapping):
-        found = {str(k): v for k, v in source.items() if isinstance(v, Tensor)}
+        found = _flat(source)
     else:
         raise ConfigurationError(
             f"weights come from an nn.Module, a TensorDict or a state dict, got {type(source)}"
         )
+    if not found and not isinstance(source, nn.Module):
+        raise ConfigurationError(f"there are no weights in this {type(source).__name__}")
     for name, tensor in found.items():
         if torch.nn.parameter.is_lazy(tensor):
             raise ConfigurationError(
                 f"parameter {name!r} belongs to a lazy layer that has no shape yet: "
                 "run the module once on a sample input before using it here"
+            )
+    return found
+
+
+def _flat(weights: Mapping[Any, Any], prefix: str = "") -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for key, value in weights.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Tensor):
+            found[name] = value
+        elif isinstance(value, Mapping | TensorDictBase):
+            found |= _flat(value, f"{name}.")
+        elif not name.endswith("_extra_state"):
+            raise ConfigurationError(
+                f"weights[{name!r}] is {type(value).__name__}; expected tensors by name"
             )
     return found
 

@@ -140,14 +140,60 @@ def test_what_comes_after_a_rollout_of_some_envs_are_whole_episodes() -> None:
     assert not ids[0] & ids[1]
 
 
-def test_weights_may_be_given_as_a_module_or_a_tensordict(build: Any) -> None:
-    collector = build(Counter, constant(0), frames_per_batch=4, total_frames=12)
-    collector.update_policy_weights_(constant(1))
-    assert collector.next()["action"].argmax(-1).eq(1).all()
-    collector.update_policy_weights_(weights=TensorDict.from_module(constant(2)).data)
-    assert collector.next()["action"].argmax(-1).eq(2).all()
-    with pytest.raises(ConfigurationError, match="worker_ids"):
-        collector.update_policy_weights_(constant(1), worker_ids=[0])
+def test_weights_may_be_given_in_all_forms_that_torchrl_knows(build: Any) -> None:
+    collector = build(Counter, constant(0), frames_per_batch=4, total_frames=-1)
+    version = 0
+    for action, give in enumerate(
+        [
+            lambda m: {"policy_or_weights": m},
+            lambda m: {"policy": m},
+            lambda m: {"weights": TensorDict.from_module(m).data},
+            lambda m: {"weights": TensorDict.from_module(m).data.to_dict()},
+            lambda m: {"weights": m.state_dict(), "model_id": "policy"},
+            lambda m: {"weights_dict": {"policy": m}},
+            lambda m: {"policy_or_weights": {"policy": TensorDict.from_module(m).data}},
+            lambda m: {"policy_or_weights": {0: TensorDict.from_module(m).data}},
+            lambda m: {"policy_or_weights": m, "worker_ids": 0},
+            lambda m: {"policy_or_weights": m, "worker_ids": [0]},
+        ]
+    ):
+        module = constant((action + 1) % 3)
+        collector.update_policy_weights_(**give(module))
+        version += 1
+        batch = collector.next()
+        assert batch["action"].argmax(-1).eq((action + 1) % 3).all(), action
+        assert batch["policy_version"].eq(version).all()
+        assert collector.get_policy_version() == collector.policy_version == version
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"policy_or_weights": {}}, "no weights"),
+        ({"weights": TensorDict()}, "no weights"),
+        ({"weights_dict": {}}, "no weights"),
+        ({"policy_or_weights": {"policy": {}}}, "no weights"),
+        ({"policy_or_weights": {"policy": None}}, "no weights to send"),
+        ({"policy_or_weights": {0: constant(1), 1: constant(1)}}, r"workers \[1\]"),
+        ({"policy_or_weights": {0: {}}}, "no weights"),
+        ({"policy_or_weights": {0: constant(1)}, "worker_ids": 0}, "do not go with"),
+        ({"policy": constant(1), "worker_ids": [3]}, r"workers \[3\]"),
+        ({"policy": constant(1), "model_id": "critic"}, "one model"),
+        ({"weights_dict": {"policy": constant(1), "critic": constant(1)}}, "one model"),
+        ({"weights": {"a": 1.0}}, "expected tensors"),
+        ({"weights": {"a": torch.zeros(3)}}, "fit neither"),
+        ({"policy": nn.Linear(3, 3)}, "fit neither"),
+        ({"weights": constant(1), "policy": constant(1)}, "one source"),
+        ({"policy": constant(1), "timeout": 3}, "not supported"),
+    ],
+)
+def test_weights_that_nobody_can_take_change_nothing(build: Any, given: dict, message: str) -> None:
+    collector = build(Counter, constant(0), frames_per_batch=4, total_frames=-1)
+    with pytest.raises(ConfigurationError, match=message):
+        collector.update_policy_weights_(**given)
+    batch = collector.next()
+    assert batch["action"].argmax(-1).eq(0).all() and batch["policy_version"].eq(0).all()
+    assert collector.policy_version == 0
 
 
 def test_the_learner_may_change_its_module_without_changing_the_workers(build: Any) -> None:

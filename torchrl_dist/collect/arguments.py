@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -37,17 +38,7 @@ def require_shared(replay_buffer: Any) -> None:
         )
 
 
-def check_parts(make_env: Any, readiness: Any, replay_buffer: Any, postproc: Any) -> None:
-    if not isinstance(readiness, Readiness):
-        got = readiness.__name__ if isinstance(readiness, type) else repr(readiness)
-        raise ConfigurationError(
-            f"readiness={got}: pass an instance of WaitAll, FirstReady, Quorum or Preempt"
-        )
-    if readiness.cuts and (replay_buffer is not None or postproc is not None):
-        raise ConfigurationError(
-            f"{readiness} cuts rollouts short and pads the batch: it goes neither with "
-            "replay_buffer= (use FirstReady(), which waits for nobody) nor with postproc="
-        )
+def check_env(make_env: Any) -> None:
     if not isinstance(make_env, str) and not callable(make_env):
         raise ConfigurationError(
             f"make_env is {make_env!r}; expected a gymnasium id or a function that makes the "
@@ -71,62 +62,107 @@ def check_inference(
         )
 
 
-def check_trajectories(
-    trajs_per_batch: int | None, split_trajs: bool, readiness: Readiness, others: dict[str, Any]
-) -> None:
-    """Refuse what makes no whole rollouts here, where trajectories would be put together."""
-    if trajs_per_batch is None and not split_trajs:
-        return
-    given = [name for name, value in others.items() if value is not None]
-    if trajs_per_batch is not None and (trajs_per_batch < 1 or split_trajs):
-        raise ConfigurationError(
-            f"trajs_per_batch={trajs_per_batch}, split_trajs={split_trajs}: expected a number of "
-            "at least 1, or split_trajs, not both"
-        )
-    if given or readiness.cuts:
-        raise ConfigurationError(
-            f"trajs_per_batch= and split_trajs= need whole rollouts at the learner; they do not go "
-            f"with {', '.join(given) or readiness}"
-        )
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a collector is asked for, apart from where it runs and what it steps.
 
+    Attributes:
+        see :class:`~torchrl_dist.collect.RPCBatchedCollector`.
 
-def check_numbers(
-    *,
-    frames_per_batch: int | None,
-    total_frames: int,
-    max_policy_lag: int,
-    num_envs: int,
-    min_workers: int,
-    env_processes: int,
-    env_groups: int,
-    num_workers: int,
-) -> None:
-    frames = 1 if frames_per_batch is None else frames_per_batch
-    whole = {"frames_per_batch": frames, "total_frames": total_frames}
-    whole |= {"num_envs": num_envs, "max_policy_lag": max_policy_lag, "min_workers": min_workers}
-    whole |= {"env_processes": env_processes, "env_groups": env_groups}
-    for name, value in whole.items():
-        if not isinstance(value, int):
-            raise ConfigurationError(f"{name}={value!r}: expected a whole number")
-    if frames < 1 or num_envs < 1 or env_groups < 1:
-        raise ConfigurationError(
-            f"expected at least 1: frames_per_batch={frames_per_batch}, num_envs={num_envs}, "
-            f"env_groups={env_groups}"
-        )
-    if total_frames < 1 and total_frames != -1:
-        raise ConfigurationError(f"total_frames={total_frames}: expected -1 or at least 1")
-    for name in ("max_policy_lag", "env_processes"):
-        if whole[name] < 0:
-            raise ConfigurationError(f"{name}={whole[name]}: expected 0 or more")
-    if not 1 <= min_workers <= num_workers:
-        raise ConfigurationError(
-            f"min_workers={min_workers}: expected 1 to {num_workers}, the number of workers"
-        )
+    Raises:
+        ConfigurationError: a value that is none, or two that cannot work together.
+    """
 
+    frames_per_batch: int | None
+    total_frames: int
+    num_envs: int
+    env_processes: int
+    step_timeout_s: float | None
+    readiness: Readiness
+    max_policy_lag: int
+    replay_buffer: Any
+    inference: str
+    env_groups: int
+    trajs_per_batch: int | None
+    split_trajs: bool
+    postproc: Any
+    postproc_factory: Any
+    min_workers: int
+    worker_timeout_s: float | None
+    timeout_s: float | None
 
-def check_timeouts(**timeouts: float | None) -> None:
-    for name, seconds in timeouts.items():
-        if seconds is not None and not 0 < seconds < math.inf:
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        for name in ("timeout_s", "worker_timeout_s", "step_timeout_s"):
+            seconds = getattr(self, name)
+            if seconds is not None and not 0 < seconds < math.inf:
+                raise ConfigurationError(
+                    f"{name}={seconds}: expected a positive, finite number of seconds, or None"
+                )
+        self._check_readiness()
+        self._check_trajectories()
+        if self.inference not in ("worker", "learner"):
             raise ConfigurationError(
-                f"{name}={seconds}: expected a positive, finite number of seconds, or None"
+                f"inference={self.inference!r}: expected 'worker' or 'learner'"
+            )
+
+    def _check_numbers(self) -> None:
+        least = {
+            "num_envs": 1,
+            "env_groups": 1,
+            "min_workers": 1,
+            "env_processes": 0,
+            "max_policy_lag": 0,
+        }
+        if self.frames_per_batch is not None:
+            least["frames_per_batch"] = 1
+        for name in ("total_frames", *least):
+            value = getattr(self, name)
+            if not isinstance(value, int):
+                raise ConfigurationError(f"{name}={value!r}: expected a whole number")
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise ConfigurationError(f"{name}={getattr(self, name)}: expected at least {bound}")
+        if self.total_frames < 1 and self.total_frames != -1:
+            raise ConfigurationError(f"total_frames={self.total_frames}: expected -1 or at least 1")
+
+    def _check_readiness(self) -> None:
+        readiness = self.readiness
+        if not isinstance(readiness, Readiness):
+            got = readiness.__name__ if isinstance(readiness, type) else repr(readiness)
+            raise ConfigurationError(
+                f"readiness={got}: pass an instance of WaitAll, FirstReady, Quorum or Preempt"
+            )
+        if readiness.cuts and (self.replay_buffer is not None or self.has_postproc):
+            raise ConfigurationError(
+                f"{readiness} cuts rollouts short and pads the batch: it goes neither with "
+                "replay_buffer= (use FirstReady(), which waits for nobody) nor with postproc="
+            )
+
+    def _check_trajectories(self) -> None:
+        """Refuse what makes no whole rollouts where trajectories would be put together."""
+        if self.trajs_per_batch is None and not self.split_trajs:
+            return
+        if self.trajs_per_batch is not None and (self.trajs_per_batch < 1 or self.split_trajs):
+            raise ConfigurationError(
+                f"trajs_per_batch={self.trajs_per_batch}, split_trajs={self.split_trajs}: expected "
+                "a number of at least 1, or split_trajs, not both"
+            )
+        names = ("replay_buffer", "postproc", "postproc_factory")
+        given = [name for name in names if getattr(self, name) is not None]
+        if given or self.readiness.cuts:
+            raise ConfigurationError(
+                f"trajs_per_batch= and split_trajs= need whole rollouts at the learner; they do "
+                f"not go with {', '.join(given) or self.readiness}"
+            )
+
+    @property
+    def has_postproc(self) -> bool:
+        return self.postproc is not None or self.postproc_factory is not None
+
+    def check_workers(self, count: int) -> None:
+        """What depends on the number of workers."""
+        if self.min_workers > count:
+            raise ConfigurationError(
+                f"min_workers={self.min_workers}: expected 1 to {count}, the number of workers"
             )

@@ -12,17 +12,15 @@ from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch import nn
+from torch import Tensor, nn
 from torchrl.collectors import BaseCollector
 from torchrl.collectors.utils import split_trajectories
 from torchrl.envs.utils import ExplorationType
 
 from torchrl_dist.collect.arguments import (
+    Settings,
+    check_env,
     check_inference,
-    check_numbers,
-    check_parts,
-    check_timeouts,
-    check_trajectories,
     choose_peers,
     require_shared,
 )
@@ -38,9 +36,12 @@ from torchrl_dist.collect.trajectories import TrajectoryAssembler
 from torchrl_dist.collect.worker import Postproc, WorkerConfig
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError
 from torchrl_dist.runtime import Peer, Session
-from torchrl_dist.weights import PackedWeights, pack
+from torchrl_dist.weights import PackedWeights, find_target, pack
+
+Weights = nn.Module | TensorDictBase | Mapping[str, Any]
 
 _SHUTDOWN_S = 10.0
+_ONE_POLICY = "with inference='learner' all have one policy, the learner's"
 # Trajectory ids of a resumed job start above all that earlier runs can have given out.
 _RUN_EPOCH_S = 1_704_067_200  # 2024-01-01
 _RUN_SHIFT = 32
@@ -161,34 +162,31 @@ class RPCBatchedCollector(BaseCollector):
         super().__init__()
         peers = choose_peers(session, workers)
         num_workers = len(peers) or 1
-        check_numbers(
+        check_env(make_env)
+        settings = Settings(
             frames_per_batch=frames_per_batch,
             total_frames=total_frames,
-            max_policy_lag=max_policy_lag,
             num_envs=num_envs,
-            min_workers=min_workers,
             env_processes=env_processes,
+            step_timeout_s=step_timeout_s,
+            readiness=WaitAll() if readiness is None else readiness,
+            max_policy_lag=max_policy_lag,
+            replay_buffer=replay_buffer,
+            inference=inference,
             env_groups=env_groups,
-            num_workers=num_workers,
+            trajs_per_batch=trajs_per_batch,
+            split_trajs=split_trajs,
+            postproc=postproc,
+            postproc_factory=postproc_factory,
+            min_workers=min_workers,
+            worker_timeout_s=worker_timeout_s,
+            timeout_s=timeout_s,
         )
-        check_timeouts(
-            timeout_s=timeout_s, worker_timeout_s=worker_timeout_s, step_timeout_s=step_timeout_s
-        )
-        self.readiness: Readiness = WaitAll() if readiness is None else readiness
+        settings.check_workers(num_workers)
+        self.readiness: Readiness = settings.readiness
         self.trajs_per_batch = trajs_per_batch
         self.split_trajs = split_trajs
         self._trajectories = TrajectoryAssembler()
-        check_parts(make_env, self.readiness, replay_buffer, postproc or postproc_factory)
-        check_trajectories(
-            trajs_per_batch,
-            split_trajs,
-            self.readiness,
-            {
-                "replay_buffer": replay_buffer,
-                "postproc": postproc,
-                "postproc_factory": postproc_factory,
-            },
-        )
         if env_processes or any(session is not None and peer != session.me for peer in peers):
             require_shared(replay_buffer)
         self.max_policy_lag = max_policy_lag
@@ -198,6 +196,7 @@ class RPCBatchedCollector(BaseCollector):
         self.total_frames = total_frames
         self.replay_buffer = replay_buffer
         self.policy = policy
+        self._made_there = policy_factory is not None
         self.report = CollectReport()
         self._version = 0
         # Packing also refuses a policy that cannot be packed, at once.
@@ -239,8 +238,6 @@ class RPCBatchedCollector(BaseCollector):
                     self.timeout_s,
                 ),
             )
-        elif inference != "worker":
-            raise ConfigurationError(f"inference={inference!r}: expected 'worker' or 'learner'")
         try:
             self._crew = self._start(session, peers, config)
         except BaseException:
@@ -287,44 +284,92 @@ class RPCBatchedCollector(BaseCollector):
         """Number of calls of ``update_policy_weights_`` so far."""
         return self._version
 
+    def get_policy_version(self) -> int:
+        """As :attr:`policy_version`."""
+        return self._version
+
     def update_policy_weights_(
         self,
-        policy_or_weights: nn.Module | TensorDictBase | Mapping[str, Any] | None = None,
+        policy_or_weights: Weights | Mapping[int, Weights] | None = None,
         *,
-        weights: TensorDictBase | Mapping[str, Any] | None = None,
+        weights: Weights | Mapping[int, Weights] | None = None,
         policy: nn.Module | None = None,
+        worker_ids: int | Sequence[int] | None = None,
+        model_id: str | None = None,
+        weights_dict: Mapping[str, Weights] | None = None,
         **kwargs: Any,
     ) -> None:
         """Pack the weights once; every worker gets them before its next rollout. Does not block.
 
         Args:
-            policy_or_weights: default: the policy given to the collector.
+            policy_or_weights: a module, a TensorDict or a (nested) state dict; as ``{0: ..., 1:
+                ...}`` by worker index, where workers that are not named keep theirs; or as
+                ``{"policy": ...}``. Default: the policy given to the collector.
+            weights, policy: the same by another name.
+            worker_ids: the workers that are to get them; default: all.
+            model_id: ``"policy"``, the only model here.
+            weights_dict: ``{"policy": ...}``.
 
         Raises:
-            ConfigurationError: no policy to take weights from, or an option of TorchRL's
-                collectors that has no meaning here.
+            ConfigurationError: no weights, or some that do not fit the policy; workers that are not
+                there; an option of TorchRL's collectors that has no meaning here. Then nothing has
+                changed, the version neither.
         """
-        given = [x for x in (policy_or_weights, weights, policy) if x is not None]
+        given = [x for x in (policy_or_weights, weights, policy, weights_dict) if x is not None]
         unsupported = [name for name, value in kwargs.items() if value is not None]
         if len(given) > 1 or unsupported:
             raise ConfigurationError(
                 f"expected one source of weights, got {len(given)}; not supported: {unsupported}"
             )
+        if model_id not in (None, "policy") or not {"policy"} >= set(weights_dict or ()):
+            raise ConfigurationError(
+                f"model_id={model_id!r}, weights_dict={list(weights_dict or ())}: the workers have "
+                "one model, 'policy'"
+            )
         source = given[0] if given else self.policy
+        version = self._version + 1
+        if _by_worker(source):
+            if worker_ids is not None:
+                raise ConfigurationError("weights by worker index do not go with worker_ids=")
+            by_worker = {(worker,): self._pack(each, version) for worker, each in source.items()}
+        else:
+            chosen = (worker_ids,) if isinstance(worker_ids, int) else worker_ids
+            packed = self._pack(source, version)
+            by_worker = {None if chosen is None else tuple(chosen): packed}
+        known = {worker.index for worker in self._crew.workers}
+        for workers in by_worker:
+            if workers is not None and (self._inference is not None or not known >= set(workers)):
+                raise ConfigurationError(
+                    f"weights for workers {list(workers)}: "
+                    + (f"there are {sorted(known)}" if self._inference is None else _ONE_POLICY)
+                )
+        self._version = version
+        for workers, packed in by_worker.items():
+            self._send_weights(packed, workers)
+
+    def _pack(self, source: Any, version: int) -> PackedWeights:
+        if isinstance(source, Mapping) and set(source.keys()) == {"policy"}:
+            if not isinstance(source["policy"], Tensor):
+                source = source["policy"]
         if not isinstance(source, nn.Module | TensorDictBase | Mapping):
             raise ConfigurationError(
                 "no weights to send: pass the learner's module as policy= to the collector "
                 f"(also with policy_factory=), or to this call; got {type(source).__name__}"
             )
-        packed = pack(source, self._version + 1)
-        self._version = packed.version
-        self._send_weights(packed)
+        packed = pack(source, version)
+        if (
+            not self._made_there
+            and source is not self.policy
+            and isinstance(self.policy, nn.Module)
+        ):
+            find_target(packed, self.policy)
+        return packed
 
-    def _send_weights(self, packed: PackedWeights) -> None:
+    def _send_weights(self, packed: PackedWeights, workers: Sequence[int] | None = None) -> None:
         if self._inference is not None:
             self._inference.take_weights(packed)
         else:
-            self._crew.send_weights(packed)
+            self._crew.send_weights(packed, workers)
 
     # ---- iteration
 
@@ -501,6 +546,12 @@ class RPCBatchedCollector(BaseCollector):
             f"{type(self).__name__}(workers={alive}, frames_per_batch={self.frames_per_batch}, "
             f"readiness={self.readiness}, max_policy_lag={self.max_policy_lag})"
         )
+
+
+def _by_worker(source: Any) -> bool:
+    """Whether these are weights by the indices of workers (a TensorDict is a Mapping, too)."""
+    keys = list(source.keys()) if isinstance(source, Mapping) else []
+    return bool(keys) and all(type(key) is int for key in keys)
 
 
 def _cpu_copy(policy: Any) -> Any:

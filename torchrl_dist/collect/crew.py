@@ -12,7 +12,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass, field
@@ -71,6 +71,7 @@ class Worker:
     has_gap: bool = False  # rows of its episodes were dropped
     failure: BaseException | None = None
     lost: bool = False
+    weights: PackedWeights | None = None  # the newest that it is to have
     sent_version: int = -1
     frames: int = 0
 
@@ -103,7 +104,6 @@ class Crew:
         self._min_workers = min_workers
         self._cond = threading.Condition()
         self._arrivals: list[int] = []
-        self._weights: PackedWeights | None = None
         self._waiting = False
         self._closed = False
 
@@ -117,10 +117,12 @@ class Crew:
         """Frames in batches so far, by worker index."""
         return {worker.index: worker.frames for worker in self.workers}
 
-    def send_weights(self, packed: PackedWeights) -> None:
-        """Every worker gets them with its next request."""
+    def send_weights(self, packed: PackedWeights, only: Collection[int] | None = None) -> None:
+        """Every worker, or those with these indices, gets them with its next request."""
         with self._cond:
-            self._weights = packed
+            for worker in self.workers:
+                if only is None or worker.index in only:
+                    worker.weights = packed
 
     # ---- a batch
 
@@ -263,8 +265,8 @@ class Crew:
             return False
         round_, share = planned
         weights = None
-        if self._weights is not None and self._weights.version > worker.sent_version:
-            weights = self._weights
+        if worker.weights is not None and worker.weights.version > worker.sent_version:
+            weights = worker.weights
             worker.sent_version = weights.version
         request = Request(worker.requests, round_, share, time.monotonic())
         try:
