@@ -469,8 +469,8 @@ class SharedCursor:
             raise RuntimeError(
                 f"the reservation of tickets {reservation.first_ticket} to "
                 f"{reservation.first_ticket + reservation.count - 1} in {directory.path} was "
-                "taken over: this process's locks on the directory were dropped. Does some "
-                "code open and close the file 'lock' in it?"
+                "taken over: this process's locks on the directory were dropped. Did some "
+                "code close descriptors that are not its own?"
             )
         claim = directory.claims[reservation.row]
         if claim[CLAIM_STATE] != CLAIM_DISCARDED:

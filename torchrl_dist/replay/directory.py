@@ -3,7 +3,7 @@
 Files::
 
     header.json     format, capacity, job; written last when the directory is created
-    lock            record locks: the fair lock, and one byte per live member
+    lock            locks on its bytes: the fair lock, and one byte per live member
     control.bin     counters and tables, see ``_Word`` and the claim and member columns below
     versions.bin    int64 [capacity]; odd while a row is absent or being written
     tree.bin        priority tree
@@ -53,8 +53,10 @@ from torchrl_dist.replay.kernel import address
 from torchrl_dist.replay.lock import (
     MEMBER_BYTES,
     FairLock,
-    byte_holder,
+    close_lock_file,
+    is_held,
     lock_byte,
+    open_lock_file,
     unlock_byte,
 )
 from torchrl_dist.replay.tree import PriorityTree, tree_bytes
@@ -324,9 +326,8 @@ class ReplayDirectory:
         if member == self.member:
             return True
         serial, index = divmod(member, MAX_MEMBERS)
-        return (
-            self.members[index, MEMBER_SERIAL] == serial
-            and byte_holder(self._fd, MEMBER_BYTES + index) is not None
+        return self.members[index, MEMBER_SERIAL] == serial and is_held(
+            self._fd, MEMBER_BYTES + index
         )
 
     def live_members(self) -> list[int]:
@@ -478,8 +479,10 @@ class ReplayDirectory:
         per_row = 8 * self.capacity if self.words[Word.MAX_TIMES_SAMPLED] else 0
         return 8 * USER_COLUMNS * MAX_MEMBERS + per_row
 
-    def _open_lock(self) -> None:
-        self._fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def _open_lock(self, flags: int = 0) -> None:
+        self._fd = open_lock_file(self.path / "lock", flags)
+        status = os.fstat(self._fd)
+        self._identity = (status.st_dev, status.st_ino)
         self._fair_lock = FairLock(
             self._fd, timeout_s=self.timeout_s, name=f"the lock of replay directory {self.path}"
         )
@@ -496,18 +499,27 @@ class ReplayDirectory:
         raise DirectoryError(f"more than {MAX_MEMBERS} processes share {self.path}")
 
     def _join_after_fork(self) -> None:
-        """A forked child inherits the mappings but no record lock: it joins as a new member."""
+        """A forked child inherits the mappings but no lock: it joins as a new member."""
         with _FORK_LOCK:
             if self._pid == os.getpid():
                 return  # another thread did it
-            old, old_lock = self._fd, self._fair_lock
-            self._open_lock()
-            if not self._is_at_path():
-                os.close(self._fd)
-                self._fd, self._fair_lock = old, old_lock
-                raise DirectoryError(f"replay directory {self.path} was removed before the fork")
+            old = self._fd, self._fair_lock, self._identity
+            try:
+                self._open_lock()
+            except FileNotFoundError:
+                found = None
+            else:
+                found = self._identity
+            if found != old[2]:
+                if found is not None:
+                    close_lock_file(self._fd)
+                self._fd, self._fair_lock, self._identity = old
+                raise DirectoryError(
+                    f"replay directory {self.path} was removed before this forked process first "
+                    "used it: fork while another process has it open, or build it with keep=True"
+                )
+            close_lock_file(old[0])
             self._fair_lock.share_waiting(self.words, Word.WAITING)
-            os.close(old)  # drops what this process holds on the file: nothing yet
             with self._fair_lock:
                 self._take_member_byte()
             self.held.clear()
@@ -517,9 +529,10 @@ class ReplayDirectory:
     def _is_at_path(self) -> bool:
         """Whether the directory at our path is still the one that we have open."""
         try:
-            return os.path.samestat(os.fstat(self._fd), os.stat(self.path / "lock"))
+            status = os.stat(self.path / "lock")
         except OSError:
             return False
+        return (status.st_dev, status.st_ino) == self._identity
 
     def _leave(self, clean: bool) -> None:
         """End this process's membership; the last one to leave at a clean end removes all."""
@@ -546,7 +559,7 @@ class ReplayDirectory:
             except (OSError, DirectoryError):
                 remove = False
         self._closed = True
-        os.close(self._fd)
+        close_lock_file(self._fd)
         if remove:
             shutil.rmtree(doomed, ignore_errors=True)
 
@@ -556,7 +569,7 @@ def _no_repair(directory: ReplayDirectory) -> None:
 
 
 _OPEN: dict[tuple[int, int], ReplayDirectory] = {}
-"""One view, hence one descriptor of the lock file, per directory and process."""
+"""One view per directory and process, hence one member."""
 _OPEN_LOCK = threading.Lock()
 _FORK_LOCK = threading.Lock()
 
@@ -634,18 +647,6 @@ def open_directory(
         raise DirectoryError(f"{folder} is removed again and again while it is being opened")
 
 
-def open_view(path: Path) -> int | None:
-    """This process's descriptor of the lock file, None if it does not have the directory open."""
-    with _OPEN_LOCK:
-        try:
-            status = path.stat()
-        except FileNotFoundError:
-            return None
-        view = _OPEN.get((status.st_dev, status.st_ino))
-        open_here = view is not None and not view._closed and view._pid == os.getpid()
-        return view._fd if open_here else None
-
-
 def close_directory(directory: ReplayDirectory, *, clean: bool = True) -> None:
     """One user less of the view; the last one of the process leaves the directory."""
     with _OPEN_LOCK:
@@ -667,7 +668,7 @@ def _joined_view(folder: Path, capacity: int, job: str) -> ReplayDirectory | Non
     if view is None or view._closed:
         return None
     if view._pid != os.getpid():
-        view._join_after_fork()  # a second view's descriptor would cost the first one its locks
+        view._join_after_fork()  # a second view would be a second member
     _check_capacity(view, capacity)
     if view.job_id != job:
         raise DirectoryError(
@@ -695,17 +696,13 @@ def _join(
     view = ReplayDirectory(folder, capacity, job, timeout_s)
     view._repair = repair
     try:
-        view._open_lock()
+        view._open_lock(os.O_CREAT)
     except FileNotFoundError:
         return None  # removed since mkdir: try again
     joined = False
     try:
         with view._fair_lock:
-            try:
-                same = os.fstat(view._fd).st_ino == os.stat(folder / "lock").st_ino
-            except FileNotFoundError:
-                same = False
-            if not same:
+            if not view._is_at_path():
                 return None  # the last member removed it while we waited
             header = folder / "header.json"
             if not header.exists():
@@ -715,7 +712,7 @@ def _join(
             joined = True
     finally:
         if not joined:
-            os.close(view._fd)
+            close_lock_file(view._fd)
     status = os.stat(folder)
     _OPEN[(status.st_dev, status.st_ino)] = view
     _leave_at_exit()
@@ -817,7 +814,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def _refuse_network_file_system(folder: Path) -> None:
-    """Record locks and shared mappings hold between processes of one machine only."""
+    """Locks and shared mappings hold between processes of one machine only."""
     resolved = os.path.realpath(folder)
     best, kind = "", ""
     with open("/proc/self/mounts") as mounts:

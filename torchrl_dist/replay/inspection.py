@@ -28,7 +28,7 @@ from torchrl_dist.replay.directory import (
     Word,
 )
 from torchrl_dist.replay.dump import MANIFEST, read_dump, read_manifest
-from torchrl_dist.replay.lock import MEMBER_BYTES, byte_holder
+from torchrl_dist.replay.lock import MEMBER_BYTES, byte_holder, is_held
 from torchrl_dist.replay.placement import slot_ranges
 from torchrl_dist.replay.snapshot import SavedShard
 
@@ -135,15 +135,7 @@ def _limiter(words: Any, floats: Any) -> dict[str, float | None] | None:
 
 @contextlib.contextmanager
 def _lock_file(folder: Path) -> Iterator[int]:
-    """A descriptor of the lock file, to ask who holds its bytes.
-
-    Closing one drops all record locks of this process on the file, so a process that has the
-    directory open itself lends the one it has.
-    """
-    own = layout.open_view(folder)
-    if own is not None:
-        yield own
-        return
+    """A descriptor of the lock file, to ask who holds its bytes."""
     fd = os.open(folder / "lock", os.O_RDONLY | os.O_CLOEXEC)
     try:
         yield fd
@@ -155,9 +147,7 @@ def _members(table: np.ndarray, fd: int) -> list[dict[str, Any]]:
     found = []
     for index in np.flatnonzero(table[:, layout.MEMBER_SERIAL]).tolist():
         pid, serial = table[index].tolist()
-        holder = byte_holder(fd, MEMBER_BYTES + index)
-        # a process is not told about its own locks
-        alive = holder is not None or pid == os.getpid()
+        alive = is_held(fd, MEMBER_BYTES + index)
         found.append(
             {
                 "member": serial * MAX_MEMBERS + index,

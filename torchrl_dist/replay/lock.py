@@ -1,12 +1,17 @@
 """A fair lock between processes that vanishes with its holder.
 
-POSIX record locks (``fcntl``) on bytes of one file. Not ``flock``: that stays held while any
-forked child of a killed holder lives, and does not exclude threads that share a descriptor.
-Record locks have two traps of their own, which callers must respect:
+Open-file-description locks (``F_OFD_SETLK``) on bytes of one file. Chosen over the alternatives
+because of what drops them, or fails to:
 
-- Any ``close()`` of the file, through whichever descriptor, drops all locks of the process on
-  it. So there is one descriptor per process and file (see ``directory._OPEN``).
-- They do not exclude threads of one process. A ``threading.RLock`` does that here.
+- Record locks (``lockf``) of a process go when it closes *any* descriptor of the file, also one
+  that a copy of the folder or a library opened: rows were then torn without a word. No place of the
+  file prevents that for sure; a lock that belongs to the description does.
+- ``flock`` belongs to the description, too, but knows no bytes: each member would need a file.
+
+A description is inherited over ``fork``, and what a killed holder held would stay with its
+children. So a child gives its copies up before it does anything (``_give_up_copies``); ``exec``
+closes them. A child forked by C code that neither runs Python's hooks nor calls ``exec`` keeps
+them until it ends. And a descriptor excludes no threads: a ``threading.RLock`` does that here.
 
 Two bytes make the lock: the *mutex*, and the *turnstile*, which whoever finds the mutex taken holds
 while it waits. Without the turnstile a process that unlocks and locks again in a loop starves the
@@ -20,12 +25,14 @@ whose process runs another busy Python thread then keeps the lock for a switch i
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import os
 import threading
 import time
+from pathlib import Path
 from types import TracebackType
 
 from torchrl_dist.errors import DeadlineError
@@ -58,7 +65,38 @@ def _record(kind: int, byte: int) -> _Flock:
     return _Flock(l_type=kind, l_whence=os.SEEK_SET, l_start=byte, l_len=1)
 
 
-_SETLK = fcntl.F_SETLK
+_SETLK = fcntl.F_OFD_SETLK
+
+_descriptors: set[int] = set()
+"""Those of :func:`open_lock_file` that are open."""
+
+
+def open_lock_file(path: str | os.PathLike[str], flags: int = 0) -> int:
+    """A descriptor to take locks with; a forked child has none. Close with
+    :func:`close_lock_file`."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+    _descriptors.add(fd)
+    return fd
+
+
+def close_lock_file(fd: int) -> None:
+    """Close the descriptor, which gives its locks back."""
+    _descriptors.discard(fd)
+    os.close(fd)
+
+
+def _give_up_copies() -> None:
+    """In a forked child: let go of the parent's descriptions. The numbers stay taken, so that
+    nothing mistakes another file for the lock."""
+    if not _descriptors:
+        return
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for fd in _descriptors:
+        os.dup2(nothing, fd, inheritable=False)
+    os.close(nothing)
+
+
+os.register_at_fork(after_in_child=_give_up_copies)
 
 
 def _try(fd: int, record: _Flock) -> bool:
@@ -75,35 +113,67 @@ def _try_at(fd: int, address: int) -> bool:
 
 
 def lock_byte(fd: int, byte: int) -> bool:
-    """Take the record lock on one byte of the file if it is free; never blocks."""
+    """Take the lock on one byte of the file if it is free; never blocks."""
     return _try(fd, _record(fcntl.F_WRLCK, byte))
 
 
 def unlock_byte(fd: int, byte: int) -> None:
-    """Give back the record lock on one byte."""
+    """Give back the lock on one byte."""
     _try(fd, _record(fcntl.F_UNLCK, byte))
 
 
-def byte_holder(fd: int, byte: int) -> int | None:
-    """Pid of the *other* process that holds the byte, or None. Sees through pid reuse.
-
-    A holder in another pid namespace reads as 0.
-    """
+def is_held(fd: int, byte: int, count: int = 1) -> bool:
+    """Whether one of ``count`` bytes is held through *another* descriptor, of whatever process."""
     record = _record(fcntl.F_WRLCK, byte)
-    if _fcntl(fd, fcntl.F_GETLK, ctypes.byref(record)) != 0:
+    record.l_len = count
+    if _fcntl(fd, fcntl.F_OFD_GETLK, ctypes.addressof(record)) != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
-    return None if record.l_type == fcntl.F_UNLCK else max(0, record.l_pid)
+    return record.l_type != fcntl.F_UNLCK
+
+
+def byte_holder(fd: int, byte: int) -> int | None:
+    """Pid of who holds the byte through another descriptor, or None.
+
+    Slow, as it asks ``/proc`` for every open file. A holder that cannot be found there, of another
+    user or pid namespace, reads as 0.
+    """
+    if not is_held(fd, byte):
+        return None
+    status = os.fstat(fd)
+    for process in Path("/proc").iterdir():
+        if not process.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):  # ended meanwhile, or another user's
+            for info in (process / "fdinfo").iterdir():
+                with contextlib.suppress(OSError):
+                    if os.path.samestat(status, os.stat(process / "fd" / info.name)) and _locks(
+                        info.read_text(), byte
+                    ):
+                        return int(process.name)
+    return 0
+
+
+def _locks(fdinfo: str, byte: int) -> bool:
+    """Whether the text of ``/proc/PID/fdinfo/FD`` names a lock on the byte.
+
+    Its lines end with the first and the last byte; neighbouring locks are one line.
+    """
+    lines = [line.split() for line in fdinfo.splitlines() if line.startswith("lock:")]
+    return any(
+        int(line[-2]) <= byte and (line[-1] == "EOF" or byte <= int(line[-1])) for line in lines
+    )
 
 
 class FairLock:
-    """Mutual exclusion between all threads of all processes that have the file open.
+    """Mutual exclusion between all threads of all processes that have the file open, each
+    through one descriptor.
 
     Used as a context manager. A thread that is inside must not enter again: leaving once leaves
     for good. Entering blocks at most ``timeout_s``.
 
     Args:
-        fd: the process's only descriptor of the lock file, open for writing.
+        fd: a descriptor of the lock file, from :func:`open_lock_file`.
         timeout_s: longest wait of one entry, in seconds.
         name: what the error message calls the lock.
 
