@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ from torchrl.data import (
     SliceSampler,
     SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
+    TensorDictMaxValueWriter,
     TensorDictRoundRobinWriter,
 )
 from torchrl.data.replay_buffers import Sequence
@@ -300,6 +302,10 @@ def test_another_threads_sampling_does_not_hold_up_writes_and_updates(make_buffe
         sampling.join(30)
 
 
+class _OwnWriter(TensorDictRoundRobinWriter):
+    """A user's, with TorchRL's cursor."""
+
+
 def _options(name: str) -> dict:
     """Constructor arguments that cannot be right over rows that others write."""
     samplers = {
@@ -319,6 +325,12 @@ def _options(name: str) -> dict:
                 raise
             pytest.skip("TorchRL's compiled priority trees do not load with this torch")
     return {
+        "no writer": {"writer": None},
+        "no sampler": {"sampler": None},
+        "made writer": {"writer": lambda: TensorDictRoundRobinWriter()},
+        "MaxValueWriter": {"writer": TensorDictMaxValueWriter(rank_key="id")},
+        "own writer": {"writer": _OwnWriter()},
+        "delayed": {"writer": None, "delayed_init": True},
         "sample_unit": {"sample_unit": Sequence(length=2)},
         "consume_after_n_samples": {"consume_after_n_samples": 1},
         "shared": {"shared": True},
@@ -333,7 +345,7 @@ def _options(name: str) -> dict:
     ("option", "message"),
     [
         *[
-            (name, f"{name} keeps count .* use Shared")
+            (name, f"{name}, .* build it with sampler=SharedRandom.* writer=SharedCursorWriter")
             for name in (
                 "RandomSampler",
                 "SamplerWithoutReplacement",
@@ -344,6 +356,12 @@ def _options(name: str) -> dict:
                 "PrioritizedSliceSampler",
             )
         ],
+        ("no writer", "RoundRobinWriter, also where no .* writer=SharedCursorWriter"),
+        ("no sampler", "RandomSampler, also where no .* sampler=SharedRandomSampler"),
+        ("made writer", "RoundRobinWriter, .* writer=SharedCursorWriter"),
+        ("MaxValueWriter", "MaxValueWriter, .* writer=SharedCursorWriter"),
+        ("own writer", "_OwnWriter, .* writer=SharedCursorWriter"),
+        ("delayed", "RoundRobinWriter, .* writer=SharedCursorWriter"),
         ("consume_after_n_samples", "ConsumingSampler"),
         ("sample_unit", "SharedSliceSampler"),
         ("shared", "leave it out"),
@@ -358,17 +376,27 @@ def test_what_cannot_be_right_is_refused_when_the_buffer_is_built(
     storage = SharedMemmapStorage(16, scratch_dir=folder, job_id="test")
     options = _options(option)
     arguments = {"sampler": SharedRandomSampler(), "writer": SharedCursorWriter(), **options}
-    with pytest.raises(ConfigurationError, match=message):
-        kind(storage=storage, batch_size=4, **arguments)
+    brings_its_own = kind is SharedReplayBuffer and None in options.values()
+    if kind is SharedReplayBuffer and "writer" in options:
+        message += "|leave writer= out"
+    with pytest.raises(ConfigurationError, match=message) if not brings_its_own else nullcontext():
+        kind(storage=storage, batch_size=4, **arguments).extend(make_rows(range(4)))
+    assert bool(len(storage)) == brings_its_own
     rb = kind(  # the same storage is good for a right one
         storage=storage, sampler=SharedRandomSampler(), writer=SharedCursorWriter(), batch_size=4
     )
     rb.extend(make_rows(range(8)))
     assert len(rb.sample()) == 4
-    if "sampler" in options:
+    if options.get("sampler") is not None:
         rb.set_sampler(options["sampler"])
         with pytest.raises((ConfigurationError, RuntimeError, KeyError)):
             rb.sample()
+    if "writer" in options:
+        written = rb.write_count
+        rb.set_writer(TensorDictRoundRobinWriter())
+        with pytest.raises(ConfigurationError, match="RoundRobinWriter"):
+            TensorDictReplayBuffer.extend(rb, make_rows(range(8)))
+        assert storage.write_count == written
     storage.close()
 
 

@@ -16,6 +16,9 @@ from tensordict.utils import expand_as_right
 from torchrl.data.replay_buffers.sample_units import Transition
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
+from torchrl.data.replay_buffers.writers import ImmutableDatasetWriter, Writer
+
+from torchrl_dist.errors import ConfigurationError
 
 
 def buffers_over(storage: Storage) -> list[Any]:
@@ -31,6 +34,11 @@ def detach(storage: Storage, buffer: Any) -> None:
 def sampler_of(buffer: Any) -> Any:
     """The buffer's sampler, or None while the buffer is being built."""
     return getattr(buffer, "_sampler", None)
+
+
+def writer_of(buffer: Any) -> Any:
+    """The buffer's writer, or None while the buffer is being built."""
+    return getattr(buffer, "_writer", None)
 
 
 def batch_size_of(buffer: Any) -> int | None:
@@ -106,20 +114,100 @@ def fetch_one_by_one(storage: Storage) -> None:
             buffer._prefetch_executor = ThreadPoolExecutor(1)
 
 
-def what_cannot_be_shared(buffer: Any) -> str | None:
-    """Why the buffer's options would give wrong samples or hang over rows that others write.
+def check_buffer(buffer: Any, storage: Storage) -> None:
+    """Refuse a buffer over shared rows that would lose rows or break the law of sampling.
 
-    None if nothing is wrong. Called while the buffer is being built and when its parts change.
+    Called by the storage and by the writer while the buffer is being built, and when its parts
+    change; one that is refused while it is being built is forgotten, so that the next one over
+    the storage may be right.
+
+    Raises:
+        ConfigurationError: what is wrong, and the arguments to build the buffer with.
     """
+    try:
+        wrong = what_cannot_be_shared(buffer, getattr(storage, "parts_to_use", ""))
+        if wrong is not None:
+            raise ConfigurationError(f"a buffer over shared rows cannot have {wrong}")
+        attach = getattr(sampler_of(buffer), "attach", None)
+        if attach is not None:
+            attach(storage)
+        check_batch = getattr(storage, "check_batch", None)
+        if check_batch is not None:
+            check_batch(batch_size_of(buffer))
+    except Exception:
+        if is_being_built(buffer) and buffer in buffers_over(storage):
+            detach(storage, buffer)
+        raise
+
+
+class ChecksBuffers:
+    """A storage that refuses a buffer which would go wrong over it, whatever its writer.
+
+    ``ReplayBuffer._init`` hands its checkpointer over when storage, sampler, writer and transforms
+    are all there: the one moment at which a storage sees the buffer as it is going to be.
+    """
+
+    parts_to_use: str
+    """What to pass to the buffer, as its user would write it."""
+
+    @property
+    def checkpointer(self) -> Any:
+        return self._checkpointer
+
+    @checkpointer.setter
+    def checkpointer(self, value: Any) -> None:
+        Storage.checkpointer.fset(self, value)
+        for buffer in buffers_over(self):
+            if is_being_built(buffer) and writer_of(buffer) is not None:
+                check_buffer(buffer, self)
+
+    def check_writers(self) -> None:
+        """Refuse a write of a writer that brings a cursor of its own, put in place later."""
+        for buffer in buffers_over(self):
+            wrong = _wrong_writer(buffer, self.parts_to_use)
+            if wrong is not None:
+                raise ConfigurationError(f"a buffer over shared rows cannot have {wrong}")
+
+
+def _of_torchrl(part: Any, *harmless: type) -> bool:
+    """Whether the part works as one of TorchRL's own classes does."""
+    return any(
+        base.__module__.startswith("torchrl.") and base not in harmless
+        for base in type(part).__mro__
+    )
+
+
+def _build_with(parts_to_use: str) -> str:
+    return f"; build it with {parts_to_use}" if parts_to_use else ""
+
+
+def _wrong_writer(buffer: Any, parts_to_use: str) -> str | None:
+    writer = writer_of(buffer)
+    if getattr(writer, "writes_shared_rows", False):
+        return None
+    if not _of_torchrl(writer, Writer, ImmutableDatasetWriter):
+        return None
+    return (
+        f"{type(writer).__name__}, also where no writer= was passed: its cursor belongs to this "
+        f"process, and processes would overwrite each other's rows{_build_with(parts_to_use)}"
+    )
+
+
+def what_cannot_be_shared(buffer: Any, parts_to_use: str = "") -> str | None:
+    """Why the buffer's parts or options would give wrong samples, lose rows, or hang over rows
+    that others write.
+
+    None if nothing is wrong, as far as the buffer has its parts by now.
+    """
+    wrong_writer = _wrong_writer(buffer, parts_to_use)
+    if wrong_writer is not None:
+        return wrong_writer
     sampler = sampler_of(buffer)
-    if sampler is not None and getattr(sampler, "attach", None) is None:
-        for base in type(sampler).__mro__:
-            if base is not Sampler and base.__module__.startswith("torchrl."):
-                return (
-                    f"{type(sampler).__name__} keeps count of the rows that this process wrote, "
-                    "which others overwrite: use SharedPrioritizedSampler, SharedRandomSampler "
-                    "(also where no sampler= was passed) or SharedSliceSampler"
-                )
+    if getattr(sampler, "attach", None) is None and _of_torchrl(sampler, Sampler):
+        return (
+            f"{type(sampler).__name__}, also where no sampler= was passed: it keeps count of the "
+            f"rows that this process wrote, which others overwrite{_build_with(parts_to_use)}"
+        )
     unit = buffer._sample_unit
     if not isinstance(unit, (Transition, type(None))):
         return (

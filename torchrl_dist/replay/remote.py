@@ -41,7 +41,7 @@ _CHUNKS_AHEAD = 2
 _CHUNKS_WRITTEN = 16  # what has to reach the disk within the deadline of one call
 
 
-class RemoteStorage(SavedStorage, TensorStorage):
+class RemoteStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
     """Rows that other processes of the job keep; goes with :class:`RPCPrioritizedSampler` or
     :class:`RPCRandomSampler`, and :class:`SharedCursorWriter`, in any TorchRL buffer.
 
@@ -60,6 +60,8 @@ class RemoteStorage(SavedStorage, TensorStorage):
 
     attaches_when_pickled = True
     """A copy in another process has the same rows; collectors ask before they write there."""
+
+    parts_to_use = "sampler=RPCRandomSampler(owner=owner), writer=SharedCursorWriter()"
 
     def __new__(cls, owner: ReplayOwner) -> Any:
         address = owner.direct()
@@ -205,6 +207,8 @@ class RemoteStorage(SavedStorage, TensorStorage):
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """TorchRL's write at given slots, as in ``storage[i] = data``; blocks."""
+        if set_cursor:
+            self.check_writers()
         if isinstance(data, (list, tuple)):
             data = torch.stack(list(data))
         index = self._as_index(cursor)

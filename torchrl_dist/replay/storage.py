@@ -16,7 +16,7 @@ from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from torchrl.data.replay_buffers.storages import TensorStorage
 
 from torchrl_dist.errors import ConfigurationError, DeadlineError
-from torchrl_dist.replay import rows
+from torchrl_dist.replay import _torchrl, rows
 from torchrl_dist.replay.cursor import (
     Reservation,
     SharedCursor,
@@ -53,7 +53,7 @@ class NoRowsError(RuntimeError):
     """No row is published at this moment."""
 
 
-class SharedMemmapStorage(SavedStorage, TensorStorage):
+class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
     """Rows shared by every process of one node that names the same directory.
 
     Build it with the same arguments in each process; pickling it carries the coordinates, and the
@@ -89,6 +89,8 @@ class SharedMemmapStorage(SavedStorage, TensorStorage):
 
     attaches_when_pickled = True
     """A copy in another process has the same rows; collectors ask before they write there."""
+
+    parts_to_use = "sampler=SharedRandomSampler(), writer=SharedCursorWriter()"
 
     def __init__(
         self,
@@ -408,7 +410,14 @@ class SharedMemmapStorage(SavedStorage, TensorStorage):
         return generation
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
-        """TorchRL's write at given slots, as in ``storage[i] = data``; see :meth:`write_at`."""
+        """TorchRL's write at given slots, as in ``storage[i] = data``; see :meth:`write_at`.
+
+        Raises:
+            ConfigurationError: a buffer over the storage was given a writer of TorchRL's, which
+                moves a cursor of its own.
+        """
+        if set_cursor:
+            self.check_writers()
         if isinstance(data, (list, tuple)):
             data = torch.stack(list(data))
         if not is_tensor_collection(data):

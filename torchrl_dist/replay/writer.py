@@ -34,6 +34,7 @@ class SharedCursorWriter(Writer):
     """
 
     tracks_generations = True
+    writes_shared_rows = True
 
     def __init__(self) -> None:
         super().__init__(compilable=False)
@@ -49,21 +50,10 @@ class SharedCursorWriter(Writer):
         self._check_buffers()
 
     def _check_buffers(self) -> None:
-        """Refuse, for the buffers of this process over the storage, what would go wrong."""
+        """Refuse, for the buffers that write through this, what would go wrong."""
         for buffer in _torchrl.buffers_over(self._storage):
-            try:
-                wrong = _torchrl.what_cannot_be_shared(buffer)
-                if wrong is not None:
-                    raise ConfigurationError(f"a buffer over shared rows cannot have {wrong}")
-                attach = getattr(_torchrl.sampler_of(buffer), "attach", None)
-                if attach is not None:
-                    attach(self._storage)
-                check_batch = getattr(self._storage, "check_batch", None)
-                if check_batch is not None:
-                    check_batch(_torchrl.batch_size_of(buffer))
-            except Exception:
-                _torchrl.detach(self._storage, buffer)  # the next one over it may be right
-                raise
+            if _torchrl.writer_of(buffer) is self:
+                _torchrl.check_buffer(buffer, self._storage)
 
     def extend(self, data: Sequence, *, priority: np.ndarray | None = None) -> torch.Tensor:
         """Write a batch; each row appears with its priority at once.
