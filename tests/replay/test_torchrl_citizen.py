@@ -27,8 +27,8 @@ from torchrl.data import (
     SamplerWithoutReplacement,
     SliceSampler,
     SliceSamplerWithoutReplacement,
-    TensorDictReplayBuffer,
     TensorDictMaxValueWriter,
+    TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
 )
 from torchrl.data.replay_buffers import Sequence
