@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.replay.faults import end_of, kill_self, rows_of, run_forked, start
+from tests.replay.faults import end_of, kill_self, run_forked, start
 from torchrl_dist.errors import DeadlineError
 from torchrl_dist.replay import SharedMemmapStorage
 from torchrl_dist.replay.directory import open_directory
