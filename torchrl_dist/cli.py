@@ -145,8 +145,9 @@ def _train_apex(options: argparse.Namespace) -> int:
         if launched:
             opened = session({"learner": 1, "collector": -1}, timeout_s=config.timeout_s)
         else:
+            others = {"collector": config.collectors, "evaluator": int(config.collectors > 0)}
             opened = local_cluster(
-                {"learner": 1, "collector": config.collectors},
+                {"learner": 1, **others},
                 timeout_s=config.timeout_s,
                 fork_server=server,
             )

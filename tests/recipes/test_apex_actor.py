@@ -16,7 +16,7 @@ from torchrl_dist.recipes.q_network import QNetwork
 GAMMA = 0.9
 N_STEPS = 3
 ENDS = {2: "terminated", 5: "truncated"}  # step -> how the episode ends; 8 steps in all
-LENGTHS = [3, 2, 1, 3, 2, 1, 2, 1]  # of each step's window: episode's end, or the rollout's
+LENGTHS = [3, 2, 1, 3, 2, 1]  # of each step's window; those of the last two are not complete
 
 
 def rollout(envs: int = 2, steps: int = 8) -> TensorDict:
@@ -31,9 +31,11 @@ def rollout(envs: int = 2, steps: int = 8) -> TensorDict:
     }
     for step, name in ENDS.items():
         flags[name][:, step] = True
+    trajectory = torch.tensor([sum(step > end for end in ENDS) for step in range(steps)])
     return TensorDict(
         {
             "observation": observation,
+            "collector": {"traj_ids": trajectory + 10 * torch.arange(envs)[:, None]},
             "action": torch.randint(0, 2, (envs, steps), generator=generator),
             "next": {
                 "observation": following,
@@ -53,7 +55,7 @@ def window_by_hand(data: TensorDict, env: int, step: int) -> tuple[float, int, b
     for k in range(N_STEPS):
         last = step + k
         total += GAMMA**k * float(data["next", "reward"][env, last])
-        if last in ENDS or last == data.shape[1] - 1:
+        if last in ENDS:
             break
     return total, last, ENDS.get(last) == "terminated"
 
@@ -61,9 +63,9 @@ def window_by_hand(data: TensorDict, env: int, step: int) -> tuple[float, int, b
 def test_rows_equal_the_windows_by_hand() -> None:
     data = rollout()
     rows = RowsWithPriority(QNetwork(4, 2, (8,)), gamma=GAMMA, n_steps=N_STEPS)(data.clone())
-    assert rows.shape == data.shape
+    assert rows.shape == (2, 6)
     for env in range(2):
-        for step in range(8):
+        for step in range(6):
             reward, last, terminal = window_by_hand(data, env, step)
             row = rows[env, step]
             assert float(row["next", "reward"]) == pytest.approx(reward, abs=1e-5)
@@ -71,6 +73,35 @@ def test_rows_equal_the_windows_by_hand() -> None:
             assert bool(row["next", "terminated"]) is terminal
             assert torch.equal(row["observation"], data["observation"][env, step])
             assert torch.equal(row["next", "observation"], data["next", "observation"][env, last])
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5])
+def test_windows_cross_the_ends_of_rollouts(length: int) -> None:
+    """However short the messages are: no window of n steps becomes one of fewer."""
+    data, network = rollout(), QNetwork(4, 2, (8,))
+    whole = RowsWithPriority(network, gamma=GAMMA, n_steps=N_STEPS)(data.clone())
+    parts = RowsWithPriority(network, gamma=GAMMA, n_steps=N_STEPS)
+    memory = data[:, :length].clone()  # which a collector may use again for every rollout
+    rows = []
+    for part in data.split(length, dim=1):
+        memory[:, : part.shape[1]].copy_(part)
+        rows.append(parts(memory[:, : part.shape[1]]).clone())
+    joined = torch.cat(rows, 1)
+    assert joined.shape == (2, 6)
+    for key in whole.keys(True, True):
+        assert torch.allclose(joined[key], whole[key], atol=1e-6), key
+
+
+def test_no_window_crosses_a_new_beginning_between_two_rollouts() -> None:
+    """A worker that comes back starts new episodes: what waited ends there and bootstraps."""
+    data = rollout()
+    data["collector", "traj_ids"][:, 4:] += 100
+    rows = RowsWithPriority(QNetwork(4, 2, (8,)), gamma=GAMMA, n_steps=N_STEPS)
+    assert rows(data[:, :4]).shape == (2, 2)
+    after = rows(data[:, 4:])[0]  # steps 2 to 5
+    assert after["steps_to_next_obs"].squeeze(-1).tolist() == [1, 1, 2, 1]
+    assert torch.equal(after["next", "observation"][1], data["next", "observation"][0, 3])
+    assert after["next", "terminated"].squeeze(-1).tolist() == [True, False, False, False]
 
 
 def target_by_hand(data: TensorDict, env: int, step: int, online, target) -> float:
@@ -89,7 +120,7 @@ def test_the_actors_priority_is_the_td_error_of_its_own_network() -> None:
     data, network = rollout(), QNetwork(4, 2, (8,))
     rows = RowsWithPriority(network, gamma=GAMMA, n_steps=N_STEPS)(data.clone())
     for env in range(2):
-        for step in range(8):
+        for step in range(6):
             expected = target_by_hand(data, env, step, network, network) - float(
                 network(data["observation"][env, step])[data["action"][env, step]]
             )
@@ -97,7 +128,7 @@ def test_the_actors_priority_is_the_td_error_of_its_own_network() -> None:
 
 
 def test_dqn_loss_bootstraps_after_truncation_only_and_discounts_by_the_windows_length() -> None:
-    """Terminated: no bootstrap; truncated and cut by the rollout: gamma^length, true last obs."""
+    """Terminated: no bootstrap; truncated: gamma^length, true last obs."""
     torch.manual_seed(2)
     data, online, target = rollout(), QNetwork(4, 2, (8,)), QNetwork(4, 2, (8,))
     rows = RowsWithPriority(online, gamma=GAMMA, n_steps=N_STEPS)(data.clone()).reshape(-1)
@@ -115,9 +146,9 @@ def test_dqn_loss_bootstraps_after_truncation_only_and_discounts_by_the_windows_
             target_by_hand(data, env, step, online, target)
             - float(online(data["observation"][env, step])[data["action"][env, step]])
             for env in range(2)
-            for step in range(8)
+            for step in range(6)
         ]
-    weights = torch.rand(16)
+    weights = torch.rand(12)
     rows["priority_weight"] = weights
     loss = float(learner.update(rows))
     assert rows["td_error"].squeeze(-1).tolist() == pytest.approx(

@@ -60,7 +60,7 @@ def test_the_run_leaves_checkpoint_picture_and_logs(trained: tuple[Path, Job]) -
     assert checkpoint.config["seed"] == 7
     assert (cwd / job.result["learning_curve"]).read_bytes().startswith(b"\x89PNG")
     evaluations = (cwd / "run/csv/scalars/eval/return.csv").read_text().splitlines()
-    assert len(evaluations) == len(checkpoint.extra["history"]["evaluations"]) >= 3
+    assert len(evaluations) == len(checkpoint.extra["history"]["evaluations"]) >= 2
     assert list((cwd / "run/tensorboard").glob("events.out.tfevents.*"))
     assert not list((cwd / "run").glob(".*tmp"))
 

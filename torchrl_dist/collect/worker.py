@@ -469,7 +469,8 @@ class RolloutWorker:
             if self.config.packed and packable(rows):
                 return PackedRows.of(rows), size_bytes
             return rows, size_bytes
-        self.config.replay_buffer.extend(rows.reshape(-1))
+        if rows.numel():
+            self.config.replay_buffer.extend(rows.reshape(-1))
         return None, size_bytes
 
     def close(self, step_limit_s: float = 10.0) -> None:

@@ -33,7 +33,7 @@ from .apex_actor import EpsilonGreedy, RowsWithPriority, actor_epsilons
 from .apex_config import RECIPE, ApexConfig
 from .dqn_learner import DQNLearner
 from .environments import DiscreteTask, discrete_task
-from .evaluate import evaluate
+from .evaluator import Evaluations, EvaluatorConfig
 from .monitor import Monitor
 from .plots import Evaluation
 from .q_network import QNetwork
@@ -195,6 +195,18 @@ class Training:
             threshold=self.task.reward_threshold,
             history=history,
         )
+        self.evaluations = Evaluations(
+            session,
+            EvaluatorConfig(
+                config.env,
+                self.task.observation_size,
+                self.task.num_actions,
+                config.hidden,
+                config.eval_episodes,
+                config.eval_max_steps,
+            ),
+            self.monitor.say,
+        )
         if before is not None and len(self.apex.buffer) == 0:
             self.monitor.say(
                 f"the replay directory {config.replay_path} was gone: the buffer fills anew"
@@ -211,8 +223,9 @@ class Training:
             monitor.collected(report.frames, report.episode_returns, lag=report.policy_lag)
             self._note_losses()
             self._learn()
-            if monitor.frames >= self._next_evaluation:
-                self._evaluate()
+            self._take_evaluation(self.evaluations.poll())
+            if monitor.frames >= self._next_evaluation and not self.evaluations.under_way:
+                self._begin_evaluation()
             monitor.show()
             if time.monotonic() - self._saved_at >= config.checkpoint_interval_s:
                 self.save()
@@ -221,18 +234,18 @@ class Training:
 
     def finish(self) -> dict[str, Any]:
         """Evaluate, save, draw; returns the result."""
-        stopped = self.session.stop_requested
-        seen = self.monitor.evaluations
-        if not stopped and not (seen and seen[-1].frames == self.monitor.frames):
-            self._evaluate()
-        self.monitor.show(force=True)
         seconds = self.monitor.seconds
+        self._take_evaluation(self.evaluations.finish())
+        seen = self.monitor.evaluations
+        if not (seen and seen[-1].frames == self.monitor.frames):
+            self._begin_evaluation()
+            self._take_evaluation(self.evaluations.finish())
+        self.monitor.show(force=True)
         self.save()
-        returns: list[float] = []
-        if not stopped:
-            returns = self._play(self.best_weights, _FINAL + self.resumes)
+        self.evaluations.begin(self.best_weights, self._seed(_FINAL + self.resumes))
+        returns = self.evaluations.finish()
         curve = self.monitor.picture(self.best)
-        return self._result(returns, seconds, curve)
+        return self._result(returns or [], seconds, curve)
 
     def save(self) -> None:
         """Write the checkpoint."""
@@ -307,27 +320,31 @@ class Training:
         self.monitor.learned(learner.updates - before, loss)
         self.apex.collector.update_policy_weights_()
 
-    def _evaluate(self) -> None:
-        weights = self.apex.network.state_dict()
-        number = len(self.monitor.evaluations) + 1
-        monitor = self.monitor
-        evaluation = monitor.evaluated(self._play(weights, number))
-        if self.best is None or monitor.rank(evaluation) >= monitor.rank(self.best):
-            self.best, self.best_weights = evaluation, copy.deepcopy(weights)
+    def _begin_evaluation(self) -> None:
+        """Have the weights of this moment played, while training goes on."""
+        weights = copy.deepcopy(self.apex.network.state_dict())
+        self._evaluated = (weights, self.monitor.moment())
+        self.evaluations.begin(weights, self._seed(len(self.monitor.evaluations) + 1))
         self._next_evaluation = self.monitor.frames + self.config.eval_interval_frames
 
-    def _play(self, weights: dict[str, Any], number: int) -> list[float]:
-        """Returns of greedy episodes from seeds of their own."""
-        network = QNetwork(self.task.observation_size, self.task.num_actions, self.config.hidden)
-        network.load_state_dict(weights)
-        seed = int(np.random.SeedSequence([self.config.seed, number]).generate_state(1)[0])
-        return evaluate(
-            network, self.config.env, episodes=self.config.eval_episodes, seed=seed % 2**31
-        )
+    def _take_evaluation(self, returns: list[float] | None) -> None:
+        if returns is None:
+            return
+        weights, moment = self._evaluated
+        evaluation = self.monitor.evaluated(returns, moment)
+        if self.best is None or self.monitor.rank(evaluation) >= self.monitor.rank(self.best):
+            self.best, self.best_weights = evaluation, weights
+
+    def _seed(self, number: int) -> int:
+        """Of the environments of an evaluation."""
+        seed = np.random.SeedSequence([self.config.seed, number]).generate_state(1)[0]
+        return int(seed) % 2**31
 
     def _note_losses(self) -> None:
         """Say once of each collector that died that the others go on."""
         for peer in self.session.lost():
+            if peer.role != "collector":
+                continue
             name = peer.name
             if name not in self.lost:
                 self.lost.append(name)

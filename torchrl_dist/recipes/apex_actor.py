@@ -62,11 +62,13 @@ def n_step(gamma: float, n_steps: int) -> MultiStep:
 
 
 class RowsWithPriority:
-    """Rollout ``[N, T]`` -> n-step rows ``[N, T]`` with the actor's own estimate of the TD error.
+    """Rollouts ``[N, T]`` -> n-step rows ``[N, T']`` with the actor's own estimate of the TD error.
 
-    A window is shorter than n at the end of an episode and at the end of the rollout;
+    A window that is not complete at the end of a rollout waits for the next one, so that T may be
+    as short as one likes: the first T' is T - n + 1, or 0, and then T' is T. A window is shorter
+    than n where an episode ends, or where the environments began anew between two rollouts;
     ``steps_to_next_obs`` says how long it is and DQNLoss discounts by it. A terminated episode
-    does not bootstrap, a truncated one does (from its true last observation).
+    does not bootstrap, every other does (from its true last observation).
 
     ``td_error``: |R + gamma^n max_a q(S_t+n, a) - q(S_t, A_t)|, algorithm 1 line 11: one network
     both chooses and values, since an actor has no target network.
@@ -75,21 +77,38 @@ class RowsWithPriority:
     def __init__(self, network: QNetwork, *, gamma: float, n_steps: int) -> None:
         self.network = network
         self.gamma = gamma
+        self.n_steps = n_steps
         self.transform = n_step(gamma, n_steps)
+        self._waiting: TensorDictBase | None = None  # [N, at most n - 1]
 
     @torch.no_grad()
     def __call__(self, rollout: TensorDictBase) -> TensorDictBase:
-        shape = rollout.batch_size
-        windows = self.transform(
-            rollout.select(
-                "observation",
-                "action",
-                ("next", "observation"),
-                ("next", "reward"),
-                ("next", "done"),
-                ("next", "terminated"),
-            )
+        steps = self._behind_what_waits(rollout)
+        complete = max(0, steps.shape[1] - self.n_steps + 1)
+        # A copy: the rollout's memory may be used again for the next one.
+        self._waiting = steps[:, complete:].clone()
+        return self._rows(self.transform(steps)[:, :complete])
+
+    def _behind_what_waits(self, rollout: TensorDictBase) -> TensorDictBase:
+        steps = rollout.select(
+            "observation",
+            "action",
+            ("next", "observation"),
+            ("next", "reward"),
+            ("next", "done"),
+            ("next", "terminated"),
+            ("collector", "traj_ids"),
         )
+        if self._waiting is None or self._waiting.shape[1] == 0:
+            return steps
+        waiting = self._waiting[: steps.shape[0]]  # a job's last rollout may have fewer envs
+        trajectory = ("collector", "traj_ids")
+        broken = waiting[:, -1].get(trajectory) != steps[:, 0].get(trajectory)
+        waiting.get(("next", "done"))[broken, -1] = True
+        return torch.cat([waiting, steps], 1)
+
+    def _rows(self, windows: TensorDictBase) -> TensorDictBase:
+        shape = windows.batch_size
         steps = windows["steps_to_next_obs"].reshape(*shape, 1)
         action = windows["action"].reshape(*shape, 1)
         after = windows["next"]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigurationError
+from .environments import MAX_EPISODE_STEPS
 from .options import check_options, flag, from_plain, option
 
 RECIPE = "apex"
@@ -105,6 +106,10 @@ class ApexConfig:
     eval_episodes: int = option(
         20, "greedy episodes per evaluation, and at the end", minimum=1, group=WATCHING
     )
+    eval_max_steps: int = option(
+        MAX_EPISODE_STEPS, "an episode of an evaluation ends after so many", unit="steps",
+        minimum=1, group=WATCHING,
+    )  # fmt: skip
     checkpoint_interval_s: float = option(
         15.0, "time between two checkpoints", unit="s", minimum=0, group=WATCHING
     )

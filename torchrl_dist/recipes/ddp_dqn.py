@@ -66,6 +66,8 @@ def train(job: Session, output: Path, updates: int, seed: int) -> dict:
                 torch.nn.utils.clip_grad_norm_(loss.parameters(), 10.0)
                 optimizer.step()
                 target.step()
+                # DQNLoss writes the square; priorities are absolute errors (Schaul et al. 2016).
+                batch["td_error"] = batch["td_error"].sqrt()
                 buffer.update_tensordict_priority(batch)
                 explore.step()
                 update += 1

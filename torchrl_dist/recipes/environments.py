@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from ..errors import ConfigurationError
 
+MAX_EPISODE_STEPS = 10_000
+"""Where an evaluation ends an episode: there are environments that never end one themselves."""
+
 
 @dataclass(frozen=True)
 class DiscreteTask:

@@ -8,39 +8,77 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .environments import MAX_EPISODE_STEPS
 
-@torch.no_grad()
-def evaluate(
-    values: Callable[[Tensor], Tensor], env: str, *, episodes: int, seed: int
-) -> list[float]:
-    """Undiscounted returns of ``episodes`` episodes in which the best-valued action is taken.
 
-    Equal seeds (and numbers of episodes) give equal episodes. Blocks until all have ended; an
-    environment without a time limit can make that long.
+class GreedyEpisodes:
+    """``episodes`` greedy episodes side by side, each the first of its environment.
+
+    Equal seeds (and numbers of episodes) give equal episodes. Uses the environment's own
+    vectorized form where it has one (CartPole: 30 times faster).
 
     Args:
         values: ``[episodes, observation_size]`` -> ``[episodes, num_actions]``.
         env: gymnasium id with flat observations and numbered actions.
-        episodes: how many, all of which run side by side.
+        episodes: how many.
         seed: of the environments.
+        max_steps: an episode that has not ended by itself ends here.
     """
-    import gymnasium
 
-    # Uses the environment's own vectorized form where it has one (CartPole: 30 times faster).
-    envs = gymnasium.make_vec(env, num_envs=episodes)
+    def __init__(
+        self,
+        values: Callable[[Tensor], Tensor],
+        env: str,
+        *,
+        episodes: int,
+        seed: int,
+        max_steps: int = MAX_EPISODE_STEPS,
+    ) -> None:
+        import gymnasium
+
+        self._values = values
+        self._steps_left = max_steps
+        self._returns = np.zeros(episodes, dtype=np.float64)
+        self._running = np.ones(episodes, dtype=bool)
+        self._envs = gymnasium.make_vec(env, num_envs=episodes)
+        self._observation, _ = self._envs.reset(seed=seed)
+
+    @torch.no_grad()
+    def step(self) -> bool:
+        """One step of every environment; whether that was the last."""
+        action = self._values(torch.as_tensor(np.asarray(self._observation))).argmax(-1)
+        self._observation, reward, terminated, truncated, _ = self._envs.step(action.numpy())
+        # What comes after an environment's first end belongs to another episode.
+        self._returns += reward * self._running
+        self._running &= ~(terminated | truncated)
+        self._steps_left -= 1
+        return not self._running.any() or self._steps_left <= 0
+
+    @property
+    def returns(self) -> list[float]:
+        """Undiscounted returns so far."""
+        return self._returns.tolist()
+
+    def close(self) -> None:
+        self._envs.close()
+
+
+def evaluate(
+    values: Callable[[Tensor], Tensor],
+    env: str,
+    *,
+    episodes: int,
+    seed: int,
+    max_steps: int = MAX_EPISODE_STEPS,
+) -> list[float]:
+    """Undiscounted returns of :class:`GreedyEpisodes`. Blocks until all have ended."""
+    playing = GreedyEpisodes(values, env, episodes=episodes, seed=seed, max_steps=max_steps)
     try:
-        observation, _ = envs.reset(seed=seed)
-        returns = np.zeros(episodes, dtype=np.float64)
-        running = np.ones(episodes, dtype=bool)
-        while running.any():
-            action = values(torch.as_tensor(np.asarray(observation))).argmax(-1)
-            observation, reward, terminated, truncated, _ = envs.step(action.numpy())
-            # What comes after an environment's first end belongs to another episode.
-            returns += reward * running
-            running &= ~(terminated | truncated)
+        while not playing.step():
+            pass
+        return playing.returns
     finally:
-        envs.close()
-    return returns.tolist()
+        playing.close()
 
 
 def play_rendered(values: Callable[[Tensor], Tensor], env: str, *, seed: int) -> float:

@@ -115,18 +115,25 @@ class Monitor:
         self.updates += updates
         self._loss = loss
 
-    def evaluated(self, returns: list[float]) -> Evaluation:
-        """Greedy episodes ended with these returns."""
+    def moment(self) -> tuple[int, int, float]:
+        """Frames, updates and seconds, for :meth:`evaluated` of weights as they are now."""
+        return self.frames, self.updates, self.seconds
+
+    def evaluated(
+        self, returns: list[float], moment: tuple[int, int, float] | None = None
+    ) -> Evaluation:
+        """Greedy episodes of the weights of a ``moment`` (default: now) ended with these."""
+        frames, updates, seconds = self.moment() if moment is None else moment
         evaluation = Evaluation(
-            frames=self.frames,
-            updates=self.updates,
-            seconds=self.seconds,
+            frames=frames,
+            updates=updates,
+            seconds=seconds,
             mean=fmean(returns),
             lowest=min(returns),
             highest=max(returns),
         )
         self.evaluations.append(evaluation)
-        self._log({"eval/return": evaluation.mean, "eval/lowest": evaluation.lowest})
+        self._log({"eval/return": evaluation.mean, "eval/lowest": evaluation.lowest}, frames)
         return evaluation
 
     def show(self, *, force: bool = False, **scalars: float) -> None:
@@ -193,7 +200,7 @@ class Monitor:
         tensorboard, _csv = self._loggers
         tensorboard.experiment.close()
 
-    def _log(self, values: dict[str, float]) -> None:
+    def _log(self, values: dict[str, float], frames: int | None = None) -> None:
         for logger in self._loggers:
             for name, value in values.items():
-                logger.log_scalar(name, value, step=self.frames)
+                logger.log_scalar(name, value, step=self.frames if frames is None else frames)
