@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import pickle
 import random
+import signal
 import subprocess
 import sys
+from collections import OrderedDict
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from torchrl_dist.checkpoint import (
     Checkpoint,
@@ -42,6 +47,64 @@ def test_what_is_saved_comes_back_equal(tmp_path: Path) -> None:
     assert loaded.counters == {"frames": 12, "history": [[1, 2.5], [2, 3.5]]}
     assert loaded.optimizer["state"][0]["step"] == 3.0
     assert loaded.versions["torch"].split("+")[0] == torch.__version__.split("+")[0]
+
+
+class Colour(enum.IntEnum):
+    RED = 3
+
+
+class Word(str, enum.Enum):
+    HELLO = "hello"
+
+
+class Point(NamedTuple):
+    x: int
+    y: np.float64
+
+
+ALMOST_PLAIN = {
+    "float64": (np.float64(1.5), 1.5),
+    "float32": (np.float32(0.5), 0.5),
+    "longdouble": (np.longdouble(2.5), 2.5),
+    "int64": (np.int64(7), 7),
+    "bool": (np.bool_(True), True),
+    "str": (np.str_("s"), "s"),
+    "int enum": (Colour.RED, 3),
+    "str enum": (Word.HELLO, "hello"),
+    "flag": (signal.SIGTERM, 15),
+    "named tuple": (Point(1, np.float64(2)), (1, 2.0)),
+    "size": (torch.Size([2, 3]), (2, 3)),
+    "ordered": (OrderedDict(a=[np.int8(1)]), {"a": [1]}),
+    "keys": ({Colour.RED: 1, np.int64(4): 2, np.str_("k"): 3}, {3: 1, 4: 2, "k": 3}),
+}
+
+
+def test_what_is_almost_plain_is_made_plain_and_can_be_read(tmp_path: Path) -> None:
+    """All that is written can be read: NumPy's float64 is a float, an IntEnum's member an int."""
+
+    def types(value: object) -> object:
+        if isinstance(value, dict):
+            return {(type(k), k): types(v) for k, v in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value), [types(v) for v in value]
+        return type(value), value
+
+    extra = {name: value for name, (value, _) in ALMOST_PLAIN.items()}
+    extra["parameter"] = nn.Parameter(torch.ones(2))
+    save_checkpoint(tmp_path / "c.pt", Checkpoint("apex", config={}, policy={}, extra=extra))
+    loaded = load_checkpoint(tmp_path / "c.pt").extra
+    assert type(loaded.pop("parameter")) is torch.Tensor
+    for name, (_, plain) in ALMOST_PLAIN.items():
+        assert types(loaded[name]) == types(plain), name
+
+
+@pytest.mark.parametrize("value", [enum.Enum("E", "a").a, object(), {torch.ones(1): 1}, {1}, 1j])
+def test_what_could_not_be_read_is_not_written(tmp_path: Path, value: object) -> None:
+    with pytest.raises(CheckpointError):
+        save_checkpoint(
+            tmp_path / "c.pt", Checkpoint("apex", config={}, policy={}, extra={"v": value})
+        )
+    assert not list(tmp_path.iterdir())
 
 
 def test_generators_continue_where_they_were(tmp_path: Path) -> None:

@@ -166,23 +166,47 @@ def _read(path: Path, map_location: Any) -> Any:
         ) from error
 
 
+# A class's own conversions could answer anything; str() of an enum's member gives its name.
+_NUMBERS_AND_TEXT: tuple[tuple[Any, Any], ...] = (
+    (np.bool_, bool),
+    (int, int.__int__),
+    (np.integer, int),
+    (float, float.__float__),
+    (np.floating, float),
+    (str, str.__str__),
+)
+
+
 def _plain(value: Any, where: str) -> Any:
-    """``value`` out of the types that ``weights_only`` accepts; detached tensors, on the CPU."""
+    """``value`` out of the types that ``weights_only`` accepts; detached tensors, on the CPU.
+
+    Exactly those types: NumPy's float64 is a float and an IntEnum's member an int, and both would
+    be written as what they are, and refused when they are read.
+    """
     if isinstance(value, torch.Tensor):
         # A view would drag its whole storage into the file.
-        return value.detach().cpu().clone()
-    if value is None or isinstance(value, bool | int | float | str):
+        return value.detach().as_subclass(torch.Tensor).cpu().clone()
+    if value is None or type(value) in (bool, int, float, str):
         return value
-    if isinstance(value, np.generic):
-        return value.item()
+    for kinds, convert in _NUMBERS_AND_TEXT:
+        if isinstance(value, kinds):
+            return convert(value)
     if isinstance(value, Mapping):
-        return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
+        return {_plain_key(key, where): _plain(v, f"{where}.{key}") for key, v in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_plain(item, f"{where}[{i}]") for i, item in enumerate(value))
+        items = [_plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
     raise CheckpointError(
         f"{where} is a {type(value).__name__}; a checkpoint holds tensors, numbers, strings, "
         "lists, tuples and dictionaries"
     )
+
+
+def _plain_key(key: Any, where: str) -> Any:
+    plain = _plain(key, f"a key of {where}")
+    if isinstance(plain, torch.Tensor):
+        raise CheckpointError(f"a key of {where} is a Tensor; expected a string or a number")
+    return plain
 
 
 def _sync_directory(path: Path) -> None:
