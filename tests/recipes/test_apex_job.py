@@ -17,6 +17,24 @@ from .jobs import ENDLESS, TORCHRUN, TOY, Job, assert_gone, finished, progress, 
 RUN = ["train", "apex", "--output-dir", "run"]
 
 
+NEVER_ENDS = """
+import gymnasium, numpy as np
+
+class Endless(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-1, 1, (4,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(4, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(4, np.float32), 1.0, False, False, {}
+
+gymnasium.register("Endless-v0", entry_point=Endless)
+"""
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Job]:
     """A finished run with two collectors: its working directory and the job."""
@@ -109,7 +127,11 @@ def test_no_collectors_means_that_the_learner_collects(tmp_path: Path) -> None:
 def test_a_stop_signal_leaves_a_checkpoint_and_no_process_and_resumes(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    with started([*RUN, *ENDLESS, "--collectors", "1"], tmp_path) as job:
+    arguments = [*RUN, *ENDLESS, "--collectors", "1"]
+    if number == signal.SIGTERM:  # comes while episodes are evaluated that never end
+        (tmp_path / "endless.py").write_text(NEVER_ENDS)
+        arguments += ["--env", "endless:Endless-v0", "--eval-max-steps", "1000000000"]
+    with started(arguments, tmp_path) as job:
         job.until(progress(tmp_path / "run"), "progress")
         everybody = job.descendants()
         assert everybody
