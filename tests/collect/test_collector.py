@@ -19,12 +19,13 @@ from tensordict.nn import TensorDictSequential
 from torch import nn
 from torchrl.collectors import BaseCollector
 from torchrl.data import LazyTensorStorage, MultiStep, OneHot, TensorDictReplayBuffer
-from torchrl.envs import GymEnv, SerialEnv
+from torchrl.envs import GymEnv, GymWrapper, SerialEnv
 from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.modules import EGreedyModule, QValueActor
 
 from tests.collect.envs import Counter, mlp
 from torchrl_dist.collect import CollectReport, FirstReady, RPCBatchedCollector, WaitAll
+from torchrl_dist.collect.exploration import Turns
 from torchrl_dist.collect.start import (
     MESSAGE_BYTES,
     MESSAGE_S,
@@ -292,6 +293,92 @@ def test_shutdown_does_not_wait_for_a_stuck_env(build: Any) -> None:
     collector.shutdown()
     assert time.monotonic() - begun < 3
     gate.set()
+
+
+@pytest.mark.parametrize("torchrl", [False, True])
+@pytest.mark.parametrize("closed", [False, True])
+def test_an_env_that_hangs_holds_up_no_other_collector(
+    build: Any, closed: bool, torchrl: bool
+) -> None:
+    gate, stuck = threading.Event(), threading.Event()
+
+    class Stuck(Counter):
+        def step(self, action: Any) -> Any:
+            stuck.set()
+            assert gate.wait(30)
+            return super().step(action)
+
+    before = exploration_type()
+    make = (lambda: GymWrapper(Stuck())) if torchrl else Stuck
+    hanging = build(make, None, frames_per_batch=5, timeout_s=0.1)
+    with pytest.raises(DeadlineError):
+        hanging.next()
+    assert stuck.wait(5)
+    # Without a shutdown it is waited for by those who want another type, in vain.
+    seen = set()
+
+    def policy(td: TensorDictBase) -> TensorDictBase:
+        seen.add(exploration_type())
+        return td.set("action", torch.eye(3)[:1].expand(len(td), 3))
+
+    type_ = ExplorationType.RANDOM
+    if closed:
+        hanging.shutdown(timeout=0.1)
+        type_ = ExplorationType.DETERMINISTIC
+    other = build(
+        Counter, policy, frames_per_batch=5, exploration_type=type_, timeout_s=5, total_frames=30
+    )
+    batches = iter(other)
+    assert next(batches).numel() == 5
+    gate.set()  # what hung goes on, and changes nothing for the others
+    assert sum(batch.numel() for batch in batches) == 25
+    assert seen == {type_}
+    other.shutdown()
+    hanging.shutdown()
+    deadline = time.monotonic() + 5
+    while exploration_type() != before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert exploration_type() == before
+
+
+def test_turns_are_for_one_exploration_type_at_a_time() -> None:
+    turns, before = Turns(), exploration_type()
+    random, mean = ExplorationType.RANDOM, ExplorationType.MEAN
+    with turns.hold(1, random), turns.hold(2, random):
+        with pytest.raises(DeadlineError, match="hangs"), turns.hold(3, mean, timeout_s=0.01):
+            pass
+        turns.forfeit(1)
+        assert exploration_type() == random
+        turns.forfeit(2)
+        assert exploration_type() == before
+        with turns.hold(3, mean, timeout_s=0.01):
+            assert exploration_type() == mean
+            with turns.hold(4, random, given_up=lambda: True):  # is closed: asks for nothing
+                assert exploration_type() == mean
+    assert exploration_type() == before
+
+
+@pytest.mark.parametrize("used", ["not", "next", "iter"])
+def test_a_collector_that_is_deleted_closes_its_envs(used: str) -> None:
+    closed = threading.Event()
+
+    class Noted(Counter):
+        def close(self) -> None:
+            closed.set()
+
+    collector = RPCBatchedCollector(Noted, None, frames_per_batch=5)
+    threads = {t for t in threading.enumerate() if "rollout" in t.name}
+    if used == "next":
+        collector.next()
+    if used == "iter":
+        for _ in collector:
+            break
+    del collector
+    assert closed.wait(5)
+    deadline = time.monotonic() + 5
+    while {t for t in threading.enumerate() if "rollout" in t.name} - threads:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_calls_to_envs_keep_the_deadline_while_a_rollout_is_stuck(build: Any) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import threading
 import time
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -244,6 +247,8 @@ class RPCBatchedCollector(BaseCollector):
             if self._inference is not None:
                 self._inference.close(_SHUTDOWN_S)
             raise
+        self._abandoned = weakref.finalize(self, _close_soon, self._crew, self._inference)
+        self._abandoned.atexit = False  # the process takes everything with it
         if initial is not None and policy_factory is not None:
             self._crew.send_weights(initial)
         first = self._crew.workers[0]
@@ -375,13 +380,8 @@ class RPCBatchedCollector(BaseCollector):
 
     def __iter__(self) -> Iterator[Any]:
         self._iteration_started = True
-        try:
+        with self._shut_down_by_errors():
             yield from self.iterator()
-        except DeadlineError:
-            raise  # the rollouts go on, and so may the caller
-        except Exception:
-            self.shutdown()
-            raise
 
     def iterator(self) -> Iterator[Any]:
         """The batches that are left; each ``next`` blocks at most ``timeout_s``."""
@@ -393,14 +393,19 @@ class RPCBatchedCollector(BaseCollector):
 
     def next(self) -> Any:
         """The next batch, or None after the last."""
-        if self._iterator is None:
-            self._iterator = iter(self)
+        # Without an iterator that is kept, which would keep this collector.
+        self._iteration_started = True
+        with self._shut_down_by_errors():
+            return self._next_batch()
+
+    @contextlib.contextmanager
+    def _shut_down_by_errors(self) -> Iterator[None]:
         try:
-            return next(self._iterator)
-        except StopIteration:
-            return None
-        except BaseException:
-            self._iterator = None  # a generator that has raised is at its end
+            yield
+        except DeadlineError:
+            raise  # the rollouts go on, and so may the caller
+        except Exception:
+            self.shutdown()
             raise
 
     def _next_batch(self) -> TensorDict | CollectReport | None:
@@ -529,6 +534,7 @@ class RPCBatchedCollector(BaseCollector):
     ) -> None:
         """Stop the rollouts in flight after their current step and close all envs. Idempotent;
         blocks at most ``timeout`` seconds (default 10), dead or stuck workers or not."""
+        self._abandoned.detach()
         until = time.monotonic() + (_SHUTDOWN_S if timeout is None else timeout)
         self._crew.close(until - time.monotonic())
         if self._inference is not None:
@@ -546,6 +552,18 @@ class RPCBatchedCollector(BaseCollector):
             f"{type(self).__name__}(workers={alive}, frames_per_batch={self.frames_per_batch}, "
             f"readiness={self.readiness}, max_policy_lag={self.max_policy_lag})"
         )
+
+
+def _close_soon(crew: Crew, inference: LearnerInference | None) -> None:
+    """For a collector that nobody shut down. In a thread: it may be collected as garbage anywhere,
+    also where locks are held."""
+
+    def close() -> None:
+        crew.close(_SHUTDOWN_S)
+        if inference is not None:
+            inference.close(_SHUTDOWN_S)
+
+    threading.Thread(target=close, name="torchrl_dist-close", daemon=True).start()
 
 
 def _by_worker(source: Any) -> bool:

@@ -18,9 +18,10 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.collectors import Collector
 from torchrl.envs import EnvBase, SerialEnv
-from torchrl.envs.utils import ExplorationType, set_exploration_type
+from torchrl.envs.utils import ExplorationType
 
 from torchrl_dist.collect.drivers import EnvDriver, make_driver
+from torchrl_dist.collect.exploration import exploring
 from torchrl_dist.collect.fast_policy import FastPolicy
 from torchrl_dist.collect.recurrent import IS_INIT, carried_state
 from torchrl_dist.collect.spaces import (
@@ -268,7 +269,7 @@ class GymnasiumRollout:
 
     def run(self, steps: int, enough: Callable[[int], bool] = never) -> TensorDict:
         self._begin()
-        with torch.no_grad(), set_exploration_type(self.exploration_type):
+        with torch.no_grad(), exploring(self.exploration_type):
             if self.driver.valid is None:
                 return self._run(steps, enough)[0]
             return self._run_ragged(steps, enough)

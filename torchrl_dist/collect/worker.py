@@ -23,6 +23,7 @@ from torch import nn
 from torchrl._utils import seed_generator
 from torchrl.envs.utils import ExplorationType
 
+from torchrl_dist.collect import exploration
 from torchrl_dist.collect.access import visit
 from torchrl_dist.collect.batches import truncate_last
 from torchrl_dist.collect.fast_policy import fast_policy
@@ -41,9 +42,9 @@ from torchrl_dist.weights import PackedWeights, unpack
 
 Postproc = Callable[[TensorDictBase], TensorDictBase]
 
-# TorchRL's exploration type is one per process (tensordict 0.14.3), so two collectors that share a
-# process take turns.
-_ONE_ROLLOUT = threading.Lock()
+_EXPLORATION = exploration.Turns()
+# For a turn to time a step: for a rollout, the wait for the batch is bounded instead.
+_TURN_S = 60.0
 # Stepping to know what a step takes: until it has lasted so long, or for so many steps.
 _MEASURED_S = 0.02
 _MOST_MEASURED = 64
@@ -232,6 +233,7 @@ class RolloutWorker:
             raise ConfigurationError("pass postproc or postproc_factory, not both")
         self.config = config
         self._lock = threading.Lock()
+        self._one_turn = threading.Lock()
         self._shown_index = (
             config.worker_index if config.shown_index is None else config.shown_index
         )
@@ -280,7 +282,7 @@ class RolloutWorker:
 
     def _with_step_time(self, info: WorkerInfo) -> WorkerInfo:
         steps, taken_s, step_s = 1, 0.0, math.inf
-        with _ONE_ROLLOUT, self._lock:
+        with self._exploring(_TURN_S), self._lock:
             self._rollout.resize(_MOST_MEASURED)
             self._rollout.run(1)  # whatever is done once is done here
             while taken_s < _MEASURED_S and steps < _MOST_MEASURED:
@@ -291,6 +293,13 @@ class RolloutWorker:
                 # While many start the cores are not only for this one: the best is what counts.
                 step_s = min(step_s, taken_s / steps)
         return replace(info, step_s=step_s, step_bytes=_size_bytes(rows) / steps)
+
+    @contextlib.contextmanager
+    def _exploring(self, timeout_s: float | None = None) -> Iterator[None]:
+        with self._one_turn:  # a later rollout of this worker waits for this one
+            kind, given_up = self.config.exploration_type, lambda: self._closed
+            with _EXPLORATION.hold(self, kind, timeout_s=timeout_s, given_up=given_up):
+                yield
 
     def set_steps(self, steps: int) -> None:
         """Make this T. The episodes begin anew, from the config's seed."""
@@ -391,7 +400,7 @@ class RolloutWorker:
             After a ``cut`` there are fewer than ``steps``, and the last ones are truncated.
         """
         index = self._shown_index
-        with self._turns.wait_for(request), _ONE_ROLLOUT, self._lock:
+        with self._turns.wait_for(request), self._exploring(), self._lock:
             if self._closed:
                 return None, RolloutStats(index, 0)
             if weights is not None:
@@ -478,13 +487,14 @@ class RolloutWorker:
 
         Raises:
             DeadlineError: that step lasts longer than ``step_limit_s``; the envs are closed when
-                it ends.
+                it ends, and nobody else in this process waits for that.
         """
         if self._closed:
             return
         self._rollout.stop()
         self._turns.open()
         if not self._lock.acquire(timeout=step_limit_s):
+            _EXPLORATION.forfeit(self)
             raise DeadlineError(
                 f"worker {self.config.worker_index}: a rollout did not stop within "
                 f"{step_limit_s:g} s"
@@ -498,6 +508,7 @@ class RolloutWorker:
         if self._closed:
             return
         self._closed = True
+        _EXPLORATION.call_out()
         self._rollout.close()
         # The session keeps this object until it ends; what it refers to may go.
         del self._rollout
