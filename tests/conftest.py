@@ -1,10 +1,18 @@
-"""Fixtures of all tests: a fork server shared by them, and the check that nothing is left."""
+"""Fixtures of all tests: a fork server shared by them, the check that nothing is left, and who
+may run beside whom.
+
+A run of the whole suite has two halves side by side: most tests wait for processes more than they
+compute. A test marked ``alone`` (it compares times, say) runs while the other half waits.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import tempfile
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -15,6 +23,29 @@ _MARK = "TORCHRL_DIST_TEST"
 _GRACE_S = 5.0
 
 _server = None
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Two for the whole suite; none for a part of it, which would wait for them to start."""
+    return 2 if config.args == config.getini("testpaths") else 0
+
+
+@pytest.fixture(autouse=True)
+def beside_others_or_alone(request: pytest.FixtureRequest) -> Iterator[None]:
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if run is None:
+        yield
+        return
+    alone = request.node.get_closest_marker("alone") is not None
+    with open(Path(tempfile.gettempdir(), f"torchrl_dist-tests-{run}"), "w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if run is not None:
+        Path(tempfile.gettempdir(), f"torchrl_dist-tests-{run}").unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="session")
@@ -30,17 +61,20 @@ def fork_server() -> Iterator:
 
 
 @pytest.fixture(autouse=True)
-def no_process_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+def no_process_is_left(
+    request: pytest.FixtureRequest, beside_others_or_alone: None
+) -> Iterator[None]:
     """Fail a test after which a process of its lives on; the process is killed."""
     if "fork_server" in request.fixturenames:
         request.getfixturevalue("fork_server")  # started without this test's mark
+    before = frozenset(psutil.pids())
     mark = uuid.uuid4().hex
     os.environ[_MARK] = mark
     try:
         yield
     finally:
         del os.environ[_MARK]
-    left = end_marked(_MARK, mark, grace_s=_GRACE_S) + _end_children_of_server()
+    left = end_marked(_MARK, mark, grace_s=_GRACE_S, known=before) + _end_children_of_server()
     assert not left, f"processes outlived the test: {left}"
 
 

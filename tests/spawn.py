@@ -131,10 +131,16 @@ def rank_script(body: Callable, arguments: dict[str, Any], directory: str | Path
     return [__file__, str(call)]
 
 
-def end_marked(variable: str, value: str, *, grace_s: float) -> list[str]:
+def end_marked(
+    variable: str, value: str, *, grace_s: float, known: frozenset[int] = frozenset()
+) -> list[str]:
     """Kill the processes that started with this environment variable and are still there after
-    ``grace_s``; returns their command lines."""
-    processes = [p for p in psutil.process_iter() if _has_mark(p, variable, value)]
+    ``grace_s``; returns their command lines. Those ``known`` from before are not looked at."""
+    processes = [
+        process
+        for pid in psutil.pids()
+        if pid not in known and (process := _process(pid)) and _has_mark(process, variable, value)
+    ]
     _, alive = psutil.wait_procs(processes, timeout=grace_s)
     names = []
     for process in alive:
@@ -145,6 +151,13 @@ def end_marked(variable: str, value: str, *, grace_s: float) -> list[str]:
             continue
     psutil.wait_procs(alive, timeout=5)
     return names
+
+
+def _process(pid: int) -> psutil.Process | None:
+    try:
+        return psutil.Process(pid)
+    except psutil.Error:
+        return None
 
 
 def _has_mark(process: psutil.Process, variable: str, value: str) -> bool:

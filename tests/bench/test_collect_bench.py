@@ -29,6 +29,7 @@ def parse(*arguments: str) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(120)
 def test_a_toy_run_gives_cells_with_sane_content(tmp_path: Path, capsys) -> None:
     json_file, png = tmp_path / "cells.jsonl", tmp_path / "efficiency.png"
@@ -135,6 +136,7 @@ def question(*arguments: str) -> list[collect_learner.Question]:
     return collect_learner.plan(parse("--seconds", "0.3", *arguments))
 
 
+@pytest.mark.alone
 def test_one_learner_takes_in_prepared_rows(fork_server: ForkServer) -> None:
     cells = []
     for asked in question("--question", "ingest", "--workers", "1"):

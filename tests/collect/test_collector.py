@@ -256,6 +256,7 @@ def test_next_does_not_take_a_failure_for_the_end(build: Any) -> None:
         collector.next()
 
 
+@pytest.mark.alone
 def test_after_a_deadline_collection_goes_on_and_nothing_is_lost(build: Any) -> None:
     gate = threading.Event()
 

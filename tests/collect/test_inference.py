@@ -121,6 +121,7 @@ def test_exploration_happens_at_the_learner(fork_server: ForkServer) -> None:
         assert collector.next()["action"].flatten(0, 1).sum(0).gt(0).all()
 
 
+@pytest.mark.alone
 def test_with_two_groups_a_worker_steps_while_it_waits(fork_server: ForkServer) -> None:
     class Slow(torch.nn.Module):
         def forward(self, observation: Any) -> Any:
@@ -230,6 +231,7 @@ def test_with_two_groups_a_question_waits_for_others_as_long_as_it_may() -> None
     relay.close()
 
 
+@pytest.mark.alone
 def test_questions_wait_for_a_part_of_the_time_that_other_groups_take() -> None:
     askers = [Learner(), Learner()]
     windows = {groups: Window(groups) for groups in (1, 2, 4)}
@@ -338,6 +340,7 @@ def test_who_waits_for_a_slow_policy_does_not_hang(fork_server: ForkServer) -> N
         assert collector.report.replaced == ()
 
 
+@pytest.mark.alone
 def test_shutdown_does_not_wait_for_a_stuck_policy(fork_server: ForkServer) -> None:
     gate = threading.Event()
 

@@ -653,6 +653,7 @@ def test_in_the_callers_process_a_node_worker_runs_ahead_and_preempts(tmp_path: 
         RPCBatchedCollector(Counter, None, frames_per_batch=4, env_processes=-1)
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(120)
 def test_sixteen_processes_start_in_less_than_three_times_the_time_of_one() -> None:
     with ForkServer() as server:

@@ -167,6 +167,7 @@ def test_at_the_deadline_the_error_says_what_is_missing(make_buffer: Callable) -
     assert rb.storage.limiter_counts == (120, 0, 120)
 
 
+@pytest.mark.alone
 def test_waiting_costs_no_cpu_time(make_buffer: Callable) -> None:
     rb = make_buffer(timeout_s=2.0, limiter=RateLimiter(40))
     rb.extend(make_rows(range(8)))

@@ -105,6 +105,7 @@ def with_priority(rows: TensorDict, priority: torch.Tensor | list[float]) -> Ten
 # ---- never blocking
 
 
+@pytest.mark.alone
 def test_nothing_but_a_sample_waits_for_a_slow_owner(make, cluster) -> None:
     buffer = make(capacity=1024)
     buffer.extend(make_rows(range(8)))

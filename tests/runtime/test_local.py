@@ -95,6 +95,7 @@ def test_tensordicts_cross_whole(cluster):
         assert (back == sent + 1).all() and back.batch_size == sent.batch_size
 
 
+@pytest.mark.alone
 def test_a_slow_call_does_not_hold_up_others(cluster):
     counter = cluster.remote(cluster.of_role("collector")[0], Counter)
     slow = [counter.submit("sleep", 1.0) for _ in range(8)]
@@ -116,6 +117,7 @@ def test_an_exception_arrives_with_role_host_traceback_and_cause(cluster):
     assert isinstance(error.__cause__, ValueError)
 
 
+@pytest.mark.alone
 def test_a_deadline_is_kept_and_names_whom_it_waited_for(cluster):
     counter = cluster.remote(cluster.of_role("collector")[0], Counter)
     start = time.monotonic()
@@ -125,6 +127,7 @@ def test_a_deadline_is_kept_and_names_whom_it_waited_for(cluster):
     assert counter.call("add", 1) == 1 and cluster.lost() == ()
 
 
+@pytest.mark.alone
 def test_a_killed_peer_fails_its_calls_at_once_and_the_others_go_on(fork_server):
     with local_cluster(ROLES, timeout_s=20, fork_server=fork_server) as me:
         dead, alive = (me.remote(peer, Counter) for peer in me.of_role("collector"))
