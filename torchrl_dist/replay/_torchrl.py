@@ -89,15 +89,11 @@ def drop_prefetched(buffer: Any) -> None:
         buffer._clear_prefetch_queue_locked()
 
 
-def nested_tensordict(nested: dict[str, Any], batch_size: torch.Size) -> TensorDict:
-    """``TensorDict(nested, batch_size)`` of tensors that are known to fit, without the checks.
+def unchecked_tensordict(source: dict[str, Any], batch_size: torch.Size) -> TensorDict:
+    """``TensorDict(source, batch_size)`` of values that are known to fit, without the checks.
 
     The checks take seven times as long as all the rest.
     """
-    source = {
-        key: nested_tensordict(value, batch_size) if isinstance(value, dict) else value
-        for key, value in nested.items()
-    }
     return TensorDict._new_unsafe(source, batch_size=batch_size)
 
 
@@ -230,23 +226,38 @@ def what_cannot_be_shared(buffer: Any, parts_to_use: str = "") -> str | None:
     return None
 
 
-def plain_leaves(data: TensorDictBase) -> dict[tuple[str, ...], torch.Tensor] | None:
+Path = tuple[str, ...]
+"""Where a value sits in nested TensorDicts."""
+
+
+def plain_leaves(
+    data: TensorDictBase,
+) -> tuple[dict[Path, torch.Tensor], dict[Path, torch.Size]] | None:
     """The tensors of a plain ``TensorDict`` by path, or None for whatever else ``data`` may be.
 
-    What ``data.items(True, True)`` gives, in a fifth of the time.
+    What ``data.items(True, True)`` gives, in a fifth of the time. The second dictionary has the
+    batch sizes of nested TensorDicts that are empty, or whose size is not that of ``data``.
     """
-    found: dict[tuple[str, ...], torch.Tensor] = {}
-    return found if _collect(data, (), found) else None
+    found: dict[Path, torch.Tensor] = {}
+    nodes: dict[Path, torch.Size] = {}
+    return (found, nodes) if _collect(data, (), found, nodes) else None
 
 
-def _collect(data: Any, path: tuple[str, ...], found: dict[tuple[str, ...], torch.Tensor]) -> bool:
+def _collect(
+    data: Any, path: Path, found: dict[Path, torch.Tensor], nodes: dict[Path, torch.Size]
+) -> bool:
     if type(data) is not TensorDict:
         return False
+    size = data.batch_size
     for key, value in data._tensordict.items():
         if isinstance(value, torch.Tensor):
             found[(*path, key)] = value
-        elif not _collect(value, (*path, key), found):
+            continue
+        below = (*path, key)
+        if not _collect(value, below, found, nodes):
             return False
+        if value.batch_size != size or not value._tensordict:
+            nodes[below] = value.batch_size
     return True
 
 

@@ -81,8 +81,9 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         _torchrl.initialize(self)
         if not isinstance(data, TensorDictBase):
             raise ConfigurationError(
-                f"{type(self).__name__} stores TensorDicts, got {type(data).__name__}; of a "
-                "tensorclass pass .to_tensordict(), of a list of rows torch.stack(rows)"
+                f"{type(self).__name__} stores TensorDicts, got {type(data).__name__}; of a list "
+                "of rows pass torch.stack(rows); for rows of a tensorclass build TorchRL's "
+                "ReplayBuffer over the same parts, or pass .to_tensordict()"
             )
         if self._transform is not None and len(self._transform):
             data = self._transform.inv(data)

@@ -154,11 +154,16 @@ def counters_in(words: Sequence[int] | np.ndarray) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class LeafSpec:
-    """One tensor of a row: where it sits in the TensorDict, its dtype and shape."""
+    """One tensor of a row: where it sits in the TensorDict, its dtype and shape.
+
+    ``text``: stands for a value that is not a tensor, as JSON in UTF-8; the last dimension holds
+    its bytes, with zeros behind them.
+    """
 
     key: tuple[str, ...]
     dtype: torch.dtype
     shape: tuple[int, ...]
+    text: bool = False
 
     @property
     def file_name(self) -> str:
@@ -169,27 +174,67 @@ class LeafSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def as_json(self) -> dict[str, Any]:
-        return {"key": list(self.key), "dtype": str(self.dtype)[6:], "shape": list(self.shape)}
+        entry = {"key": list(self.key), "dtype": str(self.dtype)[6:], "shape": list(self.shape)}
+        return entry | ({"text": True} if self.text else {})
 
     @classmethod
     def from_json(cls, entry: dict[str, Any]) -> LeafSpec:
-        return cls(tuple(entry["key"]), getattr(torch, entry["dtype"]), tuple(entry["shape"]))
+        return cls(
+            tuple(entry["key"]),
+            getattr(torch, entry["dtype"]),
+            tuple(entry["shape"]),
+            bool(entry.get("text", False)),
+        )
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """A TensorDict inside a row; with an empty ``key`` the row.
+
+    ``batch_dims``: its dimensions behind that of the rows. ``tensorclass``: its class, as
+    ``module:name``; empty for a TensorDict.
+    """
+
+    key: tuple[str, ...]
+    batch_dims: tuple[int, ...]
+    tensorclass: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        entry = {"key": list(self.key), "batch_dims": list(self.batch_dims)}
+        return entry | ({"tensorclass": self.tensorclass} if self.tensorclass else {})
+
+    @classmethod
+    def from_json(cls, entry: dict[str, Any]) -> NodeSpec:
+        return cls(
+            tuple(entry["key"]), tuple(entry["batch_dims"]), str(entry.get("tensorclass", ""))
+        )
 
 
 @dataclass(frozen=True)
 class RowSpec:
-    """What one row holds. ``batch_dims``: leading dimensions that all leaves of a row share."""
+    """What one row holds.
+
+    Attributes:
+        leaves: its tensors.
+        batch_dims: leading dimensions that all leaves of a row share.
+        nodes: TensorDicts in it that do not follow from the leaves: with other dimensions, without
+            a leaf, or of a tensorclass; sorted by key.
+    """
 
     leaves: tuple[LeafSpec, ...]
     batch_dims: tuple[int, ...] = ()
+    nodes: tuple[NodeSpec, ...] = ()
 
     @property
     def row_bytes(self) -> int:
         return sum(leaf.row_bytes for leaf in self.leaves)
 
     def as_json(self) -> dict[str, Any]:
-        leaves = [leaf.as_json() for leaf in self.leaves]
-        return {"batch_dims": list(self.batch_dims), "leaves": leaves}
+        entry: dict[str, Any] = {
+            "batch_dims": list(self.batch_dims),
+            "leaves": [leaf.as_json() for leaf in self.leaves],
+        }
+        return entry | ({"nodes": [node.as_json() for node in self.nodes]} if self.nodes else {})
 
     @functools.cached_property
     def text(self) -> str:
@@ -198,7 +243,11 @@ class RowSpec:
 
     @classmethod
     def from_json(cls, entry: dict[str, Any]) -> RowSpec:
-        return cls(tuple(map(LeafSpec.from_json, entry["leaves"])), tuple(entry["batch_dims"]))
+        return cls(
+            tuple(map(LeafSpec.from_json, entry["leaves"])),
+            tuple(entry["batch_dims"]),
+            tuple(map(NodeSpec.from_json, entry.get("nodes", ()))),
+        )
 
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -145,7 +145,7 @@ class _View:
         """The rows of a draw; they are copied once and kept for the buffer."""
         self.slots = positions[0] if self._slots is None else self._slots[positions[0]]
         self.leaves = self._storage.copy_rows(self.slots.numpy())
-        return self._storage.as_rows(self.leaves)
+        return self._storage.as_rows(self.leaves, raw=True)  # not known to be whole yet
 
 
 class SharedSliceSampler(SharedSampler, SliceSampler):

@@ -271,7 +271,7 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         spec = self._directory.rows
         if spec is None:
             return None
-        return rows.build(self._directory.tensors, spec, (self.max_size,))
+        return rows.build(self._directory.tensors, spec, (self.max_size,), raw=True)
 
     # --- writing -----------------------------------------------------------------------------
 
@@ -296,8 +296,22 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         Raises:
             RateLimitError: the limiter did not give it in time.
         """
-        source = self._checked(data)
-        count = data.batch_size[0]
+        return self._append(self._checked(data), data.batch_size[0], priority, limited)
+
+    def append_leaves(
+        self,
+        spec: RowSpec,
+        leaves: list[np.ndarray],
+        priority: np.ndarray | None = None,
+        *,
+        limited: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """:meth:`append` of rows that are taken apart already, [n, ...] per leaf of ``spec``."""
+        return self._append(self._fitted(spec, leaves), len(leaves[0]), priority, limited)
+
+    def _append(
+        self, source: list[np.ndarray], count: int, priority: np.ndarray | None, limited: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if priority is not None:
             check_priorities(priority)
         self._cursor.drop_interrupted()
@@ -386,6 +400,11 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
             spec = self._directory.rows
             assert spec is not None
         return rows.matching_leaves(data, spec)
+
+    def _fitted(self, spec: RowSpec, leaves: list[np.ndarray]) -> list[np.ndarray]:
+        if self._directory.rows is None:
+            self._directory.create_rows(spec)
+        return rows.fitted(leaves, spec, self._spec())
 
     def _fill(
         self,
@@ -598,9 +617,9 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         """The leaves of the rows at slots [n], as they are: who calls compares the versions."""
         return rows.tensors(self._gather(slots), self._spec())
 
-    def as_rows(self, leaves: list[torch.Tensor]) -> TensorDict:
-        """A TensorDict of copied leaves, each [n, ...]."""
-        return rows.build(leaves, self._spec(), (leaves[0].shape[0],))
+    def as_rows(self, leaves: list[torch.Tensor], *, raw: bool = False) -> TensorDict:
+        """A TensorDict (or tensorclass) of copied leaves, each [n, ...]; see ``rows.build``."""
+        return rows.build(leaves, self._spec(), (leaves[0].shape[0],), raw=raw)
 
     def _gather(self, slots: np.ndarray) -> list[np.ndarray]:
         return self._gatherer.gather(self._directory.arrays, slots)

@@ -1,0 +1,253 @@
+"""What a row may hold, and that it comes back as it was."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import MetaData, NonTensorData, NonTensorStack, TensorDict, tensorclass
+from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
+
+from torchrl_dist import (
+    ConfigurationError,
+    SharedCursorWriter,
+    SharedMemmapStorage,
+    SharedRandomSampler,
+    SharedReplayBuffer,
+    SharedSliceSampler,
+)
+from torchrl_dist.replay import rows
+from torchrl_dist.replay.directory import RowSpec
+
+CAPACITY = 24
+
+
+@tensorclass
+class Step:
+    obs: torch.Tensor
+    label: str
+    extra: torch.Tensor | None = None
+
+
+def agents_rows(start: int, count: int, *, task: Any = None) -> TensorDict:
+    """Rows of three agents, with batch sizes of their own, empty nodes, text and a tensorclass;
+    every field tells the row's number."""
+    number = torch.arange(start, start + count)
+    tasks = NonTensorStack(*[f"task {n}" for n in number.tolist()]) if task is None else task
+    agents = number[:, None].expand(count, 3).clone()
+    return TensorDict(
+        {
+            "number": number,
+            "agents": TensorDict(
+                {
+                    "obs": agents[..., None].double(),
+                    "hand": TensorDict(
+                        {"cards": agents[..., None].expand(count, 3, 2) + 0}, [count, 3, 2]
+                    ),
+                    "names": NonTensorStack(
+                        *[NonTensorStack(*[[n, k] for k in "abc"]) for n in number.tolist()]
+                    ),
+                },
+                [count, 3],
+            ),
+            "empty": TensorDict({}, [count]),
+            "deep": TensorDict({"empty": TensorDict({}, [count, 3])}, [count]),
+            "task": tasks,
+            "step": Step(obs=number + 0.5, label="same", batch_size=[count]),
+        },
+        [count],
+    )
+
+
+def check_agents_rows(found: TensorDict, *, text: bool = True) -> None:
+    """Whatever rows of :func:`agents_rows` these are."""
+    count, number = found.batch_size[0], found["number"]
+    assert found["agents"].batch_size == (count, 3)
+    assert found["agents", "hand"].batch_size == (count, 3, 2)
+    assert found["empty"].batch_size == (count,) and found["empty"].is_empty()
+    assert found["deep", "empty"].batch_size == (count, 3)
+    assert (found["agents", "obs"] == number[:, None, None]).all()
+    assert (found["agents", "hand", "cards"] == number[:, None, None]).all()
+    step = found.get("step")
+    assert isinstance(step, Step) and (step.obs == number + 0.5).all() and step.extra is None
+    if text:
+        expected = [f"task {n}" for n in number.tolist()]
+        assert list(found["task"]) == expected and list(step.label) == ["same"] * count
+        names = found["agents"].get("names").tolist()
+        assert names == [[[n, k] for k in "abc"] for n in number.tolist()]
+
+
+def make(folder: Path, kind: type[ReplayBuffer], sampler: Any = None) -> ReplayBuffer:
+    return kind(
+        storage=SharedMemmapStorage(CAPACITY, scratch_dir=folder, job_id="test"),
+        sampler=sampler or SharedRandomSampler(),
+        writer=SharedCursorWriter(),
+        batch_size=8,
+    )
+
+
+@pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer, SharedReplayBuffer])
+def test_rows_of_several_agents_come_back_as_they_were(folder: Path, kind, tmp_path: Path) -> None:
+    rb = make(folder, kind)
+    for start in range(0, 40, 10):
+        rb.extend(agents_rows(start, 10))
+    check_agents_rows(rb.sample())
+    rb[3] = agents_rows(70, 1)[0]
+    assert rb[3]["task"] == "task 70" and rb[3]["agents", "hand"].batch_size == (3, 2)
+    check_agents_rows(rb[:])
+    rb.extend(rb.sample())  # as in relabelling
+    stored = rb[:]["number"].tolist()
+    rb.dumps(tmp_path)
+    state = rb.state_dict()
+    rb.empty()
+    rb.loads(tmp_path)
+    assert rb[:]["number"].tolist() == stored
+    check_agents_rows(rb[:])
+    rb.empty()
+    rb.load_state_dict(state)
+    check_agents_rows(rb[:])
+    process = multiprocessing.get_context("fork").Process(
+        target=lambda: (rb.extend(agents_rows(90, 10)), check_agents_rows(rb.sample(64)))
+    )
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    check_agents_rows(rb[:])
+    assert {*range(90, 100)} <= {*rb[:]["number"].tolist()}
+    rb.storage.close()
+
+
+def test_slices_of_rows_of_several_agents(folder: Path) -> None:
+    rb = make(folder, TensorDictReplayBuffer, SharedSliceSampler(slice_len=4, traj_key="episode"))
+    rb.extend(agents_rows(0, 20).set("episode", torch.arange(20) // 10))
+    check_agents_rows(rb.sample())
+    rb.storage.close()
+
+
+def test_rows_of_a_tensorclass_come_back_as_such(folder: Path) -> None:
+    rb = make(folder, ReplayBuffer)
+    rb.extend(Step(obs=torch.arange(5.0), label="a", batch_size=[5]))
+    rb.extend([Step(obs=torch.tensor(5.0), label="b", batch_size=[])] * 2)
+    rb.add(Step(obs=torch.tensor(6.0), label="c", batch_size=[]))
+    assert isinstance(rb.sample(), Step) and isinstance(rb[0], Step)
+    assert rb[:].obs.tolist() == [0, 1, 2, 3, 4, 5, 5, 6] and list(rb[:].label) == [*"aaaaabbc"]
+    with pytest.raises(ConfigurationError, match="stored as a Step of batch size"):
+        rb.extend(rb[:].to_tensordict())
+    with pytest.raises(ConfigurationError, match="missing 'extra'|unknown 'extra'"):
+        rb.extend(Step(obs=torch.zeros(2), label="d", extra=torch.zeros(2), batch_size=[2]))
+    rb.storage.close()
+
+
+def test_a_tensorclass_that_was_not_imported_is_named_and_not_imported(tmp_path: Path) -> None:
+    data = TensorDict({"step": Step(obs=torch.zeros(2), label="", batch_size=[2])}, [2])
+    entry = rows.spec_of(data).as_json()
+    for name in ("this.antigravity:Step", "json:dumps", "torch:Tensor", f"{__name__}:nothing"):
+        entry["nodes"][-1]["tensorclass"] = name
+        spec = RowSpec.from_json(entry)
+        with pytest.raises(ConfigurationError, match=name.replace(":", ".") + ", which .* import"):
+            rows.build([torch.zeros(2), torch.zeros(2, 256)], spec, (2,))
+
+
+PLAIN = [
+    "", "text", "\u00e9\u0000\U0001f600\ud800", 0, -(2**70), True, 0.1, float("inf"), None, [], {},
+    {"a": [1, None, {"b": "c"}], "": False},
+]  # fmt: skip
+
+
+def test_every_value_that_json_can_hold_comes_back_with_its_type() -> None:
+    values = NonTensorStack(*[NonTensorData(value) for value in PLAIN])
+    data = TensorDict({"x": torch.zeros(len(PLAIN)), "value": values}, [len(PLAIN)])
+    spec = rows.spec_of(data)
+    assert RowSpec.from_json(spec.as_json()) == spec
+    leaves = rows.tensors(rows.matching_leaves(data, spec), spec)
+    found = rows.build(leaves, spec, (len(PLAIN),))
+    assert [(type(v), v) for v in found.get("value").tolist()] == [(type(v), v) for v in PLAIN]
+    assert rows.build([leaf[:0] for leaf in leaves], spec, (0,)).batch_size == (0,)
+
+
+@pytest.mark.parametrize(
+    "value", [(1, 2), b"bytes", {1: 2}, {1, 2}, np.float32(1), [("nested",)], torch.nn.Linear(1, 1)]
+)
+def test_other_values_are_refused_by_name(value: Any) -> None:
+    data = TensorDict({"x": torch.zeros(2), "odd": NonTensorData(value, batch_size=[2])}, [2])
+    with pytest.raises(ConfigurationError, match="key 'odd' holds a .* encode it as one"):
+        rows.spec_of(data)
+
+
+def _flatten_agents(data: TensorDict) -> None:
+    data["agents"].batch_size = [2]
+
+
+def test_rows_that_differ_in_what_is_no_tensor_are_refused_and_nothing_is_written(
+    folder: Path,
+) -> None:
+    rb = make(folder, TensorDictReplayBuffer)
+    rb.extend(agents_rows(0, 10))
+    wrong = {
+        "'agents' is .*, stored as a TensorDict of batch size .n, 3.": _flatten_agents,
+        "missing 'task'": lambda data: data.pop("task"),
+        "unknown 'other'": lambda data: data.set("other", NonTensorData("x", batch_size=[2])),
+        "'empty' is": lambda data: data.pop("empty"),
+        "'more' is": lambda data: data.set("more", TensorDict({}, [2])),
+        "'task' is a tensor, stored as": lambda data: data.set("task", torch.zeros(2)),
+        "'number' is not a tensor": lambda data: data.set(
+            "number", NonTensorData("x", batch_size=[2])
+        ),
+        "'task' takes 302 bytes .* made that 256": lambda data: data.set(
+            "task", NonTensorData(300 * "x", batch_size=[2])
+        ),
+        "'step' is": lambda data: data.set("step", data.get("step").to_tensordict()),
+    }
+    for message, change in wrong.items():
+        data = agents_rows(50, 2)
+        change(data)
+        with pytest.raises(ConfigurationError, match=message):
+            rb.extend(data)
+    assert len(rb) == rb.write_count == 10
+    check_agents_rows(rb[:])
+    rb.storage.close()
+
+
+def test_the_first_rows_make_room_for_longer_text() -> None:
+    for longest, width in ((0, 256), (126, 256), (127, 512), (5000, 16384)):
+        text = NonTensorStack("", "x" * longest)
+        spec = rows.spec_of(TensorDict({"x": torch.zeros(2), "text": text}, [2]))
+        assert [leaf.shape for leaf in spec.leaves if leaf.text] == [(width,)], longest
+
+
+def test_rows_taken_apart_elsewhere_fit_if_their_text_does() -> None:
+    def batch(length: int, **more: Any) -> TensorDict:
+        return TensorDict({"x": torch.zeros(2), "text": NonTensorData(length * "x"), **more}, [2])
+
+    own, long = rows.spec_of(batch(1)), rows.spec_of(batch(200))
+    assert own != long
+    for length, spec in ((1, own), (200, long), (254, long)):
+        leaves = rows.matching_leaves(batch(length), spec)
+        fitted = rows.fitted(leaves, spec, own)
+        found = rows.build(rows.tensors(fitted, own), own, (2,))
+        assert list(found["text"]) == 2 * [length * "x"]
+    with pytest.raises(ConfigurationError, match="'text' takes more than the 256 bytes"):
+        rows.fitted(rows.matching_leaves(batch(255), long), long, own)
+    other = rows.spec_of(batch(1, y=torch.zeros(2), empty=TensorDict({}, [2])))
+    leaves = rows.matching_leaves(batch(1), own)
+    with pytest.raises(ConfigurationError, match="missing 'y'; 'empty' is"):
+        rows.fitted(leaves, own, other)
+    assert (
+        rows.spec_of(TensorDict({"x": torch.zeros(2), "meta": MetaData("m")}, [2])).leaves[0].text
+    )
+
+
+def test_stacks_of_rows_with_different_keys_or_shapes_are_refused() -> None:
+    def row(**more: torch.Tensor) -> TensorDict:
+        return TensorDict({"x": torch.zeros(()), **more}, [])
+
+    for stack, message in (
+        ([row(), row(y=torch.zeros(()))], r"keys \['y'\] are in some"),
+        ([row(y=torch.zeros(1)), row(y=torch.zeros(2))], "key 'y' has another shape"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            rows.spec_of(TensorDict.lazy_stack(stack))
