@@ -6,9 +6,12 @@ Pure functions over TensorDicts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from tensordict import TensorDict, pad
+
+from torchrl_dist.errors import ConfigurationError
 
 MASK = ("collector", "mask")
 _TRAJECTORY = ("collector", "traj_ids")
@@ -23,6 +26,26 @@ def truncate_last(rollout: TensorDict) -> None:
     done[:, -1] = True
 
 
+def set_truncated(rollout: TensorDict) -> None:
+    """Mark the last step of each env as truncated and done, in place, as TorchRL does. Its episode
+    goes on."""
+    following = rollout.get("next")
+    found = [key for key in following.keys(True, True) if _last(key) == "truncated"]
+    if not found:
+        raise ConfigurationError(
+            "set_truncated=True: the env has no 'truncated'; TorchRL's env.add_truncated_keys() "
+            "adds it"
+        )
+    for key in found:
+        done = "done" if isinstance(key, str) else (*key[:-1], "done")
+        following.get(key)[:, -1] = True
+        following.get(done)[:, -1] = True
+
+
+def _last(key: str | tuple[str, ...]) -> str:
+    return key if isinstance(key, str) else key[-1]
+
+
 def _have_truncated(rollout: TensorDict) -> None:
     """Rows of a TorchRL env that only terminates do not say that they are not truncated."""
     if _TRUNCATED not in rollout.keys(True):
@@ -30,21 +53,28 @@ def _have_truncated(rollout: TensorDict) -> None:
             rollout.set(key, torch.zeros_like(rollout.get(("next", "done"))))
 
 
-def join(rollouts: Sequence[TensorDict], masked: bool) -> TensorDict:
-    """Concatenate along the envs.
+def join(
+    rollouts: Sequence[TensorDict], masked: bool, dim: int | Literal["stack"] = 0
+) -> TensorDict:
+    """Concatenate along the envs, or another dimension, or stack.
 
     Args:
         masked: add a bool ``[N, T]`` at ``("collector", "mask")``; rollouts may then differ in T
             and are padded with zeros, and -1 as trajectory id, to the longest.
     """
-    if not masked:
-        return rollouts[0] if len(rollouts) == 1 else torch.cat(list(rollouts), 0)
+    if masked:
+        rollouts = _padded(rollouts)
+    if dim == "stack":
+        return torch.stack(list(rollouts), 0)
+    return rollouts[0] if len(rollouts) == 1 else torch.cat(list(rollouts), dim)
+
+
+def _padded(rollouts: Sequence[TensorDict]) -> list[TensorDict]:
     if any(_TRUNCATED in rollout.keys(True) for rollout in rollouts):
         for rollout in rollouts:
             _have_truncated(rollout)
     longest = max(rollout.shape[1] for rollout in rollouts)
-    padded = [_pad(rollout, longest) for rollout in rollouts]
-    return padded[0] if len(padded) == 1 else torch.cat(padded, 0)
+    return [_pad(rollout, longest) for rollout in rollouts]
 
 
 def _pad(rollout: TensorDict, steps: int) -> TensorDict:

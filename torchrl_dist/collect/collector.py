@@ -22,17 +22,22 @@ from torchrl.envs.utils import ExplorationType
 
 from torchrl_dist.collect.arguments import (
     Settings,
-    check_env,
     check_inference,
+    choose_envs,
     choose_peers,
+    choose_policy_factories,
+    choose_readiness,
+    choose_storing_device,
+    refuse,
     require_shared,
 )
+from torchrl_dist.collect.background import Background
 from torchrl_dist.collect.batches import join
 from torchrl_dist.collect.budget import FrameBudget
 from torchrl_dist.collect.crew import Crew
 from torchrl_dist.collect.groups import Inference
 from torchrl_dist.collect.inference import LearnerInference
-from torchrl_dist.collect.readiness import Readiness, WaitAll
+from torchrl_dist.collect.readiness import Readiness
 from torchrl_dist.collect.report import CollectReport, summarize
 from torchrl_dist.collect.start import start_workers
 from torchrl_dist.collect.trajectories import TrajectoryAssembler
@@ -62,6 +67,8 @@ class RPCBatchedCollector(BaseCollector):
     Args:
         make_env: a gymnasium id, or a callable that returns a ``gymnasium.Env``, a
             ``gymnasium.vector.VectorEnv`` or a TorchRL env. Called on the workers; may be a lambda.
+            A list has one for each worker. Also known as ``create_env_fn``. An env itself will do
+            for the only worker, in this process.
             Workers know the gymnasium environments that are registered in this process.
             An EnvPool is seeded only when it is made: pass ``seed=np.random.randint(2**31)`` to
             ``envpool.make``; NumPy's seed there follows from ``seed`` and differs per worker.
@@ -77,7 +84,8 @@ class RPCBatchedCollector(BaseCollector):
             learner and two of the worker; the attribute tells what came of it.
         total_frames: iteration ends after exactly so many; -1: never. The last batches are shorter.
         policy_factory: ``(worker_index, num_workers) -> policy``, called on each worker instead
-            of copying ``policy``. The weights of ``policy``, if that is given, go into the
+            of copying ``policy``; one that takes no arguments is called without. A list has one
+            for each worker. The weights of ``policy``, if that is given, go into the
             worker's module or the part of it that they fit.
         num_envs: envs per process; a vector env brings its own number.
         env_processes: 0: a worker steps its envs itself. K: in K processes of its node, which
@@ -106,7 +114,8 @@ class RPCBatchedCollector(BaseCollector):
         trajs_per_batch: batches are so many complete trajectories ``[trajs_per_batch, longest]`` in
             the order in which they ended, zero-padded, with ``("collector", "mask")``, as
             TorchRL's. What is unfinished at ``total_frames``, or makes no whole batch, is not
-            delivered.
+            delivered. With ``replay_buffer`` each complete trajectory is written there, by itself
+            and unpadded, by the process that made it, and batches are rollouts.
         split_trajs: each batch through TorchRL's ``split_trajectories``.
         postproc: rollout ``[N, T]`` -> rows, run on the worker.
         postproc_factory: ``policy of the worker -> postproc``, called there once.
@@ -119,6 +128,22 @@ class RPCBatchedCollector(BaseCollector):
         timeout_s: bounds the wait for each batch as a whole, and other calls; default the
             session's, which also bounds building the workers.
         categorical_action_encoding: as in TorchRL's ``GymEnv``; for gymnasium envs.
+        create_env_kwargs: for ``make_env``; a list has one dict for each worker.
+        reset_at_each_iter: each rollout begins new episodes.
+        max_frames_per_traj: episodes are truncated after so many steps, and rows have
+            ``"step_count"``. Not for vector envs.
+        set_truncated: the last step of each rollout is marked as truncated and done.
+        track_policy_version: False leaves ``"policy_version"`` out.
+        pre_collect_hook, post_collect_hook: called before a rollout, and behind it with its rows,
+            in the process that makes it.
+        cat_results: ``"stack"`` gives batches ``[workers, N, T]``; 0, 1 or -1 is the dimension
+            along which the workers' rollouts are joined. Default: 0, where TorchRL's
+            ``MultiSyncCollector`` stacks.
+        preemptive_threshold: once this part of the workers is ready the others stop: short for
+            ``readiness=Preempt(...)``.
+        device, storing_device: where batches are put. The workers themselves run on the CPU.
+        **torchrl: arguments of TorchRL's collectors that have no meaning here. Those that ask for
+            something are refused with the reason (``torchrl_dist/collect/arguments.py``).
 
     Raises:
         ConfigurationError: arguments that cannot work together.
@@ -135,13 +160,13 @@ class RPCBatchedCollector(BaseCollector):
 
     def __init__(
         self,
-        make_env: str | Callable[[], Any],
+        make_env: Any = None,
         policy: nn.Module | Callable[[TensorDictBase], Any] | None = None,
         *,
         session: Session | None = None,
         frames_per_batch: int | None = None,
-        total_frames: int = -1,
-        policy_factory: Callable[[int, int], nn.Module] | None = None,
+        total_frames: int | None = -1,
+        policy_factory: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
         num_envs: int = 1,
         env_processes: int = 0,
         step_timeout_s: float | None = None,
@@ -152,7 +177,7 @@ class RPCBatchedCollector(BaseCollector):
         inference: Literal["worker", "learner"] = "worker",
         env_groups: int = 2,
         trajs_per_batch: int | None = None,
-        split_trajs: bool = False,
+        split_trajs: bool | None = False,
         postproc: Postproc | None = None,
         postproc_factory: Callable[[Any], Postproc] | None = None,
         seed: int | None = None,
@@ -161,36 +186,71 @@ class RPCBatchedCollector(BaseCollector):
         worker_timeout_s: float | None = None,
         timeout_s: float | None = None,
         categorical_action_encoding: bool = False,
+        create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        init_random_frames: int | None = None,
+        reset_at_each_iter: bool = False,
+        max_frames_per_traj: int | None = None,
+        set_truncated: bool = False,
+        track_policy_version: bool = True,
+        pre_collect_hook: Callable[[], Any] | None = None,
+        post_collect_hook: Callable[[TensorDictBase], Any] | None = None,
+        cat_results: Literal["stack"] | int | None = None,
+        preemptive_threshold: float | None = None,
+        device: torch.device | str | int | None = None,
+        storing_device: torch.device | str | int | None = None,
+        **torchrl: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook)
+        if make_env is None:
+            make_env = torchrl.pop("create_env_fn", None)
+        refuse(torchrl)
         peers = choose_peers(session, workers)
         num_workers = len(peers) or 1
-        check_env(make_env)
+        here = not env_processes and all(session is None or peer == session.me for peer in peers)
+        make_envs = choose_envs(
+            make_env,
+            create_env_kwargs,
+            num_workers,
+            here=here and num_workers == 1,
+            num_envs=num_envs,
+        )
+        factories = choose_policy_factories(policy_factory, num_workers)
+        total_frames = -1 if total_frames is None else total_frames
         settings = Settings(
             frames_per_batch=frames_per_batch,
             total_frames=total_frames,
             num_envs=num_envs,
             env_processes=env_processes,
             step_timeout_s=step_timeout_s,
-            readiness=WaitAll() if readiness is None else readiness,
+            readiness=choose_readiness(readiness, preemptive_threshold, num_workers),
             max_policy_lag=max_policy_lag,
             replay_buffer=replay_buffer,
             inference=inference,
             env_groups=env_groups,
             trajs_per_batch=trajs_per_batch,
-            split_trajs=split_trajs,
+            split_trajs=bool(split_trajs),
             postproc=postproc,
             postproc_factory=postproc_factory,
             min_workers=min_workers,
             worker_timeout_s=worker_timeout_s,
             timeout_s=timeout_s,
+            init_random_frames=max(0, init_random_frames or 0),
+            reset_at_each_iter=reset_at_each_iter,
+            max_frames_per_traj=max_frames_per_traj or 0,
+            set_truncated=set_truncated,
+            track_policy_version=track_policy_version,
+            cat_results=cat_results,
+            storing_device=choose_storing_device(device, storing_device),
         )
         settings.check_workers(num_workers)
         self.readiness: Readiness = settings.readiness
+        self._num_workers = num_workers
         self.trajs_per_batch = trajs_per_batch
-        self.split_trajs = split_trajs
+        self.split_trajs = settings.split_trajs
+        self._settings = settings
+        self._background: Background | None = None
         self._trajectories = TrajectoryAssembler()
-        if env_processes or any(session is not None and peer != session.me for peer in peers):
+        if not here:
             require_shared(replay_buffer)
         self.max_policy_lag = max_policy_lag
         self.min_workers = min_workers
@@ -207,9 +267,10 @@ class RPCBatchedCollector(BaseCollector):
         rollouts = self.readiness.rollouts_per_batch(num_workers)
         frames = None if frames_per_batch is None else -(-frames_per_batch // rollouts)
         config = WorkerConfig(
-            make_env,
-            policy=None if policy_factory is not None else _cpu_copy(policy),
-            policy_factory=policy_factory,
+            "",
+            make_envs=make_envs,
+            policy=None if factories is not None else _cpu_copy(policy),
+            policy_factories=factories or (),
             frames_per_rollout=frames,
             num_envs=num_envs,
             env_processes=env_processes,
@@ -221,6 +282,12 @@ class RPCBatchedCollector(BaseCollector):
             replay_buffer=replay_buffer,
             postproc=postproc,
             postproc_factory=postproc_factory,
+            reset_at_each_iter=reset_at_each_iter,
+            max_frames_per_traj=settings.max_frames_per_traj,
+            set_truncated=set_truncated,
+            stamp_version=track_policy_version,
+            whole_trajectories=trajs_per_batch is not None and replay_buffer is not None,
+            hooks=(pre_collect_hook, post_collect_hook),
         )
         self._frames = 0
         self._iter = -1  # as TorchRL counts: batches delivered, less one
@@ -242,7 +309,7 @@ class RPCBatchedCollector(BaseCollector):
                 ),
             )
         try:
-            self._crew = self._start(session, peers, config)
+            self._crew = self._start_crew(session, peers, config)
         except BaseException:
             if self._inference is not None:
                 self._inference.close(_SHUTDOWN_S)
@@ -253,6 +320,7 @@ class RPCBatchedCollector(BaseCollector):
             self._crew.send_weights(initial)
         first = self._crew.workers[0]
         self.frames_per_batch = rollouts * first.num_envs * first.steps
+        self._check_frames()
         self.requested_frames_per_batch = frames_per_batch or self.frames_per_batch
         if self.frames_per_batch > self.requested_frames_per_batch:
             warnings.warn(
@@ -261,7 +329,16 @@ class RPCBatchedCollector(BaseCollector):
                 stacklevel=2,
             )
 
-    def _start(self, session: Session | None, peers: Sequence[Peer], config: WorkerConfig) -> Crew:
+    def _check_frames(self) -> None:
+        try:
+            self._settings.check_frames(self.frames_per_batch)
+        except ConfigurationError:
+            self.shutdown()
+            raise
+
+    def _start_crew(
+        self, session: Session | None, peers: Sequence[Peer], config: WorkerConfig
+    ) -> Crew:
         limit_s = self.timeout_s if session is None else max(self.timeout_s, session.timeout_s)
         workers, lost, errors = start_workers(
             session, peers, config, max_ahead=self.max_policy_lag, limit_s=limit_s
@@ -405,18 +482,28 @@ class RPCBatchedCollector(BaseCollector):
         except DeadlineError:
             raise  # the rollouts go on, and so may the caller
         except Exception:
-            self.shutdown()
+            self.shutdown(raise_on_error=False)
             raise
 
     def _next_batch(self) -> TensorDict | CollectReport | None:
-        if self.trajs_per_batch is None:
-            return self._next_rollouts()
+        if self.trajs_per_batch is None or self.replay_buffer is not None:
+            return self._stored(self._next_rollouts())
         while len(self._trajectories) < self.trajs_per_batch:
             batch = self._next_rollouts()
             if batch is None:
                 return None
             self._trajectories.add(batch)
-        return self._trajectories.take(self.trajs_per_batch)
+            if self._settings.reset_at_each_iter:
+                self._trajectories.forget_parts()
+        return self._stored(self._trajectories.take(self.trajs_per_batch))
+
+    def _stored(
+        self, batch: TensorDict | CollectReport | None
+    ) -> TensorDict | CollectReport | None:
+        device = self._settings.storing_device
+        if device is None or not isinstance(batch, TensorDictBase):
+            return batch
+        return batch.to(device)
 
     def _next_rollouts(self) -> TensorDict | CollectReport | None:
         begun = time.monotonic()
@@ -437,10 +524,131 @@ class RPCBatchedCollector(BaseCollector):
             warnings.warn(f"replaced {what}", stacklevel=4)
         if self.replay_buffer is not None:
             return self.report
-        batch = join([rows for _, rows in taken if rows is not None], self.readiness.cuts)
+        rollouts = [rows for _, rows in taken if rows is not None]
+        batch = join(rollouts, self.readiness.cuts, self._settings.cat_results or 0)
         return split_trajectories(batch, prefix="collector") if self.split_trajs else batch
 
+    # ---- in the background
+
+    def start(self) -> None:
+        """Collect into the replay buffer in a thread, until ``total_frames`` are there or
+        :meth:`async_shutdown`. Weights may be updated meanwhile, and :meth:`stats` asked.
+
+        Raises:
+            ConfigurationError: there is no ``replay_buffer``.
+            Exception: what collection in the background ended with.
+        """
+        if self.replay_buffer is None:
+            raise ConfigurationError("start() collects into replay_buffer=, and there is none")
+        self._crew.require_open()
+        if self._background is not None:
+            self._background.raise_error()
+        if not self.is_running():
+            self._background = Background(self)
+
+    def is_running(self) -> bool:
+        """Whether a thread collects."""
+        return self._background is not None and self._background.running
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """No env is stepped inside: waits for the rollouts under way, at most ``timeout_s``.
+
+        Raises:
+            DeadlineError: they did not end in time.
+            Exception: what collection in the background ended with.
+        """
+        with contextlib.ExitStack() as stack:
+            if self._background is not None:
+                stack.enter_context(self._background.between_batches(self.timeout_s))
+            self._crew.require_open()
+            stack.enter_context(self._crew.idle(self.timeout_s))
+            yield
+
+    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """As :meth:`shutdown`.
+
+        Raises:
+            Exception: what collection in the background ended with.
+        """
+        self.shutdown(timeout, close_env)
+        if self._background is not None:
+            self._background.raise_error()
+
+    # ---- hooks
+
+    @property
+    def pre_collect_hook(self) -> Callable[[], Any] | None:
+        """Called before each rollout, where it is made."""
+        return self._pre_collect_hook
+
+    @pre_collect_hook.setter
+    def pre_collect_hook(self, hook: Callable[[], Any] | None) -> None:
+        self._set_hooks(hook, self._post_collect_hook)
+
+    @property
+    def post_collect_hook(self) -> Callable[[TensorDictBase], Any] | None:
+        """Called behind each rollout, where it is made, with its rows."""
+        return self._post_collect_hook
+
+    @post_collect_hook.setter
+    def post_collect_hook(self, hook: Callable[[TensorDictBase], Any] | None) -> None:
+        self._set_hooks(self._pre_collect_hook, hook)
+
+    def _set_hooks(self, before: Any, behind: Any) -> None:
+        self._crew.ask_all("set_hooks", (before, behind), timeout_s=self.timeout_s)
+        self._pre_collect_hook, self._post_collect_hook = before, behind
+
+    # ---- what TorchRL's base class offers and this one has another way for
+
+    @property
+    def weight_updater(self) -> None:
+        """None: see :meth:`update_policy_weights_`."""
+        return None
+
+    @weight_updater.setter
+    def weight_updater(self, value: Any) -> None:
+        refuse({"weight_updater": value})
+
+    def receive_weights(self, *args: Any, **kwargs: Any) -> None:
+        raise ConfigurationError("receive_weights: call update_policy_weights_() at the learner")
+
+    def register_scheme_receiver(self, *args: Any, **kwargs: Any) -> None:
+        raise ConfigurationError("there are no weight sync schemes: call update_policy_weights_()")
+
+    def init_updater(self, *args: Any, **kwargs: Any) -> None:
+        raise ConfigurationError("there is no weight updater: call update_policy_weights_()")
+
+    def enable_profile(self, *args: Any, **kwargs: Any) -> None:
+        raise ConfigurationError(
+            "enable_profile: the rollouts run in other threads and processes; profile there, with "
+            "pre_collect_hook= and post_collect_hook="
+        )
+
     # ---- the rest of TorchRL's interface
+
+    def stats(
+        self, workers: Literal["aggregate", "per_worker", "both"] = "aggregate"
+    ) -> dict[str, int | float | bool]:
+        """Counters, as TorchRL's collectors with several workers answer it; asks nobody, so that
+        any thread may call it.
+
+        Args:
+            workers: with ``"per_worker"`` or ``"both"`` also each worker's frames, as
+                ``"worker_0/frames"``.
+        """
+        if workers not in ("aggregate", "per_worker", "both"):
+            raise ConfigurationError(
+                f"workers={workers!r}: expected 'aggregate', 'per_worker' or 'both'"
+            )
+        stats: dict[str, int | float | bool] = {}
+        if workers != "per_worker":
+            stats |= super().stats()
+        stats["workers"] = self._num_workers
+        stats["workers_alive"] = self._num_workers - len(self._crew.lost)
+        if workers != "aggregate":
+            stats |= {f"worker_{i}/frames": frames for i, frames in self._crew.frames.items()}
+        return stats
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed all envs and start new episodes. Env i of the job gets the i-th seed of TorchRL's
@@ -478,8 +686,10 @@ class RPCBatchedCollector(BaseCollector):
         return self._visit(env, "call", "render")[0]
 
     def reset(self) -> None:
-        """Start new episodes in all envs before the next rollout that is asked for."""
+        """Start new episodes in all envs before the next rollout that is asked for. Trajectories
+        that wait to be completed or delivered are dropped."""
         self._crew.ask_all("reset", timeout_s=self.timeout_s)
+        self._trajectories.forget()
 
     def _visit(self, env: int | None, what: str, name: str, *args: Any, **kwargs: Any) -> list:
         if env is None:
@@ -533,18 +743,32 @@ class RPCBatchedCollector(BaseCollector):
         raise_on_error: bool = True,
     ) -> None:
         """Stop the rollouts in flight after their current step and close all envs. Idempotent;
-        blocks at most ``timeout`` seconds (default 10), dead or stuck workers or not."""
+        blocks at most ``timeout`` seconds (default 10), dead or stuck workers or not.
+
+        Args:
+            close_env: False lets envs be that others hold as well, such as one that was given to
+                the constructor.
+
+        Raises:
+            RemoteError: an env raised as it was closed, unless ``raise_on_error`` is False.
+        """
         self._abandoned.detach()
         until = time.monotonic() + (_SHUTDOWN_S if timeout is None else timeout)
-        self._crew.close(until - time.monotonic())
+        if self._background is not None:
+            self._background.stop()
+        errors = self._crew.close(until - time.monotonic(), close_env)
         if self._inference is not None:
             self._inference.close(until - time.monotonic())
+        if self._background is not None:
+            self._background.join(until - time.monotonic())
+        if errors and raise_on_error:
+            raise errors[0]
 
     def __enter__(self) -> RPCBatchedCollector:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.shutdown()
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self.shutdown(raise_on_error=error is None)
 
     def __repr__(self) -> str:
         alive = len(self._crew.workers) - len(self._crew.lost)

@@ -7,12 +7,13 @@ everything here is guarded by one condition, on which the caller of :meth:`Crew.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass, field
@@ -26,7 +27,12 @@ from torchrl_dist.collect.handles import Handle
 from torchrl_dist.collect.readiness import Readiness
 from torchrl_dist.collect.shared_block import PackedRows
 from torchrl_dist.collect.worker import STOPPED_S, RolloutStats
-from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError
+from torchrl_dist.errors import (
+    ConfigurationError,
+    DeadlineError,
+    PeerLostError,
+    RemoteError,
+)
 from torchrl_dist.weights import PackedWeights
 
 Delivery = tuple[RolloutStats, TensorDict | None]
@@ -105,6 +111,7 @@ class Crew:
         self._cond = threading.Condition()
         self._arrivals: list[int] = []
         self._waiting = False
+        self._paused = 0
         self._closed = False
 
     @property
@@ -250,6 +257,7 @@ class Crew:
         ahead = worker.max_ahead + (1 if self._waiting else 0)
         while (
             not self._closed
+            and not self._paused
             and not worker.lost
             and worker.failure is None
             and len(worker.in_flight) < _MAX_IN_FLIGHT
@@ -357,6 +365,30 @@ class Crew:
 
     # ---- all at once
 
+    @contextlib.contextmanager
+    def idle(self, timeout_s: float) -> Iterator[None]:
+        """Wait until no rollout is under way; none begins inside. What has come is kept.
+
+        Raises:
+            DeadlineError: not within ``timeout_s``.
+        """
+        with self._cond:
+            self._paused += 1
+        try:
+            with self._cond:
+                busy = [w for w in self.workers if not w.lost]
+                if not self._cond.wait_for(lambda: not any(w.in_flight for w in busy), timeout_s):
+                    names = ", ".join(w.name for w in busy if w.in_flight)
+                    raise DeadlineError(
+                        f"rollouts of {names} have not ended within {timeout_s:g} s"
+                    )
+            yield
+        finally:
+            with self._cond:
+                self._paused -= 1
+                for worker in self.workers if not self._closed else ():
+                    self._request(worker)
+
     def ask_all(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         """Call a method of every living worker; blocks, with one deadline for all."""
         self.require_open()
@@ -376,11 +408,16 @@ class Crew:
         if self._closed:
             raise ConfigurationError("this collector was shut down; build a new one")
 
-    def close(self, limit_s: float) -> None:
-        """Stop the rollouts in flight, close all envs; blocks at most ``limit_s``. Idempotent."""
+    def close(self, limit_s: float, close_env: bool = True) -> list[RemoteError]:
+        """Stop the rollouts in flight, close all envs, or let them be; blocks at most ``limit_s``.
+        Idempotent.
+
+        Returns:
+            what envs raised as they were closed.
+        """
         with self._cond:
             if self._closed:
-                return
+                return []
             self._closed = True
             alive = [w for w in self.workers if not isinstance(w.failure, PeerLostError)]
             self._cond.notify_all()
@@ -388,11 +425,19 @@ class Crew:
         for worker in alive:
             try:
                 futures.append(
-                    worker.handle.submit("close", step_limit_s=limit_s, timeout_s=limit_s)
+                    worker.handle.submit(
+                        "close", step_limit_s=limit_s, close_env=close_env, timeout_s=limit_s
+                    )
                 )
             except ConfigurationError:
-                return  # the session has ended, and its processes with it
+                return []  # the session has ended, and its processes with it
         wait_for_futures(futures, limit_s)
         with self._cond:
             for worker in self.workers:
                 worker.inbox.clear()
+        errors = [future.exception() for future in futures if future.done()]
+        return [
+            error
+            for error in errors
+            if isinstance(error, RemoteError) and not isinstance(error.__cause__, DeadlineError)
+        ]

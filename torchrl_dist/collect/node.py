@@ -39,6 +39,7 @@ from torchrl_dist.collect.shared_block import (
 from torchrl_dist.collect.specs import require_equal_specs
 from torchrl_dist.collect.worker import (
     STOPPED_S,
+    Hooks,
     RolloutStats,
     RolloutWorker,
     Turns,
@@ -181,6 +182,12 @@ class NodeWorker:
         """As ``RolloutWorker.set_trajectory_base``."""
         self._pool.job = replace(self._pool.job, trajectory_base=base)
         self._tell_all("set_trajectory_base", base)
+
+    def set_hooks(self, hooks: Hooks) -> None:
+        """As ``RolloutWorker.set_hooks``; in all processes."""
+        self.config = replace(self.config, hooks=hooks)
+        self._pool.job = replace(self._pool.job, config=cloudpickle.dumps(self.config))
+        self._tell_all("set_hooks", hooks)
 
     def reset(self) -> None:
         """As ``RolloutWorker.reset``."""
@@ -433,7 +440,7 @@ class NodeWorker:
             replaced=tuple(replaced),
         )
 
-    def close(self, step_limit_s: float = CLOSE_S) -> None:
+    def close(self, step_limit_s: float = CLOSE_S, close_env: bool = True) -> None:
         """Stop a running rollout after its current steps, close the envs, end the processes, also
         those that hang: blocks at most about ``step_limit_s``. Idempotent."""
         until = time.monotonic() + step_limit_s

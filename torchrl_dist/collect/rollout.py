@@ -124,6 +124,15 @@ class Episodes:
         """The running episodes go on as other trajectories; their returns count as a whole."""
         self._current = self._take(self.num_envs)
 
+    def count_steps(self, done: np.ndarray) -> np.ndarray:
+        """Steps of the episode before each step of the next rollout, ``done [N, T]``: ``[N, T]``.
+        To be called before it is taken in."""
+        steps = np.arange(done.shape[1])
+        begun = np.zeros(done.shape, np.int64)
+        begun[:, 1:] = np.where(done[:, :-1], steps[1:], 0)
+        begun = np.maximum.accumulate(begun, 1)
+        return steps - begun + np.where(begun > 0, 0, self._lengths[:, None])
+
     def _take(self, n: int) -> np.ndarray:
         taken = np.arange(self.numbered, self.numbered + n, dtype=np.int64)
         self.numbered += n

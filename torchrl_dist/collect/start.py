@@ -42,7 +42,7 @@ def start_workers(
     """
 
     def build(index: int) -> Worker:
-        own = replace(config, worker_index=index)
+        own = config.of_worker(index)
         ahead = max_ahead
         if session is None or peers[index] == session.me:
             handle: Handle = LocalHandle(own)

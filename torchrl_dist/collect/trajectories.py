@@ -40,6 +40,25 @@ class TrajectoryAssembler:
         for _, _, trajectory in sorted(finished):
             self._whole.append(torch.cat(self._open.pop(trajectory), 0))
 
+    def forget_parts(self) -> None:
+        """What is unfinished will not be finished."""
+        self._open.clear()
+
+    def forget(self) -> None:
+        """Hold nothing."""
+        self._open.clear()
+        self._whole.clear()
+
+    def take_all(self) -> list[TensorDictBase]:
+        """All that are whole, each ``[steps]``."""
+        chosen = list(self._whole)
+        self._whole.clear()
+        return chosen
+
+    def take_flat(self, count: int) -> TensorDictBase:
+        """The next ``count`` of them, one behind the other: ``[steps of all]``."""
+        return torch.cat([self._whole.popleft() for _ in range(count)], 0)
+
     def take(self, count: int) -> TensorDict:
         """The next ``count`` of them, ``[count, longest]``, padded with zeros; valid steps are true
         in ``("collector", "mask")``."""

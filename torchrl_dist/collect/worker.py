@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from torchrl.envs.utils import ExplorationType
 
 from torchrl_dist.collect import exploration
 from torchrl_dist.collect.access import visit
-from torchrl_dist.collect.batches import truncate_last
+from torchrl_dist.collect.batches import set_truncated, truncate_last
 from torchrl_dist.collect.fast_policy import fast_policy
 from torchrl_dist.collect.groups import Inference, make_grouped_rollout
 from torchrl_dist.collect.registrations import Registrations
@@ -33,14 +34,18 @@ from torchrl_dist.collect.rollout import (
     Episodes,
     Rollout,
     RolloutStopped,
+    TorchRLRollout,
     make_rollout,
     nested,
 )
 from torchrl_dist.collect.shared_block import PackedRows, packable
+from torchrl_dist.collect.time_limit import make_limited
+from torchrl_dist.collect.trajectories import TrajectoryAssembler
 from torchrl_dist.errors import ConfigurationError, DeadlineError
 from torchrl_dist.weights import PackedWeights, unpack
 
 Postproc = Callable[[TensorDictBase], TensorDictBase]
+Hooks = tuple[Callable[[], Any] | None, Callable[[TensorDictBase], Any] | None]
 
 _EXPLORATION = exploration.Turns()
 # For a turn to time a step: for a rollout, the wait for the batch is bounded instead.
@@ -70,6 +75,11 @@ class WorkerConfig:
         env_processes: 0, or the number of processes in which the worker's envs run.
         step_timeout_s: an env process that makes no step for so long is replaced.
         inference: if the policy stays at the learner.
+        reset_at_each_iter, max_frames_per_traj, set_truncated: as TorchRL's; 0: no limit.
+        stamp_version: rows say which version of the policy made them.
+        whole_trajectories: the replay buffer gets complete trajectories, one after the other.
+        hooks: called before and behind each rollout; the latter with the rows.
+        make_envs, policy_factories: of each worker, if they differ; see :meth:`of_worker`.
         shown_index: of the worker that this one is a part of, for data and statistics.
         registrations: gymnasium environments that the worker's process is to know.
     """
@@ -94,6 +104,27 @@ class WorkerConfig:
     shown_index: int | None = None
     inference: Inference | None = None
     registrations: Registrations = field(default_factory=dict)
+    reset_at_each_iter: bool = False
+    max_frames_per_traj: int = 0
+    set_truncated: bool = False
+    stamp_version: bool = True
+    whole_trajectories: bool = False
+    hooks: Hooks = (None, None)
+    make_envs: tuple[str | Callable[[], Any], ...] = ()
+    policy_factories: tuple[Callable[[int, int], Any], ...] = ()
+
+    def of_worker(self, index: int) -> WorkerConfig:
+        """What that worker is built from; of what differs from worker to worker only its own."""
+        return replace(
+            self,
+            worker_index=index,
+            make_env=self.make_envs[index] if self.make_envs else self.make_env,
+            policy_factory=(
+                self.policy_factories[index] if self.policy_factories else self.policy_factory
+            ),
+            make_envs=(),
+            policy_factories=(),
+        )
 
     def without_parts(self) -> WorkerConfig:
         """What a closed worker keeps: nothing that takes memory."""
@@ -105,6 +136,7 @@ class WorkerConfig:
             replay_buffer=None,
             postproc=None,
             postproc_factory=None,
+            hooks=(None, None),
         )
 
 
@@ -244,6 +276,11 @@ class RolloutWorker:
         self.policy = config.policy
         if config.policy_factory is not None:
             self.policy = config.policy_factory(config.worker_index, config.num_workers)
+        self._hooks = config.hooks
+        self._trajectories = TrajectoryAssembler()
+        make_env = config.make_env
+        if config.max_frames_per_traj:
+            make_env = partial(make_limited, make_env, config.max_frames_per_traj)
         self._postproc = config.postproc
         if config.postproc_factory is not None:
             self._postproc = config.postproc_factory(self.policy)
@@ -251,7 +288,7 @@ class RolloutWorker:
         self._rollout: Rollout
         if config.inference is not None:
             self._rollout = make_grouped_rollout(
-                config.make_env,
+                make_env,
                 config.inference,
                 frames=config.frames_per_rollout or 1,
                 num_envs=config.num_envs,
@@ -259,7 +296,7 @@ class RolloutWorker:
             )
         else:
             self._rollout = make_rollout(
-                config.make_env,
+                make_env,
                 fast_policy(self.policy),
                 frames=config.frames_per_rollout or 1,
                 num_envs=config.num_envs,
@@ -268,6 +305,7 @@ class RolloutWorker:
             )
         self.num_envs = self._rollout.num_envs
         self.steps = self._rollout.steps
+        self._counts_steps = isinstance(self._rollout, TorchRLRollout)
         self._episodes = Episodes(
             self.num_envs, offset=config.worker_index, stride=config.num_workers
         )
@@ -347,6 +385,10 @@ class RolloutWorker:
         with self._lock:
             return visit(self._rollout.target, index, what, name, args, kwargs)
 
+    def set_hooks(self, hooks: Hooks) -> None:
+        """From the next rollout on."""
+        self._hooks = hooks
+
     def reset(self) -> None:
         """Start new episodes in all envs before the next rollout."""
         with self._lock:
@@ -355,6 +397,7 @@ class RolloutWorker:
     def _begin_anew(self) -> None:
         self._rollout.reset()
         self._episodes.restart()
+        self._trajectories.forget_parts()
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Block until no rollout is under way, at most so long; whether that is so."""
@@ -405,7 +448,10 @@ class RolloutWorker:
                 return None, RolloutStats(index, 0)
             if weights is not None:
                 self._take_weights(weights)
-            if anew:
+            before, behind = self._hooks
+            if before is not None:
+                before()
+            if anew or self.config.reset_at_each_iter:
                 self._begin_anew()
             begun = time.perf_counter()
             asked = self.steps if steps is None else steps
@@ -423,9 +469,13 @@ class RolloutWorker:
             if rollout.shape[1] < asked:
                 truncate_last(rollout)
                 self._episodes.split()
+            if self.config.set_truncated:
+                set_truncated(rollout)
             stepped = time.perf_counter()
             versions = rollout.get("policy_version")
-            data, size_bytes = self._deliver(rollout)
+            if not self.config.stamp_version:
+                rollout = rollout.exclude("policy_version")
+            data, size_bytes = self._deliver(rollout, behind)
             return data, RolloutStats(
                 index,
                 rollout.numel(),
@@ -460,6 +510,8 @@ class RolloutWorker:
         reward = following.get("reward").numpy().reshape(*shape, -1).sum(-1)
         ended = following.get("done").numpy().reshape(*shape, -1).any(-1)
         ended[kept:] = False
+        if self.config.max_frames_per_traj and not self._counts_steps:
+            self._set_step_count(rollout, ended)
         ids, returns, lengths = self._episodes.advance(reward, ended)
         collector = {
             "traj_ids": torch.from_numpy(ids),
@@ -468,22 +520,38 @@ class RolloutWorker:
         rollout.set("collector", nested(collector, list(shape), rollout.names))
         return returns, lengths
 
-    def _deliver(self, rollout: TensorDict) -> tuple[TensorDict | PackedRows | None, int]:
+    def _set_step_count(self, rollout: TensorDict, ended: np.ndarray) -> None:
+        """As TorchRL's ``StepCounter`` writes it."""
+        count = torch.from_numpy(self._episodes.count_steps(ended)).unsqueeze(-1)
+        rollout.set("step_count", count)
+        rollout.set(("next", "step_count"), count + 1)
+
+    def _deliver(
+        self, rollout: TensorDict, hook: Callable[[TensorDictBase], Any] | None
+    ) -> tuple[TensorDict | PackedRows | None, int]:
         rows = rollout
         if self._postproc is not None:
             with torch.no_grad():
                 rows = self._postproc(rollout)
         size_bytes = _size_bytes(rows)
+        if hook is not None:
+            hook(rows)
         if self.config.replay_buffer is None:
             if self.config.packed and packable(rows):
                 return PackedRows.of(rows), size_bytes
             return rows, size_bytes
-        if rows.numel():
-            self.config.replay_buffer.extend(rows.reshape(-1))
+        parts = [rows.reshape(-1)]
+        if self.config.whole_trajectories:
+            self._trajectories.add(rows)
+            parts = self._trajectories.take_all()
+        for part in parts:
+            if part.numel():
+                self.config.replay_buffer.extend(part)
         return None, size_bytes
 
-    def close(self, step_limit_s: float = 10.0) -> None:
-        """Stop a running rollout after its current step, then close the envs. Idempotent.
+    def close(self, step_limit_s: float = 10.0, close_env: bool = True) -> None:
+        """Stop a running rollout after its current step, then close the envs, unless they are to
+        stay open. Idempotent.
 
         Raises:
             DeadlineError: that step lasts longer than ``step_limit_s``; the envs are closed when
@@ -500,17 +568,20 @@ class RolloutWorker:
                 f"{step_limit_s:g} s"
             )
         try:
-            self._shut()
+            self._shut(close_env)
         finally:
             self._lock.release()
 
-    def _shut(self) -> None:
+    def _shut(self, close_env: bool = True) -> None:
         if self._closed:
             return
         self._closed = True
         _EXPLORATION.call_out()
-        self._rollout.close()
+        rollout = self._rollout
         # The session keeps this object until it ends; what it refers to may go.
         del self._rollout
         self._postproc = self.policy = None
+        self._hooks = (None, None)
         self.config = self.config.without_parts()
+        if close_env:
+            rollout.close()

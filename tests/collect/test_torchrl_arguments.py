@@ -1,0 +1,493 @@
+"""Arguments and methods of TorchRL's collectors: the same data, or a refusal with the reason."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDictBase, assert_close
+from torch import nn
+from torchrl.collectors import Collector
+from torchrl.data import LazyTensorStorage, OneHot, TensorDictReplayBuffer
+from torchrl.envs import EnvCreator, GymEnv, GymWrapper, ParallelEnv, StepCounter, TransformedEnv
+from torchrl.modules import QValueActor
+from torchrl.testing.mocking_classes import CountingEnv
+
+from tests.collect.envs import Counter
+from torchrl_dist.collect import Preempt, RPCBatchedCollector
+from torchrl_dist.collect.arguments import _ANYTHING, _REFUSED
+from torchrl_dist.errors import ConfigurationError, DeadlineError, RemoteError
+from torchrl_dist.runtime import Session, local_cluster
+
+
+class Plain(Counter):
+    """Observes nothing of how often it was reset."""
+
+    def _observe(self) -> np.ndarray:
+        return np.array([self.t, self.length], np.float32)
+
+
+class Turning(nn.Module):
+    """The action follows from the observation."""
+
+    def __init__(self, turn: int = 0) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.tensor(float(turn)))
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        action = (observation[..., 0] + self.turn).long() % 3
+        return nn.functional.one_hot(action, 3).float()
+
+
+def turning(turn: int = 0) -> QValueActor:
+    return QValueActor(Turning(turn), in_keys=["observation"], spec=OneHot(3))
+
+
+@pytest.fixture
+def build() -> Iterator[Any]:
+    built = []
+
+    def make(*args: Any, **kwargs: Any) -> RPCBatchedCollector:
+        built.append(RPCBatchedCollector(*args, **kwargs))
+        return built[-1]
+
+    yield make
+    for collector in built:
+        collector.shutdown()
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Session]:
+    with local_cluster({"learner": 1}) as session:
+        yield session
+
+
+def require_equal(got: TensorDictBase, expected: TensorDictBase) -> None:
+    """Of rows that say when they were made, and as what trajectory of which worker."""
+    got = got.exclude("policy_version", ("collector", "worker_index"))
+    assert set(got.keys(True, True)) == set(expected.keys(True, True))
+    assert got.shape == expected.shape
+    ids = [rows["collector", "traj_ids"].flatten() for rows in (got, expected)]
+    pairs = {*zip(ids[0].tolist(), ids[1].tolist(), strict=True)}
+    assert len(pairs) == len(ids[0].unique()) == len(ids[1].unique())  # the same by other names
+    assert_close(got.exclude("collector"), expected.exclude("collector"), rtol=0, atol=0)
+    for key in expected.keys(True, True):
+        assert got[key].dtype == expected[key].dtype, key
+
+
+@pytest.mark.parametrize("make", [Plain, lambda: GymWrapper(Plain())], ids=["gym", "torchrl"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_frames_per_traj": 3},
+        {"max_frames_per_traj": 5},
+        {"max_frames_per_traj": 20},
+        {"reset_at_each_iter": True},
+        {"set_truncated": True},
+        {"max_frames_per_traj": 4, "reset_at_each_iter": True, "set_truncated": True},
+        {"total_frames": None, "init_random_frames": -1},
+    ],
+    ids=str,
+)
+def test_batches_are_those_of_torchrls_collector(
+    build: Any, make: Callable[[], Any], options: dict[str, Any]
+) -> None:
+    common = {"frames_per_batch": 7, "total_frames": 28} | options
+    theirs = Collector(lambda: GymWrapper(Plain()), turning(), **common)
+    expected = [next(batches) for batches in [iter(theirs)] for _ in range(4)]
+    theirs.shutdown()
+    ours = build(make, turning(), **common)
+    got = [ours.next() for _ in range(4)]
+    require_equal(torch.cat(got, 1)[0], torch.cat(expected, 0))
+    if not options.get("reset_at_each_iter"):
+        ids = torch.cat(got, 1)["collector", "traj_ids"][0]
+        ends = torch.cat(got, 1)["next", "done"][0, :-1, 0]
+        if not options.get("set_truncated"):
+            assert ids.diff().ne(0).equal(ends)
+
+
+def test_step_counts_go_on_over_rollouts_and_envs(build: Any) -> None:
+    lengths = iter([3, 8, 100])
+    collector = build(
+        lambda: Counter(next(lengths)), None, num_envs=3, frames_per_batch=6, max_frames_per_traj=5
+    )
+    rows = torch.cat([collector.next() for _ in range(10)], 1)
+    for i, length in enumerate([3, 5, 5]):
+        expected = [t % length for t in range(20)]
+        assert rows["step_count"][i, :, 0].tolist() == expected
+        assert rows["next", "step_count"][i, :, 0].tolist() == [t + 1 for t in expected]
+        assert rows["next", "truncated"][i, :, 0].tolist() == [
+            length == 5 and t == 4 for t in expected
+        ]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TransformedEnv(GymWrapper(Plain()), StepCounter()), "counts its steps already"),
+        (lambda: gymnasium.make_vec("CartPole-v1", 2), "resets its envs itself"),
+    ],
+)
+def test_a_limit_that_an_env_cannot_have_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        RPCBatchedCollector(make, None, frames_per_batch=6, max_frames_per_traj=5)
+
+
+def test_set_truncated_needs_somewhere_to_say_so(build: Any) -> None:
+    env = CountingEnv()
+    assert "truncated" not in env.done_keys
+    collector = build(env, None, frames_per_batch=3, set_truncated=True)
+    with pytest.raises(RemoteError, match="add_truncated_keys"):
+        collector.next()
+
+
+def test_hooks_run_around_each_rollout_and_can_be_replaced(build: Any) -> None:
+    seen: list[Any] = []
+
+    def before() -> None:
+        seen.append("before")
+
+    def behind(rows: TensorDictBase) -> None:
+        seen.append(rows)
+
+    collector = build(
+        Plain,
+        turning(),
+        frames_per_batch=5,
+        pre_collect_hook=before,
+        post_collect_hook=behind,
+        postproc=lambda rows: rows.set("more", torch.ones(rows.shape)),
+    )
+    assert not seen
+    batches = [collector.next(), collector.next()]
+    assert seen[::2] == ["before"] * 2
+    for rows, batch in zip(seen[1::2], batches, strict=True):
+        assert_close(rows, batch)
+        assert "more" in rows
+    assert (collector.pre_collect_hook, collector.post_collect_hook) == (before, behind)
+    collector.pre_collect_hook = None
+    collector.set_post_collect_hook(lambda rows: rows.fill_("more", 2.0))
+    assert collector.next()["more"].eq(2).all() and len(seen) == 4
+
+    def fail() -> None:
+        raise ZeroDivisionError("a hook")
+
+    collector.pre_collect_hook = fail
+    with pytest.raises(RemoteError, match="a hook"):
+        collector.next()
+
+
+@pytest.mark.parametrize("cat", ["stack", 0, 1, -1, None])
+def test_cat_results_joins_as_multi_sync_collector_does(build: Any, alone: Any, cat: Any) -> None:
+    workers = [alone.me] * 3
+    common = {"session": alone, "workers": workers, "num_envs": 2, "frames_per_batch": 24}
+    common |= {"total_frames": 48}
+    parts = build(Plain, turning(), **common).next().split(2)
+    batch = build(Plain, turning(), cat_results=cat, **common).next()
+    dim = cat or 0
+    expected = torch.stack(parts) if cat == "stack" else torch.cat(parts, dim)
+    assert_close(batch, expected, rtol=0, atol=0)
+    assert batch.shape == {"stack": (3, 2, 4), 1: (2, 12), -1: (2, 12)}.get(cat, (6, 4))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cat_results": "list"}, "expected 'stack'"),
+        ({"cat_results": 2}, "expected 'stack'"),
+        ({"cat_results": "stack", "total_frames": 10}, "no multiple"),
+        ({"cat_results": 1, "trajs_per_batch": 2}, "batches of rollouts"),
+        ({"preemptive_threshold": 1.5}, "from 0 to 1"),
+        ({"preemptive_threshold": 0.5, "readiness": Preempt()}, "not both"),
+        ({"device": "cuda"}, "run on the CPU"),
+        ({"policy_device": "cuda:0"}, "run on the CPU"),
+        ({"storing_device": "nowhere"}, "expected a device"),
+        ({"storing_device": "cuda", "replay_buffer": object()}, "host memory"),
+        ({"init_random_frames": 0.5}, "whole number"),
+        ({"max_frames_per_traj": -3}, "at least 0"),
+        ({"track_policy_version": object()}, "expected a bool"),
+        ({"policy_factory": [turning, turning]}, "one for each of 1"),
+        ({"make_env": [Plain, Plain]}, "2 make_env"),
+        ({"make_env": None}, "expected a gymnasium id"),
+        ({"make_env": Plain(), "num_envs": 2}, "a function that makes it"),
+        ({"make_env": Plain(), "create_env_kwargs": {"length": 3}}, "made already"),
+        ({"create_env_kwargs": [{}, {}]}, "2 create_env_kwargs"),
+    ],
+)
+def test_values_that_mean_nothing_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        RPCBatchedCollector(**{"make_env": Plain, "frames_per_batch": 4} | options)
+
+
+def test_what_is_not_there_is_refused_with_the_reason(build: Any) -> None:
+    for name, (harmless, reason) in _REFUSED.items():
+        if _ANYTHING in harmless:
+            continue
+        assert len(reason) > 10
+        with pytest.raises(ConfigurationError, match=f"{name}=.* is not supported"):
+            RPCBatchedCollector(Plain, frames_per_batch=4, **{name: "something"})
+    quiet = {name: harmless[0] for name, (harmless, _) in _REFUSED.items()}
+    collector = build(create_env_fn=Plain, frames_per_batch=4, **quiet)
+    with pytest.raises(TypeError, match="frames_per_bath"):
+        RPCBatchedCollector(Plain, frames_per_bath=4)
+    with pytest.raises(ConfigurationError, match="update_policy_weights_"):
+        collector.weight_updater = object()
+    assert collector.weight_updater is None
+    for method in ("receive_weights", "register_scheme_receiver", "init_updater", "enable_profile"):
+        with pytest.raises(ConfigurationError, match="call update_policy_weights_|profile there"):
+            getattr(collector, method)()
+    assert collector.next().numel() == 4
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        "CartPole-v1",
+        lambda: gymnasium.make("CartPole-v1"),
+        lambda: gymnasium.make_vec("CartPole-v1", 1),
+        lambda: GymEnv("CartPole-v1"),
+        EnvCreator(lambda: GymEnv("CartPole-v1")),
+        lambda: TransformedEnv(GymEnv("CartPole-v1"), StepCounter()),
+        lambda: ParallelEnv(2, partial(GymEnv, "CartPole-v1"), mp_start_method="fork"),
+    ],
+    ids=["id", "gym", "vec", "env", "creator", "transformed", "parallel"],
+)
+@pytest.mark.parametrize("given", [False, True])
+def test_all_kinds_of_envs_work(build: Any, make: Any, given: bool) -> None:
+    if given and isinstance(make, str):
+        return
+    env = make() if given else make
+    collector = build(env, None, frames_per_batch=20, total_frames=40, seed=3)
+    batches = list(collector)
+    assert sum(batch.numel() for batch in batches) == 40
+    assert batches[0]["observation"].shape[-1] == 4
+    collector.shutdown()
+    if given and hasattr(env, "is_closed"):
+        assert env.is_closed
+
+
+def test_an_env_of_the_callers_may_stay_open(build: Any) -> None:
+    class Fails(Plain):
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+            raise ZeroDivisionError("cannot close")
+
+    kept, env = Fails(), Fails()
+    collector = build(kept, None, frames_per_batch=4)
+    collector.next()
+    collector.shutdown(close_env=False)
+    assert not kept.closed
+    collector = build(env, None, frames_per_batch=4)
+    with pytest.raises(RemoteError, match="cannot close"):
+        collector.shutdown()
+    assert env.closed
+    build(Fails, None, frames_per_batch=4).shutdown(raise_on_error=False)
+
+
+def test_envs_policies_and_weights_may_differ_from_worker_to_worker(
+    build: Any, alone: Session
+) -> None:
+    common = {"session": alone, "workers": [alone.me] * 2, "frames_per_batch": 20}
+    collector = build(
+        [lambda: Plain(3), lambda: Plain(7)],
+        policy_factory=[lambda: turning(0), lambda: turning(1)],
+        **common,
+    )
+
+    def turns(batch: TensorDictBase) -> list[float]:
+        turned = batch["action"].argmax(-1) - batch["observation"][..., 0]
+        return (turned % 3).float().mean(1).tolist()
+
+    batch = collector.next()
+    assert batch["observation"][:, 0, 1].tolist() == [3, 7] and turns(batch) == [0, 1]
+    collector.update_policy_weights_({1: turning(2)})
+    batch = collector.next()
+    assert turns(batch) == [0, 2] and batch["policy_version"][:, 0].tolist() == [0, 1]
+    collector.update_policy_weights_({0: turning(1), 1: turning(0)})
+    assert turns(collector.next()) == [1, 0]
+    collector.update_policy_weights_(turning(2), worker_ids=[0])
+    assert turns(collector.next()) == [2, 0]
+    collector.update_policy_weights_(turning(1))
+    assert turns(collector.next()) == [1, 1]
+    kwargs = [{"length": 2}, {"length": 4}]
+    collector = build(Plain, turning(), create_env_kwargs=kwargs, **common)
+    assert collector.next()["observation"][:, 0, 1].tolist() == [2, 4]
+
+
+def test_batches_go_where_they_are_to_be_stored(build: Any) -> None:
+    assert build(Plain, frames_per_batch=4).next().device is None
+    assert build(Plain, frames_per_batch=4, device="cpu").next().device == torch.device("cpu")
+    batch = build(Plain, frames_per_batch=4, device="cpu", storing_device="meta").next()
+    assert batch.device == batch["observation"].device == torch.device("meta")
+
+
+def test_versions_are_stamped_if_wanted(build: Any) -> None:
+    assert "policy_version" in build(Plain, frames_per_batch=4).next()
+    collector = build(Plain, frames_per_batch=4, track_policy_version=False)
+    assert "policy_version" not in collector.next()
+    assert collector.get_policy_version() == 0
+
+
+def test_stats_have_what_torchrls_have(build: Any) -> None:
+    common = {"frames_per_batch": 4, "total_frames": 8}
+    theirs = Collector(lambda: GymWrapper(Plain()), turning(), **common)
+    ours = build(Plain, turning(), **common)
+    for _ in range(3):
+        expected, got = theirs.stats(), ours.stats()
+        assert {key: got[key] for key in expected} == expected
+        assert got["workers"] == got["workers_alive"] == 1 and got["policy_version"] == 0
+        theirs.next(), ours.next()
+    assert ours.stats("both")["worker_0/frames"] == 8
+    assert ours.stats("per_worker") == {"workers": 1, "workers_alive": 1, "worker_0/frames": 8}
+    with pytest.raises(ConfigurationError, match="per_worker"):
+        ours.stats("none")
+    theirs.shutdown()
+
+
+def test_a_threshold_lets_the_others_stop(build: Any, alone: Session) -> None:
+    four = {"session": alone, "workers": [alone.me] * 4, "frames_per_batch": 40}
+    assert build(Plain, preemptive_threshold=0.6, **four).readiness.fraction == 0.5
+    assert build(Plain, preemptive_threshold=0.0, **four).readiness.fraction == 0.25
+    assert not build(Plain, preemptive_threshold=1.0, **four).readiness.cuts
+
+
+# ---- with a replay buffer
+
+
+def buffer(size: int = 1000) -> TensorDictReplayBuffer:
+    return TensorDictReplayBuffer(storage=LazyTensorStorage(size), batch_size=4)
+
+
+@pytest.mark.parametrize("torchrl", [False, True])
+def test_whole_trajectories_reach_the_buffer_as_torchrl_writes_them(
+    build: Any, torchrl: bool
+) -> None:
+    common = {"frames_per_batch": 7, "total_frames": 28, "trajs_per_batch": 2}
+    expected, got = buffer(), buffer()
+    for _ in Collector(lambda: GymWrapper(Plain()), turning(), replay_buffer=expected, **common):
+        pass
+    make = (lambda: GymWrapper(Plain())) if torchrl else Plain
+    reports = list(build(make, turning(), replay_buffer=got, **common))
+    assert sum(report.frames for report in reports) == 28
+    assert len(got) == len(expected) == 25  # the last three steps belong to no whole one
+    require_equal(got[:].exclude("index"), expected[:].exclude("index"))
+
+
+def test_interrupted_trajectories_are_never_written(build: Any) -> None:
+    rows = buffer()
+    collector = build(
+        lambda: Plain(5),
+        turning(),
+        num_envs=2,
+        frames_per_batch=14,
+        trajs_per_batch=1,
+        replay_buffer=rows,
+    )
+    collector.next()
+    collector.reset()  # drops two steps of each env
+    collector.next()
+    done = rows[:]["next", "done"].flatten().nonzero().flatten().tolist()
+    assert done == [4, 9, 14, 19]
+    assert rows[:]["observation"][:, 0].tolist() == [float(t % 5) for t in range(20)]
+
+
+def test_collection_in_the_background_pauses_and_ends(build: Any) -> None:
+    rows = buffer()
+    env = Plain(5)
+    collector = build(env, turning(), frames_per_batch=10, replay_buffer=rows, total_frames=-1)
+    assert not collector.is_running()
+    collector.start()
+    collector.start()
+    wait_for(lambda: len(rows) >= 30)
+    collector.update_policy_weights_(turning(1))
+    for _ in range(2):
+        with collector.pause(), collector.pause():
+            stats, t = collector.stats(), env.t
+            time.sleep(0.05)
+            assert collector.stats() == stats and env.t == t and collector.is_running()
+        wait_for(lambda now=stats["frames"]: collector.stats()["frames"] > now)
+    collector.async_shutdown()
+    assert not collector.is_running()
+    assert collector.stats()["frames"] >= len(rows[:]) - 10  # a rollout under way is dropped
+    assert rows[:]["policy_version"].unique().tolist() == [0, 1]
+    with pytest.raises(ConfigurationError, match="shut down"):
+        collector.start()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_background_collection_ends_with_its_frames(build: Any) -> None:
+    rows = buffer()
+    collector = build(Plain, turning(), frames_per_batch=10, replay_buffer=rows, total_frames=40)
+    collector.start()
+    wait_for(lambda: not collector.is_running())
+    assert len(rows) == 40 and collector.stats()["completed"]
+    collector.async_shutdown()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_ends_background_collection_is_raised(build: Any) -> None:
+    class Broken(Plain):
+        def step(self, action: Any) -> Any:
+            raise ZeroDivisionError("the pole is gone")
+
+    for ask in (
+        lambda c: c.start(),
+        lambda c: c.pause().__enter__(),
+        lambda c: c.async_shutdown(),
+    ):
+        collector = build(Broken, frames_per_batch=10, replay_buffer=buffer())
+        collector.start()
+        wait_for(lambda c=collector: not c.is_running())
+        with pytest.raises((RemoteError, ConfigurationError), match="pole is gone|shut down"):
+            ask(collector)
+    with pytest.raises(ConfigurationError, match="there is none"):
+        build(Plain, frames_per_batch=10).start()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_pause_has_a_deadline(build: Any) -> None:
+    gate, stuck = threading.Event(), threading.Event()
+
+    class Stuck(Plain):
+        def step(self, action: Any) -> Any:
+            stuck.set()
+            gate.wait(30)
+            return super().step(action)
+
+    collector = build(Stuck, frames_per_batch=10, replay_buffer=buffer(), timeout_s=0.3)
+    collector.timeout_s = 0.05
+    collector.start()
+    assert stuck.wait(5)
+    with pytest.raises(DeadlineError), collector.pause():
+        pass
+    gate.set()
+
+
+def test_a_collector_that_collects_in_the_background_can_be_deleted() -> None:
+    closed = threading.Event()
+
+    class Noted(Plain):
+        def close(self) -> None:
+            closed.set()
+
+    rows = buffer()
+    collector = RPCBatchedCollector(Noted, frames_per_batch=10, replay_buffer=rows)
+    collector.start()
+    wait_for(lambda: len(rows) > 0)
+    del collector
+    assert closed.wait(5)

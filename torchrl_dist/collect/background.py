@@ -1,0 +1,108 @@
+"""Collection in a thread of its own, for a caller that meanwhile learns from the replay buffer."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from torchrl_dist.errors import DeadlineError
+
+
+class Collecting(Protocol):
+    def next(self) -> Any:
+        """Block for the next batch; None after the last."""
+
+
+class Background:
+    """Asks for one batch after the other, until there are no more, one fails, or :meth:`stop`.
+
+    The collector is not kept alive by this.
+    """
+
+    def __init__(self, collector: Collecting) -> None:
+        self._cond = threading.Condition()
+        self._paused = 0
+        self._busy = False
+        self._stopped = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(
+            target=self._run,
+            args=(weakref.ref(collector),),
+            name="torchrl_dist-collect",
+            daemon=True,
+        )
+        self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
+    def _run(self, find: Callable[[], Collecting | None]) -> None:
+        try:
+            while self._begin():
+                collector = find()
+                if collector is None or collector.next() is None:
+                    return
+                del collector
+                self._end()
+        except BaseException as error:
+            if self._stopped:  # the collector is being shut down
+                return
+            self._error = error
+            raise  # so that it is seen, also by who never asks
+        finally:
+            self._end()
+
+    def _begin(self) -> bool:
+        with self._cond:
+            self._cond.wait_for(lambda: self._stopped or not self._paused)
+            self._busy = not self._stopped
+            return self._busy
+
+    def _end(self) -> None:
+        with self._cond:
+            self._busy = False
+            self._cond.notify_all()
+
+    @contextlib.contextmanager
+    def between_batches(self, timeout_s: float) -> Iterator[None]:
+        """Wait for the end of the batch under way; no other begins inside.
+
+        Raises:
+            DeadlineError: it did not end in time.
+            Exception: collection had ended with this one.
+        """
+        with self._cond:
+            self._paused += 1
+        try:
+            with self._cond:
+                if not self._cond.wait_for(lambda: not self._busy, timeout_s):
+                    raise DeadlineError(f"the batch under way has not ended within {timeout_s:g} s")
+            self.raise_error()
+            yield
+        finally:
+            with self._cond:
+                self._paused -= 1
+                self._cond.notify_all()
+
+    def stop(self) -> None:
+        """Ask for no more batches; does not wait. In its own thread the failure that led there
+        ends collection."""
+        if threading.current_thread() is self._thread:
+            return
+        with self._cond:
+            self._stopped = True
+            self._cond.notify_all()
+
+    def join(self, timeout_s: float) -> None:
+        if threading.current_thread() is not self._thread:
+            self._thread.join(max(0.0, timeout_s))
+
+    def raise_error(self) -> None:
+        """Raise what collection ended with, once."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
