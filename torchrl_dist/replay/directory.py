@@ -7,9 +7,12 @@ Files::
     control.bin     counters and tables, see ``_Word`` and the claim and member columns below
     versions.bin    int64 [capacity]; odd while a row is absent or being written
     tree.bin        priority tree
-    rows.json       spec of a row; written after the data files, when the first rows come
+    rows.json       spec of a row; written before the data files, when the first rows come, so
+                    that whoever removes them knows their names
     data/*.bin      one file per leaf of a row, [capacity, ...]
     limiter.bin     with a rate limiter: who waits, and how often rows were sampled; see ``gate``
+
+Which of them are made, adopted and removed when is the matter of ``folder``.
 
 What holds at every instant, whoever is killed:
 
@@ -27,28 +30,29 @@ What holds at every instant, whoever is killed:
 from __future__ import annotations
 
 import atexit
+import contextlib
 import enum
 import functools
-import glob
 import json
 import math
 import mmap
 import multiprocessing.util
 import os
 import platform
-import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
 import numpy as np
 import torch
 
 from torchrl_dist.errors import ConfigurationError, DirectoryError
+from torchrl_dist.replay import folder as files
+from torchrl_dist.replay.folder import Header, damaged, data_file, read_header
 from torchrl_dist.replay.kernel import address
 from torchrl_dist.replay.lock import (
     MEMBER_BYTES,
@@ -64,7 +68,6 @@ from torchrl_dist.replay.tree import PriorityTree, tree_bytes
 if TYPE_CHECKING:
     from torchrl_dist.replay.gate import Gate
 
-FORMAT = 2
 MAX_MEMBERS = 1024
 MAX_CLAIMS = 1024
 _CONTROL_WORDS = 64
@@ -167,7 +170,7 @@ class LeafSpec:
 
     @property
     def file_name(self) -> str:
-        return ",".join(quote(part, safe="") for part in self.key) + ".bin"
+        return data_file(self.key)
 
     @property
     def row_bytes(self) -> int:
@@ -448,14 +451,20 @@ class ReplayDirectory:
         with self.lock():
             if self.words[Word.ROWS_READY]:
                 return
-            folder = self.path / "data"
+            files.remove_data(self.path)  # of a first writer that was killed in here
+            folder = self.path / files.DATA
             try:
-                folder.mkdir(mode=0o700, exist_ok=True)
+                _write_json(self.path / files.ROWS, spec.as_json())
+                folder.mkdir(mode=0o700)
                 for leaf in spec.leaves:
-                    _allocate(folder / leaf.file_name, max(1, self.capacity * leaf.row_bytes))
-                _write_json(self.path / "rows.json", spec.as_json())
+                    _allocate(folder / leaf.file_name, _data_bytes(leaf, self.capacity))
+            except FileExistsError as error:
+                (self.path / files.ROWS).unlink()
+                raise DirectoryError(
+                    f"{folder} holds files that are not of this buffer: remove them"
+                ) from error
             except OSError as error:
-                shutil.rmtree(folder, ignore_errors=True)
+                files.remove_data(self.path)
                 wanted = self.capacity * spec.row_bytes / 2**20
                 raise DirectoryError(
                     f"could not allocate {wanted:.0f} MiB for {self.capacity} rows in "
@@ -465,19 +474,33 @@ class ReplayDirectory:
             self.words[Word.ROWS_READY] = 1
 
     def _map_rows(self) -> None:
-        spec = RowSpec.from_json(json.loads((self.path / "rows.json").read_text()))
+        spec = self._read_spec()
         tensors = []
         for leaf in spec.leaves:
             shape = (self.capacity, *leaf.shape)
+            file = self.path / files.DATA / leaf.file_name
+            buffer = _map(file, _data_bytes(leaf, self.capacity))
             if leaf.row_bytes == 0:
                 tensors.append(torch.empty(shape, dtype=leaf.dtype))
                 continue
-            buffer = _map(self.path / "data" / leaf.file_name, self.capacity * leaf.row_bytes)
             with torch.inference_mode(False):  # else later writes outside that mode would fail
                 tensors.append(torch.frombuffer(buffer, dtype=leaf.dtype).reshape(shape))
         self._tensors = tensors
         self._arrays = [array_of(tensor) for tensor in tensors]
         self._rows = spec
+
+    def _read_spec(self) -> RowSpec:
+        try:
+            spec = RowSpec.from_json(json.loads((self.path / files.ROWS).read_text()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise damaged(
+                self.path, f"{files.ROWS} does not say what a row is ({error!r})"
+            ) from error
+        for leaf in spec.leaves:
+            sizes = all(type(size) is int and size >= 0 for size in leaf.shape)
+            if not isinstance(leaf.dtype, torch.dtype) or not sizes:
+                raise damaged(self.path, f"{files.ROWS} has a leaf {leaf}")
+        return spec
 
     # --- joining and leaving -----------------------------------------------------------------
 
@@ -587,7 +610,7 @@ class ReplayDirectory:
         """End this process's membership; the last one to leave at a clean end removes all."""
         if self._closed or self._pid != os.getpid():
             return
-        remove = False
+        doomed = None
         if self._is_at_path():
             try:
                 with self.lock():
@@ -601,16 +624,14 @@ class ReplayDirectory:
                         and not self.live_members()
                         and self._is_at_path()
                     )
-                    if remove:
-                        # under the lock: whoever opens the path now makes a new directory
-                        doomed = self.path.with_name(f".{self.path.name}.removed-{os.getpid()}")
-                        os.rename(self.path, doomed)
+                    if remove:  # under the lock: whoever opens the path now makes a new one
+                        doomed = files.retire(self.path)
             except (OSError, DirectoryError):
-                remove = False
+                pass
         self._closed = True
         close_lock_file(self._fd)
-        if remove:
-            shutil.rmtree(doomed, ignore_errors=True)
+        if doomed is not None:
+            files.remove(doomed)
 
 
 def _no_repair(directory: ReplayDirectory) -> None:
@@ -663,7 +684,8 @@ def open_directory(
     """Create the directory or join it; every storage of the process over it shares one view.
 
     Args:
-        path: folder on a local file system, best on ``/dev/shm`` or a fast local disk.
+        path: folder on a local file system, best on ``/dev/shm`` or a fast local disk. A new or
+            an empty one, or one that a buffer has made; links are followed once.
         capacity: slots of the ring; the same in every process.
         job_id: processes with the same id belong together. Default: torchrun's run id, SLURM's
             job id, else this process's own.
@@ -673,27 +695,70 @@ def open_directory(
         repair: brings the state in order after a killed holder; given by ``cursor``.
 
     Raises:
+        ConfigurationError: the path or the capacity cannot be right.
         DirectoryError: in use by another job, left by another job (without ``resume``), of
-            another capacity or format, or on a network file system.
+            another capacity or format, damaged, on a network file system, with files of somebody
+            else, or it cannot be written. Nothing in it was changed.
         DeadlineError: if the lock could not be had.
     """
     if capacity < 1:
         raise ConfigurationError(f"capacity must be at least 1 row, got {capacity}")
-    job = default_job_id() if job_id is None else job_id
-    folder = Path(os.path.abspath(path))
+    if os.fspath(path) in ("", "."):
+        raise ConfigurationError(
+            f"scratch_dir={os.fspath(path)!r}: expected a folder of its own for the buffer, which "
+            "its last user removes; is a variable unset?"
+        )
+    job = default_job_id() if job_id is None else str(job_id)
+    folder = Path(os.path.realpath(os.fsdecode(path)))
     _refuse_network_file_system(folder)
+    not_ours, made = None, False
     with _OPEN_LOCK:
         for _ in range(100):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            view = _joined_view(folder, capacity, job)
-            if view is None:
-                view = _join(folder, capacity, job, resume, timeout_s, repair)
+            try:
+                made = _make_folder(folder) or made
+                view = _joined_view(folder, capacity, job)
+                if view is None:
+                    files.check_ours(folder)
+                    view = _join(folder, capacity, job, resume, timeout_s, repair)
+            except FileNotFoundError:
+                continue  # its last member has removed it since
+            except DirectoryError as error:
+                if not_ours is not None:
+                    if made:
+                        with contextlib.suppress(OSError):
+                            folder.rmdir()
+                    raise
+                not_ours = error  # or it comes or goes at this moment: look again
+                time.sleep(0.01)
+                continue
+            except (FileExistsError, NotADirectoryError) as error:
+                raise DirectoryError(
+                    f"{error.filename or folder} is no folder; choose another scratch_dir"
+                ) from error
+            except (TimeoutError, ConnectionError):
+                raise
+            except OSError as error:
+                raise DirectoryError(
+                    f"{folder} cannot be used as a replay directory: {error}; choose another "
+                    "scratch_dir, or make room or give permission there"
+                ) from error
             if view is not None:
                 view._users += 1
                 if keep:
                     view.words[Word.KEEP] = 1
                 return view
         raise DirectoryError(f"{folder} is removed again and again while it is being opened")
+
+
+def _make_folder(folder: Path) -> bool:
+    """False if it is there."""
+    try:
+        folder.mkdir(mode=0o700, parents=True)
+    except FileExistsError:
+        if not folder.is_dir():
+            raise
+        return False
+    return True
 
 
 def close_directory(directory: ReplayDirectory, *, clean: bool = True) -> None:
@@ -709,10 +774,7 @@ def close_directory(directory: ReplayDirectory, *, clean: bool = True) -> None:
 
 
 def _joined_view(folder: Path, capacity: int, job: str) -> ReplayDirectory | None:
-    try:
-        status = folder.stat()
-    except FileNotFoundError:
-        return None  # removed by its last member since it was made
+    status = folder.stat()
     view = _OPEN.get((status.st_dev, status.st_ino))
     if view is None or view._closed:
         return None
@@ -744,19 +806,19 @@ def _join(
 ) -> ReplayDirectory | None:
     view = ReplayDirectory(folder, capacity, job, timeout_s)
     view._repair = repair
-    try:
-        view._open_lock(os.O_CREAT)
-    except FileNotFoundError:
-        return None  # removed since mkdir: try again
+    view._open_lock(os.O_CREAT)
     joined = False
     try:
         with view._fair_lock:
             if not view._is_at_path():
                 return None  # the last member removed it while we waited
-            header = folder / "header.json"
-            if not header.exists():
-                _create_files(folder, capacity, job)
-            _adopt(view, json.loads(header.read_text()), resume)
+            if files.is_being_removed(folder):
+                files.clear(folder)  # whoever did it was killed
+            try:
+                header = read_header(folder)
+            except FileNotFoundError:
+                header = _create_files(folder, capacity, job)
+            _adopt(view, header, resume)
             view._take_member_byte()
             joined = True
     finally:
@@ -768,33 +830,36 @@ def _join(
     return view
 
 
-def _adopt(view: ReplayDirectory, header: dict[str, Any], resume: bool) -> None:
-    """Called under the lock: check that the directory is ours to use, and repair it."""
-    if header["format"] != FORMAT:
-        raise DirectoryError(
-            f"{view.path} has format {header['format']}, this version reads {FORMAT}; remove it "
-            "or use the version that wrote it"
-        )
+def _adopt(view: ReplayDirectory, header: Header, resume: bool) -> None:
+    """Called under the lock: check that the directory is sound and ours to use, then repair it.
+
+    Whatever is refused is as it was.
+    """
     asked = view.capacity
-    view.capacity = header["capacity"]
+    view.capacity = header.capacity
     _check_capacity(view, asked)
     view._map_state()
     alive = view.live_members()
-    other_job = header["job_id"] != view.job_id
+    other_job = header.job_id != view.job_id
     if other_job and alive:
         pids = [view.pid_of(member) for member in alive]
         raise DirectoryError(
-            f"{view.path} is in use by job {header['job_id']!r} (processes {pids}), this is job "
+            f"{view.path} is in use by job {header.job_id!r} (processes {pids}), this is job "
             f"{view.job_id!r}; choose another scratch_dir, or pass the same job_id to processes "
             "that belong together"
         )
     if other_job and not resume and view.words[Word.WRITE_COUNT]:
         raise DirectoryError(
-            f"{view.path} was left by job {header['job_id']!r} with {view.length} rows; pass "
+            f"{view.path} was left by job {header.job_id!r} with {view.length} rows; pass "
             "resume=True to go on with them, or remove it or choose another scratch_dir"
         )
+    if found := _what_is_wrong(view, bool(alive)):
+        raise damaged(view.path, found)
+    if view.words[Word.ROWS_READY]:
+        view._map_rows()
     if other_job:
-        _write_json(view.path / "header.json", header | {"job_id": view.job_id})
+        new = Header(header.capacity, view.job_id)
+        _write_json(view.path / files.HEADER, new.as_json())
     if not alive:
         view.members[:] = 0
         view.words[Word.DIRTY] = 1
@@ -802,27 +867,91 @@ def _adopt(view: ReplayDirectory, header: dict[str, Any], resume: bool) -> None:
         view._repair(view)
 
 
-def _create_files(folder: Path, capacity: int, job: str) -> None:
+_LARGEST = 2**62
+"""Of tickets and counts: no buffer lives that long."""
+_AT_LEAST_0 = (
+    Word.CURSOR, Word.WRITE_COUNT, Word.NEXT_WRITE_COUNT, Word.SAMPLED,
+    Word.MIN_SIZE_TO_SAMPLE, Word.MAX_TIMES_SAMPLED, *_COUNTERS,
+)  # fmt: skip
+
+
+def _what_is_wrong(view: ReplayDirectory, alive: bool) -> str | None:
+    """A value in the tables that nobody can have written, or None. Changes nothing.
+
+    Called under the lock; a holder that was killed may have left values of two instants. Tables
+    with an entry per row are looked at if no process uses them: where one does, it would fail, too.
+    """
+    words, claims, capacity = view.words, view.claims, view.capacity
+    ranges = dict.fromkeys(_AT_LEAST_0, (0, _LARGEST)) | {
+        Word.BASE: (-capacity, words[Word.CURSOR]),
+        Word.JOINS: (0, _LARGEST // MAX_MEMBERS),
+        Word.ROWS_READY: (0, 1),
+        Word.ALPHA_SET: (0, 1),
+        Word.MAX_SLOT: (-1, capacity - 1),
+        Word.CLAIM_ROWS: (0, MAX_CLAIMS),
+        Word.LIMITED: (0, 2),
+    }
+    if alive and not words[Word.DIRTY]:  # else it is counted anew
+        ranges[Word.LENGTH] = (0, capacity)
+    for word, (low, high) in ranges.items():
+        if not low <= words[word] <= high:
+            return f"{word.name} is {words[word]}, expected {low} to {high}"
+    for word in (Word.ALPHA, Word.EPS, Word.SAMPLES_PER_INSERT, Word.ERROR_BUFFER):
+        if not 0 <= view.floats[word] < math.inf:
+            return f"{word.name} is {view.floats[word]}, expected a finite number from 0 on"
+    if not (view.floats[Word.MAX_PRIORITY] >= 0 or math.isnan(view.floats[Word.MAX_PRIORITY])):
+        return f"{Word.MAX_PRIORITY.name} is {view.floats[Word.MAX_PRIORITY]}"
+    used = claims[claims[:, CLAIM_COUNT] != 0]
+    if used.size and not (
+        0 < used[:, CLAIM_COUNT].min() <= used[:, CLAIM_COUNT].max() <= capacity
+        and 0 <= used[:, CLAIM_FIRST].min() <= used[:, CLAIM_FIRST].max() <= _LARGEST
+        and 0 <= used[:, CLAIM_MEMBER].min()
+        and 0 <= used[:, CLAIM_STATE].min() <= used[:, CLAIM_STATE].max() <= CLAIM_DISCARDED
+    ):
+        return "a claim is of other slots than the ring has"
+    if view.members.min() < 0:
+        return "a member has a number below 0"
+    if alive:
+        return None
+    if view.versions.min() < 0:
+        return "a row has a version below 0"
+    if not (np.isfinite(view.tree.leaves) & (view.tree.leaves >= 0)).all():
+        return "a priority is not finite or below 0"
+    return None
+
+
+def _create_files(folder: Path, capacity: int, job: str) -> Header:
     """Called under the lock. The header comes last: without it the next one starts afresh."""
-    for doomed in folder.parent.glob(f".{glob.escape(folder.name)}.removed-*"):
-        shutil.rmtree(doomed, ignore_errors=True)  # whoever was removing it was killed
     try:
-        for name, size in (
-            ("control.bin", _control_bytes()),
-            ("versions.bin", 8 * capacity),
-            ("tree.bin", tree_bytes(capacity)),
+        files.check_ours(folder)  # it may have been emptied and filled since
+    except DirectoryError:
+        (folder / files.LOCK).unlink()
+        raise
+    with contextlib.suppress(OSError):  # a folder that lists nothing
+        for doomed in list(files.half_removed(folder)):
+            files.remove(doomed)
+    header = Header(capacity, job)
+    try:
+        for name, size in zip(
+            files.TABLES, (_control_bytes(), 8 * capacity, tree_bytes(capacity)), strict=True
         ):
             _allocate(folder / name, size)
+        control = _map(folder / files.TABLES[0], _control_bytes())
+        words = np.frombuffer(control, dtype=np.int64)
+        words[Word.MAX_SLOT] = -1
+        words.view(np.float64)[Word.MAX_PRIORITY] = np.nan
+        _write_json(folder / files.HEADER, header.as_json())
     except OSError as error:
-        for name in ("control.bin", "versions.bin", "tree.bin"):
-            (folder / name).unlink(missing_ok=True)
+        files.clear(folder)
+        (folder / files.LOCK).unlink()
         raise DirectoryError(
             f"could not allocate the tables of a buffer of {capacity} rows in {folder}: {error}"
         ) from error
-    words = np.frombuffer(_map(folder / "control.bin", _control_bytes()), dtype=np.int64)
-    words[Word.MAX_SLOT] = -1
-    words.view(np.float64)[Word.MAX_PRIORITY] = np.nan
-    _write_json(folder / "header.json", {"format": FORMAT, "capacity": capacity, "job_id": job})
+    return header
+
+
+def _data_bytes(leaf: LeafSpec, capacity: int) -> int:
+    return max(1, capacity * leaf.row_bytes)
 
 
 def _control_bytes() -> int:
@@ -843,11 +972,16 @@ def _allocate(path: Path, size: int) -> None:
 
 
 def _map(path: Path, size: int) -> mmap.mmap:
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise damaged(path.parent, f"{path.name} is missing") from error
+    except IsADirectoryError as error:
+        raise damaged(path.parent, f"{path.name} is a folder") from error
     try:
         actual = os.fstat(fd).st_size
-        if actual < size:
-            raise DirectoryError(f"{path} has {actual} bytes, expected {size}; it was cut short")
+        if actual != size:
+            raise damaged(path.parent, f"{path.name} has {actual} bytes, expected {size}")
         return mmap.mmap(fd, size)
     finally:
         os.close(fd)
@@ -855,11 +989,15 @@ def _map(path: Path, size: int) -> mmap.mmap:
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     beside = path.with_name(path.name + ".new")
-    with open(beside, "w") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
+    try:
+        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            json.dump(value, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def _refuse_network_file_system(folder: Path) -> None:

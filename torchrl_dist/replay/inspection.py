@@ -28,6 +28,7 @@ from torchrl_dist.replay.directory import (
     Word,
 )
 from torchrl_dist.replay.dump import MANIFEST, read_dump, read_manifest
+from torchrl_dist.replay.folder import read_header
 from torchrl_dist.replay.lock import MEMBER_BYTES, byte_holder, is_held
 from torchrl_dist.replay.placement import slot_ranges
 from torchrl_dist.replay.snapshot import SavedShard
@@ -71,13 +72,8 @@ def _not_one(folder: Path) -> DirectoryError:
 
 
 def _directory(folder: Path) -> dict[str, Any]:
-    header = json.loads((folder / "header.json").read_text())
-    if not isinstance(header, dict) or header.get("format") != layout.FORMAT:
-        raise DirectoryError(
-            f"{folder} is no replay directory of format {layout.FORMAT}: use the version of "
-            "torchrl_dist that wrote it"
-        )
-    capacity = header["capacity"]
+    header = read_header(folder)
+    capacity = header.capacity
     control = np.fromfile(folder / "control.bin", dtype=np.int64)
     words, claims, members = layout.control_tables(control)
     floats = words.view(np.float64)
@@ -97,7 +93,7 @@ def _directory(folder: Path) -> dict[str, Any]:
         "kind": "directory",
         "path": str(folder),
         "host": socket.gethostname(),
-        "job_id": header["job_id"],
+        "job_id": header.job_id,
         "removed_at_the_end": not words[Word.KEEP],
         "lock": {"holder_pid": lock_pids[0], "next_pid": lock_pids[1]},
         "members": living,

@@ -1,0 +1,218 @@
+"""Whose files are in a folder: what may become a replay directory, and what is removed of one.
+
+Only files that this project makes are ever removed, each by its name, and a folder only once it is
+empty. Nothing is made in a folder that holds something else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from torchrl_dist.errors import DirectoryError
+
+FORMAT = 2
+LOCK, HEADER, ROWS, DATA = "lock", "header.json", "rows.json", "data"
+TABLES = ("control.bin", "versions.bin", "tree.bin")
+_BEING_REMOVED = "header.removed.json"
+"""The header's name while the files beside it are being removed, where the folder itself stays."""
+_NEW = ".new"
+_MADE_BEFORE_HEADER = frozenset({LOCK, *TABLES, HEADER + _NEW})
+_LIMITER = "limiter.bin"
+_MADE = _MADE_BEFORE_HEADER | {HEADER, _BEING_REMOVED, ROWS, ROWS + _NEW, DATA, _LIMITER}
+
+
+@dataclass(frozen=True)
+class Header:
+    """What ``header.json`` says.
+
+    Attributes:
+        capacity: slots of the ring.
+        job_id: the job that the directory belongs to.
+        starter: ``world.process_stamp`` of the process without which the job cannot come back,
+            None if there is no such process.
+    """
+
+    capacity: int
+    job_id: str
+    starter: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return {"format": FORMAT, **vars(self)}
+
+
+def data_file(key: Sequence[str]) -> str:
+    """Name of the file with a leaf's rows."""
+    return ",".join(quote(part, safe="") for part in key) + ".bin"
+
+
+def damaged(path: Path, found: str) -> DirectoryError:
+    """The error for a directory whose files cannot be what was written."""
+    return DirectoryError(
+        f"replay directory {path} is damaged: {found}. Nothing was changed; choose another "
+        "scratch_dir, or remove the folder if you do not need its rows"
+    )
+
+
+def read_header(folder: Path) -> Header:
+    """The header of a replay directory.
+
+    Raises:
+        FileNotFoundError: there is none.
+        DirectoryError: it cannot be read, or is not what this version writes.
+    """
+    file = folder / HEADER
+    try:
+        content = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise damaged(folder, f"{HEADER} cannot be read ({error})") from error
+    if not isinstance(content, dict) or type(content.get("format")) is not int:
+        raise damaged(folder, f"{HEADER} is no header of a replay directory")
+    if content["format"] != FORMAT:
+        raise DirectoryError(
+            f"{folder} has format {content['format']}, this version reads {FORMAT}; remove it "
+            "or use the version that wrote it"
+        )
+    capacity, job_id = content.get("capacity"), content.get("job_id")
+    starter = content.get("starter")
+    if type(capacity) is not int or capacity < 1:
+        raise damaged(folder, f"{HEADER} has the capacity {capacity!r}, expected 1 row or more")
+    if not isinstance(job_id, str) or not isinstance(starter, str | None):
+        raise damaged(folder, f"{HEADER} has the job {job_id!r} and the starter {starter!r}")
+    return Header(capacity, job_id, starter)
+
+
+def check_ours(folder: Path) -> None:
+    """Refuse a folder that is neither empty nor a replay directory, before anything is made in it.
+
+    Raises:
+        FileNotFoundError: there is no such folder, or it changes at this moment.
+        DirectoryError: it is a file, holds something else, or its header is damaged or missing.
+    """
+    names = set(os.listdir(folder))
+    if not names:
+        return
+    if LOCK not in names or not _is_empty_file(folder / LOCK):
+        if HEADER in names:
+            read_header(folder)
+            raise damaged(folder, f"its file {LOCK!r} is missing, or not the one that was made")
+        raise _not_ours(folder, names)
+    if HEADER in names:
+        read_header(folder)
+    elif _BEING_REMOVED not in names and not names <= _MADE_BEFORE_HEADER:
+        if names & {ROWS, DATA, _LIMITER}:
+            raise damaged(folder, f"{HEADER} is missing beside its data")
+        raise _not_ours(folder, names)
+
+
+def _not_ours(folder: Path, names: set[str]) -> DirectoryError:
+    shown = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
+    return DirectoryError(
+        f"{folder} holds files that are not of a replay buffer ({shown}); a scratch_dir must be "
+        "a new or an empty folder, since its last user removes it, or one that a buffer left"
+    )
+
+
+def _is_empty_file(path: Path) -> bool:
+    status = os.lstat(path)
+    return stat.S_ISREG(status.st_mode) and status.st_size == 0
+
+
+def holds_only_ours(folder: Path) -> bool:
+    """Whether nothing was put beside our files."""
+    names = set(os.listdir(folder))
+    beside = DATA in names and not set(os.listdir(folder / DATA)) <= set(_data_files(folder))
+    return names <= _MADE and not beside
+
+
+def remove_data(folder: Path) -> None:
+    """Remove the rows that ``rows.json`` names, and that file; what else is there stays."""
+    for name in _data_files(folder):
+        with contextlib.suppress(OSError):
+            (folder / DATA / name).unlink()
+    with contextlib.suppress(OSError):
+        (folder / DATA).rmdir()
+    for name in (ROWS, ROWS + _NEW):
+        with contextlib.suppress(OSError):
+            (folder / name).unlink()
+
+
+def _data_files(folder: Path) -> list[str]:
+    try:
+        leaves = json.loads((folder / ROWS).read_text())["leaves"]
+        return [data_file(leaf["key"]) for leaf in leaves]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return []  # none was made, or nobody can tell which
+
+
+def clear(folder: Path) -> None:
+    """Remove our files but for the lock; the caller has the lock. May be cut short: the next one
+    who takes the lock calls it again, see :func:`is_being_removed`."""
+    with contextlib.suppress(FileNotFoundError):
+        os.replace(folder / HEADER, folder / _BEING_REMOVED)
+    remove_data(folder)
+    for name in (_LIMITER, *TABLES, HEADER + _NEW, _BEING_REMOVED):
+        (folder / name).unlink(missing_ok=True)
+
+
+def is_being_removed(folder: Path) -> bool:
+    """Whether who was removing the files did not come to the end."""
+    return (folder / _BEING_REMOVED).exists() and not (folder / HEADER).exists()
+
+
+def retire(folder: Path) -> Path | None:
+    """Take a directory out of use; the caller has its lock, and nobody else uses it.
+
+    It goes away at once, by a new name that is returned, for :func:`remove`. A folder that is a
+    mount point, or holds something else beside our files, stays, without our files.
+    """
+    doomed = folder.with_name(f".{folder.name}.removed-{os.getpid()}")
+    if holds_only_ours(folder):
+        with contextlib.suppress(OSError):  # a mount point, or in a folder that is not ours
+            os.rename(folder, doomed)
+            return doomed
+    clear(folder)
+    (folder / LOCK).unlink()
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+    return None
+
+
+def remove(doomed: Path) -> bool:
+    """Remove our files in a folder that nobody uses, and the folder if that was all; says so."""
+    with contextlib.suppress(OSError):
+        clear(doomed)
+        (doomed / LOCK).unlink(missing_ok=True)
+        doomed.rmdir()
+    return not doomed.exists()
+
+
+def half_removed(folder: Path) -> Iterator[Path]:
+    """What is left under :func:`retire`'s names by processes that were killed while they removed
+    an earlier directory of this path."""
+    prefix = f".{folder.name}.removed-"
+    for each in folder.parent.iterdir():
+        if each.name.startswith(prefix) and is_half_removed(each):
+            yield each
+
+
+def is_half_removed(folder: Path) -> bool:
+    """Whether :func:`retire` gave the folder its name, and only our files are in it."""
+    with contextlib.suppress(OSError):
+        return (
+            re.fullmatch(r"\..+\.removed-\d+", folder.name) is not None
+            and not folder.is_symlink()
+            and folder.is_dir()
+            and holds_only_ours(folder)
+        )
+    return False
