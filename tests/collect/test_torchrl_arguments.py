@@ -113,6 +113,49 @@ def test_batches_are_those_of_torchrls_collector(
             assert ids.diff().ne(0).equal(ends)
 
 
+@pytest.mark.parametrize("torchrl", [False, True])
+@pytest.mark.parametrize("random_frames", [1, 14, 15])
+def test_the_first_frames_are_of_random_actions(
+    build: Any, torchrl: bool, random_frames: int
+) -> None:
+    common = {"frames_per_batch": 7, "total_frames": 42, "init_random_frames": random_frames}
+    theirs = Collector(lambda: GymWrapper(Plain()), turning(), **common)
+    make = (lambda: GymWrapper(Plain())) if torchrl else Plain
+    ours = build(make, turning(), max_policy_lag=2, **common)
+    for number, (got, expected) in enumerate(zip(ours, theirs, strict=True)):
+        at_random = number < -(-random_frames // 7)
+        require_equal(
+            got[0].exclude("action", "action_value", "chosen_action_value"),
+            expected.exclude("action", "action_value", "chosen_action_value"),
+        )
+        assert set(got.keys()) - {"policy_version"} == set(expected.keys())
+        chosen = got["action"].float().argmax(-1) == got["observation"][..., 0] % 3
+        assert chosen.all() != at_random
+        if at_random and not torchrl:
+            assert got["action_value"].eq(0).all() and got["action"].sum(-1).eq(1).all()
+    theirs.shutdown()
+
+
+def test_random_frames_count_those_of_an_earlier_run_and_of_the_buffer(build: Any) -> None:
+    def at_random(rows: TensorDictBase) -> bool:
+        return not rows["action_value"].any()
+
+    common = {"frames_per_batch": 10, "init_random_frames": 30}
+    first = build(Plain, turning(), **common)
+    assert all(at_random(first.next()) for _ in range(2))
+    second = build(Plain, turning(), **common)
+    second.load_state_dict(first.state_dict())
+    assert [at_random(second.next()) for _ in range(3)] == [True, False, False]
+    rows = buffer()
+    rows.extend(first.next()[0])
+    third = build(Plain, turning(), replay_buffer=rows, **common)
+    for _ in range(3):
+        third.next()
+    assert [at_random(part) for part in rows[:].split(10)] == [True, True, True, False]
+    with pytest.raises(ConfigurationError, match="what else the policy writes"):
+        build(Plain, turning(), inference="learner", **common)
+
+
 def test_step_counts_go_on_over_rollouts_and_envs(build: Any) -> None:
     lengths = iter([3, 8, 100])
     collector = build(

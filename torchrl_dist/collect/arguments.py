@@ -112,6 +112,11 @@ class Settings:
             raise ConfigurationError(
                 f"inference={self.inference!r}: expected 'worker' or 'learner'"
             )
+        if self.inference == "learner" and self.init_random_frames:
+            raise ConfigurationError(
+                "init_random_frames= does not go with inference='learner', where the workers do "
+                "not know what else the policy writes"
+            )
 
     def _check_numbers(self) -> None:
         least = {

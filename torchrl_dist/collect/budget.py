@@ -56,11 +56,14 @@ class FrameBudget:
         remaining: frames that nobody was asked for yet; None: no limit.
         in_rounds: all workers' shares of one round are of one length, since they make one batch.
         round: the round that is delivered next, if ``in_rounds``.
+        assigned: frames that somebody was asked for; before the first, those of an earlier run.
     """
 
     remaining: int | None
     in_rounds: bool
     round: int = 0
+    assigned: int = 0
+    _before: dict[int, int] = field(default_factory=dict)
     _plans: dict[int, dict[int, Share]] = field(default_factory=dict)
     _next_round: dict[int, int] = field(default_factory=dict)
 
@@ -85,6 +88,7 @@ class FrameBudget:
             share = None
             while share is None:  # ends with the last round: nobody is left out of a full one
                 if round_ not in self._plans:
+                    self._before[round_] = self.assigned
                     plan = self._assign(alive, steps)
                     if not plan:
                         break
@@ -96,8 +100,14 @@ class FrameBudget:
         self._next_round[worker] = round_ + 1
         return round_, share
 
+    def frames_before(self, round_: int, share: Share) -> int:
+        """Frames that were assigned before that round; if rollouts are taken one by one, before
+        that share, the last one to be handed out."""
+        return self._before[round_] if self.in_rounds else self.assigned - share.frames
+
     def _assign(self, workers: Mapping[int, int], steps: int) -> dict[int, Share]:
         shares = plan_shares(self.remaining, workers, steps)
+        self.assigned += sum(share.frames for share in shares.values())
         if self.remaining is not None:
             self.remaining -= sum(share.frames for share in shares.values())
         return shares
@@ -111,11 +121,13 @@ class FrameBudget:
                 for number, plan in self._plans.items()
                 if number >= round_ and worker in plan
             ]
+        self.assigned -= sum(each.frames for each in freed)
         if self.remaining is not None:
             self.remaining += sum(each.frames for each in freed)
 
     def return_frames(self, frames: int) -> None:
         """So many of an assigned share were not collected: somebody else may."""
+        self.assigned -= frames
         if self.remaining is not None:
             self.remaining += frames
 
@@ -126,5 +138,5 @@ class FrameBudget:
         return list(plan or ())
 
     def finish_round(self) -> None:
-        del self._plans[self.round]
+        del self._plans[self.round], self._before[self.round]
         self.round += 1

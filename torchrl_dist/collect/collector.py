@@ -128,6 +128,9 @@ class RPCBatchedCollector(BaseCollector):
         timeout_s: bounds the wait for each batch as a whole, and other calls; default the
             session's, which also bounds building the workers.
         categorical_action_encoding: as in TorchRL's ``GymEnv``; for gymnasium envs.
+        init_random_frames: batches act at random until so many frames have been collected, those
+            of a resumed job and rows in ``replay_buffer`` included; what the policy writes beside
+            the action is zero there.
         create_env_kwargs: for ``make_env``; a list has one dict for each worker.
         reset_at_each_iter: each rollout begins new episodes.
         max_frames_per_traj: episodes are truncated after so many steps, and rows have
@@ -343,10 +346,21 @@ class RPCBatchedCollector(BaseCollector):
         workers, lost, errors = start_workers(
             session, peers, config, max_ahead=self.max_policy_lag, limit_s=limit_s
         )
+        random_frames = self._settings.init_random_frames
         budget = FrameBudget(
             self.total_frames if self.total_frames >= 0 else None, self.readiness.in_rounds
         )
-        crew = Crew(workers, lost, budget, self.readiness, self.min_workers, self.worker_timeout_s)
+        # TorchRL counts what the buffer has been given, by whomever.
+        budget.assigned = getattr(self.replay_buffer, "write_count", 0) if random_frames else 0
+        crew = Crew(
+            workers,
+            lost,
+            budget,
+            self.readiness,
+            self.min_workers,
+            self.worker_timeout_s,
+            random_frames,
+        )
         if not errors and len(workers) < self.min_workers:
             errors = [
                 PeerLostError(
@@ -730,6 +744,7 @@ class RPCBatchedCollector(BaseCollector):
         self._iter = int(state_dict["batches"]) - 1
         self._version = int(state_dict["policy_version"])
         self._run = max(int(state_dict["run"]) + 1, int(time.time()) - _RUN_EPOCH_S)
+        self._crew.budget.assigned = max(self._crew.budget.assigned, self._frames)
         if self.total_frames >= 0:
             self._crew.budget.remaining = max(0, self.total_frames - self._frames)
         if isinstance(self.policy, nn.Module):

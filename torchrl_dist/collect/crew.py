@@ -90,6 +90,7 @@ class Crew:
         names_of_unstarted: workers that were lost before they began.
         min_workers: with fewer living ones, ``gather`` raises.
         worker_timeout_s: a worker whose rollout takes longer counts as lost, until it answers.
+        random_frames: so many frames, or more where rollouts are longer, are of random actions.
     """
 
     def __init__(
@@ -100,7 +101,9 @@ class Crew:
         readiness: Readiness,
         min_workers: int,
         worker_timeout_s: float | None = None,
+        random_frames: int = 0,
     ) -> None:
+        self._random_frames = random_frames
         self._worker_timeout_s = worker_timeout_s
         self.workers = list(workers)
         self._by_index = {worker.index: worker for worker in workers}
@@ -285,6 +288,7 @@ class Crew:
                 weights=weights,
                 request=request.number,
                 anew=worker.has_gap,
+                at_random=self.budget.frames_before(round_, share) < self._random_frames,
                 timeout_s=_ROLLOUT_LIMIT_S,
             )
         except ConfigurationError as error:  # the session is closed; raised at the next batch

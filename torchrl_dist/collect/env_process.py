@@ -172,10 +172,11 @@ class _Part:
         weights: WeightsTicket | None,
         rows: RowsTicket | None,
         anew: bool,
+        at_random: bool,
     ) -> tuple[TensorDictBase | None, RolloutStats]:
         """As ``RolloutWorker.collect``; rows that fit the ticket stay in its block, and None is
         answered in their place."""
-        data, stats = self.worker.collect(steps, num_envs, weights, request, anew)
+        data, stats = self.worker.collect(steps, num_envs, weights, request, anew, at_random)
         if data is None or rows is None:
             return data, stats
         if data.shape != (stats.num_envs, stats.frames // stats.num_envs):

@@ -57,6 +57,7 @@ class GroupedRollout:
         self.num_envs = sum(group.num_envs for group in groups)
         self.steps = groups[0].steps
         self.policy_version = 0  # of no use: the learner stamps its own
+        self.at_random = False  # never asked for
 
     def seed(self, seeds: Sequence[int]) -> None:
         first = 0

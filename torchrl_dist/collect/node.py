@@ -73,6 +73,7 @@ class _Order:
     weights: PackedWeights | None
     request: int | None
     anew: bool
+    at_random: bool
 
 
 @dataclass(eq=False)
@@ -237,6 +238,7 @@ class NodeWorker:
         weights: PackedWeights | None = None,
         request: int | None = None,
         anew: bool = False,
+        at_random: bool = False,
     ) -> tuple[TensorDict | PackedRows | None, RolloutStats]:
         """As ``RolloutWorker.collect``. Rows of a process that ended are missing, and it is named
         in the statistics. The rows stay as they are until the call after the next one.
@@ -252,6 +254,7 @@ class NodeWorker:
             weights,
             request,
             anew,
+            at_random,
         )
         self._announce(order)
         with self._turns.wait_for(request), self._lock:
@@ -321,6 +324,7 @@ class NodeWorker:
                 weights=self._weights.ticket,
                 rows=self._ticket(process.index, rollout.block),
                 anew=order.anew,
+                at_random=order.at_random,
             )
         return rollout
 

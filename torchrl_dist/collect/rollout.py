@@ -7,6 +7,7 @@ reused, results written into preallocated tensors. TorchRL envs go through Torch
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -53,12 +54,14 @@ class RolloutStopped(Exception):
 class Rollout(Protocol):
     """N envs and a policy that yield rollouts on request.
 
-    ``policy_version`` is stamped on every transition at the moment it is made.
+    ``policy_version`` is stamped on every transition at the moment it is made. With ``at_random``
+    the next one acts at random, and what the policy writes beside the action is zero.
     """
 
     num_envs: int
     steps: int
     policy_version: int
+    at_random: bool
 
     def seed(self, seeds: Sequence[int]) -> None:
         """Seed the envs (one seed per env) and start new episodes in all of them."""
@@ -192,6 +195,8 @@ class GymnasiumRollout:
         self._draws: list[Tensor] = []
         self._policy = policy or self._random_policy
         self.policy_version = 0
+        self.at_random = False
+        self._unwritten: Values | None = None
         self._stop = False
         # What the policy sees. The tensors share memory with the arrays that the driver writes.
         n = self.num_envs
@@ -219,10 +224,13 @@ class GymnasiumRollout:
         self._warned = False
 
     def _random_policy(self, td: TensorDictBase) -> TensorDictBase:
+        return td.set("action", self._draw())
+
+    def _draw(self) -> Tensor:
         if not self._draws:  # by env, so that each one's follow from its own seed
             by_env = [self._codec.sample(rng, _DRAWS) for rng in self._rngs]
             self._draws = list(torch.stack(by_env, 1).unbind(0))
-        return td.set("action", self._draws.pop())
+        return self._draws.pop()
 
     def seed(self, seeds: Sequence[int]) -> None:
         self._reset(seeds)
@@ -388,6 +396,19 @@ class GymnasiumRollout:
 
     def _act(self) -> TensorDictBase | dict[Key, Tensor]:
         """Everything that the policy makes of the current observations, by key."""
+        if not self.at_random:
+            return self._ask_policy()
+        if self._unwritten is None:  # rows have the same keys, whoever chose the action
+            made = self._ask_policy()
+            items = made.items(True, True) if isinstance(made, TensorDictBase) else made.items()
+            self._unwritten = {
+                plain_key(key): torch.zeros_like(value)
+                for key, value in items
+                if isinstance(value, Tensor) and plain_key(key) not in self._input_keys
+            }
+        return self._unwritten | {"action": self._draw()}
+
+    def _ask_policy(self) -> TensorDictBase | dict[Key, Tensor]:
         policy, td = self._policy, self._input
         if self._on_tensors:
             assert isinstance(policy, FastPolicy)
@@ -471,6 +492,7 @@ class TorchRLRollout:
         self.env = env
         self.num_envs = env.batch_size.numel()
         self.policy_version = 0
+        self.at_random = False
         self._policy = policy
         self._exploration_type = exploration_type
         self._stop = False
@@ -510,6 +532,7 @@ class TorchRLRollout:
 
     def run(self, steps: int, enough: Callable[[int], bool] = never) -> TensorDict:
         self._taken, self._steps_now, self._enough = 0, steps, enough
+        self._collector.init_random_frames = math.inf if self.at_random else 0
         batch = next(self._batches)
         if self._stop:
             raise RolloutStopped

@@ -428,6 +428,7 @@ class RolloutWorker:
         weights: PackedWeights | None = None,
         request: int | None = None,
         anew: bool = False,
+        at_random: bool = False,
     ) -> tuple[TensorDict | PackedRows | None, RolloutStats]:
         """One rollout: blocks while the envs step.
 
@@ -437,6 +438,7 @@ class RolloutWorker:
             weights: taken before the first step, if newer than those here.
             request: 0, 1, ...: calls that come at the same time run in this order.
             anew: begin new episodes first.
+            at_random: with random actions; whatever else the policy writes is zero.
 
         Returns:
             the rows (``None`` if they went to the replay buffer or the worker was closed), stats.
@@ -455,6 +457,7 @@ class RolloutWorker:
                 self._begin_anew()
             begun = time.perf_counter()
             asked = self.steps if steps is None else steps
+            self._rollout.at_random = at_random
 
             try:
                 rollout = self._rollout.run(asked, self._watch(request or 0))
