@@ -13,7 +13,8 @@ from tensordict import TensorDict
 
 from torchrl_dist.errors import RateLimitError
 from torchrl_dist.replay import HostedReplayBuffer, owner
-from torchrl_dist.replay.host import ReplayHost, Reply, Request
+from torchrl_dist.replay.host import ReplayHost
+from torchrl_dist.replay.messages import Reply, Request
 
 
 def slow_down(delay_s: float, calls: int | None = None) -> None:
@@ -66,11 +67,6 @@ def synced_here() -> list[str]:
 def written_here() -> int:
     """Runs in an owner: rows ever written to its buffers."""
     return sum(host.storage.write_count for host in owner._hosts.values())
-
-
-def clients_here() -> int:
-    """Runs in an owner: clients that its buffers know."""
-    return sum(len(host._clients) for host in owner._hosts.values())
 
 
 def draw_ids(buffer: HostedReplayBuffer) -> list[int]:

@@ -1,8 +1,7 @@
-"""The host of a replay directory by direct calls: in order, exactly once, and what a draw says."""
+"""The host of a replay directory by direct calls: in order, and what a draw says."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,10 +15,12 @@ from tests.replay.conftest import folder, make_rows  # noqa: F401
 from torchrl_dist import ConfigurationError, DeadlineError, RateLimiter, SharedMemmapStorage
 from torchrl_dist.replay import rows
 from torchrl_dist.replay.directory import Word, array_of
-from torchrl_dist.replay.host import (
+from torchrl_dist.replay.host import ReplayHost
+from torchrl_dist.replay.merging import merged, parts_of
+from torchrl_dist.replay.messages import (
+    CountSamples,
     Empty,
-    ReplayHost,
-    Reply,
+    Operation,
     Request,
     ReturnDraws,
     SetAlpha,
@@ -46,7 +47,7 @@ def write(values: range, number: int = 1, priority: list[float] | None = None) -
     spec = rows.spec_of(data)
     packed = pack(rows.matching_leaves(data, spec), copy=True)
     raw = None if priority is None else np.array(priority, dtype=np.float64)
-    return Write(spec.text, len(values), packed, raw, number)
+    return Write(spec.text, len(values), packed, raw, ((number, len(values)),))
 
 
 def priorities(slots: list[int], values: list[float], generation: int | None = 1) -> SetPriorities:
@@ -68,7 +69,7 @@ def test_operations_are_applied_in_order_and_the_draw_comes_last(host) -> None:
         write(range(10, 12), 2, [7, 9]),
         priorities([3], [5]),
     )
-    reply = host.serve(Request("a", 1, 1, operations, draw=64))
+    reply = host.serve(Request(operations, draw=64))
     assert content(host) == pytest.approx({0: 1, 1: 2, 2: 3, 3: 5, 10: 7, 11: 9})
     assert [slot.tolist() for slot, _ in reply.written] == [[0, 1, 2, 3], [4, 5]]
     assert reply.state.length == 6 and reply.state.write_count == 6
@@ -84,133 +85,69 @@ def test_operations_are_applied_in_order_and_the_draw_comes_last(host) -> None:
     assert leaf.tolist() == pytest.approx([content(host)[i] for i in drawn["id"].tolist()])
 
 
-def test_a_repeated_request_changes_nothing_and_gets_the_same_reply(host) -> None:
-    request = Request("a", 1, 1, (write(range(3)),), draw=5)
-    first = host.serve(request)
-    again = host.serve(request)
-    assert host.storage.write_count == 3
-    assert again.sequence == first.sequence == 1
-    for one, other in zip(first.unpack_rows()[:3], again.unpack_rows()[:3], strict=True):
-        assert torch.equal(one, other)
-
-
-def test_deliveries_at_the_same_time_are_applied_once(host) -> None:
-    replies: list[Reply] = []
-    for sequence in range(1, 21):
-        request = Request("a", 1, sequence, (write(range(sequence, sequence + 2), sequence),))
-        threads = [
-            threading.Thread(target=lambda r=request: replies.append(host.serve(r)))
-            for _ in range(4)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
-    assert len(replies) == 80 and host.storage.write_count == 40
-    for sequence in range(1, 21):
-        slots = {tuple(r.written[0][0].tolist()) for r in replies if r.sequence == sequence}
-        assert len(slots) == 1
-
-
-def test_a_gap_and_a_late_request_are_refused(host) -> None:
-    host.serve(Request("a", 1, 1, (write(range(1)),)))
-    host.serve(Request("a", 1, 2, (write(range(1), 2),)))
-    for sequence in (1, 4):
-        with pytest.raises(ConfigurationError, match=f"request {sequence}, expected 3"):
-            host.serve(Request("a", 1, sequence, (write(range(1), 3),)))
-    assert host.storage.write_count == 2
-
-
-def test_a_client_that_comes_back_starts_at_1_and_its_earlier_life_is_over(host) -> None:
-    for sequence in (1, 2, 3):
-        host.serve(Request("a", 100, sequence, (write(range(1), sequence),)))
-    host.serve(Request("a", 200, 1, (write(range(1)),)))
-    assert host.storage.write_count == 4
-    with pytest.raises(ConfigurationError, match="earlier life"):
-        host.serve(Request("a", 100, 4, (write(range(1), 4),)))
-    assert host.storage.write_count == 4
-    host.forget("a")
-    host.serve(Request("a", 100, 1, (write(range(1)),)))
-    assert host.storage.write_count == 5
-
-
-def test_clients_are_numbered_apart(host) -> None:
-    for client in "abc":
-        host.serve(Request(client, 1, 1, (write(range(2)),)))
-    assert host.storage.write_count == 6
-
-
 def test_an_operation_that_fails_is_named_and_the_others_are_applied(host) -> None:
     wrong = make_rows(range(2)).exclude("obs")
     spec = rows.spec_of(wrong)
     packed = pack(rows.matching_leaves(wrong, spec), copy=True)
     operations = (
         write(range(2), 1),
-        Write(spec.text, 2, packed, None, 2),
+        Write(spec.text, 2, packed, None, ((2, 2),)),
         priorities([0], [-1.0]),
         write(range(5, 6), 3),
     )
-    reply = host.serve(Request("a", 1, 1, operations, draw=4))
+    reply = host.serve(Request(operations, draw=4))
     assert sorted(content(host)) == [0, 1, 5] and reply.count == 4
     assert [slot.tolist() for slot, _ in reply.written] == [[0, 1], [-1, -1], [2]]
     assert "missing 'obs'" in reply.failures[0].message
     assert "finite and >= 0" in reply.failures[1].message and "update" in (reply.failures[1].trace)
-    assert host.serve(Request("a", 1, 2, (), draw=4)).failures == ()
+    assert host.serve(Request((), draw=4)).failures == ()
 
 
 def test_a_draw_that_fails_late_is_answered_and_the_client_goes_on(host, monkeypatch) -> None:
     with monkeypatch.context() as broken:
         broken.setattr(ReplayHost, "_pack", lambda *_: 1 / 0)
-        reply = host.serve(Request("a", 1, 1, (write(range(3)),), draw=4))
+        reply = host.serve(Request((write(range(3)),), draw=4))
     assert reply.state is None and "ZeroDivisionError" in reply.failures[0].message
     assert len(reply.written) == 1
-    assert host.serve(Request("a", 1, 2, draw=4)).count == 4
+    assert host.serve(Request(draw=4)).count == 4
     assert host.storage.write_count == 3
 
 
 def test_a_late_priority_for_a_recycled_slot_is_dropped(host) -> None:
-    host.serve(Request("a", 1, 1, (write(range(CAPACITY)),)))
-    host.serve(Request("a", 1, 2, (write(range(100, 101), 2, [3.0]), priorities([0], [50.0]))))
+    host.serve(Request((write(range(CAPACITY)),)))
+    host.serve(Request((write(range(100, 101), 2, [3.0]), priorities([0], [50.0]))))
     assert content(host)[100] == pytest.approx(3.0)
     assert host.counters()["stale_updates"] == 1
 
 
 def test_priorities_may_name_a_write_instead_of_its_slots(host) -> None:
     named = SetWrittenPriorities(1, np.array([2.0, 4.0]))
-    host.serve(Request("a", 1, 1, (write(range(2), 1), named)))
+    host.serve(Request((write(range(2), 1), named)))
     assert content(host) == pytest.approx({0: 2, 1: 4})
-    host.serve(Request("b", 1, 1, (named,)))  # not b's write
+    host.serve(Request((named,)))  # not of this request
     assert host.counters()["stale_updates"] == 2
 
 
-def test_what_is_kept_per_client_is_bounded(host) -> None:
-    for sequence in range(1, 301):
-        host.serve(Request("a", 1, sequence, (write(range(1), sequence),), draw=8))
-    client = host._clients["a"]
-    assert len(client.written) == 64 and client.reply.sequence == 300
-    assert len(host._clients) == 1
-
-
 def test_an_empty_buffer_gives_no_rows_and_no_error(host) -> None:
-    reply = host.serve(Request("a", 1, 1, draw=8))
+    reply = host.serve(Request(draw=8))
     assert reply.count == 0 and reply.state.mass == 0 and reply.state.length == 0
-    reply = host.serve(Request("a", 1, 2, draw=8, prioritized=False))
+    reply = host.serve(Request(draw=8, prioritized=False))
     assert reply.count == 0 and reply.state.mass == 0
-    assert host.serve(Request("a", 1, 3)).state is None
+    assert host.serve(Request()).state is None
 
 
 def test_the_mass_of_uniform_draws_is_the_number_of_rows(host) -> None:
     operations = (write(range(5)), priorities([0, 1], [3, 4]))
-    reply = host.serve(Request("a", 1, 1, operations, draw=1000, prioritized=False))
+    reply = host.serve(Request(operations, draw=1000, prioritized=False))
     slot, _, leaf, _ = reply.unpack_rows()
     assert reply.state.mass == 5 and reply.state.minimum == 1 and (leaf == 1).all()
     assert np.bincount(slot.numpy(), minlength=5).min() > 120
 
 
 def test_a_larger_priority_of_another_shard_is_what_new_rows_get(host) -> None:
-    host.serve(Request("a", 1, 1, (write(range(1)),)))
-    host.serve(Request("a", 1, 2, (write(range(1, 2), 2),), max_priority=7.0))
-    host.serve(Request("a", 1, 3, (write(range(2, 3), 3),), max_priority=2.0))
+    host.serve(Request((write(range(1)),)))
+    host.serve(Request((write(range(1, 2), 2),), max_priority=7.0))
+    host.serve(Request((write(range(2, 3), 3),), max_priority=2.0))
     assert content(host) == pytest.approx({0: 1, 1: 7, 2: 7})
 
 
@@ -220,15 +157,15 @@ def test_after_an_emptying_that_failed_largest_priorities_travel_again(host, mon
 
     with monkeypatch.context() as broken:
         broken.setattr(host.storage, "empty", fail)
-        reply = host.serve(Request("a", 1, 1, (Empty(True, era=5),), draw=0))
+        reply = host.serve(Request((Empty(True, era=5),), draw=0))
     assert "the lock was held" in reply.failures[0].message and reply.state.era >= 0
-    host.serve(Request("a", 1, 2, (write(range(1)),), max_priority=7.0, era=reply.state.era))
+    host.serve(Request((write(range(1)),), max_priority=7.0, era=reply.state.era))
     assert content(host) == pytest.approx({0: 7})
 
 
 def test_alpha_changes_for_everybody(host) -> None:
     operations = (write(range(2), 1, [4.0, 9.0]), SetAlpha(0.5))
-    reply = host.serve(Request("a", 1, 1, operations, draw=0))
+    reply = host.serve(Request(operations, draw=0))
     assert content(host) == pytest.approx({0: 2, 1: 3}) and reply.state.alpha == 0.5
 
 
@@ -236,6 +173,77 @@ def test_others_must_agree_on_alpha(host) -> None:
     host.use_priorities(1.0, EPS)
     with pytest.raises(ConfigurationError, match="alpha=0.5"):
         host.use_priorities(0.5, EPS)
+
+
+# ---- merging
+
+
+@st.composite
+def _operations(draw: st.DrawFn) -> list[Operation]:
+    found: list[Operation] = []
+    for number in range(draw(st.integers(1, 12))):
+        kind = draw(st.sampled_from(["write"] * 2 + ["priorities"] * 2 + ["alpha", "count"]))
+        if kind == "write":
+            count = draw(st.integers(1, 3))
+            raw = draw(st.sampled_from([None, [0.5] * count, [7.0] * count]))
+            found.append(write(range(100 * number, 100 * number + count), number, raw))
+        elif kind == "priorities":
+            slots = draw(st.lists(st.integers(-1, 5), min_size=1, max_size=3))
+            values = [draw(st.sampled_from([1.0, 3.0, 9.0])) for _ in slots]
+            found.append(priorities(slots, values, draw(st.sampled_from([1, None]))))
+        else:
+            found.append(SetAlpha(2.0) if kind == "alpha" else CountSamples(number))
+    return found
+
+
+@settings(max_examples=40, deadline=None)
+@given(operations=_operations())
+def test_merged_operations_do_what_they_would_do_one_by_one(tmp_path_factory, operations) -> None:
+    few = merged(operations, 4)
+    assert sum(count for _, count in few) == len(operations)
+    found = []
+    for request in operations, [operation for operation, _ in few]:
+        folder = tmp_path_factory.mktemp("host") / "rows"  # noqa: F811
+        host = ReplayHost(SharedMemmapStorage(CAPACITY, scratch_dir=folder, job_id="test"))
+        host.use_priorities(1.5, EPS)
+        reply = host.serve(Request(tuple(request), draw=0))
+        slots = np.concatenate([slot for slot, _ in reply.written] or [np.empty(0)])
+        rows_ = content(host) if reply.state.length else {}
+        state = reply.state._replace(mass=round(reply.state.mass, 6))
+        found.append((rows_, slots.tolist(), reply.failures, str(state), host.counters()))
+        host.close()
+    assert found[0] == found[1]
+    parts = [part for operation, _ in few for part in parts_of(operation)]
+    assert [type(each) for each in parts if not isinstance(each, CountSamples)] == [
+        type(each) for each in operations if not isinstance(each, CountSamples)
+    ]
+
+
+def test_of_merged_operations_only_the_wrong_one_is_refused(host) -> None:
+    host.serve(Request((SetAlpha(2.0),)))
+    raw = [1.0, 1e150, 3.0]  # the second one's square is too large
+    writes = [write(range(n, n + 1), n, [raw[n]]) for n in range(3)]
+    ((operation, count),) = merged(writes, 8)
+    reply = host.serve(Request((operation,)))
+    assert count == 3 and sorted(content(host)) == [0, 2]
+    slots = reply.written[0][0]
+    assert (slots < 0).tolist() == [False, True, False]
+    assert [failure.position for failure in reply.failures] == [0]
+    updates = [priorities([int(slots[n])], [raw[(n + 1) % 3]], None) for n in (0, 2)]
+    ((operation, count),) = merged(updates, 8)
+    reply = host.serve(Request((operation,)))
+    assert count == 2 and len(reply.failures) == 1
+    assert host.storage.directory.tree.leaves[slots[2]] == pytest.approx(1)
+
+
+def test_many_small_operations_become_few(host) -> None:
+    writes = [write(range(number, number + 1), number) for number in range(20)]
+    few = merged(writes, 8)
+    assert [each.count for each, _ in few] == [8, 8, 4] and [n for _, n in few] == [8, 8, 4]
+    host.serve(Request(tuple(operation for operation, _ in few)))
+    assert sorted(content(host)) == list(range(20))
+    updates = [priorities([number], [2.0]) for number in (0, 1, 2, 1, 3)]
+    assert [n for _, n in merged(updates, 8)] == [3, 2]  # a row's priorities stay apart
 
 
 # ---- packing
@@ -282,23 +290,23 @@ def test_draws_that_are_given_back_leave_the_rows_as_they_were(
         SharedMemmapStorage(CAPACITY, scratch_dir=folder, job_id="test", limiter=limiter)
     )
     host.use_priorities(1.0, EPS)
-    host.serve(Request("a", 1, 1, (write(range(4)), priorities([0, 1, 2, 3], [1, 2, 3, 4]))))
+    host.serve(Request((write(range(4)), priorities([0, 1, 2, 3], [1, 2, 3, 4]))))
     directory = host.storage.directory
     before = directory.tree.leaves.copy()
-    reply = host.serve(Request("a", 1, 2, draw=9, prioritized=prioritized))
+    reply = host.serve(Request(draw=9, prioritized=prioritized))
     assert reply.count == 8 and not directory.tree.leaves.any()  # all that there is
     slot, generation, leaf, _ = reply.unpack_rows()
     assert np.bincount(slot).tolist() == [2, 2, 2, 2]
     assert leaf.tolist() == before[slot].tolist()
     back = ReturnDraws(slot.numpy()[1:], generation.numpy()[1:], leaf.numpy()[1:])
-    host.serve(Request("a", 1, 3, (write(range(10, 12), 2), back)))
+    host.serve(Request((write(range(10, 12), 2), back)))
     assert directory.words[Word.AVAILABLE] == 6
     assert directory.tree.leaves[:4].tolist() == before[:4].tolist()
-    reply = host.serve(Request("a", 1, 4, draw=20, prioritized=prioritized))
+    reply = host.serve(Request(draw=20, prioritized=prioritized))
     assert reply.count == 11
     directory.tree.refresh()
     assert directory.tree.total == 0 and directory.words[Word.AVAILABLE] == 0
     stale = ReturnDraws(np.array([0, 5]), np.array([7, 1]), np.array([1.0, 1.0]))
-    reply = host.serve(Request("a", 1, 5, (stale,), draw=20, prioritized=prioritized))
+    reply = host.serve(Request((stale,), draw=20, prioritized=prioritized))
     assert reply.count == 1 and reply.unpack_rows()[0].tolist() == [5]
     host.close()

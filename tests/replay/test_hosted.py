@@ -21,7 +21,6 @@ from torchrl.data import TensorDictReplayBuffer
 
 from tests.replay.conftest import folder, make_rows  # noqa: F401
 from tests.replay.hosted_helpers import (
-    clients_here,
     draw_ids,
     extend_twice,
     slow_down,
@@ -182,7 +181,7 @@ def test_a_full_queue_makes_the_writer_wait_up_to_the_deadline(make, cluster) ->
 # ---- in order, exactly once, errors later
 
 
-def test_what_a_late_owner_was_sent_twice_is_applied_once(make, cluster) -> None:
+def test_what_was_sent_to_a_late_owner_is_applied_once(make, cluster) -> None:
     buffer = make(capacity=1024)
     buffer.extend(make_rows(range(10)))
     buffer.flush()
@@ -219,8 +218,6 @@ def test_a_paused_owner_is_a_late_owner(make, cluster) -> None:
     while (index < 0).any() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert index.tolist() == list(range(10, 20))
-    with pytest.raises(DeadlineError):  # what went wrong is told once, also when it is over
-        len(buffer)
     assert len(buffer) == 20
 
 
@@ -691,7 +688,6 @@ def test_what_was_queued_at_the_end_of_the_session_is_sent(folder, fork_server) 
 def test_copies_of_a_buffer_that_are_gone_leave_nothing_behind(make, cluster) -> None:
     buffer = make(prefetch=0)
     text = pickle.dumps(buffer)
-    owner_peer = cluster.of_role("owner")[0]
     before = set(threading.enumerate())
     for _ in range(8):
         copy = pickle.loads(text)
@@ -701,7 +697,6 @@ def test_copies_of_a_buffer_that_are_gone_leave_nothing_behind(make, cluster) ->
         copy.update_tensordict_priority(batch)
         del copy
         gc.collect()
-    assert cluster.call(owner_peer, clients_here) <= 3
     new = set(threading.enumerate()) - before
     assert sum("torchrl_dist-replay" in each.name for each in new) <= 3
     assert buffer.storage.write_count == 32

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
+import math
+import signal
 import threading
 import time
 import warnings
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 from tests.replay.conftest import folder, make_rows  # noqa: F401
+from tests.replay.test_processes import wait_until
 from torchrl_dist import (
     ConfigurationError,
     DeadlineError,
@@ -29,9 +31,11 @@ from torchrl_dist import (
 from torchrl_dist.replay.batches import BatchSource
 from torchrl_dist.replay.client import ReplayClient
 from torchrl_dist.replay.directory import Word
-from torchrl_dist.replay.host import (
+from torchrl_dist.replay.host import ReplayHost
+from torchrl_dist.replay.limiter import RateLimiter
+from torchrl_dist.replay.link import LocalLink, RemoteLink
+from torchrl_dist.replay.messages import (
     Empty,
-    ReplayHost,
     Reply,
     Request,
     SetAlpha,
@@ -39,8 +43,6 @@ from torchrl_dist.replay.host import (
     UsePriorities,
     Write,
 )
-from torchrl_dist.replay.limiter import RateLimiter
-from torchrl_dist.replay.link import LocalLink, RemoteLink
 from torchrl_dist.replay.totals import TotalsGate
 from torchrl_dist.runtime import Peer
 
@@ -57,16 +59,15 @@ class HeldHost:
         self.host = ReplayHost(storage)
         self.held = False
         self.lost: Exception | None = None
-        self.keeps_deadlines = False
+        self.served = 0
+        self._lock = threading.Lock()
         self._waiting: list[tuple[Future, str, tuple]] = []
-
-    def call(self, method: str, *args: Any, timeout_s: float) -> Any:
-        return getattr(self.host, method)(*args)
 
     def submit(self, method: str, *args: Any, timeout_s: float) -> Future:
         future: Future = Future()
-        self._waiting.append((future, method, args))
-        if self.keeps_deadlines:
+        with self._lock:
+            self._waiting.append((future, method, args))
+        if timeout_s < math.inf:
             threading.Timer(timeout_s, self._give_up, (future,)).start()
         if not self.held:
             self.release()
@@ -74,8 +75,12 @@ class HeldHost:
 
     def release(self) -> None:
         self.held = False
-        while self._waiting:
-            future, method, args = self._waiting.pop(0)
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    return
+                future, method, args = self._waiting.pop(0)
+                self.served += 1
             if self.lost is not None:
                 future.set_exception(self.lost)
             else:
@@ -87,12 +92,16 @@ class HeldHost:
         with contextlib.suppress(InvalidStateError):  # it was answered
             future.set_exception(DeadlineError(f"{self.peer} did not answer"))
 
-    def fall_silent(self) -> None:
-        """The deadlines of the calls under way pass; they run to their end all the same."""
+    def fall_silent(self, link: RemoteLink) -> None:
+        """It has answered nothing for a deadline."""
         self.held = True
-        late, self._waiting = self._waiting, []
-        for future, _, _ in late:
-            future.set_exception(DeadlineError(f"{self.peer} did not answer"))
+        link.ask(None, None)
+        self.come()
+        link._since -= link._timeout_s  # type: ignore[operator]
+
+    def come(self) -> None:
+        """Wait for a call, which is held."""
+        wait_until(lambda: bool(self._waiting))
 
     def lose(self) -> None:
         self.lost = PeerLostError(f"{self.peer} is lost")
@@ -109,13 +118,9 @@ def hosts(folder: Path) -> Iterator[list[HeldHost]]:  # noqa: F811
         held.host.close()
 
 
-_names = itertools.count()
-
-
 def connect(hosts: list[HeldHost], min_shards: int = 1, timeout_s: float = 5.0) -> ReplayClient:
-    name = f"test{next(_names)}"
     links = [
-        RemoteLink(held, name, 1, timeout_s=timeout_s, max_queued_bytes=2**20)  # type: ignore[arg-type]
+        RemoteLink(held, timeout_s=timeout_s, max_queued_bytes=2**20, merged_rows=CAPACITY // 8)  # type: ignore[arg-type]
         for held in hosts
     ]
     return ReplayClient(
@@ -179,8 +184,10 @@ def test_too_few_shards_are_an_error_at_every_call(hosts) -> None:
 
 def test_a_shard_that_is_lost_while_rows_travel_is_reported(hosts) -> None:
     client = connect(hosts)
+    client.agreed_spec(make_rows(range(1)))
     hosts[0].held = True
     client.write(make_rows(range(4)), None)  # to the first
+    hosts[0].come()
     hosts[0].lose()
     with pytest.warns(UserWarning, match="replay shard 0 .*1 operations of this process were not"):
         client.write(make_rows(range(4)), None)
@@ -192,7 +199,8 @@ def test_a_shard_that_is_lost_while_rows_travel_is_reported(hosts) -> None:
 
 @pytest.mark.parametrize("how", ["lost", "silent"])
 def test_rows_for_a_shard_that_goes_just_then_reach_another(hosts, monkeypatch, how: str) -> None:
-    client = connect(hosts, timeout_s=0.05)
+    client = connect(hosts, timeout_s=0.2)
+    client.agreed_spec(make_rows(range(1)))
     hosts[0].held = True
     client.links[0].put(SetPriorities(np.array([0]), None, np.array([1.0])), size=2**20)
     choose = client._shard_to_write
@@ -200,13 +208,13 @@ def test_rows_for_a_shard_that_goes_just_then_reach_another(hosts, monkeypatch, 
     def choose_one_that_goes() -> int:
         shard = choose()
         if shard == 0:
-            hosts[0].lose() if how == "lost" else hosts[0].fall_silent()
+            hosts[0].lose() if how == "lost" else hosts[0].fall_silent(client.links[0])
         return shard
 
     monkeypatch.setattr(client, "_shard_to_write", choose_one_that_goes)
     with pytest.warns(UserWarning, match="shard 0 .* is left out"):
         index, _ = client.write(make_rows(range(4)), None)
-    assert (index >= CAPACITY).all()
+    wait_until(lambda: bool((index >= CAPACITY).all()))
     hosts[0].release()
 
 
@@ -222,6 +230,7 @@ def test_priorities_for_a_shard_that_goes_just_then_are_dropped(hosts, monkeypat
         if shard == 0 and hosts[0].lost is None:
             hosts[0].lose()
             client.links[0].ask(None, None)
+            wait_until(lambda: client.links[0].problem is not None)
         return answer
 
     monkeypatch.setattr(client, "answers_now", answers_for_the_last_time)
@@ -232,8 +241,10 @@ def test_priorities_for_a_shard_that_goes_just_then_are_dropped(hosts, monkeypat
 
 def test_priorities_for_rows_on_their_way_to_a_lost_shard_are_dropped(hosts) -> None:
     client = connect(hosts)
+    client.agreed_spec(make_rows(range(1)))
     hosts[0].held = True
     index, _ = client.write(make_rows(range(4)), None)
+    hosts[0].come()
     hosts[0].lose()
     with pytest.warns(UserWarning, match="shard 0 .* is left out"):
         client.set_priorities(index, None, np.ones(4))
@@ -242,7 +253,7 @@ def test_priorities_for_rows_on_their_way_to_a_lost_shard_are_dropped(hosts) -> 
 
 @pytest.mark.parametrize("when", ["with the rows", "while the rows are under way"])
 def test_priorities_of_many_writes_on_their_way_all_arrive(hosts, monkeypatch, when: str) -> None:
-    monkeypatch.setattr("torchrl_dist.replay.host._REMEMBERED_WRITES", 4)
+    monkeypatch.setattr("torchrl_dist.replay.link._MOST_OPERATIONS", 5)  # several messages
     client = connect(hosts[:1])
     serve = hosts[0].host.serve
     hosts[0].held = True
@@ -304,8 +315,8 @@ def test_draws_that_come_after_the_deadline_are_given_back(folder) -> None:  # n
 
 def test_a_shard_of_this_node_that_was_late_once_counts_again(hosts, monkeypatch) -> None:
     links = [
-        LocalLink(hosts[0].host, "test", 1, "this node"),
-        RemoteLink(hosts[1], "test", 1, timeout_s=5.0, max_queued_bytes=2**20),
+        LocalLink(hosts[0].host, "this node"),
+        RemoteLink(hosts[1], timeout_s=5.0, max_queued_bytes=2**20, merged_rows=4),
     ]
     client = ReplayClient(
         links, CAPACITY, own_shard=None, first_shard=0, min_shards=1, timeout_s=5.0
@@ -415,8 +426,7 @@ def test_a_shard_that_was_silent_gets_alpha_priorities_and_empty_before_it_draws
     client.write(make_rows(range(4)), np.array([9.0] * 4))
     client.flush()
     hosts[0].held = True
-    client.links[0].ask(0, None)
-    hosts[0].fall_silent()
+    hosts[0].fall_silent(client.links[0])
     with pytest.warns(UserWarning, match="replay shard 0 .* is left out"):
         client.apply_everywhere(UsePriorities(1.0, 1e-8))
     client.apply_everywhere(SetAlpha(0.5))
@@ -428,8 +438,7 @@ def test_a_shard_that_was_silent_gets_alpha_priorities_and_empty_before_it_draws
     answers = client.answers(client.ask([8, 8], True))
     assert [answer.rows.leaf[0].item() for answer in answers] == pytest.approx([2.0, 3.0])
     hosts[0].held = True
-    client.links[0].ask(0, None)
-    hosts[0].fall_silent()
+    hosts[0].fall_silent(client.links[0])
     with pytest.warns(UserWarning, match="left out"):
         client.apply_everywhere(Empty(True, era=1))
     hosts[0].release()
@@ -440,7 +449,6 @@ def test_several_shards_that_hang_cost_one_deadline_together(folder) -> None:  #
     hosts = [HeldHost(folder / str(number), number) for number in range(5)]
     for held in hosts:
         held.host.use_priorities(1.0, 1e-8)
-        held.keeps_deadlines = True
     timeout_s = 0.4
     index = torch.arange(5) * CAPACITY
     for attempt in (
@@ -485,11 +493,8 @@ def test_nobody_who_answers_is_an_error_also_where_all_hang_at_once(hosts) -> No
     client = connect(hosts, timeout_s=0.1)
     for held in hosts:
         held.held = True
-    with (
-        pytest.warns(UserWarning, match="shard 0 .* left out"),
-        pytest.raises(DeadlineError, match="owner1 .* within 0.1 s"),
-    ):
-        client.flush()  # by its own deadline: that of the calls under way passes later
+    with pytest.raises(DeadlineError, match="owner[01] .* within 0.1 s"):
+        client.flush()
     for held in hosts:
         held.release()
 
@@ -555,3 +560,172 @@ def test_a_draw_that_fails_is_told_once(hosts, monkeypatch) -> None:
         with pytest.raises(RemoteError, match="ZeroDivisionError"):
             source.next(8)
     assert len(source.next(8).index) == 8
+
+
+# ---- in order, once, and by progress
+
+
+def ids_of(held: HeldHost) -> list[int]:
+    return held.host.storage[:]["id"].tolist()
+
+
+def test_what_was_under_way_or_queued_when_a_client_closed_is_applied_once(hosts) -> None:
+    client = connect(hosts[:1], timeout_s=0.2)
+    client.agreed_spec(make_rows(range(1)))
+    hosts[0].held = True
+    client.write(make_rows(range(3)), None)
+    hosts[0].come()
+    client.write(make_rows(range(3, 6)), None)
+    with pytest.warns(UserWarning, match="owner0 .* did not answer within 0.2 s"):
+        client.close()
+    assert hosts[0].served == 0 and len(hosts[0]._waiting) == 1  # no second copy is on its way
+    hosts[0].release()
+    (link,) = client.links
+    wait_until(lambda: not link._queue and link._under_way is None)
+    assert ids_of(hosts[0]) == list(range(6)) and hosts[0].host.storage.write_count == 6
+    wait_until(lambda: not link._sender.is_alive())
+
+
+def test_many_small_operations_are_sent_in_bounded_requests_of_few(hosts) -> None:
+    client = connect(hosts[:1])
+    link, requests = client.links[0], []
+    serve = hosts[0].host.serve
+    hosts[0].host.serve = lambda request: requests.append(request) or serve(request)
+    hosts[0].held = True
+    link.ask(None, None)
+    hosts[0].come()
+    link._max_queued_bytes = 2**30
+    for number in range(3000):
+        client.write(make_rows(range(number, number + 1)), None)
+    assert link._bytes > 3000 * 2**10  # what an operation costs by itself counts
+    hosts[0].release()
+    client.flush()
+    assert hosts[0].host.storage.write_count == 3000
+    assert sorted(ids_of(hosts[0])) == list(range(3000 - CAPACITY, 3000))
+    sizes = [len(request.operations) for request in requests]
+    assert max(sizes) == 512 // (CAPACITY // 8) and len(sizes) <= 12, sizes
+
+
+def test_large_operations_share_no_request(hosts) -> None:
+    client = connect(hosts[:1])
+    link = client.links[0]
+    link._max_queued_bytes = 2**30
+    hosts[0].held = True
+    link.ask(None, None)
+    hosts[0].come()
+    for _ in range(6):
+        link.put(Empty(False, 1), size=2**23)
+    hosts[0].release()
+    client.flush()
+    assert hosts[0].served in (4, 5)  # two of 8 MiB each
+
+
+def test_a_host_that_goes_on_answering_is_not_late(hosts) -> None:
+    """Every request takes most of the deadline, and all together many of them."""
+    client = connect(hosts[:1], timeout_s=0.4)
+    link = client.links[0]
+    serve = hosts[0].host.serve
+
+    def slow(request: Request) -> Reply:
+        time.sleep(0.2)
+        return serve(request)
+
+    client.agreed_spec(make_rows(range(1)))
+    hosts[0].host.serve = slow
+    link._most = 2
+    begin = time.monotonic()
+    for number in range(8):
+        client.write(make_rows(range(number, number + 1)), np.array([1.0 + number]))
+        client.set_priorities(torch.tensor([number]), None, np.array([2.0]))  # nothing to merge
+    client.flush()
+    assert time.monotonic() - begin > 2 * 0.4
+    assert ids_of(hosts[0]) == list(range(8)) and link._most == 1
+
+
+def test_who_waits_for_room_has_his_turn_and_a_deadline_by_progress(hosts) -> None:
+    client = connect(hosts[:1], timeout_s=0.5)
+    link = client.links[0]
+    hosts[0].held = True
+    link.put(Empty(False, 1), size=2**20)  # all the room
+    hosts[0].come()
+    turns: list[int] = []
+
+    def write(number: int) -> None:
+        link.put(Empty(False, 1), size=2**20)
+        turns.append(number)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for number, thread in enumerate(threads):
+        thread.start()
+        wait_until(lambda n=number: len(link._line) == n + 1)
+    for number in range(4):
+        time.sleep(0.3)  # together more than the deadline
+        hosts[0].release()
+        hosts[0].held = True
+        wait_until(lambda n=number: len(turns) == n + 1)
+        hosts[0].come()
+    assert turns == list(range(4))
+    hosts[0].release()
+
+
+def test_who_gave_up_waiting_leaves_no_draw_behind(hosts) -> None:
+    client = connect(hosts[:1], timeout_s=0.1)
+    source = batches_of(client, prefetch=2)
+    client.write(make_rows(range(4)), None)
+    client.flush()
+    hosts[0].held = True
+    client.links[0].ask(None, None)
+    hosts[0].come()
+    for _ in range(3):
+        with pytest.raises(DeadlineError, match="owner0"):
+            source.next(8)
+    asked = [each for each in client.links[0]._queue if not each.future.cancelled()]
+    assert not asked
+    hosts[0].release()
+    assert len(source.next(8).index) == 8
+
+
+def test_an_exception_of_a_signal_handler_leaves_the_link_whole(hosts) -> None:
+    """Wherever it strikes: what returned was applied once, in order, and the link goes on."""
+
+    class Struck(Exception):
+        pass
+
+    def strike(*_: object) -> None:
+        raise Struck
+
+    client = connect(hosts[:1])
+    client.agreed_spec(make_rows(range(1)))
+    applied: list[int] = []
+    write = hosts[0].host._write
+
+    def note(operation: Write, known: Any) -> Any:
+        slots, generations = write(operation, known)
+        applied.extend(hosts[0].host.storage.get(torch.from_numpy(slots))["id"].tolist())
+        return slots, generations
+
+    hosts[0].host._write = note
+    before = signal.signal(signal.SIGALRM, strike)
+    returned, strikes = [], 0
+    rng = np.random.default_rng(0)
+    try:
+        for number in range(600):
+            data = make_rows(range(number, number + 1))
+            try:
+                signal.setitimer(signal.ITIMER_REAL, float(rng.uniform(1e-5, 1e-3)))
+                client.write(data, None)
+                returned.append(number)
+                if number % 3 == 0:
+                    client.links[0].ask(2, True)
+                if number % 7 == 0:
+                    client.flush()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except Exception:  # tensordict makes another one of it
+                strikes += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    client.flush()
+    assert strikes > 50
+    assert applied == sorted(set(applied)) and set(returned) <= set(applied)
+    assert client.links[0]._bytes == 0

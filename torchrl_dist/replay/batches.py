@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,12 +137,22 @@ class BatchSource:
         return len(self._ready) * self._batch_size + sum(here)
 
     def _answers(self, futures: list[Any]) -> list[Answer | None]:
-        answers = self._client.answers(futures)
-        if self._client.counts_draws:  # what comes too late is given back
-            for shard, answer in enumerate(answers):
-                if answer is None and futures[shard] is not None:
-                    self._dropped[futures[shard]] = shard
+        answers: list[Answer | None] = [None] * len(futures)
+        try:
+            answers = self._client.answers(futures)
+        finally:
+            if self._client.counts_draws:  # what comes too late is given back
+                self._give_up(
+                    future if answer is None else None
+                    for future, answer in zip(futures, answers, strict=True)
+                )
         return answers
+
+    def _give_up(self, futures: Iterable[Any]) -> None:
+        """Nobody waits for these any more, one per shard; those not sent yet are not drawn."""
+        for shard, future in enumerate(futures):
+            if future is not None and not future.cancel():
+                self._dropped[future] = shard
 
     def _drop(self) -> None:
         for batch in self._ready if self._client.counts_draws else ():
@@ -157,7 +167,7 @@ class BatchSource:
                 )
         self._ready.clear()
         for round_ in self._rounds:
-            self._dropped |= {f: shard for shard, f in enumerate(round_.futures) if f is not None}
+            self._give_up(round_.futures)
         self._rounds.clear()
         self._return_dropped()
 

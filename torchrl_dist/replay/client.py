@@ -9,8 +9,9 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,9 @@ from tensordict import TensorDictBase
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
 from torchrl_dist.replay import rows
 from torchrl_dist.replay.directory import RowSpec
-from torchrl_dist.replay.host import (
+from torchrl_dist.replay.limiter import Counts, RateLimiter
+from torchrl_dist.replay.link import SHORTEST_CALL_S, Answer, Link, await_answer
+from torchrl_dist.replay.messages import (
     CountSamples,
     HostState,
     Operation,
@@ -28,22 +31,34 @@ from torchrl_dist.replay.host import (
     SetWrittenPriorities,
     Write,
 )
-from torchrl_dist.replay.limiter import Counts, RateLimiter
-from torchrl_dist.replay.link import SHORTEST_CALL_S, Answer, Link, await_answer
-from torchrl_dist.replay.packing import pack
+from torchrl_dist.replay.packing import pack, spec_from_text
 from torchrl_dist.replay.sampler import RecentGenerations
 from torchrl_dist.replay.shard_law import global_index, largest_priority, split_index
 from torchrl_dist.replay.totals import TotalsGate
 
-_FEW_BYTES = 64  # what an operation costs beside its arrays
+_FEW_BYTES = 2**10  # what an operation costs beside its arrays, in a queue
 
 
-class _PendingWrite(NamedTuple):
-    """Rows whose slots are not known yet; ``index`` is the tensor that the caller has."""
+@dataclass
+class _PendingWrite:
+    """Rows whose slots were not known when they were handed over.
+
+    Attributes:
+        index: the tensor that the caller has.
+        slots, generations: once they are known.
+    """
 
     index: torch.Tensor
     shard: int
     number: int
+    slots: np.ndarray | None = None
+    generations: np.ndarray | None = None
+
+    def with_priorities(self, priority: np.ndarray) -> Operation:
+        """For the rows; called when everything before was sent."""
+        if self.slots is None:  # they go with this very message
+            return SetWrittenPriorities(self.number, priority)
+        return SetPriorities(self.slots, self.generations, priority)
 
 
 class ReplayClient:
@@ -145,14 +160,13 @@ class ReplayClient:
 
     def answers(self, futures: Sequence[Any]) -> list[Answer | None]:
         """Wait for one answer per shard; None for those that were not asked or did not answer."""
-        deadline = time.monotonic() + self.timeout_s
+        begin = time.monotonic()
         found: list[Answer | None] = []
         for shard, future in enumerate(futures):
             answer = None
             if future is not None:
-                link = self.links[shard]
                 try:
-                    answer = await_answer(future, deadline, link.name, self.timeout_s)
+                    answer = await_answer(future, self.links[shard], begin, self.timeout_s)
                 except (DeadlineError, PeerLostError) as error:
                     self.note_trouble(shard, error)
             found.append(answer)
@@ -242,29 +256,56 @@ class ReplayClient:
         return Counts(*map(sum, zip(*known, strict=True))) if known else None
 
     def call(self, shard: int, method: str, *args: Any) -> Any:
-        """A method of one host, after all operations of this client there. Blocks."""
+        """A method of one host that changes nothing, after all operations of this client there.
+        Blocks."""
         return self.call_each(method, [(shard, args)])[0]
 
     def call_each(self, method: str, calls: Sequence[tuple[int, tuple]]) -> list[Any]:
-        """A method of several hosts at once, ``(shard, arguments)`` each, after all operations of
-        this client there. Blocks, in all not longer than one call.
+        """A method of several hosts at once that changes nothing, ``(shard, arguments)`` each,
+        after all operations of this client there. Blocks, in all not longer than one call.
 
         Raises:
             DeadlineError, PeerLostError, RemoteError: one of them did not answer, or raised.
         """
         self.check()
-        deadline = time.monotonic() + self.timeout_s
+        begin = time.monotonic()
         links = [self.links[shard] for shard, _ in calls]
         for link, future in [(link, link.ask(None, None)) for link in links]:
-            await_answer(future, deadline, link.name, self.timeout_s)
-        left = max(SHORTEST_CALL_S, deadline - time.monotonic())
+            await_answer(future, link, begin, self.timeout_s)
+        left = max(SHORTEST_CALL_S, begin + self.timeout_s - time.monotonic())
         futures = [
             link.submit(method, *args, timeout_s=left)
             for link, (_, args) in zip(links, calls, strict=True)
         ]
-        deadline = time.monotonic() + left + SHORTEST_CALL_S  # the transport keeps the deadline
+        begin = time.monotonic()
+        # the transport keeps the deadline
         return [
-            await_answer(future, deadline, link.name, self.timeout_s)
+            await_answer(future, link, begin, left + SHORTEST_CALL_S)
+            for link, future in zip(links, futures, strict=True)
+        ]
+
+    def order(self, shard: int, method: str, *args: Any, size: int = 0) -> Any:
+        """A method of one host, in order with the operations of this client there. Blocks."""
+        return self.order_each(method, [(shard, args, size)])[0]
+
+    def order_each(self, method: str, calls: Sequence[tuple[int, tuple, int]]) -> list[Any]:
+        """A method of several hosts at once, ``(shard, arguments, bytes)`` each, in order with the
+        operations of this client there. Blocks, in all not longer than one call.
+
+        Raises:
+            DeadlineError: one of them did not answer. If it had not been sent, it is not called;
+                else it is, before whatever this client asks next.
+            PeerLostError, RemoteError: one of them is lost, or raised.
+        """
+        self.check()
+        begin = time.monotonic()
+        links = [self.links[shard] for shard, _, _ in calls]
+        futures = [
+            link.order(method, *args, size=_FEW_BYTES + size)
+            for link, (_, args, size) in zip(links, calls, strict=True)
+        ]
+        return [
+            await_answer(future, link, begin, self.timeout_s)
             for link, future in zip(links, futures, strict=True)
         ]
 
@@ -305,18 +346,20 @@ class ReplayClient:
             ``(index, generation)``, int64 [n], -1 until the host has answered, which fills them.
         """
         self.check()
-        spec = self._spec or rows.spec_of(data)
+        spec = self.agreed_spec(data)
         count = data.batch_size[0]
         packed = pack(rows.matching_leaves(data, spec), copy=True)
         # filled through NumPy: the caller may be in inference mode, the filling thread is not
         index, generation = np.full(count, -1, np.int64), np.full(count, -1, np.int64)
         handed = torch.from_numpy(index), torch.from_numpy(generation)
-        identity, shard, number = id(handed[0]), -1, next(self._numbers)
+        identity = id(handed[0])
+        pending = _PendingWrite(handed[0], -1, next(self._numbers))
 
         def written(slots: np.ndarray, generations: np.ndarray) -> None:
             kept = slots >= 0
+            pending.slots, pending.generations = slots, generations
             generation[:] = generations
-            index[kept] = global_index(shard, slots[kept], self.shard_capacity)
+            index[kept] = global_index(pending.shard, slots[kept], self.shard_capacity)
             if kept.any():
                 self._spec = spec
                 self.recent.remember(*handed, written=True)
@@ -326,21 +369,76 @@ class ReplayClient:
         size = _FEW_BYTES + sum(tensor.nbytes for tensor in packed)
         # copied: they are sent later, and the caller may go on with its tensors
         own = None if priority is None else priority.copy()
-        write = Write(spec.text, count, packed, own, number)
+        write = Write(spec.text, count, packed, own, ((pending.number, count),))
         while True:
-            shard = self._shard_to_write()
-            self._pending[identity] = _PendingWrite(handed[0], shard, number)
+            pending.shard = self._shard_to_write()
+            self._pending[identity] = pending
             try:
-                self.links[shard].put(write, size=size, written=written)
+                self.links[pending.shard].put(write, size=size, written=written)
             except BaseException as error:
                 self._pending.pop(identity, None)
-                if not self._is_left_out(shard, error):
+                if not self._is_left_out(pending.shard, error):
                     raise
             else:
                 break
         if priority is not None:
-            self._note_max_priority(priority, self.links[shard].era)
+            self._note_max_priority(priority, self.links[pending.shard].era)
         return handed
+
+    def agreed_spec(self, data: TensorDictBase) -> RowSpec:
+        """The row spec of the buffer: if nobody has written yet, that of ``data``, from now on.
+
+        With several hosts it blocks for two calls until this process knows the spec, and all that
+        answer have it afterwards: processes that write their first rows at the same time all ask
+        the first host first. A single host decides when the rows come.
+
+        Raises:
+            ConfigurationError: hosts that could not reach each other's writers have different ones.
+            DeadlineError, PeerLostError, RemoteError: too few shards answer, or one has no room.
+        """
+        if self._spec is not None:
+            return self._spec
+        spec = rows.spec_of(data)
+        if len(self.links) == 1:
+            return spec
+        shards = [shard for shard in range(len(self.links)) if self.answers_now(shard)]
+        first = None
+        while shards and first is None:
+            first = self._agree(shards[:1], spec)[0]
+            shards = shards[1:]
+        if first is None:
+            raise self._nobody()
+        agreed = spec_from_text(first)
+        for shard, text in zip(shards, self._agree(shards, agreed), strict=True):
+            if text not in (None, first):
+                raise ConfigurationError(
+                    f"replay shard {shard} ({self.links[shard].name}) holds other rows than the "
+                    f"shards before: {text}, not {first}; every writer of a buffer must write the "
+                    "same keys, shapes and dtypes"
+                )
+        self._spec = agreed
+        return agreed
+
+    def _agree(self, shards: Sequence[int], spec: RowSpec) -> list[str | None]:
+        """What these hosts' rows are; None for one that does not answer."""
+        begin = time.monotonic()
+        found: list[str | None] = []
+        futures: list[Any] = []
+        for shard in shards:
+            try:
+                futures.append(self.links[shard].order("agree_on_rows", spec.text))
+            except PeerLostError as error:
+                futures.append(None)
+                self.note_trouble(shard, error)
+        for shard, future in zip(shards, futures, strict=True):
+            text = None
+            if future is not None:
+                try:
+                    text = await_answer(future, self.links[shard], begin, self.timeout_s)
+                except (DeadlineError, PeerLostError) as error:
+                    self.note_trouble(shard, error)
+            found.append(text)
+        return found
 
     def _is_left_out(self, shard: int, error: BaseException) -> bool:
         """Whether the others go on without a shard that has not taken an operation; reports it."""
@@ -357,9 +455,11 @@ class ReplayClient:
             shard = next(self._turn) % len(self.links)
             if self.answers_now(shard):
                 return shard
-        raise PeerLostError(
-            "no replay shard answers: " + "; ".join(str(link.problem) for link in self.links)
-        )
+        raise self._nobody()
+
+    def _nobody(self) -> PeerLostError:
+        problems = "; ".join(str(link.problem) for link in self.links)
+        return PeerLostError(f"no replay shard answers: {problems}")
 
     # --- priorities --------------------------------------------------------------------------
 
@@ -374,8 +474,8 @@ class ReplayClient:
         if generation is None:
             pending = self._find_pending(index)
             if pending is not None:
-                named = SetWrittenPriorities(pending.number, priority.copy())
-                self._put(pending.shard, named, priority)
+                own = priority.copy()
+                self._put(pending.shard, lambda: pending.with_priorities(own), priority)
                 return
             generation = self.recent.recall(index)
         # copied: they are sent later, and the caller may go on with its tensors
@@ -397,7 +497,9 @@ class ReplayClient:
         pending = self._pending.get(id(index))
         return pending if pending is not None and pending.index is index else None
 
-    def _put(self, shard: int, operation: Operation, priority: np.ndarray) -> None:
+    def _put(
+        self, shard: int, operation: Operation | Callable[[], Operation], priority: np.ndarray
+    ) -> None:
         """Queue priorities; those for rows of a shard that does not answer are dropped."""
         if not self.answers_now(shard):
             return
@@ -435,14 +537,16 @@ class ReplayClient:
 
 def close_links(links: Sequence[Link], timeout_s: float) -> None:
     """What :meth:`ReplayClient.close` does, for links whose client is no more. Idempotent."""
-    deadline = time.monotonic() + timeout_s
+    begin = time.monotonic()
     for link in links:
         with contextlib.suppress(PeerLostError):
             link.ask(None, None)  # all at once
     for link in links:
         problems: list[Exception] = []
         try:
-            left = max(0.0, deadline - time.monotonic())
+            # one that hangs is not waited for again after another
+            left = max(0.0, begin + timeout_s - time.monotonic())
+            left = max(left, link.answered_at + timeout_s - time.monotonic())
             link.close(left if len(links) == 1 or link.problem is None else 0.0)
         except (DeadlineError, PeerLostError, RemoteError) as error:
             problems.append(error)

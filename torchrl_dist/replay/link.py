@@ -1,7 +1,14 @@
 """A client's line to one replay host: operations leave the caller at once and arrive in order.
 
-A link has at most one call under way. What comes meanwhile is merged into the next call, so a
-slow host costs the caller nothing until the queue is full, and a busy one gets few, large calls.
+A link has at most one call under way, without a time-out of its own: it ends with the host's
+answer, or when the session knows that the host is lost, and is never made twice. So what is under
+way is applied once, however long the host was stopped. Whoever waits has a deadline, which every
+answer of the host moves.
+
+What comes meanwhile is queued, and small operations are merged, so a busy host gets fewer and
+larger calls; but none so large that the host could not answer it within a part of the deadline.
+Calls are made by threads of the transport and of the link. An exception that a signal handler
+raises in the main thread therefore never leaves a call half made.
 """
 
 from __future__ import annotations
@@ -23,23 +30,31 @@ import torch
 
 from torchrl_dist.errors import DeadlineError, PeerLostError, RemoteError
 from torchrl_dist.replay.directory import RowSpec
-from torchrl_dist.replay.host import (
+from torchrl_dist.replay.host import ReplayHost
+from torchrl_dist.replay.limiter import Counts
+from torchrl_dist.replay.merging import merged
+from torchrl_dist.replay.messages import (
     CountSamples,
     HostState,
+    Invoke,
     Operation,
-    ReplayHost,
     Reply,
     Request,
-    ReturnDraws,
     Write,
 )
-from torchrl_dist.replay.limiter import Counts
 from torchrl_dist.replay.packing import spec_from_text
 from torchrl_dist.runtime import Remote
 
 # Priorities wait this long for a draw to travel with. A learner that samples faster than that
 # sends one message per batch instead of two.
 _COMPANY_S = 0.02
+
+# What one request may hold, in operations or 32 KiB (16 MiB in all), but for a single operation
+# that is larger. A hundred microseconds of the host's time each, so a twentieth of a second.
+_MOST_OPERATIONS = 512
+_BYTES_PER_OPERATION = 2**15
+# Of the deadline: a request that took longer makes the next ones smaller.
+_LONG_CALL = 0.25
 
 # The last of several calls under one deadline has at least this long.
 SHORTEST_CALL_S = 0.05
@@ -89,6 +104,8 @@ class Link(Protocol):
     """The host's, as far as its client knows, and of ``max_priority``; see ``HostState``."""
     replies: int
     """How often the host has answered."""
+    answered_at: float
+    """When it did so last, in ``time.monotonic()``."""
 
     limited: bool
     """Whether the buffer has a rate limiter, so that every reply is to tell the host's state."""
@@ -98,13 +115,17 @@ class Link(Protocol):
 
     def put(
         self,
-        operation: Operation,
+        operation: Operation | Callable[[], Operation],
         *,
         size: int = 0,
         urgent: bool = True,
         written: Written | None = None,
     ) -> None:
         """Hand an operation over; see ``RemoteLink.put``."""
+
+    def order(self, method: str, *args: Any, size: int = 0) -> Future:
+        """Call another method of the host, after all operations put before. A future that is
+        cancelled before the call was sent leaves nothing behind."""
 
     def ask(self, count: int | None, prioritized: bool | None) -> Future[Answer]:
         """Draw rows after all operations put before; None: only wait for these.
@@ -113,7 +134,8 @@ class Link(Protocol):
         """
 
     def submit(self, method: str, *args: Any, timeout_s: float) -> Future:
-        """Call another method of the host; in no order with the operations."""
+        """Call a method that changes nothing; in no order with the operations. One that ran out of
+        time still runs."""
 
     def failure(self) -> Exception | None:
         """An error that nobody was told yet."""
@@ -127,7 +149,7 @@ class Link(Protocol):
         """None if the host answers, else what is known to be wrong with it."""
 
     def close(self, flush_s: float) -> None:
-        """Flush, and let the host forget this client."""
+        """Flush; no use after it. What is still queued then is sent while the session lasts."""
 
 
 class LocalLink:
@@ -140,32 +162,30 @@ class LocalLink:
     def counts(self) -> Counts:
         return self._host.storage.limiter_counts
 
-    def __init__(self, host: ReplayHost, client: str, incarnation: int, name: str) -> None:
+    def __init__(self, host: ReplayHost, name: str) -> None:
         self.name = name
         self.max_priority = math.nan
         self.era = 0
         self.replies = 0
+        self.answered_at = 0.0
         self._host = host
-        self._client = client
-        self._incarnation = incarnation
 
     def put(
         self,
-        operation: Operation,
+        operation: Operation | Callable[[], Operation],
         *,
         size: int = 0,
         urgent: bool = True,
         written: Written | None = None,
     ) -> None:
-        result = self._host.apply(
-            operation,
-            self._client,
-            self._incarnation,
-            max_priority=self.max_priority,
-            era=self.era,
-        )
+        if callable(operation):
+            operation = operation()
+        result = self._host.apply(operation, max_priority=self.max_priority, era=self.era)
         if written is not None:
             written(*result)
+
+    def order(self, method: str, *args: Any, size: int = 0) -> Future:
+        return self.submit(method, *args, timeout_s=0)
 
     def ask(self, count: int | None, prioritized: bool | None) -> Future[Answer]:
         future: Future[Answer] = Future()
@@ -198,14 +218,21 @@ class LocalLink:
         return None
 
     def close(self, flush_s: float) -> None:
-        self._host.forget(self._client)
+        """Nothing is queued here."""
 
 
 @dataclass
 class _Queued:
-    operation: Operation
+    """``written``: of a ``Write``; ``future``: of an ``Invoke``."""
+
+    operation: Operation | Callable[[], Operation]
     size: int
-    written: Written | None
+    written: Written | None = None
+    future: Future | None = None
+
+    @property
+    def cost(self) -> int:
+        return max(1, self.size // _BYTES_PER_OPERATION)
 
 
 @dataclass
@@ -219,12 +246,19 @@ class _Ask:
 
 @dataclass
 class _Call:
-    """A request under way, and who waits for what of it."""
+    """What is under way, and who waits for what of it."""
 
-    request: Request
     queued: list[_Queued]
     asks: list[_Ask]
-    size: int
+    prioritized: bool
+    draw: int | None
+    sent_at: float
+    merged: list[tuple[Operation, int]] = field(default_factory=list)
+    """What was sent, and how many of ``queued`` each stands for."""
+
+    @property
+    def size(self) -> int:
+        return sum(each.size for each in self.queued)
 
 
 class _Unpacked:
@@ -241,25 +275,19 @@ class _Unpacked:
 class RemoteLink:
     """A host in another process.
 
-    ``put`` and ``ask`` return at once while the queue has room. When a call got no answer in
-    time, it is sent again under the same number until there is one (the host applies it once),
-    and the error is kept for ``failure``. When the host is lost, everything raises PeerLostError.
+    ``put``, ``order`` and ``ask`` return at once while the queue has room. Nothing is given up
+    because the host is late. When the host is lost, everything raises PeerLostError.
 
     Args:
         host: a handle to a ``ReplayHost``.
-        client, incarnation: see ``Request``.
-        timeout_s: deadline of each call, and the longest wait for room in the queue.
+        timeout_s: after so long without an answer the host counts as silent, see ``problem``, and
+            who waits for room in the queue gives up.
         max_queued_bytes: of operations that have not been applied yet.
+        merged_rows: the most rows in a ``Write`` of several; see ``merging``.
     """
 
     def __init__(
-        self,
-        host: Remote,
-        client: str,
-        incarnation: int,
-        *,
-        timeout_s: float,
-        max_queued_bytes: int,
+        self, host: Remote, *, timeout_s: float, max_queued_bytes: int, merged_rows: int
     ) -> None:
         self.name = str(host.peer)
         self.max_priority = math.nan
@@ -268,25 +296,28 @@ class RemoteLink:
         self._state: HostState | None = None
         self._uncounted = 0  # rows of samples that the state does not have yet
         self._host = host
-        self._client = client
-        self._incarnation = incarnation
         self._timeout_s = timeout_s
         self._max_queued_bytes = max_queued_bytes
-        lock = threading.RLock()
-        self._changed = threading.Condition(lock)
-        self._lonely = threading.Condition(lock)  # apart, so that few calls wake that thread
-        self._queue: deque[_Queued] = deque()
-        self._asks: deque[_Ask] = deque()
+        self._merged_rows = merged_rows
+        # Entered as such, not through a condition: an exception of a signal handler cannot come
+        # between the lock's being taken and the block that gives it back.
+        self._lock = threading.RLock()
+        self._room = threading.Condition(self._lock)
+        self._work = threading.Condition(self._lock)
+        self._queue: deque[_Queued | _Ask] = deque()
         self._bytes = 0  # queued and under way
+        self._line: deque[object] = deque()  # who waits for room, so that nobody is passed for ever
         self._under_way: _Call | None = None
-        self._sequence = 0
+        self._most = _MOST_OPERATIONS
+        self._since: float | None = None
+        """Since when the host has something to answer, without an answer."""
+        self._due = False  # whether the queue is to be sent at once
         self._errors: deque[Exception] = deque(maxlen=8)
         self._lost: PeerLostError | None = None
-        self._silent: DeadlineError | None = None
         self._closed = False
-        self._urgent = False
-        self._company: threading.Thread | None = None
+        self._sender: threading.Thread | None = None
         self.replies = 0
+        self.answered_at = 0.0
         self.messages = 0
         self.bytes_sent = 0
         self.bytes_received = 0
@@ -295,7 +326,7 @@ class RemoteLink:
 
     def put(
         self,
-        operation: Operation,
+        operation: Operation | Callable[[], Operation],
         *,
         size: int = 0,
         urgent: bool = True,
@@ -304,37 +335,75 @@ class RemoteLink:
         """Queue an operation. Blocks only while the queue is full.
 
         Args:
+            operation: or a function that makes it when it is sent: everything put before was then
+                sent, too, and is answered but for what goes with the same message.
             size: its bytes; with 0 it never waits.
             urgent: whether it goes out at once, or may wait 20 ms for a draw to travel with.
             written: called in another thread when a ``Write`` was applied.
 
         Raises:
-            DeadlineError: there was no room within the deadline; it was not queued.
+            DeadlineError: there was no room, and the host did not answer within the deadline; it
+                was not queued.
             PeerLostError: the host is gone.
         """
-        with self._changed:
+        with self._lock:
             self._wait_for_room(size)
-            self._queue.append(_Queued(operation, size, written))
-            self._bytes += size
             self._uncounted += _samples(operation)
-            self._urgent |= urgent
-            if not urgent and self._under_way is None and not self._urgent:
-                self._await_company()
-        self._pump()
+            self._add(_Queued(operation, size, written), size, urgent)
+
+    def order(self, method: str, *args: Any, size: int = 0) -> Future:
+        future: Future = Future()
+        with self._lock:
+            self._wait_for_room(size)
+            self._add(_Queued(Invoke(method, args), size, None, future), size, True)
+        return future
+
+    def ask(self, count: int | None, prioritized: bool | None) -> Future[Answer]:
+        ask = _Ask(count, prioritized)
+        with self._lock:
+            self._require_host()
+            self._add(ask, 0, True)
+        return ask.future
+
+    def _add(self, item: _Queued | _Ask, size: int, urgent: bool) -> None:
+        self._bytes += size
+        self._due |= urgent
+        if self._since is None:
+            self._since = time.monotonic()
+        first = not self._queue
+        self._queue.append(item)
+        if self._sender is None:
+            sender = threading.Thread(
+                target=self._send_all, name="torchrl_dist-replay", daemon=True
+            )
+            sender.start()
+            self._sender = sender
+        if self._under_way is None and (urgent or first):
+            self._work.notify()
 
     def _wait_for_room(self, size: int) -> None:
-        deadline = time.monotonic() + self._timeout_s
-        while size and self._bytes and self._bytes + size > self._max_queued_bytes:
-            self._require_host()
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise DeadlineError(
-                    f"{self.name} has not taken {self._bytes / 2**20:.1f} MiB of queued operations "
-                    f"within {self._timeout_s:g} s, so there is no room for {size} bytes more: it "
-                    "is slower than this process writes, or hangs"
-                )
-            self._changed.wait(left)
         self._require_host()
+        if not size or not (self._line or self._is_full(size)):
+            return
+        turn, begin = object(), time.monotonic()
+        self._line.append(turn)
+        try:
+            while self._line[0] is not turn or self._is_full(size):
+                left = max(begin, self.answered_at) + self._timeout_s - time.monotonic()
+                if left <= 0:
+                    raise DeadlineError(
+                        f"{self.name} has not taken any of {self._bytes / 2**20:.1f} MiB of queued "
+                        f"operations within {self._timeout_s:g} s, so there is no room for {size} "
+                        "bytes more: it hangs, or cannot be reached"
+                    )
+                self._room.wait(left)
+                self._require_host()
+        finally:
+            self._line.remove(turn)
+            self._room.notify_all()
+
+    def _is_full(self, size: int) -> bool:
+        return self._bytes > 0 and self._bytes + size > self._max_queued_bytes
 
     def _require_host(self) -> None:
         if self._lost is not None:
@@ -342,90 +411,131 @@ class RemoteLink:
         if self._closed:
             raise PeerLostError(f"this client of {self.name} was closed")
 
-    def ask(self, count: int | None, prioritized: bool | None) -> Future[Answer]:
-        ask = _Ask(count, prioritized)
-        with self._changed:
-            self._require_host()
-            self._asks.append(ask)
-        self._pump()
-        return ask.future
-
     def submit(self, method: str, *args: Any, timeout_s: float) -> Future:
         return self._host.submit(method, *args, timeout_s=timeout_s)
 
     def counts(self) -> Counts | None:
-        with self._changed:
+        with self._lock:
             state = self._state
             if state is None:
                 return None
             return Counts(state.inserts, state.samples + self._uncounted, state.size)
 
     def failure(self) -> Exception | None:
-        with self._changed:
+        with self._lock:
             return self._errors.popleft() if self._errors else None
 
     @property
     def fine(self) -> bool:
-        return not self._errors and self._lost is None and self._silent is None
+        return not self._errors and self._lost is None and not self._is_silent()
 
     @property
     def problem(self) -> Exception | None:
-        return self._lost or self._silent
+        """That it is lost, or has not answered for the deadline; the latter may pass."""
+        if self._lost is None and self._is_silent():
+            return DeadlineError(f"{self.name} did not answer within {self._timeout_s:g} s")
+        return self._lost
+
+    def _is_silent(self) -> bool:
+        since = self._since
+        return since is not None and time.monotonic() - since > self._timeout_s
 
     def close(self, flush_s: float) -> None:
-        try:
-            if self._lost is None and not self._closed:
-                deadline = time.monotonic() + flush_s
-                await_answer(self.ask(None, None), deadline, self.name, flush_s)
-                left = max(SHORTEST_CALL_S, deadline - time.monotonic())
-                self._host.call("forget", self._client, timeout_s=left)
-        finally:
-            with self._changed:
-                self._closed = True
-                self._changed.notify_all()
-                self._lonely.notify()
+        with self._lock:
+            if self._lost is not None or self._closed:
+                return
+            asked = self.ask(None, None)
+            asked.set_running_or_notify_cancel()  # sent also when nobody waits for it any more
+            self._closed = True
+            self._room.notify_all()
+        await_answer(asked, self, time.monotonic(), flush_s)
 
     # --- sending -----------------------------------------------------------------------------
 
+    def _send_all(self) -> None:
+        """Runs in the link's own thread until the link is closed or the host is lost."""
+        while True:
+            with self._lock:
+                while (wait_s := self._wait_s()) is None or wait_s > 0:
+                    if self._lost is not None or (self._closed and not self._queue):
+                        return
+                    self._work.wait(wait_s)
+            self._pump()
+
+    def _wait_s(self) -> float | None:
+        """How long until the queue is to be sent; None: that depends on others."""
+        if self._under_way is not None or not self._queue or self._lost is not None:
+            return None
+        if self._due:
+            return 0.0
+        assert self._since is not None
+        return max(0.0, self._since + _COMPANY_S - time.monotonic())
+
     def _pump(self) -> None:
         """Send what is due, if no call is under way."""
-        with self._changed:
-            due = self._asks or (self._queue and self._urgent)
-            if self._under_way is not None or self._lost is not None or not due:
+        with self._lock:
+            wait_s = self._wait_s()
+            if wait_s is None or wait_s > 0:
+                if self._queue and self._under_way is None:
+                    self._work.notify()  # what comes next may be long in coming
                 return
-            queued, self._queue = list(self._queue), deque()
-            prioritized, asks = self._take_asks()
-            self._urgent = False
-            self._sequence += 1
-            counts = [ask.count for ask in asks if ask.count is not None]
-            request = Request(
-                self._client,
-                self._incarnation,
-                self._sequence,
-                tuple(each.operation for each in queued),
-                draw=sum(counts) if counts else 0 if self.limited else None,
-                prioritized=prioritized,
-                max_priority=self.max_priority,
-                era=self.era,
-            )
-            call = _Call(request, queued, asks, sum(each.size for each in queued))
+            call = self._take()
+            if call is None:
+                return
             self._under_way = call
         self._send(call)
 
-    def _take_asks(self) -> tuple[bool, list[_Ask]]:
-        """Those that one request can answer: it draws by priority or uniformly."""
-        kinds = (ask.prioritized for ask in self._asks)
-        prioritized = next((kind for kind in kinds if kind is not None), False)
-        asks = []
-        while self._asks and self._asks[0].prioritized in (None, prioritized):
-            asks.append(self._asks.popleft())
-        return prioritized, asks
+    def _take(self) -> _Call | None:
+        """The first of the queue, as much as one request may hold: operations, and asks that it can
+        answer together, since it draws by priority or uniformly."""
+        queued: list[_Queued] = []
+        asks: list[_Ask] = []
+        prioritized, left = None, self._most
+        while self._queue and left > 0:
+            item = self._queue[0]
+            if isinstance(item, _Ask):
+                if prioritized is not None and item.prioritized not in (None, prioritized):
+                    break
+                if item.future.running() or item.future.set_running_or_notify_cancel():
+                    prioritized = item.prioritized if prioritized is None else prioritized
+                    asks.append(item)
+                    left -= 1
+            else:
+                if queued and item.cost > left:
+                    break
+                if item.future is None or item.future.set_running_or_notify_cancel():
+                    queued.append(item)
+                    left -= item.cost
+                else:
+                    self._bytes -= item.size
+            self._queue.popleft()
+        if not self._queue:
+            self._due = False
+            self._bytes = sum(each.size for each in queued)  # exact after any interrupt
+        if not queued and not asks:  # all had been cancelled
+            self._since = None
+            return None
+        counts = [ask.count for ask in asks if ask.count is not None]
+        draw = sum(counts) if counts else 0 if self.limited else None
+        return _Call(queued, asks, bool(prioritized), draw, time.monotonic())
 
     def _send(self, call: _Call) -> None:
-        self.messages += 1
-        self.bytes_sent += call.size
         try:
-            future = self._host.submit("serve", call.request, timeout_s=self._timeout_s)
+            operations = [
+                each.operation() if callable(each.operation) else each.operation
+                for each in call.queued
+            ]
+            call.merged = merged(operations, self._merged_rows)
+            request = Request(
+                tuple(operation for operation, _ in call.merged),
+                draw=call.draw,
+                prioritized=call.prioritized,
+                max_priority=self.max_priority,
+                era=self.era,
+            )
+            self.messages += 1
+            self.bytes_sent += call.size
+            future = self._host.submit("serve", request, timeout_s=math.inf)
         except Exception as error:  # the session of this process has ended
             future = Future()
             future.set_exception(PeerLostError(str(error)))
@@ -437,44 +547,61 @@ class RemoteLink:
             error = future.exception()
             if error is None:
                 self._take_over(call, future.result())
-            elif isinstance(error, DeadlineError):
-                self._note_silence(call, error)
             elif isinstance(error, PeerLostError):
                 self._note_loss(call, error)
             else:
-                self._finish(call)
-                self._fail(call.asks, error)
-                with self._changed:
-                    self._errors.append(error)
-        except Exception:  # a bug; without this it would vanish with the thread's future
+                self._note_refusal(call, error)
+        except Exception as error:  # a bug; without this it would vanish with the thread's future
             traceback.print_exc()
+            self._note_refusal(call, error)
             raise
         self._pump()
 
     def _take_over(self, call: _Call, reply: Reply) -> None:
         self.bytes_received += sum(tensor.nbytes for tensor in reply.packed)
-        writes = [each for each in call.queued if isinstance(each.operation, Write)]
-        for each, (slot, generation) in zip(writes, reply.written, strict=True):
-            if each.written is not None:
-                each.written(slot, generation)
-        errors = [
-            RemoteError(message, peer=self._host.peer.name, host=self.name, remote_traceback=trace)
-            for message, trace in reply.failures
-        ]
+        errors: dict[int, list[Exception]] = {}
+        for position, message, trace in reply.failures:
+            error = RemoteError(
+                message, peer=self._host.peer.name, host=self.name, remote_traceback=trace
+            )
+            errors.setdefault(position, []).append(error)
+        self._hand_out(call, reply, errors)
         draw_error = None
-        if call.request.draw is not None and reply.state is None:
-            draw_error = errors[-1]
+        if call.draw is not None and reply.state is None:
+            draw_error = errors[-1][-1]
             if any(ask.count is not None for ask in call.asks):
-                errors.pop()  # they are told
-        with self._changed:
-            self._silent = None
+                del errors[-1]  # they are told
+        with self._lock:
             self.replies += 1
             self._state = reply.state or self._state
             self._uncounted -= sum(_samples(each.operation) for each in call.queued)
-            self._errors.extend(errors)
+            for _, found in sorted(errors.items()):
+                self._errors.extend(found)
         self._finish(call)
         self._pump()  # the host works at the next request while this reply is unpacked
         self._answer(call, reply, draw_error)
+
+    def _hand_out(self, call: _Call, reply: Reply, errors: dict[int, list[Exception]]) -> None:
+        """What the operations have returned; errors of those that somebody waits for go there."""
+        queued, written, results = iter(call.queued), iter(reply.written), iter(reply.results)
+        for position, (operation, parts) in enumerate(call.merged):
+            whose = [next(queued) for _ in range(parts)]
+            if isinstance(operation, Write):
+                slot, generation = next(written)
+                start = 0
+                for each, (_, count) in zip(whose, operation.parts, strict=True):
+                    if each.written is not None:
+                        stop = start + count
+                        each.written(slot[start:stop], generation[start:stop])
+                    start += count
+            elif isinstance(operation, Invoke):
+                result, (found,) = next(results), errors.pop(position, [None])
+                future = whose[0].future
+                assert future is not None
+                if found is None:
+                    future.set_result(result)
+                else:
+                    future.set_exception(found)
 
     def _answer(self, call: _Call, reply: Reply, draw_error: Exception | None) -> None:
         unpacked = _Unpacked(reply)
@@ -490,93 +617,87 @@ class RemoteLink:
                 rows = unpacked.rows.part(start, start + count) if count else None
                 start += count
                 ask.future.set_result(Answer(reply.state, rows))
-        if self.limited and start < reply.count:  # who asked was told that the deadline has passed
-            rows = unpacked.rows.part(start, reply.count)
-            back = ReturnDraws(rows.slot.numpy(), rows.generation.numpy(), rows.leaf.numpy())
-            with self._changed:  # without waiting for room: this is a thread of the transport
-                self._queue.append(_Queued(back, 0, None))
 
     def _finish(self, call: _Call) -> None:
-        with self._changed:
+        with self._lock:
+            if self._under_way is not call:
+                return
+            now = time.monotonic()
+            took = now - call.sent_at
+            if took > _LONG_CALL * self._timeout_s:
+                self._most = max(1, self._most // 2)
+            elif took < _LONG_CALL / 2 * self._timeout_s:
+                self._most = min(_MOST_OPERATIONS, 2 * self._most)
+            self.answered_at = now
             self._under_way = None
+            self._since = now if self._queue else None
             self._bytes -= call.size
-            if self._queue and not self._urgent and not self._asks:
-                self._await_company()
-            self._changed.notify_all()
+            self._room.notify_all()
+            if self._closed:
+                self._work.notify()
 
-    def _note_silence(self, call: _Call, error: DeadlineError) -> None:
-        asks, call.asks = call.asks, []  # whoever waited is told; the operations stay
-        with self._changed:
-            if self._silent is None:
-                self._silent = error
+    def _note_refusal(self, call: _Call, error: BaseException) -> None:
+        """The host could not even read the request."""
+        self._finish(call)
+        with self._lock:
+            if isinstance(error, Exception):
                 self._errors.append(error)
-            waiting, self._asks = list(self._asks), deque()
-            closed = self._closed
-        self._fail(asks + waiting, error)
-        if not closed:
-            self._send(call)
+        self._fail(call.asks, call.queued, error)
 
     def _note_loss(self, call: _Call, error: PeerLostError) -> None:
-        with self._changed:
-            dropped = len(call.queued) + len(self._queue)
+        with self._lock:
+            rest = list(self._queue)
+            queued = call.queued + [each for each in rest if isinstance(each, _Queued)]
             self._lost = PeerLostError(
-                f"{error}; {dropped} operations of this process were not applied, or it is not "
+                f"{error}; {len(queued)} operations of this process were not applied, or it is not "
                 "known whether they were"
-                if dropped
+                if queued
                 else str(error)
             )
-            asks, self._asks = call.asks + list(self._asks), deque()
+            asks = call.asks + [each for each in rest if isinstance(each, _Ask)]
             self._queue.clear()
             self._bytes = 0
             self._under_way = None
-            self._changed.notify_all()
-            self._lonely.notify()
-        self._fail(asks, self._lost)
+            self._since = None
+            self._room.notify_all()
+            self._work.notify()
+        self._fail(asks, queued, self._lost)
 
     @staticmethod
-    def _fail(asks: list[_Ask], error: BaseException) -> None:
-        for ask in asks:
-            ask.future.set_exception(error)
-
-    # --- company -----------------------------------------------------------------------------
-
-    def _await_company(self) -> None:
-        """Called under the condition: make sure that what is queued goes out before long."""
-        if self._company is None:
-            self._company = threading.Thread(
-                target=self._send_lone, name="torchrl_dist-replay", daemon=True
-            )
-            self._company.start()
-        self._lonely.notify()
-
-    def _send_lone(self) -> None:
-        while True:
-            with self._lonely:
-                while not (self._queue and self._under_way is None):
-                    if self._closed or self._lost is not None:
-                        return
-                    self._lonely.wait()
-                before = self._sequence
-            time.sleep(_COMPANY_S)
-            with self._changed:
-                self._urgent |= bool(self._queue) and self._sequence == before
-            self._pump()
+    def _fail(asks: list[_Ask], queued: list[_Queued], error: BaseException) -> None:
+        for each in queued:
+            if each.written is not None and isinstance(each.operation, Write):
+                lost = np.full(each.operation.count, -1, dtype=np.int64)
+                each.written(lost, lost)
+        for future in [each.future for each in [*asks, *queued]]:
+            if future is None or future.done():
+                continue
+            if future.running() or future.set_running_or_notify_cancel():
+                future.set_exception(error)
 
 
-def _samples(operation: Operation) -> int:
+def _samples(operation: Operation | Callable[[], Operation]) -> int:
     return operation.rows if isinstance(operation, CountSamples) else 0
 
 
-def await_answer(future: Future, deadline: float, name: str, timeout_s: float) -> Any:
-    """The future's result before ``deadline``, in ``time.monotonic()``, ``timeout_s`` after the
-    call began.
+def await_answer(future: Future, link: Link, begin: float, timeout_s: float) -> Any:
+    """The result of what the link was asked at ``begin``, in ``time.monotonic()``. The deadline,
+    ``timeout_s``, runs anew with every answer of the host: what was asked before comes first.
 
     Raises:
-        DeadlineError: it did not come.
+        DeadlineError: the host did not answer anything for so long. What it was asked is not sent
+            any more if it is queued still.
     """
-    try:
-        return future.result(max(0.0, deadline - time.monotonic()))
-    except FutureTimeoutError as error:
-        if future.done():
-            raise
-        raise DeadlineError(f"{name} did not answer within {timeout_s:g} s") from error
+    while True:
+        answered_at = link.answered_at
+        deadline = max(begin, answered_at) + timeout_s
+        try:
+            return future.result(max(0.0, deadline - time.monotonic()))
+        except FutureTimeoutError as error:
+            if future.done() and not future.cancelled():
+                raise
+            if link.answered_at == answered_at:
+                future.cancel()
+                raise DeadlineError(
+                    f"{link.name} did not answer within {round(timeout_s, 3):g} s"
+                ) from error

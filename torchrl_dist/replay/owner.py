@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import tempfile
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -23,6 +21,7 @@ from torchrl_dist.replay.gate import set_limiter
 from torchrl_dist.replay.host import ReplayHost
 from torchrl_dist.replay.limiter import RateLimiter
 from torchrl_dist.replay.link import Link, LocalLink, RemoteLink
+from torchrl_dist.replay.placement import largest_reservation
 from torchrl_dist.replay.storage import SharedMemmapStorage
 from torchrl_dist.runtime import Peer, Remote, Session
 from torchrl_dist.runtime.remote import current_session
@@ -36,7 +35,6 @@ _clients: dict[str, _Clients] = {}
 _opened: dict[str, _Opened] = {}
 """Direct storages in this process by session."""
 _hosts_lock = threading.Lock()
-_client_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -86,24 +84,21 @@ class ReplayOwner:
         return None
 
     def connect(self) -> ReplayClient:
-        """A client of this process; it says goodbye when the session ends, or after nobody holds it
+        """A client of this process; it is closed when the session ends, or after nobody holds it
         any more."""
         session = current_session()
-        name = f"{session.me.name}/{next(_client_numbers)}"
-        incarnation = time.time_ns()
         here = [shard for shard, address in enumerate(self.hosts) if address.is_here()]
         links: list[Link] = []
         for shard, address in enumerate(self.hosts):
             if self.shortcut and shard in here:
                 storage = open_directly(address, self)
-                link: Link = LocalLink(ReplayHost(storage), name, incarnation, "this node")
+                link: Link = LocalLink(ReplayHost(storage), "this node")
             else:
                 link = RemoteLink(
                     address.host,
-                    name,
-                    incarnation,
                     timeout_s=self.timeout_s,
                     max_queued_bytes=self.max_queued_bytes,
+                    merged_rows=largest_reservation(self.shard_capacity),
                 )
             links.append(link)
         mine = [shard for shard in here if self.hosts[shard].host.peer == session.me] or here

@@ -21,8 +21,8 @@ from torchrl_dist.replay import _torchrl, rows
 from torchrl_dist.replay.batches import Batch, BatchSource
 from torchrl_dist.replay.client import ReplayClient
 from torchrl_dist.replay.directory import array_of
-from torchrl_dist.replay.host import Empty, SetAlpha, UsePriorities
 from torchrl_dist.replay.limiter import Counts, RateLimiter
+from torchrl_dist.replay.messages import Empty, SetAlpha, UsePriorities
 from torchrl_dist.replay.owner import DirectStorage, ReplayOwner, open_directly
 from torchrl_dist.replay.packing import columns_of, pack, unpack
 from torchrl_dist.replay.priorities import check_priorities
@@ -193,10 +193,16 @@ class RemoteStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
             raise IndexError(f"slots must lie in 0 .. {self.max_size - 1}, got {index.min()}")
         generation = torch.empty_like(index)
         parts = self._by_shard(index.numpy())
-        written = self.client.call_each(
+        leaves = rows.matching_leaves(data, self.client.agreed_spec(data))
+        row_bytes = sum(leaf.nbytes for leaf in leaves) // max(1, index.numel())
+        written = self.client.order_each(
             "write_at",
             [
-                (shard, (torch.from_numpy(slots), data[torch.from_numpy(where)]))
+                (
+                    shard,
+                    (torch.from_numpy(slots), data[torch.from_numpy(where)]),
+                    slots.size * row_bytes,
+                )
                 for shard, where, slots in parts
             ],
         )
@@ -411,12 +417,16 @@ class RemoteShard:
                 sink.append(chunk)
 
     def begin_restore(self, head: Head) -> int:
-        return self._call("begin_restore", head, self._era)
+        return self._client.order(self._shard, "begin_restore", head, self._era)
 
     def restore_rows(
         self, since: int, slot: int, version: int, leaf: np.ndarray, arrays: list[np.ndarray]
     ) -> None:
-        self._call("restore_rows", since, slot, version, leaf, pack(arrays, copy=False))
+        packed = pack(arrays, copy=False)
+        size = sum(part.nbytes for part in packed)
+        self._client.order(
+            self._shard, "restore_rows", since, slot, version, leaf, packed, size=size
+        )
 
 
 class _DirectStorage(DirectStorage):

@@ -66,7 +66,10 @@ class Remote(Generic[T]):
         self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any
     ) -> Future:
         """Like ``call``, without blocking. The future fails with the errors of ``call``; it
-        cannot be cancelled, and its callbacks run in a thread that must not block."""
+        cannot be cancelled, and its callbacks run in a thread that must not block. With
+        ``timeout_s=math.inf`` it fails only when the process is known to be gone: when its
+        connection breaks, or, for a host that vanishes, when the session has missed its signs of
+        life for the session's deadline."""
         operation = ("method", self.key, method, args, kwargs)
         return self._session()._submit(self.peer, operation, timeout_s)
 

@@ -176,7 +176,8 @@ class Session:
             raise self._late(peer, operation, timeout_s) from error
 
     def _submit(self, peer: Peer, operation: tuple, timeout_s: float | None) -> Future:
-        timeout_s = self._deadline(timeout_s)
+        endless = timeout_s == float("inf")
+        timeout_s = self._deadline(None if endless else timeout_s)
         future: Future = Future()
         future.set_running_or_notify_cancel()
         if peer == self.me:
@@ -200,7 +201,8 @@ class Session:
                 self._suspect(rank, f"connection failed: {error}")
 
         assert self._transport is not None
-        self._transport.send(rank, "call", body, tensors, timeout_s=timeout_s, done=done)
+        limit_s = None if endless else timeout_s
+        self._transport.send(rank, "call", body, tensors, timeout_s=limit_s, done=done)
         return future
 
     def _late(self, peer: Peer, operation: tuple, timeout_s: float) -> DeadlineError:
