@@ -91,8 +91,10 @@ def attach(
     timeout_s: float = 30.0,
     batch_size: int = 64,
     limiter: RateLimiter | None = None,
+    kind: type[TensorDictReplayBuffer] = TensorDictReplayBuffer,
+    **more: Any,
 ) -> TensorDictReplayBuffer:
-    return TensorDictReplayBuffer(
+    return kind(
         storage=SharedMemmapStorage(
             capacity,
             scratch_dir=folder,
@@ -107,6 +109,7 @@ def attach(
         writer=SharedCursorWriter(),
         batch_size=batch_size,
         priority_key="td_error",
+        **more,
     )
 
 
@@ -253,13 +256,22 @@ def at_step(step: int, fault: Callable[[], None]) -> Iterator[None]:
         sys.settrace(before)
 
 
+def interrupted_at(point: int) -> contextlib.AbstractContextManager[Callable[[], int]]:
+    """Raise KeyboardInterrupt at the given point; see :func:`at_point`."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    return at_point(point, interrupt)
+
+
 @contextlib.contextmanager
-def interrupted_at(point: int) -> Iterator[Callable[[], int]]:
-    """Raise KeyboardInterrupt at the given point (from 1) of this thread inside the replay package.
+def at_point(point: int, handler: Callable[[], object]) -> Iterator[Callable[[], int]]:
+    """Call ``handler`` at the given point (from 1) of this thread inside the replay package.
 
     A point is where Python may handle a signal: the entry of a function, or just after a call, but
     not the one with which a ``with`` statement enters. Yields a function that says how many points
-    there were.
+    there were. The handler is called on top of what it interrupts, as that of a signal is.
     """
     done = 0
 
@@ -273,7 +285,7 @@ def interrupted_at(point: int) -> Iterator[Callable[[], int]]:
                 return
         done += 1
         if done == point:
-            raise KeyboardInterrupt
+            handler()
 
     sys.setprofile(profile)
     try:

@@ -19,6 +19,7 @@ from tests.replay.faults import (
     LONG,
     assert_lock_is_free,
     assert_sound,
+    at_point,
     attach,
     end_of,
     forked,
@@ -30,8 +31,9 @@ from tests.replay.faults import (
     torn_rows,
     wait_until,
 )
-from torchrl_dist.errors import DeadlineError
-from torchrl_dist.replay.directory import Word
+from torchrl_dist.errors import DeadlineError, DirectoryError
+from torchrl_dist.replay import SharedReplayBuffer
+from torchrl_dist.replay.directory import CLAIM_COUNT, Word
 from torchrl_dist.replay.lock import byte_holder
 
 _CAPACITY = 80
@@ -111,6 +113,98 @@ def test_ctrl_c_at_any_point_loses_and_holds_nothing(folder: Path, operation: st
     request.node.user_properties += [("interrupts", interrupts), ("held", held)]
     assert held <= 2  # on entering the ``__exit__`` of the lock, see there
     rb.storage.close()
+
+
+HANDLERS: dict[str, Callable[[TensorDictReplayBuffer], object]] = {
+    "extend": lambda rb: rb.extend(rows_of(range(2000, 2004))),
+    "sample and update": _update,
+    "save": lambda rb: rb.storage.state_dict(),
+}
+
+
+@pytest.mark.parametrize("handler", HANDLERS)
+def test_a_signal_handler_that_uses_the_buffer_at_any_point_harms_nothing(
+    folder: Path, handler: str
+) -> None:
+    """It does what it is asked, or is told that it cannot, and nobody else gets into the lock of
+    the thread that it interrupted; whose operation ends as if nothing had been."""
+    torch.set_num_threads(1)
+    rb = attach(folder, _CAPACITY, kind=SharedReplayBuffer, timeout_s=5)
+    rb.extend(rows_of(range(_CAPACITY)))
+    counts = {"done": 0, "refused": 0}
+
+    with _probe(folder) as lock_is_free:
+
+        def handle() -> None:
+            free = lock_is_free()
+            try:
+                HANDLERS[handler](rb)
+                counts["done"] += 1
+            except DirectoryError as error:
+                assert "signal handler" in str(error)
+                counts["refused"] += 1
+            assert lock_is_free() == free
+
+        for operation, operate in OPERATIONS.items():
+            point = 0
+            while True:
+                point += 1 + point % 3
+                done, before = counts["done"], rb.write_count
+                with at_point(point, handle) as points:
+                    operate(rb)
+                assert lock_is_free()
+                written = {"extend": 10, "write in place": 3}.get(operation, 0)
+                written += 4 * (handler == "extend" and counts["done"] > done)
+                assert rb.write_count == before + written
+                assert own_claims(rb.storage.directory) == 0
+                rows = rb[:]
+                assert torn_rows(rows) == 0 and len(rows) == _CAPACITY
+                if points() < point:
+                    break
+                rb.extend(rows_of(range(_CAPACITY)))
+    assert counts["done"] > 30 and counts["refused"] > 10
+    assert_sound(rb)
+    rb.storage.close()
+
+
+def test_a_signal_handler_that_closes_the_buffer_at_any_point_tears_no_row(folder: Path) -> None:
+    """What it interrupts ends as it would have, or with an error; a write is never cut in two."""
+    torch.set_num_threads(1)
+    other = attach(folder, _CAPACITY)
+    other.extend(rows_of(range(_CAPACITY)))
+    other.storage.close()
+    outcomes = {"closed": 0, "refused": 0}
+    for operate in OPERATIONS.values():
+        point = 0
+        while True:
+            point += 4 + point % 3
+            rb = attach(folder, _CAPACITY, timeout_s=5)
+            directory = rb.storage.directory
+
+            def handle(rb=rb, directory=directory) -> None:
+                try:
+                    rb.storage.close()
+                    outcomes["closed"] += 1
+                except DirectoryError as error:
+                    assert "signal handler" in str(error)
+                    outcomes["refused"] += 1
+                    assert directory.member in directory.live_members()
+
+            try:
+                with at_point(point, handle) as points:
+                    operate(rb)
+            except DirectoryError as error:
+                assert "was closed in this process" in str(error)
+            rb.storage.close()
+            again = attach(folder, _CAPACITY, timeout_s=5)
+            assert torn_rows(again[:]) == 0
+            assert not again.storage.directory.claims[:, CLAIM_COUNT].any()
+            assert_sound(again)
+            again.extend(rows_of(range(_CAPACITY)))
+            again.storage.close()
+            if points() < point:
+                break
+    assert min(outcomes.values()) > 10, outcomes
 
 
 def test_ctrl_c_at_any_time_loses_and_holds_nothing(folder: Path) -> None:
@@ -219,7 +313,11 @@ def test_what_an_interrupt_left_locked_is_free_with_the_next_use_also_while_othe
     rb = attach(folder, _CAPACITY, timeout_s=5)
     rb.extend(rows_of(range(_CAPACITY)))
     directory = rb.storage.directory
-    directory.lock().__enter__()  # and never left
+
+    def interrupted() -> None:
+        directory.lock().__enter__()  # and never left
+
+    interrupted()
     with forked(lambda: rb.extend(rows_of(range(10)))) as waiting:
         wait_until(lambda: bool(directory.words[Word.WAITING]))
         rb.extend(rows_of(range(20)))

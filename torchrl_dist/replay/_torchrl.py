@@ -6,6 +6,8 @@ Seen in torchrl 0.14.1 and tensordict 0.14.3.
 from __future__ import annotations
 
 import contextlib
+import threading
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -64,6 +66,26 @@ def locks_given_back(storage: Storage) -> Iterator[None]:
     finally:
         for lock in given_back:
             lock.acquire()
+
+
+def renew_after_fork(buffer: Any) -> None:
+    """Give a buffer that a forked child has inherited locks that nobody holds.
+
+    What it was fetching ahead is dropped: the threads that did so are not in this process.
+    """
+    for name in ("_replay_lock", "_futures_lock"):
+        if isinstance(getattr(buffer, name, None), type(threading.RLock())):
+            setattr(buffer, name, threading.RLock())
+    for name in ("_prefetch_queue", "_pending_update_futures"):
+        if isinstance(getattr(buffer, name, None), deque):
+            setattr(buffer, name, deque())
+    if getattr(buffer, "_sample_dependency", None) is not None:
+        buffer._sample_dependency = None
+    if getattr(buffer, "_update_executor", None) is not None:
+        buffer._update_executor = None
+    pool = getattr(buffer, "_prefetch_executor", None)
+    if pool is not None:
+        buffer._prefetch_executor = ThreadPoolExecutor(pool._max_workers)
 
 
 def is_being_built(buffer: Any) -> bool:

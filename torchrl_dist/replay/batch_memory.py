@@ -11,6 +11,8 @@ import threading
 
 import numpy as np
 
+from torchrl_dist.forks import now_and_in_children
+
 _SMALLEST_BYTES = 2**16  # below this the allocator recycles by itself
 _BLOCKS_PER_SIZE = 16
 _SIZES = 16
@@ -37,14 +39,22 @@ class BatchMemory:
     """
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()
         self._blocks: dict[int, list[np.ndarray]] = {}
-        self._lock = threading.Lock()
+        now_and_in_children(self, BatchMemory._renew)
+
+    def _renew(self) -> None:
+        if not self._lock.acquire(blocking=False):  # a thread that is not here was changing them
+            self._blocks = {}
+        self._lock = threading.RLock()
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """An uninitialized array, like ``numpy.empty``."""
         size = math.prod(shape) * dtype.itemsize
         if size < _SMALLEST_BYTES:
             return np.empty(shape, dtype)
+        if self._lock._is_owned():  # type: ignore[attr-defined]
+            return np.empty(shape, dtype)  # in a signal handler that interrupted the lines below
         with self._lock:
             blocks = self._blocks.pop(size, [])
             self._blocks[size] = blocks  # the sizes used last come last

@@ -12,9 +12,10 @@ The order of the stores inside each step is what :func:`repair` relies on.
 
 from __future__ import annotations
 
-import threading
+import sys
 import time
 from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +39,10 @@ from torchrl_dist.replay.placement import first_free_ticket, largest_reservation
 from torchrl_dist.replay.priorities import default_leaf, leaves_of, track_maximum
 
 _RETRY_S = 1e-3
+_MODULES = (
+    __name__,
+    "torchrl_dist.replay.gate",
+)  # whose functions return before the rows are there
 
 Ranges = Sequence[tuple[int, int]]
 """Slot ranges ``(start, stop)``."""
@@ -124,6 +129,7 @@ class SharedCursor:
         if row is None:
             return None
         reservation = Reservation(row, ticket, count, tuple(slot_ranges(ticket, count, capacity)))
+        self._hold(reservation)
         directory.begin()
         words[Word.CURSOR] = ticket + count
         self._claim(reservation)
@@ -137,7 +143,6 @@ class SharedCursor:
         claim[CLAIM_FIRST] = reservation.first_ticket
         claim[CLAIM_MEMBER] = directory.member
         claim[CLAIM_STATE] = CLAIM_WRITING
-        self._hold(reservation)
         claim[CLAIM_COUNT] = reservation.count  # last: the claim holds from here on
         for start, stop in reservation.ranges:
             _unpublish(directory, start, stop)
@@ -209,28 +214,31 @@ class SharedCursor:
 
     def abandon(self, reservation: Reservation) -> None:
         """Give the slots back unwritten: they stay unpublished until the ring comes round."""
-        with self._directory.lock():
-            if self._owns(reservation):
-                self._directory.claims[reservation.row, CLAIM_COUNT] = 0
+        directory = self._directory
+        with directory.lock():
+            if self._owns(reservation) and not directory.holds_its_equal(reservation):
+                directory.claims[reservation.row, CLAIM_COUNT] = 0
         self._forget(reservation)
 
     def drop_interrupted(self) -> None:
         """Abandon what an interrupt (Ctrl-C) between two instructions left of this thread.
 
-        Called before a write begins, when the thread holds no reservation unless one was lost.
+        Called before a write begins. A write that goes on below this one on the stack, since a
+        signal handler interrupted it, keeps its slots.
         """
-        held = self._directory.held.get(threading.get_ident())
-        for reservation in list(held or ()):
+        for reservation in self._directory.interrupted_writes():
             self.abandon(reservation)
 
     def _hold(self, reservation: Reservation) -> None:
         """Note that this thread is writing, before the claim: an interrupt may come between."""
-        self._directory.held.setdefault(threading.get_ident(), []).append(reservation)
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_globals["__name__"] in _MODULES:
+            frame = frame.f_back
+        assert frame is not None
+        self._directory.hold(reservation, frame)
 
     def _forget(self, reservation: Reservation) -> None:
-        held = self._directory.held.get(threading.get_ident(), [])
-        if reservation in held:
-            held.remove(reservation)
+        self._directory.let_go(reservation)
 
     def claim_slots(self, slots: np.ndarray) -> list[Reservation]:
         """Reserve given slots for writing them in place; they keep their position in the ring.
@@ -252,8 +260,7 @@ class SharedCursor:
         try:
             for run in runs:
                 while True:
-                    with directory.lock():
-                        reservation = self._try_claim_run(int(run[0]), run.size)
+                    reservation = self._claim_run(int(run[0]), run.size)
                     if reservation is not None:
                         taken.append(reservation)
                         break
@@ -263,6 +270,12 @@ class SharedCursor:
                 self.abandon(reservation)
             raise
         return taken
+
+    def _claim_run(self, start: int, count: int) -> Reservation | None:
+        # Apart from the loop: a frame that has the lock must not be one that cleans up after an
+        # interrupt, see ``FairLock``.
+        with self._directory.lock():
+            return self._try_claim_run(start, count)
 
     def _await_slots(self, first: int, last: int, deadline: float) -> None:
         """Pause before another try to claim them."""
@@ -280,11 +293,12 @@ class SharedCursor:
         row = self._free_row()
         if row is None or self._live_claims(ranges):
             return None
+        reservation = Reservation(row, start, count, ranges)
+        self._hold(reservation)
         directory.begin()
         if start + count > directory.high:  # written in place before the ring came there
             words = directory.words
             words[Word.BASE] = words[Word.CURSOR] - (start + count)
-        reservation = Reservation(row, start, count, ranges)
         self._claim(reservation)
         directory.commit()
         return reservation

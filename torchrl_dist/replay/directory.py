@@ -45,12 +45,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from torchrl_dist.errors import ConfigurationError, DirectoryError
+from torchrl_dist.errors import ConfigurationError, DeadlineError, DirectoryError
+from torchrl_dist.forks import now_and_in_children
 from torchrl_dist.replay import folder as files
 from torchrl_dist.replay.folder import Header, damaged, data_file, read_header
 from torchrl_dist.replay.kernel import address
@@ -59,6 +61,7 @@ from torchrl_dist.replay.lock import (
     FairLock,
     close_lock_file,
     is_held,
+    is_on_stack,
     lock_byte,
     open_lock_file,
     unlock_byte,
@@ -75,6 +78,7 @@ _CONTROL_WORDS = 64
 # columns of the claim table, int64 [MAX_CLAIMS, 4]
 CLAIM_COUNT, CLAIM_FIRST, CLAIM_MEMBER, CLAIM_STATE = range(4)
 CLAIM_WRITING, CLAIM_PUBLISHING, CLAIM_DISCARDED = 1, 2, 3
+_RETRY_S = 1e-3
 USER_COLUMNS = 5  # of the user table, see ``gate``
 # columns of the member table, int64 [MAX_MEMBERS, 2]
 MEMBER_PID, MEMBER_SERIAL = range(2)
@@ -271,6 +275,15 @@ def array_of(tensor: torch.Tensor) -> np.ndarray:
         return tensor.view(_SAME_SIZE[tensor.dtype.itemsize]).numpy()
 
 
+class Held(NamedTuple):
+    """A write of this process: slots that it has claimed and not published yet."""
+
+    reservation: Any
+    frame: FrameType
+    """While it is on the thread's stack, the write goes on."""
+    thread: int
+
+
 def default_job_id() -> str:
     """The launcher's id of this job (torchrun, SLURM), or this process's own."""
     from torchrl_dist.runtime.world import World
@@ -288,16 +301,13 @@ class _Guard:
         directory = self._directory
         if directory._pid != os.getpid():
             directory._join_after_fork()
-        if directory._closed:
-            raise DirectoryError(
-                f"replay directory {directory.path} was closed in this process; build the storage "
-                "again to use it"
-            )
         fair_lock = directory._fair_lock
+        fair_lock.check_entry()
         try:
-            fair_lock.__enter__()
+            fair_lock.__enter__()  # which looks again whether it was closed, after the wait
             if directory.words[Word.DIRTY]:
                 directory._repair(directory)
+            fair_lock.inside = sys._getframe(1)
         except BaseException:
             fair_lock.leave_if_inside()
             raise
@@ -342,14 +352,13 @@ class ReplayDirectory:
         self.member = -1
         self._users = 0
         self._pid = os.getpid()
-        self._closed = False
+        self._closing = False
         self._guard = _Guard(self)
         self._rows: RowSpec | None = None
         self._tensors: list[torch.Tensor] = []
         self._arrays: list[np.ndarray] = []
         self._repair: Callable[[ReplayDirectory], None] = _no_repair
-        self.held: dict[int, list[Any]] = {}
-        """Reservations of this process by thread, for ``SharedCursor.drop_interrupted``."""
+        self._held: dict[int, Held] = {}
 
     # --- lock --------------------------------------------------------------------------------
 
@@ -391,6 +400,57 @@ class ReplayDirectory:
     def pid_of(self, member: int) -> int:
         """Process id of a member, as it was when it joined."""
         return int(self.members[member % MAX_MEMBERS, MEMBER_PID])
+
+    # --- writes of this process --------------------------------------------------------------
+
+    def hold(self, reservation: Any, frame: FrameType) -> None:
+        """Note that this thread is going to write, until ``frame`` has returned. Called under the
+        lock, before the claim: an interrupt may come between.
+
+        Raises:
+            DirectoryError: this process is leaving the directory.
+        """
+        if self._closing:
+            raise DirectoryError(
+                f"replay directory {self.path} was closed in this process; build the storage "
+                "again to use it"
+            )
+        self._held[id(reservation)] = Held(reservation, frame, threading.get_ident())
+
+    def let_go(self, reservation: Any) -> None:
+        """The write has ended."""
+        self._held.pop(id(reservation), None)
+
+    def holds_its_equal(self, reservation: Any) -> bool:
+        """Whether another write has the same slots: this one was interrupted before it claimed
+        them. Called under the lock."""
+        return any(
+            held.reservation == reservation and held.reservation is not reservation
+            for held in list(self._held.values())
+        )
+
+    def interrupted_writes(self) -> list[Any]:
+        """Reservations that an interrupt (Ctrl-C) between two instructions left of this thread.
+
+        Not those of writes that a signal handler has interrupted, which go on afterwards.
+        """
+        if not self._held:
+            return []
+        thread, top = threading.get_ident(), sys._getframe()
+        return [
+            held.reservation
+            for held in list(self._held.values())
+            if held.thread == thread and not is_on_stack(held.frame, top)
+        ]
+
+    def _threads_that_write(self) -> set[int]:
+        """Of this process. What was interrupted for good is none."""
+        tops = sys._current_frames()
+        return {
+            held.thread
+            for held in list(self._held.values())
+            if is_on_stack(held.frame, tops.get(held.thread))
+        }
 
     # --- scalars -----------------------------------------------------------------------------
 
@@ -572,10 +632,15 @@ class ReplayDirectory:
 
     def _join_after_fork(self) -> None:
         """A forked child inherits the mappings but no lock: it joins as a new member."""
-        with _FORK_LOCK:
+        with _once(_LOCKS.joining):
             if self._pid == os.getpid():
                 return  # another thread did it
             old = self._fd, self._fair_lock, self._identity
+            if self._fair_lock.closed:
+                raise DirectoryError(
+                    f"replay directory {self.path} was closed before the fork of this process; "
+                    "build the storage again to use it"
+                )
             try:
                 self._open_lock()
             except FileNotFoundError:
@@ -584,7 +649,7 @@ class ReplayDirectory:
                 found = self._identity
             if found != old[2]:
                 if found is not None:
-                    close_lock_file(self._fd)
+                    self._fair_lock.close()
                 self._fd, self._fair_lock, self._identity = old
                 raise DirectoryError(
                     f"replay directory {self.path} was removed before this forked process first "
@@ -592,9 +657,10 @@ class ReplayDirectory:
                 )
             close_lock_file(old[0])
             self._fair_lock.share_waiting(self.words, Word.WAITING)
+            self._held.clear()
+            self._closing = False
             with self._fair_lock:
                 self._take_member_byte()
-            self.held.clear()
             self._pid = os.getpid()
             _leave_at_exit()
 
@@ -607,31 +673,67 @@ class ReplayDirectory:
         return (status.st_dev, status.st_ino) == self._identity
 
     def _leave(self, clean: bool) -> None:
-        """End this process's membership; the last one to leave at a clean end removes all."""
-        if self._closed or self._pid != os.getpid():
+        """End this process's membership; the last one to leave at a clean end removes all.
+
+        Others may write wherever a process that is no member does, so its own writes end first;
+        none begins meanwhile.
+
+        Raises:
+            DeadlineError: some write of another thread did not end within ``timeout_s``.
+            DirectoryError: this thread is inside a write itself.
+        """
+        if self._fair_lock.closed or self._pid != os.getpid():
             return
-        doomed = None
-        if self._is_at_path():
-            try:
-                with self.lock():
-                    index = self.member % MAX_MEMBERS
-                    self.members[index] = 0
-                    unlock_byte(self._fd, MEMBER_BYTES + index)
-                    self.member = -1
-                    remove = (
-                        clean
-                        and not self.words[Word.KEEP]
-                        and not self.live_members()
-                        and self._is_at_path()
-                    )
-                    if remove:  # under the lock: whoever opens the path now makes a new one
-                        doomed = files.retire(self.path)
-            except (OSError, DirectoryError):
-                pass
-        self._closed = True
-        close_lock_file(self._fd)
+        self._closing = True
+        try:
+            doomed = self._leave_between_writes(clean)
+        except BaseException:
+            self._closing = False
+            raise
         if doomed is not None:
             files.remove(doomed)
+
+    def _leave_between_writes(self, clean: bool) -> Path | None:
+        """Returns the folder that is to be removed."""
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            self._fair_lock.check_entry()
+            try:
+                with self.lock():
+                    writing = self._threads_that_write()
+                    if not writing:
+                        doomed = self._give_up_membership(clean)
+                        self._fair_lock.close()
+                        return doomed
+            except OSError:  # among them DeadlineError: somebody who has the lock is stopped
+                writing = self._threads_that_write()
+                if not writing:
+                    if not self._fair_lock.close_from_outside():
+                        raise
+                    return None
+            if threading.get_ident() in writing:
+                raise DirectoryError(
+                    f"replay directory {self.path} cannot be closed by a signal handler that "
+                    "interrupted a write of the same thread. Have the handler set a flag, and "
+                    "close afterwards"
+                )
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"waited {self.timeout_s:g} s to close replay directory {self.path}: other "
+                    "threads of this process are still writing to it"
+                )
+            time.sleep(_RETRY_S)
+
+    def _give_up_membership(self, clean: bool) -> Path | None:
+        """Called under the lock. Returns the folder that is to be removed, under its new name."""
+        index = self.member % MAX_MEMBERS
+        self.members[index] = 0
+        unlock_byte(self._fd, MEMBER_BYTES + index)
+        self.member = -1
+        if not clean or self.words[Word.KEEP] or self.live_members() or not self._is_at_path():
+            return None
+        # under the lock: whoever opens the path now makes a new directory
+        return files.retire(self.path)
 
 
 def _no_repair(directory: ReplayDirectory) -> None:
@@ -640,16 +742,36 @@ def _no_repair(directory: ReplayDirectory) -> None:
 
 _OPEN: dict[tuple[int, int], ReplayDirectory] = {}
 """One view per directory and process, hence one member."""
-_OPEN_LOCK = threading.Lock()
-_FORK_LOCK = threading.Lock()
 
 
-def _forget_locks_after_fork() -> None:
-    global _OPEN_LOCK, _FORK_LOCK
-    _OPEN_LOCK, _FORK_LOCK = threading.Lock(), threading.Lock()
+class _Locks:
+    """Between the threads of this process."""
+
+    opening: threading.RLock
+    """Held while directories come to :data:`_OPEN` and go."""
+    joining: threading.RLock
+    """Held while a forked child joins."""
+
+    def renew(self) -> None:
+        self.opening, self.joining = threading.RLock(), threading.RLock()
 
 
-os.register_at_fork(after_in_child=_forget_locks_after_fork)
+_LOCKS = _Locks()
+now_and_in_children(_LOCKS, _Locks.renew)
+
+
+def _once(lock: threading.RLock) -> threading.RLock:
+    """The lock, unless this thread has it already.
+
+    Raises:
+        DirectoryError: a signal handler interrupted what the lock guards.
+    """
+    if lock._is_owned():  # type: ignore[attr-defined]
+        raise DirectoryError(
+            "a signal handler cannot open, close or look for a replay directory while the thread "
+            "that it interrupted does so. Have the handler set a flag, and act on it afterwards"
+        )
+    return lock
 
 
 def _leave_at_exit() -> None:
@@ -664,7 +786,9 @@ def _leave_all() -> None:
     """At the end of the process; after an unhandled exception nothing is removed."""
     clean = getattr(sys, "last_value", None) is None and sys.exc_info()[1] is None
     for view in list(_OPEN.values()):
-        view._leave(clean)
+        # where a write does not end, this process stays a member until it has ended
+        with contextlib.suppress(OSError, DirectoryError):
+            view._leave(clean)
     _OPEN.clear()
 
 
@@ -712,7 +836,7 @@ def open_directory(
     folder = Path(os.path.realpath(os.fsdecode(path)))
     _refuse_network_file_system(folder)
     not_ours, made = None, False
-    with _OPEN_LOCK:
+    with _once(_LOCKS.opening):
         for _ in range(100):
             try:
                 made = _make_folder(folder) or made
@@ -762,24 +886,31 @@ def _make_folder(folder: Path) -> bool:
 
 
 def close_directory(directory: ReplayDirectory, *, clean: bool = True) -> None:
-    """One user less of the view; the last one of the process leaves the directory."""
-    with _OPEN_LOCK:
+    """One user less of the view; the last one of the process leaves the directory.
+
+    Raises:
+        DeadlineError, DirectoryError: it cannot leave, see there; nothing has changed.
+    """
+    with _once(_LOCKS.opening):
+        if directory._users == 1:
+            directory._leave(clean)
+            for key, view in list(_OPEN.items()):
+                if view is directory:
+                    del _OPEN[key]
         directory._users -= 1
-        if directory._users > 0:
-            return
-        for key, view in list(_OPEN.items()):
-            if view is directory:
-                del _OPEN[key]
-        directory._leave(clean)
 
 
 def _joined_view(folder: Path, capacity: int, job: str) -> ReplayDirectory | None:
     status = folder.stat()
     view = _OPEN.get((status.st_dev, status.st_ino))
-    if view is None or view._closed:
+    if view is None or view._fair_lock.closed:
         return None
     if view._pid != os.getpid():
-        view._join_after_fork()  # a second view would be a second member
+        try:
+            # a second view would be a second member
+            view._join_after_fork()
+        except DirectoryError:  # another directory by now
+            return None
     _check_capacity(view, capacity)
     if view.job_id != job:
         raise DirectoryError(

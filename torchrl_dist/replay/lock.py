@@ -30,12 +30,13 @@ import ctypes
 import errno
 import fcntl
 import os
+import sys
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
-from torchrl_dist.errors import DeadlineError
+from torchrl_dist.errors import DeadlineError, DirectoryError
 
 _TURNSTILE, _MUTEX = 0, 1
 MEMBER_BYTES = 64
@@ -165,12 +166,26 @@ def _locks(fdinfo: str, byte: int) -> bool:
     )
 
 
+def is_on_stack(frame: FrameType, top: FrameType | None) -> bool:
+    """Whether ``top``, or a frame that called it, is this very one."""
+    while top is not None:
+        if top is frame:
+            return True
+        top = top.f_back
+    return False
+
+
 class FairLock:
     """Mutual exclusion between all threads of all processes that have the file open, each
     through one descriptor.
 
-    Used as a context manager. A thread that is inside must not enter again: leaving once leaves
-    for good. Entering blocks at most ``timeout_s``.
+    Used as a context manager. Entering blocks at most ``timeout_s``.
+
+    A thread that is inside cannot enter again, as a signal handler does that uses the buffer while
+    its thread changes it: what it would read or store lies in the middle of another change. It is
+    refused, and the lock stays with whom it interrupted. That a thread *is* inside shows by its
+    stack. One that is not, and has the lock all the same, lost track of it in an interrupt (Ctrl-C
+    between two instructions of entering or leaving): it gives it back and enters.
 
     Args:
         fd: a descriptor of the lock file, from :func:`open_lock_file`.
@@ -179,15 +194,18 @@ class FairLock:
 
     Raises:
         DeadlineError: on entry, naming the process that holds the lock.
+        DirectoryError: on entry, after :meth:`close`.
     """
 
     def __init__(self, fd: int, *, timeout_s: float, name: str) -> None:
         self._fd = fd
         self.timeout_s = timeout_s
         self._name = name
-        # Reentrant, so that a thread gets in again after an interrupt (Ctrl-C) hit it between two
-        # instructions of entering or leaving.
+        # one that knows its owner
         self._threads = threading.RLock()
+        self.inside: FrameType | None = None
+        """The frame that has entered; whoever wraps this lock sets the one that uses the wrapper,
+        and None again, which ends a cycle of references."""
         self._records = [
             _record(kind, byte)
             for kind in (fcntl.F_WRLCK, fcntl.F_UNLCK)
@@ -207,6 +225,25 @@ class FairLock:
         """
         self._words, self._waiting = words, index
 
+    def check_entry(self) -> None:
+        """To be called before every entry to a lock that threads share.
+
+        Raises:
+            DirectoryError: this thread is inside.
+        """
+        if not self._threads._is_owned():  # type: ignore[attr-defined]
+            return
+        frame = sys._getframe(1)  # of the entry that begins
+        while (frame := frame.f_back) is not None:
+            crossing = frame.f_code in _CROSSING and frame.f_locals.get("self") is self
+            if crossing or frame is self.inside:
+                raise DirectoryError(
+                    f"this thread has {self._name} already: a signal handler that interrupted a "
+                    "use of the buffer cannot use it itself. Have the handler set a flag, and act "
+                    "on it between two uses"
+                )
+        self.leave_if_inside()
+
     def __enter__(self) -> FairLock:
         deadline = None
         if not self._threads.acquire(blocking=False):
@@ -217,12 +254,42 @@ class FairLock:
                     f"{self._name}"
                 )
         try:
+            if self._fd < 0:
+                raise self._closed_error()
             if self._words[self._waiting] or not _try_at(self._fd, self._take_mutex):
                 self._queue(deadline)
-        except BaseException:
+            self.inside = sys._getframe(1)
+        except BaseException as error:
             self.leave_if_inside()
+            if self._fd < 0 and isinstance(error, OSError):
+                raise self._closed_error() from None
             raise
         return self
+
+    def _closed_error(self) -> DirectoryError:
+        return DirectoryError(
+            f"{self._name} was closed in this process; build the storage again to use it"
+        )
+
+    @property
+    def closed(self) -> bool:
+        return self._fd < 0
+
+    def close(self) -> None:
+        """Close the descriptor; called inside. Who enters later, gets an error."""
+        fd, self._fd = self._fd, -1
+        close_lock_file(fd)
+
+    def close_from_outside(self) -> bool:
+        """:meth:`close` by a thread that could not enter; False, and nothing is done, if another
+        one of this process is inside or waits."""
+        if not self._threads.acquire(blocking=False):
+            return False
+        try:
+            self.close()
+        finally:
+            self._threads.release()
+        return True
 
     def _queue(self, deadline: float | None) -> None:
         """Wait for the turnstile, and behind it for the mutex."""
@@ -245,17 +312,21 @@ class FairLock:
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        _try_at(self._fd, self._give_mutex)
+        self.inside = None
+        if self._fd >= 0:
+            _try_at(self._fd, self._give_mutex)
         self._leave_threads()
 
     def leave_if_inside(self) -> None:
         """Leave, if this thread is still inside after an interrupt on the way in or out."""
-        if self._threads._is_owned():
-            _try_at(self._fd, self._give_turnstile)
+        if self._threads._is_owned():  # type: ignore[attr-defined]
+            if self._fd >= 0:
+                _try_at(self._fd, self._give_turnstile)
             self.__exit__(None, None, None)
 
     def _leave_threads(self) -> None:
-        while self._threads._is_owned():  # once, but for what an interrupt left behind
+        # once, but for what an interrupt left behind
+        while self._threads._is_owned():  # type: ignore[attr-defined]
             self._threads.release()
 
     def _wait(self, byte: int, deadline: float | None) -> float:
@@ -287,3 +358,10 @@ class FairLock:
         if not holder:
             return waiting
         return f"process {holder}" + (f", before {waiting}" if next_in_line else "")
+
+
+_CROSSING = frozenset(
+    function.__code__
+    for function in (FairLock.__enter__, FairLock.__exit__, FairLock.leave_if_inside)
+)
+"""On the stack of a thread that is entering or leaving."""

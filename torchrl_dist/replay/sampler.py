@@ -9,6 +9,7 @@ import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from torchrl.data.replay_buffers.samplers import PrioritizedSampler, RandomSampl
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.forks import now_and_in_children
 from torchrl_dist.replay import _torchrl, rows
 from torchrl_dist.replay.directory import ReplayDirectory, Word
 from torchrl_dist.replay.draws import TooFewDrawsError, count_draws
@@ -41,9 +43,17 @@ class RecentGenerations:
 
     The values are copied into rings. Kept alive, the small tensors of thousands of batches would
     lie between large ones, and hinder the allocator in using their memory again.
+
+    A signal handler may use this while the thread that it interrupted does: it then leaves its
+    batches aside for whoever comes next, and looks for what it asks without changing anything.
     """
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._clear()
+        now_and_in_children(self, RecentGenerations._renew)
+
+    def _clear(self) -> None:
         self._slots = np.empty(_RECENT_ROWS, np.int64)
         self._generations = np.empty(_RECENT_ROWS, np.int64)
         self._next = 0  # position in the rings, counted on beyond their end
@@ -52,31 +62,44 @@ class RecentGenerations:
         # Hashing a batch costs as much as the lock: left to the first index that is not the tensor.
         self._unhashed: deque[_Batch] = deque()
         self._by_values: dict[bytes, deque[_Batch]] = {}
-        self._lock = threading.Lock()
+        self._aside: deque[tuple[torch.Tensor, torch.Tensor, bool]] = deque()
+
+    def _renew(self) -> None:
+        if not self._lock.acquire(blocking=False):  # a thread that is not here was changing them
+            self._clear()
+        self._lock = threading.RLock()
 
     def remember(self, index: torch.Tensor, generation: torch.Tensor, *, written: bool) -> None:
         """Both int64 [n]."""
+        if self._lock._is_owned():  # type: ignore[attr-defined]
+            self._aside.append((index, generation.clone(), written))
+            return
+        with self._lock:
+            while self._aside:
+                self._remember(*self._aside.popleft())
+            self._remember(index, generation, written)
+
+    def _remember(self, index: torch.Tensor, generation: torch.Tensor, written: bool) -> None:
         slots, generations = index.numpy(), generation.numpy()
         count = slots.size
         takes = min(_ROWS_PER_BATCH + count, _RECENT_ROWS)
-        with self._lock:
-            start = self._next
-            at = start % _RECENT_ROWS
-            if at + takes > _RECENT_ROWS:  # in one piece
-                start, at = start + _RECENT_ROWS - at, 0
-            self._next = start + takes
-            while self._batches and self._batches[0].start < self._next - _RECENT_ROWS:
-                self._forget(self._batches.popleft())
-            if count <= takes:
-                mine = slice(at, at + count)
-                self._slots[mine], self._generations[mine] = slots, generations
-                slots, generations = self._slots[mine], self._generations[mine]
-            else:
-                slots, generations = slots.copy(), generations.copy()
-            batch = _Batch(weakref.ref(index), slots, generations, start, written, id(index))
-            self._batches.append(batch)
-            self._by_identity[id(index)] = batch
-            self._unhashed.append(batch)
+        start = self._next
+        at = start % _RECENT_ROWS
+        if at + takes > _RECENT_ROWS:  # in one piece
+            start, at = start + _RECENT_ROWS - at, 0
+        self._next = start + takes
+        while self._batches and self._batches[0].start < self._next - _RECENT_ROWS:
+            self._forget(self._batches.popleft())
+        if count <= takes:
+            mine = slice(at, at + count)
+            self._slots[mine], self._generations[mine] = slots, generations
+            slots, generations = self._slots[mine], self._generations[mine]
+        else:
+            slots, generations = slots.copy(), generations.copy()
+        batch = _Batch(weakref.ref(index), slots, generations, start, written, id(index))
+        self._batches.append(batch)
+        self._by_identity[id(index)] = batch
+        self._unhashed.append(batch)
 
     def _forget(self, batch: _Batch) -> None:
         if self._by_identity.get(batch.identity) is batch:
@@ -97,24 +120,51 @@ class RecentGenerations:
         than give it to a row that it was not computed for. What was drawn before this process
         itself wrote these slots again is gone in any case.
         """
+        if self._lock._is_owned():  # type: ignore[attr-defined]
+            return self._look_for(index)
         with self._lock:
+            while self._aside:
+                self._remember(*self._aside.popleft())
             known = self._by_identity.get(id(index))
             if known is not None and known.index() is index:
                 return torch.from_numpy(known.generations.copy())
             while self._unhashed:
-                batch = self._unhashed[0]
+                batch = self._unhashed.popleft()
                 batch.digest = _digest(batch.slots)
                 self._by_values.setdefault(batch.digest, deque(maxlen=_SAME_VALUES)).append(batch)
-                self._unhashed.popleft()
-            wanted = torch.as_tensor(index, dtype=torch.int64).detach().cpu().numpy()
-            candidates: list[np.ndarray] = []
-            for batch in reversed(self._by_values.get(_digest(wanted), ())):
-                candidates.append(batch.generations)
-                if batch.written:
-                    break
-            if not candidates:
-                return None
-            return torch.from_numpy(np.minimum.reduce(candidates))
+            return _oldest_of(self._by_values.get(_digest(_slots_of(index)), ()))
+
+    def _look_for(self, index: int | torch.Tensor) -> torch.Tensor | None:
+        """:meth:`recall` for a signal handler that interrupted a change: nothing is changed."""
+        for kept, generation, _ in self._aside:
+            if kept is index:
+                return generation.clone()
+        wanted = _slots_of(index)
+        same = [batch for batch in list(self._batches) if np.array_equal(batch.slots, wanted)]
+        same += [
+            _Batch(weakref.ref(kept), wanted, generation.numpy(), 0, written, id(kept))
+            for kept, generation, written in self._aside
+            if np.array_equal(kept.numpy(), wanted)
+        ]
+        for batch in same:
+            if batch.index() is index:
+                return torch.from_numpy(batch.generations.copy())
+        return _oldest_of(same[-_SAME_VALUES:])
+
+
+def _slots_of(index: int | torch.Tensor) -> np.ndarray:
+    return torch.as_tensor(index, dtype=torch.int64).detach().cpu().numpy()
+
+
+def _oldest_of(batches: Iterable[_Batch]) -> torch.Tensor | None:
+    """The smallest generations among batches of the same slots, the oldest first, since this
+    process last wrote them."""
+    candidates: list[np.ndarray] = []
+    for batch in reversed(list(batches)):
+        candidates.append(batch.generations)
+        if batch.written:
+            break
+    return torch.from_numpy(np.minimum.reduce(candidates)) if candidates else None
 
 
 @dataclass(eq=False)

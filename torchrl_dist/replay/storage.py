@@ -7,6 +7,7 @@ import math
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from torchrl.data.replay_buffers.storages import TensorStorage
 
 from torchrl_dist.errors import ConfigurationError, DeadlineError
+from torchrl_dist.forks import now_and_in_children
 from torchrl_dist.replay import _torchrl, rows
 from torchrl_dist.replay.cursor import (
     Reservation,
@@ -47,6 +49,14 @@ _T = TypeVar("_T")
 Draw = Callable[[int, bool], tuple[np.ndarray, np.ndarray, np.ndarray]]
 """``draw(n, locked) -> (slots, versions, extra)``: slots published at these versions, and one
 number per row that travels along. ``locked``: the caller holds the directory's lock."""
+
+
+class _Handed(threading.local):
+    """Drawn rows that this thread has not fetched yet: its own, and a signal handler's."""
+
+    def __init__(self) -> None:
+        self.batches: deque[tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]]
+        self.batches = deque(maxlen=2)
 
 
 class NoRowsError(RuntimeError):
@@ -159,9 +169,14 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         self.device = torch.device("cpu")
         self.scratch_dir = str(self._directory.path)
         self._cursor = SharedCursor(self._directory)
-        self._handed = threading.local()
+        self._handed = _Handed()
+        now_and_in_children(self, SharedMemmapStorage._renew)
         self._gatherer = Gatherer(gather_threads, timeout_s)
         self._closed = False
+
+    def _renew(self) -> None:
+        for buffer in _torchrl.buffers_over(self):
+            _torchrl.renew_after_fork(buffer)
 
     @property
     def limiter(self) -> RateLimiter | None:
@@ -188,12 +203,19 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
     def close(self, *, clean: bool = True) -> None:
         """End this process's use; idempotent. The last process removes or keeps the directory.
 
+        Waits for the writes of other threads of this process; none begins from here on.
+
         Args:
             clean: ``False`` after a failure: the directory stays for a restarted job.
+
+        Raises:
+            DeadlineError: a write did not end within ``timeout_s``; nothing has changed.
+            DirectoryError: called by a signal handler that interrupted a write; nothing has
+                changed.
         """
         if not self._closed:
-            self._closed = True
             close_directory(self._directory, clean=clean)
+            self._closed = True
 
     def cleanup(self) -> bool:
         """TorchRL's name for :meth:`close`."""
@@ -531,12 +553,15 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         storage for rows, from the same thread. Looked up only then, they could belong to a row
         that was written in between.
         """
-        self._handed.batch = (index, generation, leaves)
+        self._handed.batches.append((index, generation, leaves))
 
     def handed_generation(self, index: Any) -> torch.Tensor | None:
         """The generations of the rows handed over for this very index tensor, if any."""
-        batch = getattr(self._handed, "batch", None)
-        return batch[1] if batch is not None and batch[0] is _single(index) else None
+        index = _single(index)
+        for batch in self._handed.batches:
+            if batch[0] is index:
+                return batch[1]
+        return None
 
     def get(self, index: Any) -> TensorDictBase:
         """Whole rows at the given slots.
@@ -549,10 +574,11 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
             DeadlineError: if a row stayed unfinished.
         """
         index = _single(index)
-        batch = getattr(self._handed, "batch", None)
-        if batch is not None and batch[0] is index:
-            self._handed.batch = None
-            return self.as_rows(batch[2])
+        handed = self._handed.batches
+        for at, batch in enumerate(handed):
+            if batch[0] is index:
+                del handed[at]
+                return self.as_rows(batch[2])
         if isinstance(index, (int, np.integer)):
             return self._get_slots(np.array([int(index)], dtype=np.int64))[0]
         if index is Ellipsis:

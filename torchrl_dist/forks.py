@@ -1,0 +1,41 @@
+"""What a forked child must not inherit as it is, such as locks that other threads hold.
+
+``os.fork`` copies a lock that another thread has taken, but not that thread: nobody ever gives it
+back. Whoever owns one names here how to get new ones; one handler does so in every child, before
+anything else runs there.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+
+_renewals: dict[tuple[int, Callable[[Any], None]], weakref.ref[Any]] = {}
+
+
+def now_and_in_children(owner: _T, renew: Callable[[_T], None]) -> None:
+    """Call ``renew(owner)`` at once, and again in every forked child while the owner lives.
+
+    Args:
+        owner: kept by weak reference only.
+        renew: a function of the class or module, not bound to the owner; makes new locks, and
+            brings in order what another thread may have been changing. Must not block.
+    """
+    key = (id(owner), renew)
+    _renewals[key] = weakref.ref(owner, lambda _: _renewals.pop(key, None))
+    renew(owner)
+
+
+def _renew_all() -> None:
+    for key in list(_renewals):
+        reference = _renewals.get(key)
+        owner = None if reference is None else reference()
+        if owner is not None:
+            key[1](owner)
+
+
+os.register_at_fork(after_in_child=_renew_all)
