@@ -34,7 +34,7 @@ from tests.replay.faults import (
 from torchrl_dist.errors import DeadlineError, DirectoryError
 from torchrl_dist.replay import SharedReplayBuffer
 from torchrl_dist.replay.directory import CLAIM_COUNT, Word
-from torchrl_dist.replay.lock import byte_holder
+from torchrl_dist.replay.lock import is_held
 
 _CAPACITY = 80
 
@@ -47,7 +47,7 @@ def _probe(folder: Path) -> Iterator[Callable[[], bool]]:
     def answer() -> None:
         fd = os.open(folder / "lock", os.O_RDWR)
         while theirs.recv(1):
-            held = any(byte_holder(fd, byte) for byte in (0, 1))
+            held = is_held(fd, 0, 2)
             theirs.send(b"n" if held else b"y")
 
     def is_free() -> bool:
