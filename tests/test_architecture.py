@@ -30,9 +30,9 @@ PUBLIC_NAMES = """
     DriftError FirstReady HostedReplayBuffer Peer PeerLostError Preempt Quorum RPCBatchedCollector
     RPCPrioritizedSampler RPCRandomSampler RateLimitError RateLimiter Remote RemoteError
     RemoteStorage ReplayOwner Session SharedCursorWriter SharedMemmapStorage
-    SharedPrioritizedSampler SharedRandomSampler SharedReplayBuffer SharedSliceSampler
-    TorchRLDistError WaitAll World anneal_beta host_replay local_cluster replay_buffer session
-    __version__
+    SharedPrioritizedSampler SharedPrioritizedSliceSampler SharedRandomSampler
+    SharedReplayBuffer SharedSliceSampler TorchRLDistError WaitAll World
+    anneal_beta host_replay local_cluster replay_buffer session __version__
 """.split()
 MODULES = [
     path for path in sorted(ROOT.rglob("*.py")) if path != ROOT / "__init__.py"

@@ -35,7 +35,7 @@ from torchrl_dist.replay.sampler import (
     SharedRandomSampler,
     anneal_beta,
 )
-from torchrl_dist.replay.slices import SharedSliceSampler
+from torchrl_dist.replay.slices import SharedPrioritizedSliceSampler, SharedSliceSampler
 from torchrl_dist.replay.storage import SharedMemmapStorage
 from torchrl_dist.replay.writer import SharedCursorWriter
 
@@ -49,6 +49,7 @@ __all__ = [
     "SharedCursorWriter",
     "SharedMemmapStorage",
     "SharedPrioritizedSampler",
+    "SharedPrioritizedSliceSampler",
     "SharedRandomSampler",
     "SharedReplayBuffer",
     "SharedSliceSampler",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -11,13 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import NestedKey, TensorDict, unravel_key
-from torchrl.data.replay_buffers.samplers import SliceSampler
+from torchrl.data.replay_buffers.samplers import PrioritizedSliceSampler, SliceSampler
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.directory import ORDERED_LOADS, ReplayDirectory, Word
 from torchrl_dist.replay.placement import slot_ranges
-from torchrl_dist.replay.sampler import EMPTY, SharedSampler
+from torchrl_dist.replay.sampler import EMPTY, SharedPrioritizedSampler, SharedSampler
 from torchrl_dist.replay.storage import _REDRAWS, NoRowsError, SharedMemmapStorage
 
 _USUAL_KEYS = (("collector", "traj_ids"), ("episode",))
@@ -36,6 +37,24 @@ class _Runs:
     state: tuple[int, ...]
     boundaries: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     slots: torch.Tensor | None = None
+
+    def remaining(self, capacity: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """By slot: how many rows its run has from there on, 0 without a row; its position; and
+        whether it is the first of its run. int64, int64 and bool, [capacity]."""
+        start, length = self.boundaries[0][:, 0].numpy(), self.boundaries[2].numpy()
+        begin = np.cumsum(length) - length
+        offset = np.arange(length.sum()) - np.repeat(begin, length)
+        position = np.repeat(start, length) + offset
+        if self.slots is None:
+            position %= capacity
+            slots = position
+        else:
+            slots = self.slots.numpy()[position]
+        left, where = np.zeros(capacity, np.int64), np.zeros(capacity, np.int64)
+        first = np.zeros(capacity, dtype=bool)
+        left[slots], where[slots] = np.repeat(length, length) - offset, position
+        first[slots[begin]] = True
+        return left, where, first
 
 
 class _Columns:
@@ -203,7 +222,7 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
                 f"{type(self).__name__} needs a traj_key: after a row without an end flag the next "
                 "one may be another process's; store a trajectory id per row, unique in the job"
             )
-        super().__init__(traj_key=traj_key, **options)
+        SliceSampler.__init__(self, traj_key=traj_key, **options)
         self.step_key = step_key
         self._by_step = fragmented
         self._setup()
@@ -285,10 +304,11 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
     ) -> tuple[tuple[torch.Tensor, ...], dict[NestedKey, torch.Tensor]] | None:
         """One batch, or None if one of its rows was rewritten before it was copied."""
         directory = storage.directory
-        view = _View(storage, self._read_runs(directory, fresh=fresh, locked=locked))
+        runs = self._read_runs(directory, fresh=fresh, locked=locked)
+        view = _View(storage, runs)
         if not len(view):
             raise NoRowsError(EMPTY)
-        _, info = super().sample(view, batch_size)
+        _, info = self._draw_slices(view, runs, batch_size, locked=locked)
         slots = view.slots.numpy()
         assert self._columns is not None
         versions = self._columns.versions[slots]
@@ -298,6 +318,12 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
             return None
         storage.hand_over(view.slots, torch.from_numpy(versions // 2), view.leaves)
         return (view.slots,), info
+
+    def _draw_slices(
+        self, view: _View, runs: _Runs, batch_size: int, *, locked: bool
+    ) -> tuple[Any, dict[NestedKey, torch.Tensor]]:
+        """TorchRL's draw; the view keeps its slots and rows."""
+        return SliceSampler.sample(self, view, batch_size)
 
     def _get_stop_and_length(
         self, storage: _View, fallback: bool = True
@@ -343,6 +369,165 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         state = super().__getstate__()
         for name in ("_columns", "_runs", "_own_rng", "_given_rng"):
             state.pop(name, None)
+        return state
+
+
+class SharedPrioritizedSliceSampler(
+    SharedSliceSampler, SharedPrioritizedSampler, PrioritizedSliceSampler
+):
+    """TorchRL's ``PrioritizedSliceSampler`` over rows that many processes write.
+
+    Takes the place of ``PrioritizedSliceSampler(capacity, alpha, beta, ...)``. The first row ``i``
+    of a slice is drawn with probability ``p_i / sum(p)`` over the rows that may begin one, where
+    ``p_i = (priority_i + eps) ** alpha`` comes from the tree that all processes share; all rows of
+    the slice have the weight ``(p_i / min(p)) ** -beta``, with the minimum over all rows of the
+    buffer. A row may begin a slice if its run goes on for ``slice_len`` rows; with ``span`` (to the
+    right) fewer will do, and with ``strict_length=False`` the first row of a run always may. What a
+    run is, :class:`SharedSliceSampler` says; ``fragmented=True`` works, too.
+
+    Priorities belong to rows: a row within a slice may have a low one. Late priorities are dropped
+    as by :class:`SharedPrioritizedSampler`.
+
+    Example:
+        >>> sampler = SharedPrioritizedSliceSampler(
+        ...     1_000_000, alpha=0.6, beta=0.4, slice_len=8, traj_key="episode"
+        ... )
+
+    Args:
+        max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer: as in
+            :class:`SharedPrioritizedSampler`.
+        options: those of :class:`SharedSliceSampler` but ``pad_output``. A ``span`` to the left is
+            turned off with a warning, as by TorchRL's class.
+
+    Raises:
+        ConfigurationError: as both.
+        RuntimeError: from ``sample``, as :class:`SharedSliceSampler`.
+    """
+
+    def __init__(
+        self,
+        max_capacity: int,
+        alpha: float,
+        beta: float,
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float,
+        reduction: str = "max",
+        *,
+        max_priority_within_buffer: bool = False,
+        **options: Any,
+    ) -> None:
+        if options.get("pad_output"):
+            raise ConfigurationError(
+                f"{type(self).__name__} does not pad slices: leave pad_output out, and split the "
+                "batch by its truncated flags"
+            )
+        SharedSliceSampler.__init__(self, **options)
+        SharedPrioritizedSampler.__init__(
+            self, max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer
+        )
+        if self.span[0]:
+            warnings.warn(
+                f"{type(self).__name__} draws the first rows of slices: the span to the left is "
+                "turned off",
+                stacklevel=2,
+            )
+            self.span = (False, self.span[1])
+
+    def _setup(self) -> None:
+        super()._setup()
+        self._starts: tuple[_Runs, int, tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None
+
+    def sample(
+        self, storage: Storage, batch_size: int
+    ) -> tuple[tuple[torch.Tensor, ...], dict[NestedKey, torch.Tensor]]:
+        """Returns the slots, int64 [batch_size] in a tuple of one, ``"priority_weight"``, float32
+        [batch_size], and the flags of the slices."""
+        index, info = SharedSliceSampler.sample(self, storage, batch_size)
+        generation = storage.handed_generation(index)
+        assert generation is not None
+        self._recent.remember(index[0], generation, written=False)
+        return index, info
+
+    def _draw_slices(
+        self, view: _View, runs: _Runs, batch_size: int, *, locked: bool
+    ) -> tuple[Any, dict[NestedKey, torch.Tensor]]:
+        length, count = self._adjusted_batch_size(batch_size)
+        directory = self._directory
+        assert directory is not None
+        with nullcontext() if locked else directory.lock():
+            starts, leaves, minimum = self._draw_starts(directory, runs, length, count)
+        weight = ((leaves / minimum) ** -float(self._beta)).astype(np.float32)
+        left, position, _ = self._may_start(directory, runs, length)[1]
+        # slices that end early have lengths of their own
+        lengths = np.minimum(left[starts], length)
+        within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        index = np.repeat(position[starts], lengths) + within
+        if runs.slots is None:
+            index %= directory.capacity
+        index, info = self._finalize_index(
+            index=torch.from_numpy(index)[:, None],
+            num_slices=count,
+            seq_length=length if (lengths == length).all() else torch.from_numpy(lengths),
+            target_seq_length=None,
+            mask_flat=None,
+            storage=view,
+        )
+        info["priority_weight"] = torch.from_numpy(np.repeat(weight, lengths))
+        return index, info
+
+    def _may_start(
+        self, directory: ReplayDirectory, runs: _Runs, length: int
+    ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Which slots may begin a slice, bool [capacity], and ``runs.remaining``."""
+        if self._starts is None or self._starts[0] is not runs:
+            self._starts = runs, length, runs.remaining(directory.capacity)
+        left, _, first = self._starts[2]
+        span = self.span[1]
+        wanted = 2 if span is True else length - int(span)
+        allowed = left >= max(1, wanted)
+        return allowed if self.strict_length else allowed | first, self._starts[2]
+
+    def _draw_starts(
+        self, directory: ReplayDirectory, runs: _Runs, length: int, count: int
+    ) -> tuple[np.ndarray, np.ndarray, float]:
+        """First slots of slices, int64 [count], their masses, and the smallest of all rows.
+
+        Called under the lock. Rows that may not begin a slice are drawn again: what is left has the
+        law of the tree without them.
+        """
+        tree = directory.tree
+        tree.refresh()
+        if not tree.total > 0:
+            raise NoRowsError(EMPTY)
+        allowed, _ = self._may_start(directory, runs, length)
+        slots, leaves = np.empty(0, np.int64), np.empty(0)
+        for _ in range(_REDRAWS):
+            drawn, masses = tree.draw(self._uniforms(2 * (count - slots.size)))
+            kept = np.flatnonzero(allowed[drawn] & (masses > 0))[: count - slots.size]
+            slots = np.concatenate([slots, drawn[kept]])
+            leaves = np.concatenate([leaves, masses[kept]])
+            if slots.size == count:
+                return slots, leaves, tree.minimum
+        running = np.cumsum(np.where(allowed, tree.leaves, 0.0))
+        if not running[-1] > 0:
+            raise RuntimeError(
+                f"Did not find a single run of {length} rows to slice; strict_length=False, or a "
+                "shorter slice_len, takes shorter ones"
+            )
+        more = np.searchsorted(running, self._uniforms(count - slots.size) * running[-1], "right")
+        more = np.minimum(more, int(np.flatnonzero(allowed & (tree.leaves > 0))[-1]))
+        return np.append(slots, more), np.append(leaves, tree.leaves[more]), tree.minimum
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(num_slices={self.num_slices}, slice_len={self.slice_len}, "
+            f"traj_key={self.traj_key}, strict_length={self.strict_length}, alpha={self.alpha}, "
+            f"beta={self._beta}, eps={self._eps})"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state.pop("_starts", None)
         return state
 
 

@@ -1,0 +1,226 @@
+"""TorchRL's own tests of replay buffers, run over the shared parts.
+
+    git clone https://github.com/pytorch/rl
+    python tests/torchrl_suite.py rl/test/rb [arguments of pytest]
+
+Wherever a test builds a ``LazyTensorStorage`` or ``LazyMemmapStorage``, a ``SharedMemmapStorage``
+takes its place, and in the buffers over it each writer and sampler of TorchRL's makes room for the
+shared one that stands for it. A test that built none is left out of the count. The others *pass*,
+are *refused* (they fail with an error of this package, which says that it does not do that), or
+*fail*; ``--list`` names those, and ``--reasons`` counts the refusals by their message.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import os
+import re
+import shutil
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if __name__ == "__main__":
+    here = str(Path(__file__).resolve().parent.parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), here]))
+    sys.path.append(here)
+    options = "-p tests.torchrl_suite -p no:cacheprovider -q --no-header --tb=no -rN -W ignore"
+    sys.exit(pytest.main([*options.split(), *sys.argv[1:]]))
+
+from torchrl.data import ReplayBuffer
+from torchrl.data.replay_buffers import (
+    replay_buffers,
+    samplers,
+    storages,
+    writers,
+)
+
+import torchrl_dist
+from torchrl_dist.errors import TorchRLDistError
+
+_FOLDER = Path("/dev/shm") / f"torchrl_dist-suite-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+_built = 0
+
+
+class _Unsupported(TorchRLDistError):
+    """An option of TorchRL's class that the shared one does not have."""
+
+
+class SuiteStorage(torchrl_dist.SharedMemmapStorage):
+    """With the arguments of TorchRL's lazy storages."""
+
+    def __init__(
+        self,
+        max_size: int,
+        *,
+        scratch_dir: Any = None,
+        device: Any = "cpu",
+        ndim: int = 1,
+        compilable: bool = False,
+        auto_cleanup: bool | None = None,
+        existsok: bool = False,
+        **others: Any,
+    ) -> None:
+        global _built
+        _built += 1
+        if any(value not in (None, False) for value in others.values()):
+            raise _Unsupported(f"no options {sorted(others)}")
+        super().__init__(
+            max_size,
+            scratch_dir=_FOLDER / uuid.uuid4().hex[:8],
+            job_id="suite",
+            timeout_s=10,
+            device="cpu" if device == "auto" else device,
+            ndim=ndim,
+            compilable=compilable,
+        )
+
+
+class LazyTensorStorage(SuiteStorage):
+    pass
+
+
+class LazyMemmapStorage(SuiteStorage):
+    pass
+
+
+def _of(name: str) -> Any:
+    """One of our classes, where this version has it."""
+    return getattr(torchrl_dist, name, None)
+
+
+_SAMPLERS = {
+    samplers.RandomSampler: _of("SharedRandomSampler"),
+    samplers.SliceSampler: _of("SharedSliceSampler"),
+    samplers.SamplerWithoutReplacement: _of("SharedSamplerWithoutReplacement"),
+}
+_WRITERS = {
+    writers.RoundRobinWriter: torchrl_dist.SharedCursorWriter,
+    writers.TensorDictRoundRobinWriter: torchrl_dist.SharedCursorWriter,
+}
+
+
+def _note_arguments(cls: type) -> None:
+    plain = cls.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        if type(self) is cls:
+            self._suite_arguments = args, kwargs
+
+    cls.__init__ = init
+
+
+def _in_place_of(part: Any, ours: dict[type, Any]) -> Any:
+    shared = ours.get(type(part))
+    if shared is None:
+        return part
+    args, kwargs = getattr(part, "_suite_arguments", ((), {}))
+    return shared() if shared is torchrl_dist.SharedCursorWriter else shared(*args, **kwargs)
+
+
+def _substitute() -> None:
+    make_sampler, make_writer = ReplayBuffer._maybe_make_sampler, {}
+
+    def sampler(self: Any, given: Any) -> Any:
+        part = make_sampler(self, given)
+        shared = isinstance(self._storage, SuiteStorage)
+        return _in_place_of(part, _SAMPLERS) if shared else part
+
+    ReplayBuffer._maybe_make_sampler = sampler
+    for cls in {ReplayBuffer, *_subclasses(ReplayBuffer)}:
+        if "_maybe_make_writer" in vars(cls):
+            make_writer[cls] = cls._maybe_make_writer
+
+            def writer(self: Any, given: Any, make: Any = make_writer[cls]) -> Any:
+                part = make(self, given)
+                shared = isinstance(self._storage, SuiteStorage)
+                return _in_place_of(part, _WRITERS) if shared else part
+
+            cls._maybe_make_writer = writer
+    for cls in _SAMPLERS:
+        if "__init__" in vars(cls):
+            _note_arguments(cls)
+    instead = {"LazyTensorStorage": LazyTensorStorage, "LazyMemmapStorage": LazyMemmapStorage}
+    for name in ("PrioritizedSampler", "PrioritizedSliceSampler"):
+        if (ours := _of(f"Shared{name}")) is not None:
+            instead[name] = type(name, (ours,), {"__module__": __name__})
+            globals()[name] = instead[name]  # to be pickled
+    for name, module in list(sys.modules.items()):
+        public = name in ("torchrl.data", "torchrl.data.replay_buffers")
+        if public or module in (storages, samplers, writers, replay_buffers):
+            for each, cls in instead.items():
+                if hasattr(module, each):
+                    setattr(module, each, cls)
+    for name in ("prioritized", "prioritized_tensordict"):  # whose buffers make the sampler
+        module = sys.modules[f"{replay_buffers.__name__}.{name}"]
+        if "PrioritizedSampler" in instead:
+            module.PrioritizedSampler = instead["PrioritizedSampler"]
+
+
+def _subclasses(cls: type) -> set[type]:
+    return {each for sub in cls.__subclasses__() for each in {sub, *_subclasses(sub)}}
+
+
+_substitute()
+atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
+
+# --- the count -----------------------------------------------------------------------------------
+
+_outcomes: dict[str, tuple[str, str]] = {}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--list", action="store_true", help="name the tests that fail")
+    parser.addoption("--reasons", action="store_true", help="count refusals by message")
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Any:
+    global _built
+    outcome = yield
+    report = outcome.get_result()
+    if call.when == "setup":
+        _built = 0
+    if call.when != "call" or report.skipped or not _built:
+        return
+    if report.passed:
+        _outcomes[item.nodeid] = "pass", ""
+        return
+    error: BaseException | None = call.excinfo.value if call.excinfo else None
+    text = f"{type(error).__name__}: {error}"
+    while error is not None:
+        if isinstance(error, TorchRLDistError):
+            _outcomes[item.nodeid] = "refused", f"{type(error).__name__}: {error}"
+            return
+        error = error.__cause__ or error.__context__
+    _outcomes[item.nodeid] = "fail", text
+
+
+def pytest_runtest_teardown() -> None:
+    shutil.rmtree(_FOLDER, ignore_errors=True)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    write = terminalreporter.write_line
+    if config.getoption("--list"):
+        for name, (kind, text) in _outcomes.items():
+            if kind == "fail":
+                write(f"{name}: {' '.join(text.split())[:200]}")
+    if config.getoption("--reasons"):
+        reasons = collections.Counter(
+            re.sub(r"/dev/shm\S*|0x\w+|\d+", "#", text)[:160]
+            for kind, text in _outcomes.values()
+            if kind == "refused"
+        )
+        for reason, count in reasons.most_common():
+            write(f"{count:5d} {' '.join(reason.split())}")
+    count = collections.Counter(kind for kind, _ in _outcomes.values())
+    write(
+        f"{len(_outcomes)} tests over shared parts: {count['pass']} pass, {count['refused']} "
+        f"refused, {count['fail']} fail"
+    )
