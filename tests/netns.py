@@ -62,7 +62,8 @@ class Host:
 
     def start(self, command: Sequence[str], **options: object) -> subprocess.Popen:
         """Start a command; the pid is that of the command. ``options`` are those of ``Popen``."""
-        enter = ["ip", "netns", "exec", self.namespace, "unshare", "--mount", "--uts"]
+        # not "ip netns exec", whose /sys is the namespace's own: slurmd looks for cgroups there
+        enter = ["nsenter", f"--net=/run/netns/{self.namespace}", "unshare", "--mount", "--uts"]
         become = ["sh", "-c", _BECOME_HOST, "sh", self.name, str(self.folder)]
         process = subprocess.Popen([*enter, *become, *command], **options)  # type: ignore[call-overload]
         self._started.append(process)

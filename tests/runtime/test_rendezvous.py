@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
 
 from torchrl_dist.errors import DeadlineError
-from torchrl_dist.runtime.rendezvous import _Exchange
+from torchrl_dist.runtime.rendezvous import _Exchange, _launcher_store, launcher_store
+from torchrl_dist.runtime.world import World
 
 SEATS = [("learner", 0), ("collector", 0), ("collector", 1)]
 
@@ -51,3 +54,31 @@ def test_who_does_not_come_is_named_by_everybody(remembered: bool, absent: int) 
             with pytest.raises(DeadlineError, match="did not join within 1.5 s") as error:
                 rank.result()
             assert name in str(error.value)
+
+
+def slurm_rank(rank: int, job: str, port: int, hosts: tuple[str, ...]) -> World:
+    return World(
+        rank, 2, 0, 1, rank, f"host{rank}", hosts[0], port, job, 0, "slurm", hosts if rank else ()
+    )
+
+
+@pytest.mark.timeout(60)
+def test_rank_0_is_found_where_it_is_and_another_jobs_store_is_not_taken_for_it() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    # A job of one node listens on its own address only; 127.0.0.1 to 3 stand for three hosts.
+    stranger = replace(slurm_rank(0, "1.0", port, ("127.0.0.1",)), local_world_size=2)
+    launcher_store(stranger, 10)
+    world = slurm_rank(1, "2.0", port, ("127.0.0.1", "127.0.0.2", "127.0.0.3"))
+    with pytest.raises(DeadlineError, match=r"127.0.0.2 .*set MASTER_ADDR"):
+        launcher_store(world, 0.5)
+    with ThreadPoolExecutor(1) as pool:
+        searching = pool.submit(launcher_store, world, 20)
+        mine = replace(slurm_rank(0, "2.0", port, ("127.0.0.3",)), local_world_size=2)
+        kept, _ = launcher_store(mine, 10)
+        found, where = searching.result()
+    assert where.master_addr == "127.0.0.3"
+    kept.underlying_store.set("from rank 0", "here")
+    assert found.underlying_store.get("from rank 0") == b"here"
+    _launcher_store.cache_clear()

@@ -70,6 +70,60 @@ def test_slurm_environment_is_read_completely():
     assert World.from_env({**SLURM, "SLURM_JOB_ID": "100"}).master_port != world.master_port
 
 
+# As Slurm 22.05 set them: lists are sorted by name, node ids follow the components.
+HET_STEP = {
+    "SLURM_NTASKS": "5",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "cpu[11-12],gpu1",
+    "SLURM_STEP_TASKS_PER_NODE": "3,1(x2)",
+    "SLURM_HET_SIZE": "2",
+    "SLURM_JOB_NODELIST_PACK_GROUP_0": "gpu1",
+    "SLURM_JOB_NODELIST_PACK_GROUP_1": "cpu[11-12]",
+}
+ARBITRARY_STEP = {
+    "SLURM_NTASKS": "3",
+    "SLURM_JOB_ID": "8",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "cpu[11-12]",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1",
+}
+
+
+def task(step: dict[str, str], rank: int, local: int, node: int, host: str) -> World:
+    place = {"SLURM_PROCID": rank, "SLURM_LOCALID": local, "SLURM_NODEID": node}
+    own = {name: str(number) for name, number in place.items()}
+    return World.from_env({**step, **own, "SLURMD_NODENAME": host})
+
+
+def test_in_a_heterogeneous_step_the_master_is_the_first_components_first_host():
+    tasks = [
+        task(HET_STEP, 0, 0, 0, "gpu1"),
+        *(task(HET_STEP, 1 + k, k, 1, "cpu11") for k in range(3)),
+        task(HET_STEP, 4, 0, 2, "cpu12"),
+    ]
+    assert {world.master_addr for world in tasks} == {"gpu1"}
+    assert [world.local_world_size for world in tasks] == [1, 3, 3, 3, 1]
+    assert [world.node_rank for world in tasks] == [0, 1, 1, 1, 2]
+    assert len({world.master_port for world in tasks}) == 1
+    # names of later versions; and a step of the second component alone
+    later = {name.replace("PACK", "HET"): value for name, value in HET_STEP.items()}
+    assert task(later, 4, 0, 2, "cpu12").master_addr == "gpu1"
+    second = {**HET_STEP, "SLURM_STEP_NODELIST": "cpu[11-12]", "SLURM_STEP_TASKS_PER_NODE": "3,1"}
+    assert task(second, 3, 0, 1, "cpu12").master_addr == "cpu11"
+
+
+def test_where_slurm_does_not_say_where_rank_0_is_every_host_may_be_it():
+    first = task(ARBITRARY_STEP, 0, 0, 1, "cpu12")
+    others = [task(ARBITRARY_STEP, 1 + k, k, 0, "cpu11") for k in range(2)]
+    assert (first.master_addr, first.master_hosts) == ("cpu12", ())
+    assert [world.master_hosts for world in others] == [("cpu11", "cpu12")] * 2
+    assert [world.local_world_size for world in (first, *others)] == [1, 2, 2]
+    told = task({**ARBITRARY_STEP, "MASTER_ADDR": "10.0.0.7"}, 1, 0, 0, "cpu11")
+    assert (told.master_addr, told.master_hosts) == ("10.0.0.7", ())
+
+
 def test_torchrun_inside_slurm_is_torchrun():
     assert World.from_env({**SLURM, **TORCHRUN}).launcher == "torchrun"
 

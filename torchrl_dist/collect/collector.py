@@ -62,7 +62,9 @@ class RPCBatchedCollector(BaseCollector):
     TorchRL's ``Collector`` and ``"policy_version"``, ``("collector", "worker_index")`` and
     ``("collector", "traj_ids")``, which are unique in the job. With ``replay_buffer`` the workers
     write their rows there themselves, and iterating yields a :class:`CollectReport`. The report of
-    the last batch is ``collector.report`` in both cases.
+    the last batch is ``collector.report`` in both cases. Iteration ends at ``total_frames``, or
+    after the batch at hand when the session was told to stop (``session.stop_requested``), except
+    where several processes have this one's role, who must agree after which update they stop.
 
     Args:
         make_env: a gymnasium id, or a callable that returns a ``gymnasium.Env``, a
@@ -360,6 +362,10 @@ class RPCBatchedCollector(BaseCollector):
             self.min_workers,
             self.worker_timeout_s,
             random_frames,
+            # Several learners must stop after the same update: see DistributedLoss.ranks.
+            stopped=(lambda: session.stop_requested)
+            if session is not None and len(session.of_role(session.role)) == 1
+            else None,
         )
         if not errors and len(workers) < self.min_workers:
             errors = [

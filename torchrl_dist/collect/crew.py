@@ -13,7 +13,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass, field
@@ -41,6 +41,7 @@ Delivery = tuple[RolloutStats, TensorDict | None]
 # for the next batch. RPC wants a number all the same.
 _ROLLOUT_LIMIT_S = 7 * 24 * 3600.0
 _MAX_IN_FLIGHT = 2
+_GLANCE_S = 0.25  # how often a wait looks for a stop, of which a signal handler cannot notify it
 _WARN_AT_CALLER = 7  # frames between a warning here and the loop over the collector
 
 
@@ -91,6 +92,7 @@ class Crew:
         min_workers: with fewer living ones, ``gather`` raises.
         worker_timeout_s: a worker whose rollout takes longer counts as lost, until it answers.
         random_frames: so many frames, or more where rollouts are longer, are of random actions.
+        stopped: whether there are to be no more batches, as if all frames were delivered.
     """
 
     def __init__(
@@ -102,8 +104,10 @@ class Crew:
         min_workers: int,
         worker_timeout_s: float | None = None,
         random_frames: int = 0,
+        stopped: Callable[[], bool] | None = None,
     ) -> None:
         self._random_frames = random_frames
+        self._stopped = stopped
         self._worker_timeout_s = worker_timeout_s
         self.workers = list(workers)
         self._by_index = {worker.index: worker for worker in workers}
@@ -137,7 +141,8 @@ class Crew:
     # ---- a batch
 
     def gather(self, timeout_s: float) -> list[Delivery] | None:
-        """Wait until the readiness rule is content; None when all frames were delivered.
+        """Wait until the readiness rule is content; None when all frames were delivered, or when
+        the job was told to stop.
 
         Raises:
             DeadlineError: not within ``timeout_s``; call again to go on.
@@ -149,6 +154,8 @@ class Crew:
             self._waiting = True
             try:
                 while True:
+                    if self._stopped is not None and self._stopped():
+                        return None
                     self.require_open()
                     for worker in self.workers:
                         self._request(worker)
@@ -192,6 +199,8 @@ class Crew:
                 f"no batch within {timeout_s:g} s; waiting for {names or 'nobody'}. "
                 "Iterate again to go on waiting, or raise timeout_s"
             )
+        if self._stopped is not None:
+            left_s = min(left_s, _GLANCE_S)
         asked = time.monotonic()
         self._cond.wait(left_s)
         waited_s = time.monotonic() - asked

@@ -33,6 +33,7 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from ..errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
+from .signals import STOP_SIGNALS, outlive_stop_signals
 
 _PRELOAD = (
     "numpy",
@@ -151,18 +152,27 @@ class ForkServer:
         self._commands, commands = Pipe()
         self._reports, reports = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         fds = (commands.fileno(), reports.fileno())
+        numbers = [int(number) for number in STOP_SIGNALS]
         code = (
-            f"import sys; sys.path[:] = {sys.path!r}; "
+            f"import signal, sys; [signal.signal(n, signal.SIG_IGN) for n in {numbers}]; "
+            f"signal.pthread_sigmask(signal.SIG_UNBLOCK, {numbers}); "
+            f"sys.path[:] = {sys.path!r}; "
             "from torchrl_dist.runtime.forkserver import serve; "
             f"serve({fds[0]}, {fds[1]}, {os.getpid()})"
         )
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            pass_fds=fds,
-            env={**os.environ, **_SERVER_ENV},
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the parent; it ends the children in order
-        )
+        # Stop signals are for the parent, who ends the children in order. Blocked until the server
+        # ignores them: Slurm sends them to every process that it finds.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                pass_fds=fds,
+                env={**os.environ, **_SERVER_ENV},
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # a terminal's Ctrl-C does not come here
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         commands.close()
         reports.close()
         self._pidfd = os.pidfd_open(self._process.pid)
@@ -310,7 +320,7 @@ def serve(command_fd: int, report_fd: int, parent_pid: int) -> None:
     parent = os.pidfd_open(parent_pid)
     if os.getppid() != parent_pid:
         return  # the parent died before we could watch it
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    outlive_stop_signals()
     for name in _PRELOAD:
         importlib.import_module(name)
     # Shared by all children: their own would be killed with their process groups, and what it was
@@ -378,14 +388,17 @@ class _Server:
 
     def _fork(self, job: int, rank: int, blob: bytes) -> None:
         server_pid = os.getpid()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         pid = os.fork()
         if pid == 0:
             code = 1
             try:
                 self._become_child(server_pid)
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
                 code = _run_child(self._reports, job, rank, blob)
             finally:
                 os._exit(code)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)  # in both processes, so that nobody sees the old group
         child = os.pidfd_open(pid)
@@ -397,6 +410,7 @@ class _Server:
         self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != server_pid:
             os._exit(1)
+        outlive_stop_signals()
         # A group of its own: what the child starts can be ended with it.
         os.setpgid(0, 0)
         self._commands.close()

@@ -27,6 +27,8 @@ _INTERFACES = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 _SIOCGIFADDR = 0x8915  # netdevice(7): the IPv4 address of an interface
 # How often rank 0 looks for a newer card of somebody who did not confirm the one it found.
 _NEWER_CARD_S = 0.5
+# Where rank 0 may be on several hosts: how long one of them may take to answer, and a pause.
+_PROBE_S, _PROBE_EVERY_S = 2.0, 0.2
 _LEAST_WAIT_S = 0.001  # a store takes a time-out of 0 for "none"
 # Sessions that this process entered; every rank of a job enters them in the same order.
 _entered = itertools.count()
@@ -48,27 +50,77 @@ class Member:
         self.restore_environment()
 
 
-def launcher_store(world: World, timeout_s: float) -> dist.Store | None:
-    """The store of the launcher, or one that rank 0 keeps at MASTER_ADDR:MASTER_PORT. It may hold
-    keys of an earlier start of the ranks: torchrun's store outlives a restart."""
+def launcher_store(world: World, timeout_s: float) -> tuple[dist.Store | None, World]:
+    """The store of the launcher, or one that rank 0 keeps at MASTER_ADDR:MASTER_PORT, and the world
+    with the address at which it was found. The store may hold keys of an earlier start of the
+    ranks: torchrun's outlives a restart."""
     number = next(_entered)
     if world.world_size == 1:
-        return None
+        return None, world
     if world.master_port is None:
         raise ConfigurationError(f"a world of {world.world_size} processes needs a master_port.")
     launcher_keeps_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = _launcher_store(
-        world.master_addr,
+    keep = world.global_rank == 0 and not launcher_keeps_it
+    hosts = () if keep else world.master_hosts
+    # The port is ours alone by luck only. The ids of Slurm's jobs are the same on all their nodes.
+    mine = f"torchrl_dist/{world.job_id}" if world.launcher == "slurm" else "torchrl_dist"
+    store, found = _launcher_store(
+        hosts or (world.master_addr,),
         world.master_port,
-        keep=world.global_rank == 0 and not launcher_keeps_it,
+        f"{mine}/kept",
+        keep=keep,
         one_node=world.one_node,
         timeout_s=timeout_s,
     )
-    return dist.PrefixStore(f"torchrl_dist/{number}", store)
+    return dist.PrefixStore(f"{mine}/{number}", store), replace(world, master_addr=found)
 
 
 @functools.cache  # kept for later sessions: closing it would race with ranks that enter the next
 def _launcher_store(
+    hosts: tuple[str, ...],
+    port: int,
+    mark: str,
+    *,
+    keep: bool,
+    one_node: bool,
+    timeout_s: float,
+) -> tuple[dist.TCPStore, str]:
+    """The store and its host; ``mark`` is a key that rank 0 sets in it."""
+    if not keep and len(hosts) > 1:
+        return _find_store(hosts, port, mark, timeout_s)
+    store = _store_at(hosts[0], port, keep=keep, one_node=one_node, timeout_s=timeout_s)
+    if keep:
+        store.set(mark, "")
+    return store, hosts[0]
+
+
+def _find_store(
+    hosts: tuple[str, ...], port: int, mark: str, timeout_s: float
+) -> tuple[dist.TCPStore, str]:
+    """Ask one host after the other until the store of rank 0 answers: its own address decides."""
+    deadline = time.monotonic() + timeout_s
+    errors: dict[str, Exception] = {}
+    while time.monotonic() < deadline:
+        for host in hosts:
+            try:
+                socket.create_connection((host, port), _PROBE_S).close()
+                store = connect_store(host, port, _PROBE_S)
+                store.wait([mark], timedelta(seconds=_PROBE_S))  # else it is another job's
+            except (OSError, dist.DistError, DeadlineError) as error:
+                errors[host] = error
+            else:
+                store.set_timeout(timedelta(seconds=timeout_s))
+                return store, host
+        time.sleep(_PROBE_EVERY_S)
+    tried = ", ".join(f"{host} ({errors.get(host)})" for host in hosts)
+    raise DeadlineError(
+        f"no store of rank 0 at port {port} of any host within {timeout_s:g} s: is rank 0 running, "
+        f"and may this machine connect to it? Tried {tried}. If its name cannot be reached, set "
+        "MASTER_ADDR to the address of rank 0."
+    )
+
+
+def _store_at(
     host: str, port: int, *, keep: bool, one_node: bool, timeout_s: float
 ) -> dist.TCPStore:
     if not keep:

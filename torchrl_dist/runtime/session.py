@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import signal
 import threading
 import traceback
 import warnings
@@ -21,14 +22,14 @@ from .membership import Membership
 from .pool import DaemonPool
 from .remote import Peer, Remote, require_no_session, set_current
 from .roles import DEFAULT_ROLES
-from .signals import Latch, StopSignals, wait_any
+from .signals import Latch, StopSignals, say, wait_any
 from .transport import Transport
 from .world import World
 
 # Calls of other processes that run at once in this one; more of them queue.
 _MAX_CONCURRENT_CALLS = 64
-# After a stop signal, a serving process goes on answering this long, so that the driver can write
-# its checkpoint through it. torchrun and SLURM kill 30 s after SIGTERM.
+# After a stop signal, how long the driver waits for those who do not serve yet. torchrun and SLURM
+# kill 30 s after SIGTERM.
 _STOP_GRACE_S = 10.0
 _GOODBYE_S = 3.0
 # How long a broken connection waits for the supervisor to say how the process died.
@@ -82,7 +83,7 @@ class Session:
         self._serving = False
         self._ending = False
         self._closed = False
-        self._signals = StopSignals(self._stop)
+        self._signals = StopSignals(self._stop, self._say_stop if self.is_driver else None)
         self._opened = threading.Event()
         self._at_leave: list[Callable[[bool], None]] = []
         self._at_end: list[Callable[[bool], None]] = []
@@ -445,13 +446,26 @@ class Session:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether SIGINT or SIGTERM came, or the driver ended the job: finish in order."""
+        """Whether SIGINT, SIGTERM, SIGUSR1 or SIGUSR2 came (:attr:`stop_signal` says which), or the
+        driver ended the job: finish in order.
+
+        The driver prints a line when the first one comes. Another SIGINT or SIGTERM after one of
+        these raises KeyboardInterrupt or SystemExit in the main thread of a process that does not
+        serve. SIGUSR1 and SIGUSR2 announce SIGTERM (``sbatch --signal=USR1@60``) and never raise;
+        where the program handles them itself, they are no request to stop.
+        """
         return self._stop.is_set()
 
     @property
-    def stop_signal(self) -> int | None:
-        """The first of SIGINT and SIGTERM that this process received in its session, if any."""
+    def stop_signal(self) -> signal.Signals | None:
+        """The first of these signals that this process received in its session, if any."""
         return self._signals.received
+
+    def _say_stop(self, name: signal.Signals) -> None:
+        say(
+            f"torchrl_dist: {name.name} received: {self.me.name} finishes what is at hand and "
+            "stops; a second SIGINT or SIGTERM ends it at once"
+        )
 
     def wait_stop(self, timeout_s: float) -> bool:
         """Block until ``stop_requested``, at most ``timeout_s``; whether it is."""
@@ -459,8 +473,8 @@ class Session:
 
     def serve(self) -> None:
         """Answer other processes' calls until the driver ends the job. Called by every process
-        but the driver, in its main thread; blocks. After SIGINT or SIGTERM it goes on for at most
-        10 s, so that the driver can finish through it.
+        but the driver, in its main thread; blocks. Stop signals, which Slurm or torchrun may send
+        to every process, do not end it: the driver, who gets them too, finishes through it.
 
         Raises:
             PeerLostError: the driver failed or died.
@@ -474,8 +488,12 @@ class Session:
         if not self._serving:
             self._serving = True
             self._tell(self._driver, "serving", self.me.global_rank)
-        wait_any((self._end, self._stop), None)
-        if self._end.wait(_STOP_GRACE_S) and self._end_reason is not None:
+        self._signals.patient = True
+        try:
+            wait_any((self._end,), None)
+        finally:
+            self._signals.patient = False
+        if self._end_reason is not None:
             raise PeerLostError(f"the job has ended: {self._end_reason}")
 
     def barrier(self, timeout_s: float | None = None) -> None:
@@ -592,9 +610,7 @@ class Session:
         if failure is None and not self._end.is_set():
             with contextlib.suppress(PeerLostError):
                 self.serve()
-            if not self._end.is_set():
-                failure = "left after a stop signal"
-            self._run_callbacks(self._at_leave, failure is None)  # of what calls have made
+            self._run_callbacks(self._at_leave, True)  # of what calls have made
         self._answer_watchers(failure)
         if self._members.why_lost(self._driver.global_rank) is None:
             told = self._tell(self._driver, "leaving", self.me.global_rank, failure)
@@ -670,7 +686,7 @@ def session(
     require_no_session()
     world = World.from_env() if world is None else world
     roles = DEFAULT_ROLES if roles is None else roles
-    store = rendezvous.launcher_store(world, timeout_s)
+    store, world = rendezvous.launcher_store(world, timeout_s)
     with joined(world, roles, store, timeout_s=timeout_s, process_group=process_group) as member:
         yield member
 

@@ -1,14 +1,24 @@
-"""SIGINT and SIGTERM as a request to finish, and an event that a signal handler may set."""
+"""Signals that ask a job to finish, and an event that a signal handler may set."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
+import sys
 import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# A launcher or a terminal may send each of them to every process of a job.
+_ENDS = (signal.SIGINT, signal.SIGTERM)
+_NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # as sbatch --signal=USR1@60; their default is to kill
+STOP_SIGNALS = (*_ENDS, *_NOTICES)
+# Slurm and timeout(1) send a signal twice for one reason.
+_SAME_S = 0.25
 
 
 class Latch:
@@ -54,21 +64,36 @@ def wait_any(latches: tuple[Latch, ...], timeout_s: float | None) -> bool:
 
 
 class StopSignals:
-    """While installed, SIGINT and SIGTERM set ``latch``; a second SIGINT raises KeyboardInterrupt.
+    """While installed, SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 set ``latch``.
+
+    A second SIGINT or SIGTERM raises KeyboardInterrupt or SystemExit in the main thread, unless
+    ``patient`` is set. SIGUSR1 and SIGUSR2 never raise: launchers send them ahead of SIGTERM.
+    Handlers that somebody installed before are called too, and signals that were ignored, or for
+    SIGUSR1 and SIGUSR2 are handled already, are left alone.
 
     Python delivers signals to the main thread only: ``install`` elsewhere does nothing.
+
+    Args:
+        first: called with the first signal, inside its handler.
     """
 
-    def __init__(self, latch: Latch) -> None:
+    def __init__(self, latch: Latch, first: Callable[[signal.Signals], None] | None = None) -> None:
         self._latch = latch
+        self._first = first
         self._previous: dict[int, object] = {}
-        self._interrupted = False
-        self.received: int | None = None  # the first one
+        self._asked_at: float | None = None
+        self.patient = False
+        self.received: signal.Signals | None = None  # the first one
 
     def install(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
-                self._previous[number] = signal.signal(number, self._handle)
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in STOP_SIGNALS:
+            previous = signal.getsignal(number)
+            free = previous is _outlive or not _is_caught(number)
+            if previous is not signal.SIG_IGN and (free or number in _ENDS):
+                self._previous[number] = previous
+                signal.signal(number, self._handle)
 
     def restore(self) -> None:
         """Put the previous handlers back, unless somebody replaced ours meanwhile."""
@@ -81,10 +106,84 @@ class StopSignals:
         self._previous.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number)
         if self.received is None:
-            self.received = number
-        again = self._interrupted
-        self._interrupted = self._interrupted or number == signal.SIGINT
+            self.received = name
+            if self._first is not None:
+                self._first(name)
         self._latch.set()
-        if again and number == signal.SIGINT:
-            raise KeyboardInterrupt
+        previous = self._previous.get(number)
+        if callable(previous) and previous is not signal.default_int_handler:
+            previous(number, frame)
+        if number not in _ENDS:
+            return
+        now = time.monotonic()
+        if self._asked_at is None:
+            self._asked_at = now
+        elif now - self._asked_at > _SAME_S and not self.patient:
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+
+def outlive_stop_signals() -> None:
+    """Let none of these signals end this process: somebody else, who also gets them, will.
+
+    Called in the main thread. Programs that this process starts are ended by SIGINT and SIGTERM as
+    ever, and so are its forked children; they all ignore SIGUSR1 and SIGUSR2.
+    """
+    for number in _ENDS:
+        signal.signal(number, _outlive)  # an ignored signal would stay ignored across exec
+        signal.siginterrupt(number, False)
+    for number in _NOTICES:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _outlive(number: int, frame: FrameType | None) -> None:
+    pass
+
+
+def say(line: str) -> None:
+    """Print a line to stderr from a signal handler, which may have interrupted another print."""
+    with contextlib.suppress(Exception):  # RuntimeError: it has; a closed stderr
+        print(line, file=sys.stderr, flush=True)
+
+
+def _is_caught(number: int) -> bool:
+    """Whether this process has a handler for a signal, in Python or (faulthandler) in C."""
+    if signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN):
+        return True
+    status = Path("/proc/self/status").read_text()
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
+_masks = threading.local()
+
+
+def _block_at_fork() -> None:
+    """Until the child has its handlers: what it got before, would be lost."""
+    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+
+def _unblock_after_fork() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
+
+
+def _forget_in_child() -> None:
+    """A forked child is not in the session: ``multiprocessing`` ends its children by SIGTERM and
+    waits for them, and a handler of ours would tell the parent's waits of a stop."""
+    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    for number in STOP_SIGNALS:
+        handler = signal.getsignal(number)
+        owner = getattr(handler, "__self__", None)
+        if handler is not _outlive and not isinstance(owner, StopSignals):
+            continue
+        previous = owner._previous.get(number) if isinstance(owner, StopSignals) else _outlive
+        if previous is None or previous is _outlive or number in _NOTICES:
+            previous = defaults.get(number, signal.SIG_IGN)
+        signal.signal(number, previous)
+    _unblock_after_fork()
+
+
+os.register_at_fork(
+    before=_block_at_fork, after_in_parent=_unblock_after_fork, after_in_child=_forget_in_child
+)

@@ -28,9 +28,10 @@ class World:
     """This process's place in the job, as its launcher gave it.
 
     ``job_id`` is the same in every process of one node and after a restart by the launcher, and
-    differs between two launches. ``launcher`` is ``"torchrun"``, ``"slurm"``, ``"fabric"``
-    (Lightning Fabric's own, on one node), ``"local"`` (a child of, or the caller of,
-    ``local_cluster``) or ``"single"``.
+    differs between two launches. Where the launcher does not say on which host rank 0 is,
+    ``master_addr`` is a guess and ``master_hosts`` has all that it can be. ``launcher`` is
+    ``"torchrun"``, ``"slurm"``, ``"fabric"`` (Lightning Fabric's own, on one node), ``"local"`` (a
+    child of, or the caller of, ``local_cluster``) or ``"single"``.
     """
 
     global_rank: int
@@ -44,6 +45,7 @@ class World:
     job_id: str
     restart_count: int
     launcher: str
+    master_hosts: tuple[str, ...] = ()
 
     @property
     def one_node(self) -> bool:
@@ -173,7 +175,8 @@ def _from_slurm(env: Mapping[str, str]) -> World:
             "SLURM task without SLURM_STEP_NODELIST or SLURM_JOB_NODELIST: the first host is "
             "where rank 0 listens. Start the job with srun, or set MASTER_ADDR."
         )
-    node_rank = _integer(env, "SLURM_NODEID")
+    host = env.get("SLURMD_NODENAME") or socket.gethostname()
+    global_rank, node_rank = _integer(env, "SLURM_PROCID"), _integer(env, "SLURM_NODEID")
     job_id = _integer(env, "SLURM_JOB_ID")
     step_id = env["SLURM_STEP_ID"]
     tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "")
@@ -181,33 +184,53 @@ def _from_slurm(env: Mapping[str, str]) -> World:
     world_size = _integer({"SLURM_NTASKS": step_size}, "SLURM_NTASKS", at_least=1)
     # Derived from the job, so that two jobs on one node differ and all ranks agree.
     port = 20_000 + (job_id * 31 + sum(step_id.encode())) % 12_000
+    # Both lists are in the order of names, which is that of node ids only as long as the job has
+    # one component and the usual distribution of tasks.
+    place = hosts.index(host) if host in hosts else node_rank
+    masters: list[str] = []
+    if not env.get("MASTER_ADDR"):
+        masters = [host] if global_rank == 0 else _first_component_first(env, hosts)
     return World(
-        global_rank=_integer(env, "SLURM_PROCID"),
+        global_rank=global_rank,
         world_size=world_size,
         local_rank=_integer(env, "SLURM_LOCALID"),
-        local_world_size=_tasks_on_node(tasks, node_rank, world_size, len(hosts)),
+        local_world_size=_tasks_on_node(tasks, place, world_size, len(hosts)),
         node_rank=node_rank,
-        host=env.get("SLURMD_NODENAME") or socket.gethostname(),
-        master_addr=env.get("MASTER_ADDR") or hosts[0],
+        host=host,
+        master_addr=env.get("MASTER_ADDR") or masters[0],
         master_port=_integer(env, "MASTER_PORT", at_least=1, default=port),
         job_id=f"{job_id}.{step_id}",
         restart_count=_integer(env, "SLURM_RESTART_COUNT", default=0),
         launcher="slurm",
+        master_hosts=tuple(masters[1:] and masters),
     )
 
 
-def _tasks_on_node(tasks_per_node: str, node_rank: int, world_size: int, nodes: int) -> int:
-    """``"4(x2),3"`` means 4, 4 and 3 tasks on nodes 0, 1 and 2."""
+def _first_component_first(env: Mapping[str, str], hosts: list[str]) -> list[str]:
+    """``hosts``, those of a heterogeneous job's earlier components first, where rank 0 is.
+
+    Slurm up to at least 22.05 calls the variable of a step PACK and that of a batch script HET.
+    With ``--distribution=arbitrary`` rank 0 may be on any host.
+    """
+    ordered: list[str] = []
+    for group in range(_integer(env, "SLURM_HET_SIZE", default=0)):
+        for kind in ("HET", "PACK"):
+            ordered += expand_hosts(env.get(f"SLURM_JOB_NODELIST_{kind}_GROUP_{group}", ""))
+    return list(dict.fromkeys([host for host in ordered if host in hosts] + hosts))
+
+
+def _tasks_on_node(tasks_per_node: str, place: int, world_size: int, nodes: int) -> int:
+    """``"4(x2),3"`` means 4, 4 and 3 tasks on the hosts in places 0, 1 and 2 of their list."""
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node):
         counts += [int(count)] * int(times or 1)
-    if node_rank < len(counts):
-        return counts[node_rank]
+    if place < len(counts):
+        return counts[place]
     if nodes <= 1:
         return world_size
     raise ConfigurationError(
-        f"SLURM_STEP_TASKS_PER_NODE={tasks_per_node!r} does not say how many tasks run on node "
-        f"{node_rank}; expected a list such as '4(x2),3'."
+        f"SLURM_STEP_TASKS_PER_NODE={tasks_per_node!r} does not say how many tasks run on host "
+        f"{place} of the step; expected a list such as '4(x2),3'."
     )
 
 
