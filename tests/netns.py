@@ -76,6 +76,13 @@ class Host:
     def plug_in(self) -> None:
         _ip("-n", self._switch, "link", "set", self._port, "up")
 
+    def cut_off_from(self, other: Host) -> None:
+        """Packets to one other host vanish; both reach everybody else."""
+        _ip("-n", self.namespace, "route", "add", "blackhole", other.address)
+
+    def reach_again(self, other: Host) -> None:
+        _ip("-n", self.namespace, "route", "del", "blackhole", other.address)
+
     def pids(self) -> list[int]:
         return [int(pid) for pid in _ip("netns", "pids", self.namespace).split()]
 

@@ -17,10 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
 from tests.replay.conftest import folder, make_rows  # noqa: F401
 from tests.replay.test_processes import wait_until
 from torchrl_dist import (
+    CheckpointError,
     ConfigurationError,
     DeadlineError,
     PeerLostError,
@@ -560,6 +562,81 @@ def test_a_draw_that_fails_is_told_once(hosts, monkeypatch) -> None:
         with pytest.raises(RemoteError, match="ZeroDivisionError"):
             source.next(8)
     assert len(source.next(8).index) == 8
+
+
+# ---- one row spec
+
+
+def other_rows(count: int) -> TensorDict:
+    return TensorDict({"other": torch.zeros(count)}, [count])
+
+
+def test_first_writers_of_different_rows_agree_before_the_first_row(hosts) -> None:
+    clients = [connect(hosts) for _ in range(8)]
+    errors: list[Exception] = []
+
+    def write(number: int) -> None:
+        try:
+            for _ in hosts:
+                clients[number].write(make_rows(range(2)) if number % 2 else other_rows(2), None)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    for client in clients:
+        client.flush()
+    assert [type(error) for error in errors] == [ConfigurationError] * 4  # at the call, all of one
+    assert all("does not match the rows" in str(error) for error in errors)
+    specs = [held.host.storage.directory.rows for held in hosts]
+    assert specs[0] == specs[1] is not None
+    assert [held.host.storage.write_count for held in hosts] == [8, 8]
+    for held in hosts:
+        held.host.use_priorities(1.0, 1e-8)
+    assert len(batches_of(clients[0]).next(32).index) == 32
+
+
+def test_the_others_agree_without_a_shard_that_is_lost_or_silent(hosts) -> None:
+    client, other = connect(hosts), connect(hosts)
+    hosts[0].lose()
+    with pytest.warns(UserWarning, match="shard 0 .* left out"):
+        client.write(make_rows(range(2)), None)
+    with pytest.warns(UserWarning), pytest.raises(ConfigurationError, match="unknown 'other'"):
+        other.write(other_rows(2), None)
+    hosts[1].lose()
+    with pytest.warns(UserWarning), pytest.raises(PeerLostError, match="owner"):
+        connect(hosts).write(make_rows(range(2)), None)
+
+
+def test_writes_at_slots_agree_on_the_rows_too(hosts) -> None:
+    first, second = (storage_of(connect(hosts)) for _ in range(2))
+    first.write_at(torch.tensor([0]), make_rows(range(1)))
+    with pytest.raises(ConfigurationError, match="missing 'id'"):
+        second.write_at(torch.tensor([CAPACITY]), other_rows(1))
+    assert hosts[1].host.storage.directory.length == 0
+
+
+def test_shards_of_different_rows_replace_no_checkpoint(hosts, tmp_path) -> None:
+    client = connect(hosts)
+    storage = storage_of(client)
+    for _ in hosts:
+        client.write(make_rows(range(4)), None)
+    client.flush()
+    storage.dumps(tmp_path / "saved")
+    hosts[1].host.close()
+    other = SharedMemmapStorage(CAPACITY, scratch_dir=tmp_path / "other", job_id="test")
+    other.append(other_rows(4))  # as a version without agreement has left them
+    hosts[1].host = ReplayHost(other)
+    with pytest.raises(CheckpointError, match="rows of different kinds"):
+        storage.dumps(tmp_path / "saved")
+    hosts[1].host.close()
+    back = SharedMemmapStorage(2 * CAPACITY, scratch_dir=tmp_path / "back", job_id="test")
+    back.loads(tmp_path / "saved")
+    assert len(back) == 8
+    back.close()
 
 
 # ---- in order, once, and by progress

@@ -7,6 +7,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -204,3 +205,92 @@ def test_after_a_host_died_torchrun_goes_on_with_all_rows_of_the_others(network,
     assert length == 2 * ROWS and hosts == ["host0", "host2"]
     assert rows == [[1000 * k + i for i in range(ROWS)] for k in (0, 2)]
     assert [list(network[k].shm.iterdir()) for k in (0, 2)] == [[], []]
+
+
+VANISH_S = 6.0  # of the session: a host that gives no sign of life for so long is lost
+
+
+def write_until_lost(buffer: HostedReplayBuffer, first: int) -> tuple[int, int, str]:
+    """One row after the other, ids from ``first`` on: how many were taken, how often the host was
+    late, and what said that it is lost."""
+    taken = late = 0
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        try:
+            buffer.extend(TensorDict({"id": torch.tensor([first + taken])}, [1]))
+            taken += 1
+            if taken % 10 == 0:
+                buffer.flush()
+        except PeerLostError as error:
+            return taken, late, str(error)
+        except DeadlineError:
+            late += 1
+        time.sleep(0.005)
+    return taken, late, "it was not lost"
+
+
+def ids_here() -> list[int]:
+    from torchrl_dist.replay import owner
+
+    (kept,) = owner._hosts.values()
+    return kept.storage[:]["id"].tolist() if len(kept.storage) else []
+
+
+def two_write_to_the_last_host(folder: str) -> None:
+    wait_until_all_are_up(Path(folder))
+    with session(ROLES, timeout_s=VANISH_S) as job:
+        if not job.is_driver:
+            with contextlib.suppress(PeerLostError):  # the last host cannot reach the driver
+                job.serve()
+            return
+        far = job.peers[2]
+        buffer = replay_buffer(job, capacity=2**16, batch_size=8, hosts=[far], timeout_s=0.5)
+        with ThreadPoolExecutor(1) as pool:
+            writers = [
+                job.submit(job.peers[1], write_until_lost, buffer, 10**6, timeout_s=120),
+                pool.submit(write_until_lost, buffer, 0),
+            ]
+            for event in ("unplugged", "cut off from host1"):
+                before = len(job.call(far, ids_here))
+                Path(folder, f"ready to be {event}").touch()
+                wait_for(Path(folder, event))
+                deadline = time.monotonic() + 30
+                while True:  # what was under way and queued is there, once and in order
+                    ids = job.call(far, ids_here)
+                    for first in (0, 10**6):
+                        own = [i for i in ids if i // 10**6 == first // 10**6]
+                        assert own == list(range(first, first + len(own))), own
+                    if len(ids) > before + 200:
+                        break
+                    assert time.monotonic() < deadline, "the writers do not go on"
+                    time.sleep(0.2)
+            Path(folder, "ready to be gone").touch()
+            wait_for(Path(folder, "gone"))
+            begin = time.monotonic()
+            for writer in writers:
+                taken, late, message = writer.result(60)
+                assert "collector1 on host2" in message and "sign of life" in message, message
+                assert late > 0 and taken > 100
+            assert time.monotonic() - begin < 2 * VANISH_S
+        warnings.simplefilter("ignore")  # closing a client of the lost host is one more warning
+
+
+def test_calls_outlive_a_cut_and_end_with_a_host_that_vanishes(network, tmp_path):
+    job = run_tasks(network, two_write_to_the_last_host, {"folder": str(tmp_path)}, tmp_path)
+    for event, begin, end in (
+        ("unplugged", network[2].unplug, network[2].plug_in),
+        (
+            "cut off from host1",
+            lambda: network[1].cut_off_from(network[2]),
+            lambda: network[1].reach_again(network[2]),
+        ),
+    ):
+        wait_for(tmp_path / f"ready to be {event}", job=job)
+        begin()
+        time.sleep(1.2)  # more than two deadlines of the buffer, less than the session's
+        end()
+        (tmp_path / event).touch()
+    wait_for(tmp_path / "ready to be gone", job=job)
+    network[2].unplug()
+    (tmp_path / "gone").touch()
+    assert job.wait(60)[:2] == [0, 0], job

@@ -15,7 +15,7 @@ import torch
 from torchrl_dist.errors import CheckpointError, DeadlineError, PeerLostError
 from torchrl_dist.replay import rows, snapshot
 from torchrl_dist.replay.cursor import SharedCursor
-from torchrl_dist.replay.directory import array_of
+from torchrl_dist.replay.directory import RowSpec, array_of
 from torchrl_dist.replay.dump import read_dump, writing
 from torchrl_dist.replay.snapshot import Chunk, Head, SavedShard
 
@@ -134,17 +134,28 @@ def save_to_disk(
     Shards that do not answer are left out, and the checkpoint says so.
 
     Raises:
-        CheckpointError: the disk is full or cannot be written; an earlier checkpoint stays.
+        CheckpointError: the disk is full or cannot be written, or the shards hold rows of
+            different kinds, which could not be loaded; an earlier checkpoint stays.
     """
+    specs: dict[int, RowSpec] = {}
 
     def save(number: int, shard: Shard) -> Any:
         head = shard.head()
+        if head.spec is not None:
+            specs[number] = head.spec
         with writer.shard(number, head) as sink:
             shard.save(head, sink)
         return sink.entry()
 
     with writing(path) as writer:
-        writer.commit(_for_each(shards, save, lost), extra or {})
+        entries = _for_each(shards, save, lost)
+        for number in sorted(specs):
+            if specs[number] != specs[min(specs)]:
+                raise CheckpointError(
+                    f"shards {min(specs)} and {number} hold rows of different kinds: "
+                    f"{specs[min(specs)]} and {specs[number]}; an earlier checkpoint stays"
+                )
+        writer.commit(entries, extra or {})
 
 
 def _for_each(
