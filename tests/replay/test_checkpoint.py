@@ -484,7 +484,7 @@ def test_all_is_on_the_disk_before_the_new_checkpoint_is_valid(
     synced.clear()
     rb.storage.dumps(tmp_path)
     (data,) = tmp_path.glob("rows-*")
-    wanted = {str(data), str(tmp_path / "checkpoint.json.new")}
+    wanted = {str(data), str(data / "checkpoint.json")}
     wanted |= {str(each) for each in data.rglob("*")}
     assert len(at_rename) == 1 and at_rename[0] >= wanted
     assert str(tmp_path) in synced
@@ -601,7 +601,7 @@ def damage(path: Path, what: str) -> str:
     if what == "priorities":
         leaf = np.memmap(data / "shard-0" / "priority.bin", np.float64, "r+")
         leaf[7] = np.nan
-        return "are not finite or below 0"
+        return "priority.bin is damaged: .*checksum"
     if what == "json":
         manifest.write_text("{")
         return "checkpoint.json is damaged"

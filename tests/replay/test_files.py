@@ -210,7 +210,7 @@ def test_killed_while_files_are_removed_one_by_one_the_next_one_works(
     monkeypatch = pytest.MonkeyPatch()
     step, status = 20, -1
     while status:
-        step += 3
+        step += 13
         status = run_forked(close, step)
         (folder / "notes.txt").unlink(missing_ok=True)
         storage = store(folder)

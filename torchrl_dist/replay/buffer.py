@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 
-from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.errors import CheckpointError, ConfigurationError
 from torchrl_dist.replay import _torchrl
-from torchrl_dist.replay.dump import MANIFEST
-from torchrl_dist.replay.sampler import SharedRandomSampler
+from torchrl_dist.replay.dump import MANIFEST, read_dump
+from torchrl_dist.replay.sampler import SharedRandomSampler, exponents_in
 from torchrl_dist.replay.writer import SharedCursorWriter
 
 
@@ -121,21 +122,60 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
 
     def loads(self, path: str | os.PathLike[str]) -> None:
         """Restore what :meth:`dumps` wrote, or the rows of what ``TensorDictReplayBuffer.dumps``
-        did over such a storage; see the storage's ``loads``."""
+        did over such a storage; see the storage's ``loads``.
+
+        Raises:
+            CheckpointError: there is no checkpoint, or it is damaged or of other transforms; the
+                buffer is unchanged. Also what the storage's ``loads`` raises.
+        """
         _torchrl.initialize(self)
         if not Path(path, MANIFEST).exists() and Path(path, "storage", MANIFEST).exists():
             path = Path(path, "storage")
-        extra = self._storage.restore_from(path)
+        saved, extra = read_dump(Path(path))
+        own = self._checked(extra)
+        transforms = copy.deepcopy(self._transform.state_dict())
+        try:
+            if own.transforms:
+                try:
+                    self._transform.load_state_dict(own.transforms)
+                except (RuntimeError, KeyError, TypeError, ValueError) as error:
+                    raise CheckpointError(
+                        f"the checkpoint {path} is of other transforms: {error}"
+                    ) from error
+            self._storage.restore(saved)
+        except BaseException:
+            self._transform.load_state_dict(transforms)
+            raise
         _torchrl.drop_prefetched(self)
-        self._batch_size = extra.get("batch_size", self._batch_size)
-        if extra.get("sampler"):
-            self._sampler.load_state_dict(extra["sampler"])
-        if extra.get("transforms"):
-            self._transform.load_state_dict(extra["transforms"])
-        if extra.get("rng"):
-            rng = torch.Generator(extra["rng"]["device"])
-            rng.set_state(extra["rng"]["state"])
-            self.set_rng(rng)
+        self._batch_size = own.batch_size
+        if own.sampler:
+            self._sampler.load_state_dict(own.sampler)
+        if own.rng is not None:
+            self.set_rng(own.rng)
+
+    def _checked(self, extra: dict[str, Any]) -> _Own:
+        """What :meth:`dumps` added to the rows.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        batch_size = extra.get("batch_size", self._batch_size)
+        sampler, rng = extra.get("sampler") or {}, extra.get("rng")
+        transforms = extra.get("transforms") or {}
+        try:
+            if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
+                raise ValueError(f"its batch size is {batch_size!r}")
+            if sampler:
+                exponents_in(sampler)
+            if rng is not None:
+                generator = torch.Generator(rng["device"])
+                generator.set_state(rng["state"])
+                rng = generator
+            return _Own(batch_size, dict(sampler), dict(transforms), rng)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(
+                f"the checkpoint does not fit or is damaged: {error}; the buffer is unchanged"
+            ) from error
 
     # TorchRL's other names for the same
     save = dump = dumps
@@ -233,3 +273,12 @@ def _per_row(values: torch.Tensor, priority: torch.Tensor) -> torch.Tensor:
     while values.ndim > priority.ndim:
         values = values[..., 0]
     return values
+
+
+class _Own(NamedTuple):
+    """What a buffer adds to the rows of a checkpoint."""
+
+    batch_size: int | None
+    sampler: dict[str, Any]
+    transforms: dict[str, Any]
+    rng: torch.Generator | None

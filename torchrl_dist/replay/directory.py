@@ -257,6 +257,24 @@ class RowSpec:
         )
 
 
+def checked_spec(entry: Any) -> RowSpec:
+    """:meth:`RowSpec.from_json` of what may be damaged.
+
+    Raises:
+        ValueError: it is no spec.
+    """
+    try:
+        spec = RowSpec.from_json(entry)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"no spec of a row: {error!r}") from error
+    for leaf in spec.leaves:
+        names = leaf.key and all(isinstance(part, str) for part in leaf.key)
+        sizes = all(type(size) is int and size >= 0 for size in leaf.shape)
+        if not (names and sizes and isinstance(leaf.dtype, torch.dtype)):
+            raise ValueError(f"no spec of a row: it has {leaf}")
+    return spec
+
+
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -551,16 +569,11 @@ class ReplayDirectory:
 
     def _read_spec(self) -> RowSpec:
         try:
-            spec = RowSpec.from_json(json.loads((self.path / files.ROWS).read_text()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            return checked_spec(json.loads((self.path / files.ROWS).read_text()))
+        except (OSError, ValueError, RecursionError) as error:
             raise damaged(
-                self.path, f"{files.ROWS} does not say what a row is ({error!r})"
+                self.path, f"{files.ROWS} does not say what a row is ({error})"
             ) from error
-        for leaf in spec.leaves:
-            sizes = all(type(size) is int and size >= 0 for size in leaf.shape)
-            if not isinstance(leaf.dtype, torch.dtype) or not sizes:
-                raise damaged(self.path, f"{files.ROWS} has a leaf {leaf}")
-        return spec
 
     # --- joining and leaving -----------------------------------------------------------------
 
@@ -998,7 +1011,7 @@ def _adopt(view: ReplayDirectory, header: Header, resume: bool) -> None:
         view._repair(view)
 
 
-_LARGEST = 2**62
+LARGEST_COUNT = 2**62
 """Of tickets and counts: no buffer lives that long."""
 _AT_LEAST_0 = (
     Word.CURSOR, Word.WRITE_COUNT, Word.NEXT_WRITE_COUNT, Word.SAMPLED,
@@ -1013,9 +1026,9 @@ def _what_is_wrong(view: ReplayDirectory, alive: bool) -> str | None:
     with an entry per row are looked at if no process uses them: where one does, it would fail, too.
     """
     words, claims, capacity = view.words, view.claims, view.capacity
-    ranges = dict.fromkeys(_AT_LEAST_0, (0, _LARGEST)) | {
+    ranges = dict.fromkeys(_AT_LEAST_0, (0, LARGEST_COUNT)) | {
         Word.BASE: (-capacity, words[Word.CURSOR]),
-        Word.JOINS: (0, _LARGEST // MAX_MEMBERS),
+        Word.JOINS: (0, LARGEST_COUNT // MAX_MEMBERS),
         Word.ROWS_READY: (0, 1),
         Word.ALPHA_SET: (0, 1),
         Word.MAX_SLOT: (-1, capacity - 1),
@@ -1035,7 +1048,7 @@ def _what_is_wrong(view: ReplayDirectory, alive: bool) -> str | None:
     used = claims[claims[:, CLAIM_COUNT] != 0]
     if used.size and not (
         0 < used[:, CLAIM_COUNT].min() <= used[:, CLAIM_COUNT].max() <= capacity
-        and 0 <= used[:, CLAIM_FIRST].min() <= used[:, CLAIM_FIRST].max() <= _LARGEST
+        and 0 <= used[:, CLAIM_FIRST].min() <= used[:, CLAIM_FIRST].max() <= LARGEST_COUNT
         and 0 <= used[:, CLAIM_MEMBER].min()
         and 0 <= used[:, CLAIM_STATE].min() <= used[:, CLAIM_STATE].max() <= CLAIM_DISCARDED
     ):

@@ -2,13 +2,15 @@
 
 ::
 
-    checkpoint.json     what it is, and the name of the folder with the rows
+    checkpoint.json     what it is, the name of the folder with the rows, and checksums of all
     rows-<unique>/      shard-0/ ...: a file per leaf of a row, priority.bin, runs.bin;
                         extra/: tensors of the buffer's transforms and random generator
+    .torchrl_dist-rows  while a checkpoint is written: the folders that were made here
 
 A new checkpoint is written to a folder of its own and synced; then one rename of
 ``checkpoint.json`` makes it the valid one, and the earlier folder is removed. Whatever a crash
-leaves beside, the next one removes. Numbers are stored as they lie in memory, little-endian;
+leaves beside, the next one removes: that is what the last file is for. Nothing is removed that is
+not named there or in ``checkpoint.json``. Numbers are stored as they lie in memory, little-endian;
 nothing is pickled, reading runs no code.
 """
 
@@ -18,9 +20,10 @@ import contextlib
 import fcntl
 import json
 import os
-import shutil
+import re
 import time
 import uuid
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,8 +37,10 @@ from torchrl_dist.replay.snapshot import Chunk, Head, SavedShard
 
 MANIFEST = "checkpoint.json"
 FORMAT = "torchrl_dist.replay"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""2: with checksums. Checkpoints of version 1 are read without."""
 _FOLDER = "rows-"
+_MADE_HERE = ".torchrl_dist-rows"
 _TENSOR = "tensor of the extra folder"
 
 
@@ -73,9 +78,26 @@ class DumpWriter:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._remove_others(_folder_of(path))
+        self._earlier = _folder_of(path)
+        for name in _noted(path):
+            if name != self._earlier:
+                _remove_folder(path / name)
         self._folder = path / f"{_FOLDER}{uuid.uuid4().hex[:12]}"
-        self._folder.mkdir()
+        try:
+            self._note_folders()
+            self._folder.mkdir()
+        except BaseException:
+            self.remove_unless_valid()
+            raise
+
+    def _note_folders(self) -> None:
+        """Before they are there: whoever comes after a crash knows what to remove."""
+        made = [self._folder.name] + ([] if self._earlier is None else [self._earlier])
+        with open(self._path / _MADE_HERE, "w") as file:
+            file.write("\n".join(made))
+            file.flush()
+            os.fsync(file.fileno())
+        sync_folder(self._path)
 
     @contextlib.contextmanager
     def shard(self, number: int, head: Head) -> Iterator[ShardFiles]:
@@ -88,7 +110,7 @@ class DumpWriter:
                 yield files
                 files.sync()
         except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove_part(folder)
             raise
 
     def commit(self, shards: Sequence[dict[str, Any] | None], extra: Mapping[str, Any]) -> None:
@@ -111,17 +133,20 @@ class DumpWriter:
             "extra": _without_tensors(extra, "extra", tensors),
             "tensors": self._write_tensors(tensors),
         }
+        manifest["checksum"] = _sum_of(manifest)
         for each in [*self._folder.iterdir(), self._folder]:
             sync_folder(each)
-        beside = self._path / f"{MANIFEST}.new"
-        with open(beside, "w") as file:
+        written = self._folder / MANIFEST
+        with open(written, "w") as file:
             json.dump(manifest, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, self._path / MANIFEST)
+        os.replace(written, self._path / MANIFEST)
         sync_folder(self._path)
         sync_folder(self._path.parent)
-        self._remove_others(self._folder.name)
+        if self._earlier is not None:
+            _remove_folder(self._path / self._earlier)
+        (self._path / _MADE_HERE).unlink()
 
     def _write_tensors(self, tensors: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
         folder = self._folder / "extra"
@@ -130,27 +155,25 @@ class DumpWriter:
         for number, tensor in enumerate(tensors):
             leaf = LeafSpec((str(number),), tensor.dtype, tuple(tensor.shape))
             with open(folder / leaf.file_name, "wb") as file:
-                file.write(_bytes_of(np.ascontiguousarray(array_of(tensor))))
+                content = _bytes_of(np.ascontiguousarray(array_of(tensor)))
+                file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-            entries.append(leaf.as_json())
+            entries.append(leaf.as_json() | {"checksum": zlib.crc32(content)})
         return entries
-
-    def _remove_others(self, valid: str | None) -> None:
-        """Remove earlier rows, and what killed writers left."""
-        for each in self._path.glob(f"{_FOLDER}*"):
-            if each.name != valid:
-                shutil.rmtree(each)
 
     def remove_unless_valid(self) -> None:
         """What was not committed is of no use."""
         if _folder_of(self._path) != self._folder.name:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            (self._path / f"{MANIFEST}.new").unlink(missing_ok=True)
+            _remove_folder(self._folder)
+            (self._path / _MADE_HERE).unlink(missing_ok=True)
 
 
 class RowFiles:
     """A shard's rows, a file per leaf: for any process that sees the folder.
+
+    Attributes:
+        sums: CRC-32 of the rows written last, per leaf.
 
     Args:
         steps: closes the files.
@@ -165,11 +188,13 @@ class RowFiles:
         self._leaves = [
             (_open(folder / leaf.file_name, steps, flags), leaf.row_bytes) for leaf in leaves
         ]
+        self.sums: tuple[int, ...] = ()
 
     def write(self, row: int, arrays: list[np.ndarray]) -> None:
         """Put rows, [n, ...] per leaf, behind the first ``row`` ones."""
         for (fd, row_bytes), array in zip(self._leaves, arrays, strict=True):
             _write_at(fd, row * row_bytes, array)
+        self.sums = tuple(map(_sum, arrays))
 
     def end(self, rows: int) -> None:
         """So many rows remain: those that changed were written once more. All are on the disk."""
@@ -185,6 +210,8 @@ class ShardFiles:
         self.folder: Path | None = folder.resolve()
         self._head = head
         self._runs: list[np.ndarray] = []
+        self._masses_sum = 0
+        self._sums: list[list[int]] = []
         self._rows = 0
         new = os.O_CREAT | os.O_EXCL
         self._leaves = RowFiles(folder, head.spec, steps, new)
@@ -196,6 +223,8 @@ class ShardFiles:
 
     def append(self, chunk: Chunk) -> None:
         _write_at(self._priority, self._rows * 8, chunk.leaf)
+        self._masses_sum = zlib.crc32(_bytes_of(chunk.leaf), self._masses_sum)
+        self._sums.append([chunk.leaf.size, *(chunk.sums or self._leaves.sums)])
         self._runs.append(chunk.runs)
         self._rows += chunk.leaf.size
 
@@ -216,13 +245,23 @@ class ShardFiles:
             "runs": len(self._all_runs()),
             "overwritten": max(0, self._head.length - self._rows),
             "head": self._head.as_json(),
+            "checksums": {
+                "runs": _sum(self._all_runs()),
+                "priority": self._masses_sum,
+                "rows": self._sums,  # of each part: how many, and a sum per leaf
+            },
         }
 
 
-def read_dump(path: Path) -> tuple[list[SavedShard | None], dict[str, Any]]:
+def read_dump(
+    path: Path, *, check_rows: bool = True
+) -> tuple[list[SavedShard | None], dict[str, Any]]:
     """The checkpoint in a folder, ``(shards, extra)``; its rows are mapped, not read.
 
     It stays usable while a new checkpoint takes its place.
+
+    Args:
+        check_rows: read the rows once, to compare their checksums.
 
     Raises:
         CheckpointError: there is none, of a newer format, or damaged.
@@ -232,13 +271,19 @@ def read_dump(path: Path) -> tuple[list[SavedShard | None], dict[str, Any]]:
         folder = Path(path, manifest["folder"])
         try:
             shards = [
-                None if entry is None else _read_shard(folder / f"shard-{number}", entry)
+                None
+                if entry is None
+                else _read_shard(folder / f"shard-{number}", entry, check_rows)
                 for number, entry in enumerate(manifest["shards"])
             ]
             tensors = _read_tensors(folder / "extra", manifest["tensors"])
             return shards, _with_tensors(manifest["extra"], tensors)
-        except FileNotFoundError as error:
-            missing = error
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+            missing: Exception = error
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"checkpoint {path} is damaged: {error!r}") from error
         if _folder_of(path) == folder.name:  # else a new one has replaced it meanwhile
             break
     raise CheckpointError(f"checkpoint {path} is damaged: {missing}; use another one")
@@ -257,36 +302,70 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} holds no checkpoint of a replay buffer: there is no {MANIFEST}"
         ) from error
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is damaged: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{file} was not written by a replay buffer of torchrl_dist")
-    if manifest["format_version"] > FORMAT_VERSION:
+    version = manifest.get("format_version")
+    if type(version) is int and version > FORMAT_VERSION:
         raise CheckpointError(
-            f"{path} has format version {manifest['format_version']}, this torchrl_dist reads up "
+            f"{path} has format version {version}, this torchrl_dist reads up "
             f"to {FORMAT_VERSION}; update torchrl_dist"
         )
+    sound = (
+        version in (1, FORMAT_VERSION)
+        and (version == 1 or manifest.pop("checksum", None) == _sum_of(manifest))
+        and all(isinstance(manifest.get(name), list) for name in ("shards", "tensors"))
+        and isinstance(manifest.get("extra"), dict)
+        and _is_our_name(manifest.get("folder"))
+        and isinstance(manifest.get("unix_time_s"), int | float)
+    )
+    if not sound:
+        raise CheckpointError(f"{file} is damaged: its checksum or content is wrong")
     return manifest
 
 
-def _read_shard(folder: Path, entry: dict[str, Any]) -> SavedShard:
+def _read_shard(folder: Path, entry: dict[str, Any], check_rows: bool) -> SavedShard:
     head, count = Head.from_json(entry["head"]), entry["rows"]
     runs = _read(folder / "runs.bin", (entry["runs"], 3), np.dtype(np.int64))
-    if int(runs[:, 2].sum()) != count:
-        raise CheckpointError(f"checkpoint {folder} is damaged: runs.bin is not of {count} rows")
     leaf = _read(folder / "priority.bin", (count,), np.dtype(np.float64))
     leaves = head.spec.leaves if head.spec else ()
     arrays = [
         _read(folder / each.file_name, (count, *each.shape), _seen_as(each.dtype))
         for each in leaves
     ]
-    return SavedShard(head, runs, leaf, arrays)
+    shard = SavedShard(head, runs, leaf, arrays)
+    sums = entry.get("checksums")  # not in version 1
+    if sums is not None:
+        _compare(folder / "runs.bin", runs, sums["runs"])
+        _compare(folder / "priority.bin", leaf, sums["priority"])
+    shard.check()
+    if sums is not None and check_rows:
+        row = 0
+        for size, *of_leaves in sums["rows"]:
+            for each, array, wanted in zip(leaves, arrays, of_leaves, strict=True):
+                _compare(folder / each.file_name, array[row : row + size], wanted)
+            row += size
+        if row != count:
+            raise CheckpointError(f"checkpoint {folder} is damaged: checksums of {row} rows")
+    return shard
+
+
+def _compare(file: Path, array: np.ndarray, wanted: int) -> None:
+    if _sum(array) != wanted:
+        raise CheckpointError(
+            f"checkpoint {file} is damaged: its bytes are not those that were written (checksum); "
+            "use another one"
+        )
 
 
 def _read_tensors(folder: Path, entries: list[dict[str, Any]]) -> list[torch.Tensor]:
     found = []
-    for leaf in map(LeafSpec.from_json, entries):
+    for entry in entries:
+        leaf = LeafSpec.from_json(entry)
         array = _read(folder / leaf.file_name, leaf.shape, _seen_as(leaf.dtype))
+        if "checksum" in entry:
+            _compare(folder / leaf.file_name, array, entry["checksum"])
         tensor = torch.from_numpy(array.copy())
         found.append(tensor if tensor.dtype == leaf.dtype else tensor.view(leaf.dtype))
     return found
@@ -341,6 +420,45 @@ def _read(file: Path, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 def _folder_of(path: Path) -> str | None:
     """The folder that the manifest names, None if there is no manifest."""
     return read_manifest(path)["folder"] if (path / MANIFEST).exists() else None
+
+
+def _is_our_name(name: Any) -> bool:
+    return isinstance(name, str) and re.fullmatch(_FOLDER + "[0-9a-f]{12}", name) is not None
+
+
+def _noted(path: Path) -> list[str]:
+    """Folders that an earlier writer made, or was about to make, and had no time to remove."""
+    try:
+        return [line for line in (path / _MADE_HERE).read_text().splitlines() if _is_our_name(line)]
+    except (OSError, ValueError):
+        return []
+
+
+def _remove_folder(folder: Path) -> None:
+    """Remove the rows of a checkpoint; a file that somebody put beside stays, with its folder."""
+    if folder.is_symlink() or not folder.is_dir():
+        return
+    for part in folder.iterdir():
+        if re.fullmatch(r"shard-\d+|extra", part.name) and not part.is_symlink():
+            _remove_part(part)
+    with contextlib.suppress(OSError):
+        (folder / MANIFEST).unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def _remove_part(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        for file in folder.glob("*.bin"):
+            file.unlink()
+        folder.rmdir()
+
+
+def _sum(array: np.ndarray) -> int:
+    return zlib.crc32(_bytes_of(np.ascontiguousarray(array)))
+
+
+def _sum_of(manifest: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:

@@ -351,7 +351,8 @@ class ReplayHost:
             files = RowFiles(Path(folder), directory.rows, steps)
             for start, stop in ranges:
                 write = functools.partial(files.write, row)
-                chunks.append(save_chunk(directory, cursor, alpha, start, stop, write))
+                chunk = save_chunk(directory, cursor, alpha, start, stop, write)
+                chunks.append(chunk._replace(sums=files.sums))
                 row += chunks[-1].leaf.size
             files.end(row)
         return chunks

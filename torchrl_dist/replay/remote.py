@@ -31,6 +31,7 @@ from torchrl_dist.replay.sampler import (
     SharedRandomSampler,
     SharedSampler,
     checked_exponents,
+    exponents_in,
     priorities_for,
 )
 from torchrl_dist.replay.saving import SavedStorage, Sink
@@ -772,9 +773,10 @@ class RPCPrioritizedSampler(_RPCSampler, PrioritizedSampler):
         return {"_alpha": self.alpha, "_beta": self._beta, "_eps": self._eps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        alpha, beta = exponents_in(state_dict)
         self._empty()
-        self.alpha = state_dict["_alpha"]
-        self._beta = state_dict["_beta"]
+        self.alpha = alpha
+        self._beta = beta
 
     def _rebuild(self) -> Any:
         return functools.partial(

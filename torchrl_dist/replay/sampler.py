@@ -20,7 +20,7 @@ import torch
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler, RandomSampler, Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
-from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.errors import CheckpointError, ConfigurationError
 from torchrl_dist.forks import now_and_in_children
 from torchrl_dist.replay import _torchrl, rows
 from torchrl_dist.replay.directory import ReplayDirectory, Word
@@ -619,8 +619,9 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
         return {"_alpha": self.alpha, "_beta": self._beta, "_eps": self._eps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.alpha = state_dict["_alpha"]
-        self._beta = state_dict["_beta"]
+        alpha, beta = exponents_in(state_dict)
+        self.alpha = alpha
+        self._beta = beta
 
     def __repr__(self) -> str:
         return (
@@ -640,6 +641,18 @@ def checked_exponents(alpha: float, beta: float, eps: float) -> tuple[float, flo
     if eps <= 0:
         raise ConfigurationError(f"eps must be above 0, got {eps}")
     return float(alpha), float(beta), float(eps)
+
+
+def exponents_in(state_dict: dict[str, Any]) -> tuple[float, float]:
+    """Alpha and beta of a sampler's state.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    try:
+        return checked_exponents(*(state_dict[name] for name in ("_alpha", "_beta", "_eps")))[:2]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the sampler's state is damaged: {error!r}") from error
 
 
 def priorities_for(index: torch.Tensor, priority: float | torch.Tensor) -> np.ndarray:

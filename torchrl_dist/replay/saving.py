@@ -192,20 +192,18 @@ def restore(shards: Sequence[Shard], capacity: int, saved: Sequence[SavedShard |
 
     Raises:
         ConfigurationError: rows of another spec; nothing was changed.
-        CheckpointError: the saved priorities are damaged; nothing was changed.
+        CheckpointError: what was saved is damaged; nothing was changed.
         DeadlineError, PeerLostError: a shard did not answer, or others kept writing some slots: it
             is restored in part.
     """
+    for each in saved:
+        if each is not None:
+            each.check()
     saved = snapshot.with_one_alpha(saved)
     targets, left_out = snapshot.deal(saved, len(shards), capacity)
     specs = [head.spec for each in saved if each is not None and (head := each.head).spec]
     if any(spec != specs[0] for spec in specs):
         raise CheckpointError("the saved shards hold rows of different kinds")
-    for each in saved:
-        if each is not None and not (np.isfinite(each.leaf).all() and (each.leaf >= 0).all()):
-            raise CheckpointError(
-                "the saved priorities are not finite or below 0: the checkpoint is damaged"
-            )
     for shard in shards:
         if specs and (own := shard.head().spec):
             snapshot.require_same(own, specs[0])
@@ -286,18 +284,12 @@ class SavedStorage:
         save_to_disk(Path(path), self.shards(), self.shard_lost, extra)
 
     def loads(self, path: str | os.PathLike[str]) -> None:
-        """Restore what :meth:`dumps` wrote; see :func:`restore`."""
-        self.restore_from(path)
-
-    def restore_from(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """:meth:`loads`; returns what a buffer added to the rows.
+        """Restore what :meth:`dumps` wrote; see :func:`restore`.
 
         Raises:
             CheckpointError: there is no checkpoint, or it is damaged; nothing was changed.
         """
-        saved, extra = read_dump(Path(path))
-        self.restore(saved)
-        return extra
+        self.restore(read_dump(Path(path))[0])
 
     def state_dict(self) -> dict[str, Any]:
         """:meth:`snapshot` as tensors and plain values."""
@@ -327,15 +319,21 @@ def _shard_state(saved: SavedShard) -> dict[str, Any]:
 
 
 def from_state(state: dict[str, Any]) -> list[SavedShard | None]:
-    """Inverse of :func:`as_state`."""
-    return [
-        None
-        if each is None
-        else SavedShard(
-            Head.from_json(each["head"]),
-            each["runs"].numpy(),
-            each["leaf"].numpy(),
-            [array_of(tensor) for tensor in each["rows"]],
-        )
-        for each in state["shards"]
-    ]
+    """Inverse of :func:`as_state`.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    try:
+        return [None if each is None else _saved_shard(each) for each in state["shards"]]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"this is no state of a replay buffer: {error!r}") from error
+
+
+def _saved_shard(state: dict[str, Any]) -> SavedShard:
+    return SavedShard(
+        Head.from_json(state["head"]),
+        state["runs"].numpy(),
+        state["leaf"].numpy(),
+        [array_of(tensor) for tensor in state["rows"]],
+    )

@@ -21,10 +21,19 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from torchrl_dist.errors import CheckpointError, ConfigurationError
 from torchrl_dist.replay.cursor import SharedCursor
-from torchrl_dist.replay.directory import ORDERED_LOADS, ReplayDirectory, RowSpec, Word
+from torchrl_dist.replay.directory import (
+    LARGEST_COUNT,
+    ORDERED_LOADS,
+    ReplayDirectory,
+    RowSpec,
+    Word,
+    array_of,
+    checked_spec,
+)
 from torchrl_dist.replay.priorities import check_rescaling, rescaled
 
 _CHUNK_BYTES = 2**24
@@ -80,14 +89,52 @@ class Head:
                 None if directory.gate is None else directory.gate.state(),
             )
 
+    def check(self) -> None:
+        """Raises CheckpointError if these values cannot have been a directory's."""
+        count = range(LARGEST_COUNT + 1)
+        within = {
+            "capacity": count[1:],
+            "cursor": count,
+            "high": range(self.capacity + 1) if type(self.capacity) is int else count[:0],
+            "length": count,
+            "write_count": count,
+            **{f"the counter {name}": count for name in self.counters},
+        }
+        values = vars(self) | {f"the counter {name}": n for name, n in self.counters.items()}
+        for name, allowed in within.items():
+            value = values[name]
+            if type(value) is not int or value not in allowed:
+                raise CheckpointError(f"the checkpoint is damaged: {name} is {value!r}")
+        if self.length > self.capacity:
+            raise CheckpointError(f"the checkpoint is damaged: length is {self.length}")
+        limiter = self.limiter or []
+        for value in (self.alpha, self.eps, self.max_priority, *limiter):
+            if value is not None and not (isinstance(value, int | float) and 0 <= value < math.inf):
+                raise CheckpointError(
+                    f"the checkpoint is damaged: it has {value!r} for a number from 0 on"
+                )
+        if (self.alpha is None) != (self.eps is None):
+            raise CheckpointError("the checkpoint is damaged: alpha without eps")
+
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
         return vars(self) | {"spec": None if self.spec is None else self.spec.as_json()}
 
     @classmethod
     def from_json(cls, entry: dict[str, Any]) -> Head:
-        spec = entry["spec"]
-        return cls(**entry | {"spec": None if spec is None else RowSpec.from_json(spec)})
+        """Inverse of :meth:`as_json`.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        try:
+            spec = entry["spec"]
+            head = cls(**entry | {"spec": None if spec is None else checked_spec(spec)})
+            head.counters.keys()
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"the checkpoint is damaged: {error!r}") from error
+        head.check()
+        return head
 
     def chunks(self) -> Iterator[tuple[int, int]]:
         """Ranges of slots ``(start, stop)`` that cover the ring, the oldest first."""
@@ -116,6 +163,43 @@ class SavedShard:
     leaf: np.ndarray
     arrays: list[np.ndarray]
 
+    def check(self) -> None:
+        """Raises CheckpointError unless a directory can have held these rows."""
+        self.head.check()
+        problem = self._problem()
+        if problem is not None:
+            raise CheckpointError(f"the checkpoint is damaged: {problem}")
+
+    def _problem(self) -> str | None:
+        runs, leaf, capacity = self.runs, self.leaf, self.head.capacity
+        if runs.dtype != np.int64 or runs.ndim != 2 or runs.shape[1] != 3:
+            return f"the runs are {runs.dtype} {list(runs.shape)}"
+        slot, version, count = runs.T
+        if runs.size:
+            if count.min() < 1 or count.max() > capacity or count.sum() != leaf.size:
+                return f"the runs are not of {leaf.size} rows"
+            if slot.min() < 0 or slot.max() >= capacity or (slot + count).max() > capacity:
+                return f"rows are in slots that a ring of {capacity} does not have"
+            if version.min() < 1 or version.max() > LARGEST_COUNT or (version & 1).any():
+                return "rows have versions that no published row has"
+            position = (slot - self.head.cursor) % capacity
+            if (position + count > np.append(position[1:], capacity)).any():
+                return "rows share a slot, or are not in the order of their age"
+        elif leaf.size:
+            return f"there are {leaf.size} priorities without rows"
+        if leaf.dtype != np.float64 or leaf.ndim != 1:
+            return f"the priorities are {leaf.dtype} {list(leaf.shape)}"
+        if not (np.isfinite(leaf).all() and (leaf >= 0).all()):
+            return "its priorities are not finite or below 0"
+        leaves = self.head.spec.leaves if self.head.spec is not None else ()
+        if len(leaves) != len(self.arrays) or (leaf.size and self.head.spec is None):
+            return f"a row has {len(leaves)} tensors, there are {len(self.arrays)}"
+        for each, array in zip(leaves, self.arrays, strict=True):
+            kind = array_of(torch.empty(0, dtype=each.dtype)).dtype
+            if array.shape != (leaf.size, *each.shape) or array.dtype != kind:
+                return f"{'.'.join(each.key)} is {array.dtype} {list(array.shape)}"
+        return None
+
     @property
     def slots(self) -> np.ndarray:
         """int64 [n]."""
@@ -138,10 +222,14 @@ class SavedShard:
 
 
 class Chunk(NamedTuple):
-    """Slots and masses of rows that were saved; see :class:`SavedShard`."""
+    """Slots and masses of rows that were saved; see :class:`SavedShard`.
+
+    ``sums``: CRC-32 of the rows per leaf, from whoever has written them to files.
+    """
 
     runs: np.ndarray
     leaf: np.ndarray
+    sums: tuple[int, ...] = ()
 
 
 class _Found(NamedTuple):
