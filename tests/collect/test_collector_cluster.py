@@ -332,7 +332,7 @@ def test_a_paused_worker_is_named_at_the_deadline_and_its_rows_come_later(
         rows = torch.cat(batches, 1)
         assert rows.shape == (2, 50)
         for env in range(2):
-            assert rows["next", "observation"][env, :, 0].tolist() == [101 + t for t in range(50)]
+            assert rows["next", "observation"][env, :, 0].tolist() == [201 + t for t in range(50)]
 
 
 def test_shutdown_is_quick_while_a_rollout_runs_and_after_a_death(
@@ -416,7 +416,7 @@ def test_a_quorum_leaves_the_late_for_the_next_batch_and_loses_nothing(
             for batch in batches
         ]
         steps = torch.cat(rows)
-        assert torch.equal(steps, 101 + torch.arange(len(steps)).float())
+        assert torch.equal(steps, 201 + torch.arange(len(steps)).float())
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -445,7 +445,7 @@ def test_stragglers_are_preempted_and_their_other_steps_come_later(
         assert 10 <= mask[1].sum() < 30  # at least a quarter, and far from all
     rows = torch.cat([batch[mask] for batch, mask in zip(batches, masks, strict=True)])
     steps = rows["next", "observation"][rows["collector", "worker_index"] == 1][:, 0]
-    assert torch.equal(steps, 101 + torch.arange(len(steps)).float())
+    assert torch.equal(steps, 201 + torch.arange(len(steps)).float())
     assert report.shares[1] < report.shares[0]
 
 

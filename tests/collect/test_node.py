@@ -550,7 +550,7 @@ def test_rows_of_a_postproc_that_shortens_rollouts_are_as_it_made_them(build: An
     for request in range(3):
         rows, stats = worker.collect(request=request)
         assert stats.frames == 40 and rows.shape == (4, 7)
-        expected = 101 + 10 * request + torch.arange(7.0)
+        expected = 201 + 10 * request + torch.arange(7.0)
         assert torch.equal(rows["next", "observation"][..., 0], expected.expand(4, 7))
 
 

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import copy
 import itertools
-import pickle
 from typing import Any
 
 import gymnasium
@@ -15,7 +13,6 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torch.distributions import Normal
-from torch.nn.utils import parametrize, prune
 from torchrl.collectors import Collector
 from torchrl.data import OneHot
 from torchrl.envs import GymEnv, GymWrapper, SerialEnv
@@ -28,7 +25,6 @@ from torchrl.modules import (
 
 from tests.collect.envs import Counter, EpisodeSeeds, NextStepVector, counters, mlp
 from torchrl_dist.collect.access import visit
-from torchrl_dist.collect.fast_policy import fast_policy
 from torchrl_dist.collect.rollout import Episodes, make_rollout
 from torchrl_dist.collect.worker import RolloutWorker, WorkerConfig
 from torchrl_dist.errors import ConfigurationError
@@ -39,7 +35,7 @@ def one_hot_policy(inputs: int = 4, actions: int = 2) -> QValueActor:
 
 
 def collect(make_env: Any, policy: Any, frames: int, batches: int = 1, **kwargs: Any) -> TensorDict:
-    rollout = make_rollout(make_env, fast_policy(policy), frames=frames, **kwargs)
+    rollout = make_rollout(make_env, policy, frames=frames, **kwargs)
     parts = [rollout.run(rollout.steps) for _ in range(batches)]
     rollout.close()
     return torch.cat(parts, 1)
@@ -339,22 +335,9 @@ class TestEpisodes:
 
 
 class TestPolicies:
-    def test_a_fast_policy_writes_what_the_policy_writes(self) -> None:
-        inner = TensorDictModule(mlp(4, 3), ["observation"], ["hidden"])
-        hooked = TensorDictModule(nn.Linear(3, 2), ["hidden"], ["logits"])
-        hooked.register_forward_hook(lambda m, args, out: out.set("seen", torch.ones(5)))
-        pair = TensorDictModule(lambda x: (x + 1, x * 2), ["logits"], ["a", ("b", "c")])
-        keyword = TensorDictModule(lambda *, x: {"d": x}, in_keys={"x": "a"}, out_keys=["d"])
-        mapping = TensorDictModule(lambda x: {"e": x + 1}, in_keys=["a"], out_keys=["e"])
-        policy = TensorDictSequential(inner, TensorDictSequential(hooked, pair), keyword, mapping)
-        td = TensorDict({"observation": torch.randn(5, 4)}, batch_size=[5])
-        expected, got = policy(td.clone()), fast_policy(policy)(td.clone())
-        assert set(expected.keys(True)) == set(got.keys(True)) >= {"seen", "d", "e"}
-        assert (expected == got).all()
-
     def test_weights_changed_in_place_take_effect(self) -> None:
         policy = one_hot_policy()
-        rollout = make_rollout("CartPole-v1", fast_policy(policy), frames=30)
+        rollout = make_rollout("CartPole-v1", policy, frames=30)
         rollout.run(30)
         with torch.no_grad():
             policy.module[0].module[2].weight.zero_()
@@ -427,121 +410,6 @@ class TestTorchRLEnvs:
         steps = torch.cat([part["next", "observation"][0, :, 0] for part in rows])
         assert torch.equal(steps, 101 + torch.arange(25.0))
         worker.close()
-
-
-def test_layers_are_called_directly_until_a_hook_is_registered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.LazyLinear(3), nn.Linear(3, 2))
-    layers(torch.zeros(1, 4))
-    plain, late = copy.deepcopy(layers), []
-    layers[3].register_forward_hook(lambda *_: late.append("there before"))
-    policy = TensorDictModule(layers, ["observation"], ["action"])
-    fast = fast_policy(policy)
-    td = TensorDict({"observation": torch.randn(5, 4)}, [5])
-    dispatched, dispatch = [], nn.Module.__call__
-
-    def noting(self: nn.Module, *args: Any) -> Any:
-        dispatched.append(self)
-        return dispatch(self, *args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(nn.Module, "__call__", noting)
-        out = fast(td.clone())["action"]
-    assert torch.equal(out, plain(td["observation"])) and late == ["there before"]
-    assert dispatched == [layers[3]]  # the one with a hook
-    assert all(isinstance(layer, type(twin)) for layer, twin in zip(layers, plain, strict=True))
-    for twin in (copy.deepcopy(layers), pickle.loads(pickle.dumps(layers[:3]))):
-        assert type(twin) is nn.Sequential and type(twin[0]) is nn.Linear
-        assert torch.equal(twin[0].weight, layers[0].weight)
-    handle = layers[1].register_forward_hook(lambda *_: late.append("later"))
-    layers[0].register_forward_pre_hook(lambda *_: late.append("ahead"))
-    fast(td.clone())
-    assert late == ["there before", "ahead", "later", "there before"]
-    handle.remove()
-    fast(td.clone())
-    assert late[4:] == ["ahead", "there before"]
-    with torch.no_grad():
-        layers[0].weight.add_(1.0)
-    assert not torch.equal(fast(td.clone())["action"], out)
-    layers[1].forward = torch.zeros_like
-    assert (fast(td.clone())["action"] == layers[3](layers[2](torch.zeros(8)))).all()
-
-
-class Scaled(nn.Module):
-    """Somebody's own module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 2)
-
-    def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        return 3 * self.layer(observation)
-
-
-class CallsItself(Scaled):
-    def __call__(self, observation: torch.Tensor) -> torch.Tensor:
-        return -super().__call__(observation)
-
-
-class LooksAtClasses(Scaled):
-    def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        return sum([layer(observation) for layer in [self.layer] if type(layer) is nn.Linear])
-
-
-@pytest.mark.parametrize("kind", [Scaled, CallsItself, LooksAtClasses])
-def test_own_modules_and_their_layers_do_what_they_did(kind: type[Scaled]) -> None:
-    own, observation = kind(), torch.randn(5, 4)
-    expected = own(observation)
-    fast = fast_policy(TensorDictModule(own, ["observation"], ["action"]))
-
-    def act() -> torch.Tensor:
-        return fast(TensorDict({"observation": observation}, [5]))["action"]
-
-    assert torch.equal(act(), expected)
-    assert type(own) is kind
-    own.register_forward_hook(lambda module, args, out: out + 1)
-    assert torch.equal(act(), own(observation)) and not torch.equal(act(), expected)
-
-
-def test_a_script_is_a_policy_too() -> None:
-    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 2)))
-    fast = fast_policy(TensorDictModule(scripted, ["observation"], ["action"]))
-    td = TensorDict({"observation": torch.randn(5, 4)}, [5])
-    assert torch.equal(fast(td)["action"], scripted(td["observation"]))
-
-
-def test_linear_layers_use_what_stands_in_for_their_parameters() -> None:
-    layer, observation = nn.Linear(4, 2), torch.randn(5, 4)
-    fast = fast_policy(TensorDictModule(layer, ["observation"], ["action"]))
-
-    def act() -> torch.Tensor:
-        return fast(TensorDict({"observation": observation}, [5]))["action"]
-
-    before = act()
-    other = nn.Linear(4, 2)
-    with TensorDict.from_module(other).data.to_module(layer):
-        assert torch.equal(act(), other(observation))
-    assert torch.equal(act(), before)
-    layer.weight = nn.Parameter(torch.zeros(2, 4))
-    assert torch.equal(act(), layer.bias.expand(5, 2))
-    layer.weight = other.weight
-
-    class Negative(nn.Module):
-        def forward(self, weight: torch.Tensor) -> torch.Tensor:
-            return -weight
-
-    parametrize.register_parametrization(layer, "weight", Negative())
-    assert torch.equal(act(), nn.functional.linear(observation, -other.weight, layer.bias))
-    handle = layer.register_forward_hook(lambda module, args, out: out * 0)
-    assert not act().any()
-    handle.remove()
-    assert act().any()
-    pruned = nn.Linear(4, 2)
-    fast = fast_policy(TensorDictModule(pruned, ["observation"], ["action"]))
-    prune.l1_unstructured(pruned, "weight", amount=0.5)
-    assert torch.equal(act(), nn.functional.linear(observation, pruned.weight, pruned.bias))
-    assert (pruned.weight == 0).sum() == 4
 
 
 def test_an_unsupported_space_is_refused_with_advice() -> None:

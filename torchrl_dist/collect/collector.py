@@ -37,6 +37,7 @@ from torchrl_dist.collect.budget import FrameBudget
 from torchrl_dist.collect.crew import Crew
 from torchrl_dist.collect.groups import Inference
 from torchrl_dist.collect.inference import LearnerInference
+from torchrl_dist.collect.policies import Compilation
 from torchrl_dist.collect.readiness import Readiness
 from torchrl_dist.collect.report import CollectReport, summarize
 from torchrl_dist.collect.start import start_workers
@@ -147,6 +148,9 @@ class RPCBatchedCollector(BaseCollector):
         preemptive_threshold: once this part of the workers is ready the others stop: short for
             ``readiness=Preempt(...)``.
         device, storing_device: where batches are put. The workers themselves run on the CPU.
+        compile_policy, cudagraph_policy: as in TorchRL's collectors: true, or the arguments of
+            ``torch.compile`` (and ``warmup``) and ``CudaGraphModule``, through which every process
+            that runs the policy calls it.
         **torchrl: arguments of TorchRL's collectors that have no meaning here. Those that ask for
             something are refused with the reason (``torchrl_dist/collect/arguments.py``).
 
@@ -203,6 +207,8 @@ class RPCBatchedCollector(BaseCollector):
         preemptive_threshold: float | None = None,
         device: torch.device | str | int | None = None,
         storing_device: torch.device | str | int | None = None,
+        compile_policy: bool | Mapping[str, Any] | None = None,
+        cudagraph_policy: bool | Mapping[str, Any] | None = None,
         **torchrl: Any,
     ) -> None:
         super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook)
@@ -269,6 +275,7 @@ class RPCBatchedCollector(BaseCollector):
         self._version = 0
         # Packing also refuses a policy that cannot be packed, at once.
         initial = pack(policy, 0) if isinstance(policy, nn.Module) else None
+        compilation = Compilation(compile_policy, cudagraph_policy)
         rollouts = self.readiness.rollouts_per_batch(num_workers)
         frames = None if frames_per_batch is None else -(-frames_per_batch // rollouts)
         config = WorkerConfig(
@@ -287,6 +294,7 @@ class RPCBatchedCollector(BaseCollector):
             replay_buffer=replay_buffer,
             postproc=postproc,
             postproc_factory=postproc_factory,
+            compilation=compilation,
             reset_at_each_iter=reset_at_each_iter,
             max_frames_per_traj=settings.max_frames_per_traj,
             set_truncated=set_truncated,
@@ -302,7 +310,7 @@ class RPCBatchedCollector(BaseCollector):
             unfit = {"policy_factory": policy_factory, "postproc_factory": postproc_factory}
             unfit |= {"readiness": self.readiness.cuts}
             check_inference(session, peers, policy, unfit)
-            self._inference = LearnerInference(session, policy, exploration_type)
+            self._inference = LearnerInference(session, policy, exploration_type, compilation)
             config = replace(
                 config,
                 policy=None,

@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchrl.envs.utils import ExplorationType, set_exploration_type
+from torchrl.envs.utils import ExplorationType
 from torchrl.modules.inference_server import InferenceServer, InferenceTransport
 
-from torchrl_dist.collect.fast_policy import FastPolicy, fast_policy
 from torchrl_dist.collect.one_thread import use_one_thread_if_small
-from torchrl_dist.collect.rollout import Values, nested
+from torchrl_dist.collect.policies import Compilation, Values
 from torchrl_dist.collect.spaces import plain_key
 from torchrl_dist.errors import ConfigurationError, PeerLostError
 from torchrl_dist.runtime import Remote, Session
@@ -93,7 +92,11 @@ class LearnerInference:
     """
 
     def __init__(
-        self, session: Session, policy: nn.Module, exploration_type: ExplorationType
+        self,
+        session: Session,
+        policy: nn.Module,
+        exploration_type: ExplorationType,
+        compilation: Compilation,
     ) -> None:
         outputs = {key if isinstance(key, str) else tuple(key) for key in policy.out_keys}
         if any(isinstance(key, tuple) and key[0] == "next" for key in outputs):
@@ -102,10 +105,9 @@ class LearnerInference:
                 "so that the workers have the policy"
             )
         self._policy = copy.deepcopy(policy).to("cpu")
-        self._fast = fast_policy(self._policy)
+        self._calls = compilation.calls(self._policy, exploration_type)
         self._outputs = [plain_key(key) for key in outputs]
         self.inputs = tuple(plain_key(key) for key in policy.in_keys)
-        self._exploration_type = exploration_type
         self._version = 0
         self._lock = threading.Lock()
         self._transport = RPCInferenceTransport()
@@ -123,12 +125,10 @@ class LearnerInference:
     def _run(self, requests: _Requests) -> _Answers:
         use_one_thread_if_small(self._policy)
         values = requests.joined()
-        with self._lock, torch.no_grad(), set_exploration_type(self._exploration_type):
-            if isinstance(self._fast, FastPolicy) and self._fast.plain:
-                made: Any = self._fast.on_tensors(values)
-            else:
-                made = self._policy(nested(values, [requests.rows]))
-            out = {key: made.get(key) for key in self._outputs}
+        with self._lock, torch.no_grad():
+            self._calls.begin()
+            made = self._calls.on_values(dict(values), requests.rows)
+            out = {key: made[key] for key in self._outputs}
             out["policy_version"] = torch.full((requests.rows,), self._version)
         return _Answers(out, requests.sizes)
 

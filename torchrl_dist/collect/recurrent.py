@@ -26,12 +26,11 @@ def carried_state(policy: Any, num_envs: int) -> dict[Key, Tensor]:
     reads = {plain_key(key) for key in getattr(policy, "in_keys", ())}
     writes = {plain_key(key) for key in getattr(policy, "out_keys", ())}
     keys = [key for key in reads if join_key("next", key) in writes]
-    module = getattr(policy, "module_of_user", policy)
     state: dict[Key, Tensor] = {}
-    if keys and isinstance(module, nn.Module):
+    if keys and isinstance(policy, nn.Module):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is no primer, which is an error below
-            primer = get_primers_from_module(module)
+            primer = get_primers_from_module(policy)
         specs = {} if primer is None else dict(_leaves(primer))
         state = {key: specs[key].zero((num_envs,)) for key in keys if key in specs}
     if missing := [key for key in keys if key not in state]:

@@ -1,45 +1,51 @@
 """T steps of N envs as one TensorDict ``[N, T]`` that looks like TorchRL's ``Collector`` made it.
 
-TorchRL's own loop costs some 370 us per step whatever the env does; a gymnasium env goes through
-:class:`GymnasiumRollout` instead: one policy call per step for all envs on a TensorDict that is
-reused, results written into preallocated tensors. TorchRL envs go through TorchRL's ``Collector``.
+A step of a TorchRL env costs some 300 us whatever the env does; a gymnasium env goes through
+:class:`GymnasiumRollout` instead: one policy call per step for all envs, results written into
+preallocated tensors. TorchRL envs are stepped by :class:`TorchRLRollout`.
 """
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch import Tensor
-from torchrl.collectors import Collector
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor, nn
 from torchrl.envs import EnvBase, SerialEnv
-from torchrl.envs.utils import ExplorationType
+from torchrl.envs.utils import ExplorationType, RandomPolicy
+from torchrl.modules.tensordict_module.exploration import set_exploration_modules_spec_from_env
 
 from torchrl_dist.collect.drivers import EnvDriver, make_driver
-from torchrl_dist.collect.exploration import exploring
-from torchrl_dist.collect.fast_policy import FastPolicy
+from torchrl_dist.collect.policies import (
+    Compilation,
+    Policy,
+    PolicyCalls,
+    Values,
+    flat,
+    nested,
+    on_tensordicts,
+)
 from torchrl_dist.collect.recurrent import IS_INIT, carried_state
 from torchrl_dist.collect.spaces import (
     Key,
+    ObservationLeaf,
     action_codec,
     join_key,
     observation_leaves,
-    plain_key,
 )
 from torchrl_dist.errors import ConfigurationError
 
-Policy = Callable[[TensorDictBase], Any]
-Values = dict[Key, Tensor]
 _DONE_KEYS = ("done", "terminated", "truncated")
 # With next-step autoreset envs drift apart, like a random walk if they are alike: slowly.
 _WARN_ROLLOUTS_AHEAD = 4
 _MAX_ROLLOUTS_AHEAD = 200
+_CHUNK = 256  # steps whose places in memory are looked up together
 _DRAWS = 64  # random actions of an env that are drawn together
 
 
@@ -171,8 +177,134 @@ class Episodes:
         return ids, returns, lengths
 
 
+class _Given:
+    """What the policy sees of its envs in a rollout: a place in memory for every step."""
+
+    def __init__(self, leaves: Sequence[ObservationLeaf], n: int, steps: int) -> None:
+        self._keys: list[Key] = [leaf.key for leaf in leaves] + list(_DONE_KEYS)
+        self.observations = [np.empty((steps + 1, n, *leaf.shape), leaf.dtype) for leaf in leaves]
+        # The root is always an observation after a reset or in mid-episode.
+        ends = [np.zeros((steps, n, 1), bool) for _ in _DONE_KEYS]
+        self._blocks = [torch.from_numpy(array) for array in (*self.observations, *ends)]
+        self._views: list[tuple[Key, tuple[Tensor, ...]]] = []
+        self._size = (n, steps)
+
+    def values(self, t: int) -> Values:
+        """To be asked for in the order of the steps."""
+        i = t % _CHUNK
+        if i == 0:
+            self._views = [
+                (key, block[t : t + _CHUNK].unbind(0))
+                for key, block in zip(self._keys, self._blocks, strict=True)
+            ]
+        return {key: views[i] for key, views in self._views}
+
+    def places(self, t: int) -> Values:
+        """The same for a step of the last chunk."""
+        return {key: views[t % _CHUNK] for key, views in self._views}
+
+    def share_changes(self, following: Sequence[np.ndarray], done: np.ndarray) -> None:
+        """What the policy has changed in place was also the next observation of the step before,
+        as in TorchRL, unless an env was reset between the two."""
+        _, steps = self._size
+        for block, after in zip(self._blocks, following, strict=False):
+            if block._version:
+                for t in range(1, steps):
+                    if not done[:, t - 1].any():
+                        after[:, t - 1] = block[t].numpy()
+
+    def recorded(self, without: Collection[Key]) -> dict[Key, Tensor]:
+        """A copy ``[N, T, ...]``, by key."""
+        _, steps = self._size
+        return {
+            key: block[:steps].transpose(0, 1).clone(memory_format=torch.contiguous_format)
+            for key, block in zip(self._keys, self._blocks, strict=True)
+            if key not in without
+        }
+
+
+class _Made:
+    """What the policy makes in a rollout: room for everything that it wrote in the first step.
+
+    Attributes:
+        actions: NumPy array ``[T, N, ...]``.
+        carried: keys that it finds again in the next step, beside what comes from its env.
+        overwritten: keys of observations that it replaces.
+    """
+
+    def __init__(self, out: Values, given: _Given, n: int, steps: int) -> None:
+        first = given.places(0)
+        self._given = given
+        self._keys = len(out)
+        self._kept: list[Key] = []
+        self._stores: dict[Key, Tensor] = {}
+        self._parts: dict[Key, list[Any]] = {}
+        self.overwritten: set[Key] = set()
+        for key, value in out.items():
+            if key in first and value is first[key]:
+                self._kept.append(key)
+            elif _is_private(key):
+                continue
+            elif isinstance(value, Tensor):
+                if key in first:
+                    self.overwritten.add(key)
+                self._stores[key] = torch.empty((n, steps, *value.shape[1:]), dtype=value.dtype)
+            else:
+                self._parts[key] = []
+        self._slots: list[tuple[Key, tuple[Tensor, ...]]] = []
+        self.actions = self._stores["action"].numpy().swapaxes(0, 1)
+        self.carried = [key for key in out if key not in first and _of_root(key)]
+
+    def record(self, t: int, out: Values) -> None:
+        if len(out) != self._keys:
+            raise ConfigurationError(
+                f"the policy left {sorted(map(str, out))} in step {t} of a rollout, and other keys "
+                f"in the first: {sorted(map(str, self._expected()))}; expected the same in each"
+            )
+        i = t % _CHUNK
+        if i == 0:
+            self._slots = [
+                (key, store[:, t : t + _CHUNK].unbind(1)) for key, store in self._stores.items()
+            ]
+        for key, views in self._slots:
+            views[i].copy_(out[key])
+        if self._kept:
+            places = self._given.places(t)
+            for key in self._kept:
+                if out[key] is not places[key]:
+                    places[key].copy_(out[key])
+        for key, parts in self._parts.items():
+            parts.append(out[key])
+
+    def _expected(self) -> list[Key]:
+        return [*self._stores, *self._parts, *self._kept]
+
+    def recorded(self) -> dict[Key, Any]:
+        parts = {key: torch.stack(parts, 1) for key, parts in self._parts.items()}
+        return self._stores | parts
+
+
+def _unwritten(given: Values, made: Values) -> Values:
+    """Zeros for what a policy adds to its input."""
+    added = {key: value for key, value in made.items() if key not in given}
+    return {key: torch.zeros_like(v) for key, v in added.items() if isinstance(v, Tensor)}
+
+
+def _is_private(key: Key) -> bool:
+    """As in TorchRL: for the policy, not for the batch."""
+    return any(name.startswith("_") for name in ((key,) if isinstance(key, str) else key))
+
+
+def _of_root(key: Key) -> bool:
+    return isinstance(key, str) or key[0] != "next"
+
+
 class GymnasiumRollout:
-    """The fast loop over gymnasium envs. Not thread-safe, but for :meth:`stop`."""
+    """The fast loop over gymnasium envs. Not thread-safe, but for :meth:`stop`.
+
+    What the policy is given in a step is its own: nobody writes there again, so that it may keep
+    it, and what it changes in place is in the rollout, as with TorchRL's ``Collector``.
+    """
 
     def __init__(
         self,
@@ -182,49 +314,47 @@ class GymnasiumRollout:
         *,
         exploration_type: ExplorationType = ExplorationType.RANDOM,
         categorical_action_encoding: bool = False,
+        compilation: Compilation | None = None,
     ) -> None:
         self.driver = driver
-        self.num_envs = driver.num_envs
-        self.steps = -(-frames // self.num_envs)
-        self.exploration_type = exploration_type
+        self.num_envs = n = driver.num_envs
+        self.steps = -(-frames // n)
         leaves = observation_leaves(driver.single_observation_space, categorical_action_encoding)
         driver.leaves = leaves
         self._leaves = leaves
         self._codec = action_codec(driver.single_action_space, categorical_action_encoding)
-        self._rngs = [np.random.default_rng() for _ in range(driver.num_envs)]
+        self._rngs = [np.random.default_rng() for _ in range(n)]
         self._draws: list[Tensor] = []
-        self._policy = policy or self._random_policy
+        self._new_state = carried_state(policy, n)
+        self._inputs = {leaf.key for leaf in leaves} | {*_DONE_KEYS} | {*self._new_state}
+        compilation = compilation or Compilation()
+        self._policy: PolicyCalls | None = None
+        if policy is not None:
+            takes_tensordicts = on_tensordicts(policy, [leaf.key for leaf in leaves])
+            self._policy = compilation.calls(takes_tensordicts, exploration_type)
         self.policy_version = 0
         self.at_random = False
         self._unwritten: Values | None = None
         self._stop = False
-        # What the policy sees. The tensors share memory with the arrays that the driver writes.
-        n = self.num_envs
-        inputs = {
-            leaf.key: torch.from_numpy(np.zeros((n, *leaf.shape), leaf.dtype)) for leaf in leaves
-        }
-        self._current = [inputs[leaf.key].numpy() for leaf in leaves]
-        self._state = carried_state(policy, n)
-        self._new_episode = {key: value.clone() for key, value in self._state.items()}
-        inputs |= {key: torch.zeros(n, 1, dtype=torch.bool) for key in _DONE_KEYS}
-        inputs |= self._state
-        self._input = nested(inputs, [n])
-        self._tensors = inputs
-        self._input_keys = set(inputs)
-        # A policy that overwrites its input must get a new (shallow) copy of it every step.
-        written = {plain_key(k) for k in getattr(policy, "out_keys", ())}
-        self._copies_input = bool(written & self._input_keys)
-        self._on_tensors = (
-            isinstance(policy, FastPolicy)
-            and policy.plain
-            and {plain_key(k) for k in policy.in_keys} <= self._input_keys
-        )
+        # What goes on from one rollout to the next: the observations, in the order of the leaves,
+        # the state of a policy with memory, and whatever else it wrote.
+        self._current = [np.zeros((n, *leaf.shape), leaf.dtype) for leaf in leaves]
+        self._state = dict(self._new_state)
+        self._others: Values = {}
         self._surplus: list[TensorDict | None] = [None] * n
         self._started = False
         self._warned = False
 
-    def _random_policy(self, td: TensorDictBase) -> TensorDictBase:
-        return td.set("action", self._draw())
+    def _act(self, values: Values) -> Values:
+        if self._policy is None:
+            values["action"] = self._draw()
+            return values
+        if not self.at_random:
+            return self._policy.on_values(values, self.num_envs)
+        if self._unwritten is None:  # rows have the same keys, whoever chose the action
+            asked = {key: value.clone() for key, value in values.items()}
+            self._unwritten = _unwritten(values, self._policy.on_values(asked, self.num_envs))
+        return self._unwritten | values | {"action": self._draw()}
 
     def _draw(self) -> Tensor:
         if not self._draws:  # by env, so that each one's follow from its own seed
@@ -233,7 +363,9 @@ class GymnasiumRollout:
         return self._draws.pop()
 
     def seed(self, seeds: Sequence[int]) -> None:
+        """As TorchRL does it: the episodes begin with a reset after the one that takes the seed."""
         self._reset(seeds)
+        self._reset(None)
         # With the seed alone, an env of gymnasium's has the same generator.
         self._rngs = [np.random.default_rng([seed, 1]) for seed in seeds]
         self._draws = []
@@ -242,19 +374,19 @@ class GymnasiumRollout:
     def _reset(self, seeds: Sequence[int] | None) -> None:
         self.driver.reset(seeds, self._current)
         self._surplus = [None] * self.num_envs
-        self._carry_on({}, np.ones(self.num_envs, bool))
+        self._others = {}
+        self._state = dict(self._new_state)
 
-    def _carry_on(self, out: Any, begins: np.ndarray) -> None:
+    def _carry_on(self, out: Values, begins: np.ndarray) -> None:
         """Hand the policy's state to its next step; a new one where an episode ``begins``."""
         first = torch.from_numpy(begins)
-        for key, value in self._state.items():
+        for key, new in self._new_state.items():
             if key == IS_INIT:
-                value[:, 0] = first
+                self._state[key] = first.reshape(-1, 1).clone()
                 continue
-            after = out.get(join_key("next", key), None)
-            if after is not None:
-                value.copy_(after)
-            value[first] = self._new_episode[key][first]
+            after = out.get(join_key("next", key), self._state[key])
+            where = first.reshape(-1, *[1] * (new.ndim - 1))
+            self._state[key] = torch.where(where, new, after)
 
     def reset(self) -> None:
         self._started = False
@@ -276,7 +408,7 @@ class GymnasiumRollout:
     @property
     def observed(self) -> set[Key]:
         """Keys of what the policy sees."""
-        return self._input_keys
+        return self._inputs
 
     def stop(self) -> None:
         self._stop = True
@@ -286,7 +418,7 @@ class GymnasiumRollout:
 
     def run(self, steps: int, enough: Callable[[int], bool] = never) -> TensorDict:
         self._begin()
-        with torch.no_grad(), exploring(self.exploration_type):
+        with torch.no_grad():
             if self.driver.valid is None:
                 return self._run(steps, enough)[0]
             return self._run_ragged(steps, enough)
@@ -295,136 +427,93 @@ class GymnasiumRollout:
         self, steps: int, enough: Callable[[int], bool] = never
     ) -> Generator[Values, Values, TensorDict]:
         """As ``run``, for a policy elsewhere: yields the observations ``[N, ...]`` of each step, is
-        sent what a policy makes of them, and returns the rollout. What was yielded changes with
-        the next ``send``."""
+        sent what a policy makes of them, and returns the rollout."""
         self._begin()
-        loop = self._loop(steps, enough)
-        next(loop)
-        while True:
-            out = yield self._tensors
-            try:
-                loop.send(out)
-            except StopIteration as end:
-                return end.value[0]
+        return (yield from self._loop(steps, enough))[0]
 
     def _begin(self) -> None:
         if not self._started:
             self._reset(None)
             self._started = True
+        if self._policy is not None:
+            self._policy.begin()
 
     def _run(
         self, steps: int, enough: Callable[[int], bool]
     ) -> tuple[TensorDict, np.ndarray | None]:
         loop, act = self._loop(steps, enough), self._act
-        next(loop)
+        values = next(loop)
         try:
             while True:
-                loop.send(act())
+                values = loop.send(act(values))
         except StopIteration as end:
             return end.value
 
     def _loop(
         self, steps: int, enough: Callable[[int], bool]
-    ) -> Generator[None, Any, tuple[TensorDict, np.ndarray | None]]:
-        """Is sent what the policy made of the current observations, ``steps`` times."""
-        n, driver = self.num_envs, self.driver
-        to_env = self._codec.to_env
-        root = [np.empty((n, steps, *leaf.shape), leaf.dtype) for leaf in self._leaves]
-        following = [np.empty_like(array) for array in root]
+    ) -> Generator[Values, Values, tuple[TensorDict, np.ndarray | None]]:
+        """Yields what the policy is to see, ``steps`` times, and is sent what it made of that."""
+        n, driver, to_env = self.num_envs, self.driver, self._codec.to_env
+        given = _Given(self._leaves, n, steps)
+        following = [np.empty((n, steps, *leaf.shape), leaf.dtype) for leaf in self._leaves]
         reward = np.empty((n, steps, 1), np.float32)
         terminated = np.empty((n, steps, 1), bool)
         truncated = np.empty((n, steps, 1), bool)
         valid = None if driver.valid is None else np.empty((n, steps), bool)
-        state = {
-            key: np.empty((n, steps, *value.shape[1:]), value.numpy().dtype)
-            for key, value in self._state.items()
-        }
         # By step, [T, N, ...]: a plain index is found in half the time of one with a slice.
         step = driver.step
-        pairs = [(a.swapaxes(0, 1), now) for a, now in zip(root, self._current, strict=True)]
-        pairs += [(state[k].swapaxes(0, 1), value.numpy()) for k, value in self._state.items()]
         nexts = [array.swapaxes(0, 1) for array in following]
         rewards, ends, cuts = (array[:, :, 0].T for array in (reward, terminated, truncated))
-        recorded: dict[Key, Tensor] = {}
-        slots: list[tuple[Key, tuple[Tensor, ...]]] = []
-        actions = np.empty(0)
+        for block, now in zip(given.observations, self._current, strict=True):
+            block[0] = now
+        made: _Made | None = None
         for t in range(steps):
-            for array, now in pairs:
-                array[t] = now
-            out = yield
-            if t == 0:
-                recorded = self._allocate(out, steps)
-                slots = [(key, store.unbind(1)) for key, store in recorded.items()]
-                actions = recorded["action"].numpy().swapaxes(0, 1)
-            for key, views in slots:
-                views[t].copy_(out.get(key))
+            out = yield given.values(t) | self._others | self._state
+            if made is None:
+                made = _Made(self._checked(out), given, n, steps)
+            made.record(t, out)
             # The copy, not the policy's own tensor, which it may reuse.
+            self._current = [block[t + 1] for block in given.observations]
             rewards[t], done, cut = step(
-                to_env(actions[t]), [array[t] for array in nexts], self._current
+                to_env(made.actions[t]), [array[t] for array in nexts], self._current
             )
             ends[t] = done
             cuts[t] = cut
+            self._others = {key: out[key] for key in made.carried}
             if valid is not None:
                 valid[:, t] = driver.valid
-            if state:
+            if self._new_state:
                 self._carry_on(out, done | cut if valid is None else ~driver.valid)
             if self._stop:
                 raise RolloutStopped
             if enough(t + 1 if valid is None else int(valid[:, : t + 1].sum(1).min())):
                 break
-        keys = [leaf.key for leaf in self._leaves]
-        data: dict[Key, Tensor] = {}
-        for key, at, after in zip(keys, root, following, strict=True):
-            data[key] = torch.from_numpy(at)
-            data[join_key("next", key)] = torch.from_numpy(after)
-        data |= recorded
-        data |= {key: torch.from_numpy(array) for key, array in state.items()}
-        if IS_INIT in state:  # as InitTracker: only a root can be the first of its episode
+        assert made is not None
+        self._current = [now.copy() for now in self._current]
+        done = terminated | truncated
+        given.share_changes(following, done)
+        data = given.recorded(made.overwritten)
+        for leaf, after in zip(self._leaves, following, strict=True):
+            data[join_key("next", leaf.key)] = torch.from_numpy(after)
+        data |= made.recorded()
+        if IS_INIT in self._state:  # as InitTracker: only a root can be the first of its episode
             data["next", IS_INIT] = torch.zeros(n, steps, 1, dtype=torch.bool)
         data |= {
             ("next", "reward"): torch.from_numpy(reward),
             ("next", "terminated"): torch.from_numpy(terminated),
             ("next", "truncated"): torch.from_numpy(truncated),
-            ("next", "done"): torch.from_numpy(terminated | truncated),
+            ("next", "done"): torch.from_numpy(done),
         }
-        # The root is always an observation after a reset or in mid-episode.
-        data |= {key: torch.zeros(n, steps, 1, dtype=torch.bool) for key in _DONE_KEYS}
         if "policy_version" not in data:  # else the policy's owner has stamped it
             data["policy_version"] = torch.full((n, steps), self.policy_version)
         rollout = nested(data, [n, steps], names=[None, "time"])
         return (rollout if t + 1 == steps else rollout[:, : t + 1]), valid
 
-    def _act(self) -> TensorDictBase | dict[Key, Tensor]:
-        """Everything that the policy makes of the current observations, by key."""
-        if not self.at_random:
-            return self._ask_policy()
-        if self._unwritten is None:  # rows have the same keys, whoever chose the action
-            made = self._ask_policy()
-            items = made.items(True, True) if isinstance(made, TensorDictBase) else made.items()
-            self._unwritten = {
-                plain_key(key): torch.zeros_like(value)
-                for key, value in items
-                if isinstance(value, Tensor) and plain_key(key) not in self._input_keys
-            }
-        return self._unwritten | {"action": self._draw()}
-
-    def _ask_policy(self) -> TensorDictBase | dict[Key, Tensor]:
-        policy, td = self._policy, self._input
-        if self._on_tensors:
-            assert isinstance(policy, FastPolicy)
-            return policy.on_tensors(self._tensors)
-        if self._copies_input:
-            td = td.copy()
-        out = policy(td)
-        if out is not td and isinstance(out, TensorDictBase):
-            td.update(out)
-        return td
-
-    def _allocate(self, out: TensorDictBase | dict[Key, Tensor], steps: int) -> dict[Key, Tensor]:
-        """Room for everything that the policy wrote; checks the action once per rollout."""
-        action = out.get("action", None)
+    def _checked(self, out: Values) -> Values:
+        """What the policy wrote, if it can be recorded; once per rollout."""
+        action = out.get("action")
         expected = (self.num_envs, *self._codec.shape)
-        if action is None or tuple(action.shape) != expected:
+        if not isinstance(action, Tensor) or tuple(action.shape) != expected:
             got, hint = "nothing", "; it is called with a TensorDict of the observations"
             if action is not None:
                 got, hint = f"shape {tuple(action.shape)}", self._codec.hint
@@ -432,15 +521,13 @@ class GymnasiumRollout:
                 f"the policy wrote {got} as 'action'; expected {expected} for "
                 f"{self.driver.single_action_space} and {self.num_envs} envs{hint}"
             )
-        found: dict[Key, Tensor] = {}
-        items = out.items(True, True) if isinstance(out, TensorDictBase) else out.items()
-        for raw, value in items:
-            key = plain_key(raw)
-            if isinstance(value, Tensor) and (key not in self._input_keys or self._copies_input):
-                found[key] = torch.empty(
-                    (self.num_envs, steps, *value.shape[1:]), dtype=value.dtype
+        for key, value in out.items():
+            if tuple(value.shape[:1]) != (self.num_envs,):
+                raise ConfigurationError(
+                    f"the policy wrote {key!r} with shape {tuple(value.shape)}; expected "
+                    f"[{self.num_envs}, ...], a row for each env"
                 )
-        return found
+        return out
 
     def _run_ragged(self, steps: int, enough: Callable[[int], bool]) -> TensorDict:
         """Drop the calls that only reset an env, and step on until each env has its transitions.
@@ -479,7 +566,7 @@ class GymnasiumRollout:
 
 
 class TorchRLRollout:
-    """A TorchRL env, stepped by TorchRL's ``Collector``."""
+    """A TorchRL env, stepped as TorchRL's ``Collector`` does."""
 
     def __init__(
         self,
@@ -488,71 +575,94 @@ class TorchRLRollout:
         frames: int,
         *,
         exploration_type: ExplorationType = ExplorationType.RANDOM,
+        compilation: Compilation | None = None,
     ) -> None:
         self.env = env
-        self.num_envs = env.batch_size.numel()
+        self.num_envs = max(1, env.batch_size.numel())
+        self.steps = -(-frames // self.num_envs)
         self.policy_version = 0
         self.at_random = False
-        self._policy = policy
-        self._exploration_type = exploration_type
-        self._stop = False
-        self._taken = 0
-        self._enough = never
-        self._start(-(-frames // self.num_envs))
-
-    def _start(self, steps: int) -> None:
-        self.steps = self._steps_now = steps
-        self._collector = Collector(
-            self.env,
-            self._policy,
-            frames_per_batch=steps * self.num_envs,
-            total_frames=-1,
-            exploration_type=self._exploration_type,
-            track_traj_ids=False,  # Episodes numbers them
-            trust_policy=True,
-            interruptor=self,
+        self._unwritten: Values | None = None
+        if policy is None:
+            policy = RandomPolicy(env.full_action_spec)
+        elif isinstance(policy, RandomPolicy):
+            policy.set_action_spec_from_env(env)
+        if isinstance(policy, nn.Module):
+            set_exploration_modules_spec_from_env(policy, env)
+        compilation = compilation or Compilation()
+        takes_tensordicts = on_tensordicts(
+            policy, list(env.observation_spec.keys(True, True)), list(env.action_keys)
         )
-        self._batches = iter(self._collector)
+        self._policy = compilation.calls(takes_tensordicts, exploration_type)
+        # Policies inside an env, in its transforms, want the exploration type as well.
+        inside = any(isinstance(module, TensorDictModuleBase) for module in env.modules())
+        self._step = (
+            self._policy.exploring(env.step_and_maybe_reset)
+            if inside
+            else (env.step_and_maybe_reset)
+        )
+        self._carrier: TensorDictBase | None = None
+        self._stop = False
 
     def resize(self, steps: int) -> None:
-        self._collector.shutdown(close_env=False)
-        self._start(steps)
-
-    def collection_stopped(self) -> bool:
-        """Asked by the Collector after every step."""
-        self._taken += 1
-        return self._stop or self._taken >= self._steps_now or self._enough(self._taken)
+        self.steps = steps
 
     def seed(self, seeds: Sequence[int]) -> None:
-        # Collector.set_seed resets the env but keeps the old observation (torchrl 0.14.1), so
-        # that the first transition would start from a state that the env is not in.
-        static = len(set(seeds)) == 1
+        static = len(set(seeds)) == 1 and len(seeds) > 1
         self.env.set_seed(seeds[0], static_seed=static)
-        self._collector.reset()
+        self._carrier = None
 
     def run(self, steps: int, enough: Callable[[int], bool] = never) -> TensorDict:
-        self._taken, self._steps_now, self._enough = 0, steps, enough
-        self._collector.init_random_frames = math.inf if self.at_random else 0
-        batch = next(self._batches)
-        if self._stop:
-            raise RolloutStopped
-        batch = batch.reshape(self.num_envs, batch.shape[-1])[:, : self._taken]
-        if "collector" in batch.keys():
-            batch = batch.exclude("collector")
+        rows: list[TensorDictBase] = []
+        with torch.no_grad():
+            if self._carrier is None:
+                self._carrier = self._without_device(self.env.reset())
+            for t in range(steps):
+                carrier = self._carrier
+                self._act(carrier)
+                row, following = self._step(carrier)
+                if row is not carrier:
+                    carrier.set("next", row.get("next"))
+                rows.append(self._without_device(carrier))
+                self._carrier = self._without_device(following)
+                if self._stop:
+                    raise RolloutStopped
+                if enough(t + 1):
+                    break
+            batch = TensorDict.maybe_dense_stack(rows, dim=-1)
+        private = [key for key in batch.keys(True) if _is_private(key)]
+        batch = batch.exclude(*private).reshape(self.num_envs, len(rows))
         batch.names = [None, "time"]
         batch.set("policy_version", torch.full(batch.shape, self.policy_version))
         return batch
 
+    def _act(self, carrier: TensorDictBase) -> None:
+        if self.at_random:
+            if self._unwritten is None:
+                made = self._policy.on_tensordict(carrier.clone())
+                self._unwritten = _unwritten(flat(carrier), flat(made))
+            for key, value in self._unwritten.items():
+                carrier.set(key, value)
+            self.env.rand_action(carrier)
+            return
+        made = self._policy.on_tensordict(carrier)
+        if made is not carrier:
+            carrier.update(made)
+
+    @staticmethod
+    def _without_device(td: TensorDictBase) -> TensorDictBase:
+        return td if td.device is None else td.clear_device_()
+
     def reset(self) -> None:
-        self._collector.reset()
+        self._carrier = None
 
     @property
     def specs(self) -> dict[str, str]:
         env = self.env
         return {
             "observation spec": repr(env.observation_spec),
-            "action spec": repr(env.action_spec),
-            "reward spec": repr(env.reward_spec),
+            "action spec": repr(env.full_action_spec),
+            "reward spec": repr(env.full_reward_spec),
         }
 
     @property
@@ -563,7 +673,8 @@ class TorchRLRollout:
         self._stop = True
 
     def close(self) -> None:
-        self._collector.shutdown()
+        if not self.env.is_closed:
+            self.env.close()
 
 
 def make_rollout(
@@ -574,6 +685,7 @@ def make_rollout(
     num_envs: int = 1,
     exploration_type: ExplorationType = ExplorationType.RANDOM,
     categorical_action_encoding: bool = False,
+    compilation: Compilation | None = None,
 ) -> Rollout:
     """Build the envs here, in this process, and the loop that fits them.
 
@@ -587,32 +699,14 @@ def make_rollout(
         if num_envs > 1:
             first.close()
             first = SerialEnv(num_envs, make_env)
-        return TorchRLRollout(first, policy, frames, exploration_type=exploration_type)
+        return TorchRLRollout(
+            first, policy, frames, exploration_type=exploration_type, compilation=compilation
+        )
     return GymnasiumRollout(
         make_driver(first, make_env, num_envs),
         policy,
         frames,
         exploration_type=exploration_type,
         categorical_action_encoding=categorical_action_encoding,
+        compilation=compilation,
     )
-
-
-def nested(
-    data: dict[Key, Tensor], batch_size: list[int], names: list[str | None] | None = None
-) -> TensorDict:
-    """A TensorDict from flat keys and tensors that are known to begin with ``batch_size``.
-
-    Built past TensorDict's checks, which would take a good part of a short rollout's time.
-    """
-    size = torch.Size(batch_size)
-    root: dict[str, Any] = {}
-    deeper: dict[str, dict[Key, Tensor]] = {}
-    for key, value in data.items():
-        if isinstance(key, str):
-            root[key] = value
-        else:
-            first, *rest = key
-            deeper.setdefault(first, {})[plain_key(tuple(rest))] = value
-    for name, part in deeper.items():
-        root[name] = nested(part, batch_size, names)
-    return TensorDict._new_unsafe(root, batch_size=size, names=names)

@@ -24,11 +24,10 @@ from torch import nn
 from torchrl._utils import seed_generator
 from torchrl.envs.utils import ExplorationType
 
-from torchrl_dist.collect import exploration
 from torchrl_dist.collect.access import visit
 from torchrl_dist.collect.batches import set_truncated, truncate_last
-from torchrl_dist.collect.fast_policy import fast_policy
 from torchrl_dist.collect.groups import Inference, make_grouped_rollout
+from torchrl_dist.collect.policies import Compilation
 from torchrl_dist.collect.registrations import Registrations
 from torchrl_dist.collect.rollout import (
     Episodes,
@@ -47,9 +46,6 @@ from torchrl_dist.weights import PackedWeights, unpack
 Postproc = Callable[[TensorDictBase], TensorDictBase]
 Hooks = tuple[Callable[[], Any] | None, Callable[[TensorDictBase], Any] | None]
 
-_EXPLORATION = exploration.Turns()
-# For a turn to time a step: for a rollout, the wait for the batch is bounded instead.
-_TURN_S = 60.0
 # Stepping to know what a step takes: until it has lasted so long, or for so many steps.
 _MEASURED_S = 0.02
 _MOST_MEASURED = 64
@@ -75,6 +71,7 @@ class WorkerConfig:
         env_processes: 0, or the number of processes in which the worker's envs run.
         step_timeout_s: an env process that makes no step for so long is replaced.
         inference: if the policy stays at the learner.
+        compilation: of the policy.
         reset_at_each_iter, max_frames_per_traj, set_truncated: as TorchRL's; 0: no limit.
         stamp_version: rows say which version of the policy made them.
         whole_trajectories: the replay buffer gets complete trajectories, one after the other.
@@ -103,6 +100,7 @@ class WorkerConfig:
     step_timeout_s: float | None = None
     shown_index: int | None = None
     inference: Inference | None = None
+    compilation: Compilation = field(default_factory=Compilation)
     registrations: Registrations = field(default_factory=dict)
     reset_at_each_iter: bool = False
     max_frames_per_traj: int = 0
@@ -265,7 +263,6 @@ class RolloutWorker:
             raise ConfigurationError("pass postproc or postproc_factory, not both")
         self.config = config
         self._lock = threading.Lock()
-        self._one_turn = threading.Lock()
         self._shown_index = (
             config.worker_index if config.shown_index is None else config.shown_index
         )
@@ -297,11 +294,12 @@ class RolloutWorker:
         else:
             self._rollout = make_rollout(
                 make_env,
-                fast_policy(self.policy),
+                self.policy,
                 frames=config.frames_per_rollout or 1,
                 num_envs=config.num_envs,
                 exploration_type=config.exploration_type,
                 categorical_action_encoding=config.categorical_action_encoding,
+                compilation=config.compilation,
             )
         self.num_envs = self._rollout.num_envs
         self.steps = self._rollout.steps
@@ -320,7 +318,7 @@ class RolloutWorker:
 
     def _with_step_time(self, info: WorkerInfo) -> WorkerInfo:
         steps, taken_s, step_s = 1, 0.0, math.inf
-        with self._exploring(_TURN_S), self._lock:
+        with self._lock:
             self._rollout.resize(_MOST_MEASURED)
             self._rollout.run(1)  # whatever is done once is done here
             while taken_s < _MEASURED_S and steps < _MOST_MEASURED:
@@ -331,13 +329,6 @@ class RolloutWorker:
                 # While many start the cores are not only for this one: the best is what counts.
                 step_s = min(step_s, taken_s / steps)
         return replace(info, step_s=step_s, step_bytes=_size_bytes(rows) / steps)
-
-    @contextlib.contextmanager
-    def _exploring(self, timeout_s: float | None = None) -> Iterator[None]:
-        with self._one_turn:  # a later rollout of this worker waits for this one
-            kind, given_up = self.config.exploration_type, lambda: self._closed
-            with _EXPLORATION.hold(self, kind, timeout_s=timeout_s, given_up=given_up):
-                yield
 
     def set_steps(self, steps: int) -> None:
         """Make this T. The episodes begin anew, from the config's seed."""
@@ -445,7 +436,7 @@ class RolloutWorker:
             After a ``cut`` there are fewer than ``steps``, and the last ones are truncated.
         """
         index = self._shown_index
-        with self._turns.wait_for(request), self._exploring(), self._lock:
+        with self._turns.wait_for(request), self._lock:
             if self._closed:
                 return None, RolloutStats(index, 0)
             if weights is not None:
@@ -558,14 +549,13 @@ class RolloutWorker:
 
         Raises:
             DeadlineError: that step lasts longer than ``step_limit_s``; the envs are closed when
-                it ends, and nobody else in this process waits for that.
+                it ends.
         """
         if self._closed:
             return
         self._rollout.stop()
         self._turns.open()
         if not self._lock.acquire(timeout=step_limit_s):
-            _EXPLORATION.forfeit(self)
             raise DeadlineError(
                 f"worker {self.config.worker_index}: a rollout did not stop within "
                 f"{step_limit_s:g} s"
@@ -579,7 +569,6 @@ class RolloutWorker:
         if self._closed:
             return
         self._closed = True
-        _EXPLORATION.call_out()
         rollout = self._rollout
         # The session keeps this object until it ends; what it refers to may go.
         del self._rollout
