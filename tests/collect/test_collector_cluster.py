@@ -113,7 +113,8 @@ def test_the_same_envs_give_the_same_data_however_they_are_split(fork_server: Fo
     assert torch.equal(split["next", "observation"], whole["next", "observation"])
     assert torch.equal(split["action"], whole["action"])
     env = SerialEnv(4, lambda: GymEnv("CartPole-v1"))
-    env.set_seed(7)  # resets with the seeds
+    env.set_seed(7)
+    env.reset()  # as TorchRL's collectors begin
     seeds_of_torchrl = torch.stack([torch.as_tensor(e.unwrapped.state) for e in env._envs])
     env.close()
     assert torch.allclose(whole["observation"][:, 0].double(), seeds_of_torchrl, atol=1e-6)

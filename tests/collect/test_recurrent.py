@@ -170,7 +170,6 @@ def test_n_step_returns_never_cross_a_reset_or_another_env() -> None:
     [
         {"trajs_per_batch": 0},
         {"trajs_per_batch": 2, "split_trajs": True},
-        {"trajs_per_batch": 2, "replay_buffer": object()},
         {"trajs_per_batch": 2, "readiness": Preempt()},
         {"split_trajs": True, "postproc": lambda rows: rows},
     ],
