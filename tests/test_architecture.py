@@ -31,8 +31,8 @@ PUBLIC_NAMES = """
     RPCPrioritizedSampler RPCRandomSampler RateLimitError RateLimiter Remote RemoteError
     RemoteStorage ReplayOwner Session SharedCursorWriter SharedMemmapStorage
     SharedPrioritizedSampler SharedPrioritizedSliceSampler SharedRandomSampler
-    SharedReplayBuffer SharedSliceSampler TorchRLDistError WaitAll World
-    anneal_beta host_replay local_cluster replay_buffer session __version__
+    SharedReplayBuffer SharedSamplerWithoutReplacement SharedSliceSampler TorchRLDistError WaitAll
+    World anneal_beta host_replay local_cluster replay_buffer session __version__
 """.split()
 MODULES = [
     path for path in sorted(ROOT.rglob("*.py")) if path != ROOT / "__init__.py"

@@ -15,6 +15,7 @@ a killed process leaves no harm            ``DIRTY`` and ``cursor.repair``; a   
 sums equal leaves                          marks in ``tree``                     tree, kills
 the law and the weights of one buffer      ``tree``, ``sampler``; over shards    law, shard_law,
                                            ``shard_law``                         shard_hosts
+at most once per pass, by all processes    one counter, ``passes``               passes
 by RPC: in order, each once                numbered requests, ``link``,          link, host,
                                            ``host``                              hosted
 samples per insert stay in their range     ``limiter``; ``gate`` on a node,      limiter, gate,
@@ -29,6 +30,7 @@ from torchrl_dist.replay.buffer import SharedReplayBuffer
 from torchrl_dist.replay.hosted import HostedReplayBuffer, replay_buffer
 from torchrl_dist.replay.limiter import RateLimiter
 from torchrl_dist.replay.owner import ReplayOwner, host_replay
+from torchrl_dist.replay.passes import SharedSamplerWithoutReplacement
 from torchrl_dist.replay.remote import RemoteStorage, RPCPrioritizedSampler, RPCRandomSampler
 from torchrl_dist.replay.sampler import (
     SharedPrioritizedSampler,
@@ -52,6 +54,7 @@ __all__ = [
     "SharedPrioritizedSliceSampler",
     "SharedRandomSampler",
     "SharedReplayBuffer",
+    "SharedSamplerWithoutReplacement",
     "SharedSliceSampler",
     "anneal_beta",
     "host_replay",

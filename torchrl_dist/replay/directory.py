@@ -11,6 +11,7 @@ Files::
                     that whoever removes them knows their names
     data/*.bin      one file per leaf of a row, [capacity, ...]
     limiter.bin     with a rate limiter: who waits, and how often rows were sampled; see ``gate``
+    pass.bin        with sampling without replacement: what is still to be drawn; see ``passes``
 
 Which of them are made, adopted and removed when is the matter of ``folder``.
 
@@ -619,6 +620,13 @@ class ReplayDirectory:
         users = USER_COLUMNS * MAX_MEMBERS
         self.users = tables[:users].reshape(MAX_MEMBERS, USER_COLUMNS)
         self.draws = tables[users:] if self.words[Word.MAX_TIMES_SAMPLED] else None
+
+    def map_pass_table(self, size: int) -> np.ndarray:
+        """The table of ``passes``, int64, zeros if there was none. Called under the lock."""
+        file = self.path / files.PASS
+        if not file.exists() or file.stat().st_size != size:  # whoever made it was killed
+            _allocate(file, size)
+        return np.frombuffer(_map(file, size), dtype=np.int64)
 
     def _limiter_bytes(self) -> int:
         per_row = 8 * self.capacity if self.words[Word.MAX_TIMES_SAMPLED] else 0

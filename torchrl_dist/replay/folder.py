@@ -27,7 +27,8 @@ _BEING_REMOVED = "header.removed.json"
 _NEW = ".new"
 _MADE_BEFORE_HEADER = frozenset({LOCK, *TABLES, HEADER + _NEW})
 _LIMITER = "limiter.bin"
-_MADE = _MADE_BEFORE_HEADER | {HEADER, _BEING_REMOVED, ROWS, ROWS + _NEW, DATA, _LIMITER}
+PASS = "pass.bin"
+_MADE = _MADE_BEFORE_HEADER | {HEADER, _BEING_REMOVED, ROWS, ROWS + _NEW, DATA, _LIMITER, PASS}
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def check_ours(folder: Path) -> None:
     if HEADER in names:
         read_header(folder)
     elif _BEING_REMOVED not in names and not names <= _MADE_BEFORE_HEADER:
-        if names & {ROWS, DATA, _LIMITER}:
+        if names & {ROWS, DATA, _LIMITER, PASS}:
             raise damaged(folder, f"{HEADER} is missing beside its data")
         raise _not_ours(folder, names)
 
@@ -161,7 +162,7 @@ def clear(folder: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.replace(folder / HEADER, folder / _BEING_REMOVED)
     remove_data(folder)
-    for name in (_LIMITER, *TABLES, HEADER + _NEW, _BEING_REMOVED):
+    for name in (_LIMITER, PASS, *TABLES, HEADER + _NEW, _BEING_REMOVED):
         (folder / name).unlink(missing_ok=True)
 
 

@@ -643,6 +643,10 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         """The leaves of the rows at slots [n], as they are: who calls compares the versions."""
         return rows.tensors(self._gather(slots), self._spec())
 
+    def copy_arrays(self, slots: np.ndarray) -> list[np.ndarray]:
+        """:meth:`copy_rows` as NumPy sees them."""
+        return self._gather(slots)
+
     def as_rows(self, leaves: list[torch.Tensor], *, raw: bool = False) -> TensorDict:
         """A TensorDict (or tensorclass) of copied leaves, each [n, ...]; see ``rows.build``."""
         return rows.build(leaves, self._spec(), (leaves[0].shape[0],), raw=raw)

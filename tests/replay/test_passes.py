@@ -1,0 +1,213 @@
+"""Sampling without replacement: each row at most once per pass, over all processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torchrl.data import ReplayBuffer, SamplerWithoutReplacement, TensorDictReplayBuffer
+
+from tests.replay.conftest import make_rows
+from torchrl_dist import (
+    ConfigurationError,
+    RateLimiter,
+    SharedCursorWriter,
+    SharedMemmapStorage,
+    SharedReplayBuffer,
+    SharedSamplerWithoutReplacement,
+)
+
+_FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture
+def make(folder: Path) -> Iterator[Callable[..., ReplayBuffer]]:
+    built: list[ReplayBuffer] = []
+
+    def make_buffer(
+        capacity: int = 64,
+        *,
+        kind: type[ReplayBuffer] = TensorDictReplayBuffer,
+        drop_last: bool = False,
+        shuffle: bool = True,
+        batch_size: int = 8,
+        storage: dict | None = None,
+        **options,
+    ) -> ReplayBuffer:
+        buffer = kind(
+            storage=SharedMemmapStorage(
+                capacity, scratch_dir=folder, job_id="test", **(storage or {})
+            ),
+            sampler=SharedSamplerWithoutReplacement(drop_last, shuffle),
+            writer=SharedCursorWriter(),
+            batch_size=batch_size,
+            **options,
+        )
+        built.append(buffer)
+        return buffer
+
+    yield make_buffer
+    for buffer in built:
+        buffer.storage.close()
+
+
+def ids(buffer: ReplayBuffer, batches: int) -> list[int]:
+    return [number for _ in range(batches) for number in buffer.sample()["id"].tolist()]
+
+
+@pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer, SharedReplayBuffer])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_pass_visits_each_row_once_and_the_next_in_another_order(make, kind, drop_last) -> None:
+    rb = make(kind=kind, drop_last=drop_last)
+    assert isinstance(rb.sampler, SamplerWithoutReplacement)
+    assert not rb.can_sample()
+    rb.extend(make_rows(range(20)))
+    orders = []
+    for _ in range(3):
+        sizes, found = [], []
+        for batch in rb:
+            sizes.append(len(batch))
+            found += batch["id"].tolist()
+        assert sizes == [8, 8] if drop_last else sizes == [8, 8, 4]
+        assert len(set(found)) == len(found) and set(found) <= set(range(20))
+        orders.append(found)
+    assert orders[0] != orders[1] != orders[2]
+    if drop_last:
+        with pytest.raises(ConfigurationError, match="a batch of 32 rows, but the buffer holds 20"):
+            rb.sample(32)
+        assert len(rb.sample(8)) == 8
+
+
+def test_without_shuffle_rows_come_by_their_slots_and_a_generator_repeats_an_order(make) -> None:
+    rb = make(shuffle=False)
+    rb.extend(make_rows(range(20)))
+    assert ids(rb, 3) == list(range(20))
+    rb = make()
+    orders = []
+    for _ in range(2):
+        rb.set_rng(torch.Generator().manual_seed(3))
+        orders.append(ids(rb, 3))
+    assert orders[0] == orders[1] and sorted(orders[0]) == list(range(20))
+
+
+def test_prefetching_draws_no_row_twice(make) -> None:
+    rb = make(prefetch=3)
+    rb.extend(make_rows(range(60)))
+    for _ in range(2):
+        found = [number for batch in rb for number in batch["id"].tolist()]
+        assert sorted(found) == list(range(60))
+
+
+def test_overwritten_rows_are_left_out_and_new_ones_wait_for_the_next_pass(make) -> None:
+    rb = make(64)
+    rb.extend(make_rows(range(60)))
+    drawn = ids(rb, 3)
+    rb.extend(make_rows(range(100, 124)))  # four in free slots, twenty over 0 to 19
+    left = set(range(20, 60)) - set(drawn)
+    batches = -(-len(left) // 8)
+    rest = ids(rb, batches)
+    assert len(rest) == len(left) and set(rest) == left
+    assert rb.sampler.ran_out
+    assert sorted(ids(rb, 8)) == [*range(20, 60), *range(100, 124)]
+
+
+def test_emptied_or_loaded_rows_begin_a_new_pass(make, tmp_path: Path) -> None:
+    rb = make(64)
+    rb.extend(make_rows(range(32)))
+    first = ids(rb, 2)
+    rb.dumps(tmp_path)
+    rb.loads(tmp_path)
+    assert sorted(ids(rb, 4)) == list(range(32))
+    ids(rb, 1)
+    rb.empty()
+    with pytest.raises(RuntimeError, match="empty storage"):
+        rb.sample()
+    rb.extend(make_rows(range(50, 60)))
+    assert sorted(ids(rb, 2)) == list(range(50, 60)) and len(set(first)) == 16
+
+
+def test_rows_that_change_while_they_are_copied_are_not_returned(make, monkeypatch) -> None:
+    rb = make(64, batch_size=16)
+    rb.extend(make_rows(range(64)))
+    storage, written, plain = rb.storage, [], rb.storage.copy_arrays
+
+    def overwrite_first(slots: np.ndarray) -> list[np.ndarray]:
+        leaves = plain(slots)
+        if len(written) < 40 and storage.directory.words[0] == 0 and slots.size:
+            number = 1000 + len(written)
+            written.append(int(slots[0]))
+            if len(written) % 10:  # under the lock nobody could
+                storage.write_at(torch.tensor([written[-1]]), make_rows(range(number, number + 1)))
+        return leaves
+
+    monkeypatch.setattr(storage, "copy_arrays", overwrite_first)
+    monkeypatch.setattr("torchrl_dist.replay.passes._REDRAWS", 1000)  # so it holds no lock
+    found = ids(rb, 2)
+    assert written and len(set(found)) == len(found) and max(found) < 64
+    gone = {slot for count, slot in enumerate(written, 1) if count % 10}
+    assert not gone & set(found)
+
+
+def _draw_until_the_pass_is_over(rb: ReplayBuffer, file: Path, deadly_batch: int | None) -> None:
+    with open(file, "a", buffering=1) as out:
+        for count, batch in enumerate(rb):
+            if count == deadly_batch:
+                os.kill(os.getpid(), signal.SIGKILL)
+            out.write(" ".join(map(str, batch["id"].tolist())) + "\n")
+            if rb.sampler._passes.number > 1:  # of which the first batch came too late to stop
+                break
+
+
+@pytest.mark.parametrize("kill", [False, True])
+def test_processes_share_a_pass_also_if_one_is_killed(make, tmp_path: Path, kill: bool) -> None:
+    rb = make(4096, kind=SharedReplayBuffer, batch_size=16)
+    rb.extend(make_rows(range(4096)))
+    files = [tmp_path / str(number) for number in range(3)]
+    processes = [
+        _FORK.Process(
+            target=_draw_until_the_pass_is_over, args=(rb, file, 5 if kill and not number else None)
+        )
+        for number, file in enumerate(files)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [-9 if kill else 0, 0, 0]
+    lines = [[int(word) for word in line.split()] for f in files for line in f.open()]
+    # whoever came when nothing was left began the next pass, with its first batches
+    over = len(lines) * 16 - 4096 + (16 if kill else 0)
+    assert 0 <= over <= 3 * 16
+    counts = np.bincount(np.concatenate(lines), minlength=4096)
+    assert (counts > 1).sum() <= over and (counts == 0).sum() <= (16 if kill else 0)
+    assert counts.max() <= 2
+
+
+def test_a_restarted_job_goes_on_with_the_pass(make) -> None:
+    rb = make(64, storage={"keep": True})
+    rb.extend(make_rows(range(48)))
+    first = ids(rb, 2)
+    rb.storage.close()
+    again = make(64, storage={"resume": True})
+    assert sorted(first + ids(again, 4)) == list(range(48))
+    again.storage.directory.words[12] = 0  # KEEP
+    folder = Path(again.storage.scratch_dir)
+    again.storage.close()
+    assert not folder.exists()
+
+
+def test_a_limiter_counts_the_rows_that_were_returned(make) -> None:
+    limiter = RateLimiter(1, samples_per_insert=2.0, error_buffer=64.0)
+    rb = make(64, storage={"limiter": limiter})
+    rb.extend(make_rows(range(20)))
+    assert [len(rb.sample()) for _ in range(3)] == [8, 8, 4]
+    assert rb.storage.limiter_counts.samples == 20
+    rb.storage.close()
+    with pytest.raises(ConfigurationError, match="without max_times_sampled"):
+        make(64, storage={"limiter": RateLimiter(8, max_times_sampled=1)})
