@@ -29,6 +29,7 @@ from torchrl_dist import (
     RemoteError,
     RemoteStorage,
     SharedMemmapStorage,
+    SharedPrioritizedSampler,
 )
 from torchrl_dist.replay.batches import BatchSource
 from torchrl_dist.replay.client import ReplayClient
@@ -806,3 +807,22 @@ def test_an_exception_of_a_signal_handler_leaves_the_link_whole(hosts) -> None:
     assert strikes > 50
     assert applied == sorted(set(applied)) and set(returned) <= set(applied)
     assert client.links[0]._bytes == 0
+
+
+def test_a_float_index_is_refused_instead_of_truncated(hosts) -> None:
+    client = connect(hosts[:1])
+    client.write(make_rows(range(4)), None)
+    client.flush()
+    local = hosts[0].host.storage
+    for storage in (storage_of(client), local):
+        for index in (torch.tensor([1.9]), [0.0, 1.0], 2.5):
+            with pytest.raises(IndexError, match="whole numbers, got torch.float32"):
+                storage.get(index)
+            with pytest.raises(IndexError, match="whole numbers"):
+                storage.write_at(index, make_rows(range(2)))
+        assert storage.get(torch.tensor([1, 3], dtype=torch.int32))["id"].tolist() == [1, 3]
+    sampler = SharedPrioritizedSampler(CAPACITY, 1.0, 0.4)
+    sampler.attach(local)
+    with pytest.raises(IndexError, match="whole numbers"):
+        sampler.update_priority(torch.tensor([1.9]), 3.0, storage=local)
+    assert local.write_count == 4

@@ -5,6 +5,26 @@ A *ticket* is an int64 that counts rows ever reserved; a *slot* is ``ticket % ca
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
+
+def as_slots(index: Any) -> torch.Tensor:
+    """An index of any shape as int64 on the CPU; such a tensor is returned itself.
+
+    Raises:
+        IndexError: it is no whole numbers: 1.9 would silently name row 1.
+    """
+    found = torch.as_tensor(index, device="cpu")
+    if found.dtype is torch.int64:
+        return found
+    if found.numel() and (found.is_floating_point() or found.is_complex()):
+        raise IndexError(
+            f"rows are named by whole numbers, got {found.dtype}: {found.reshape(-1)[:4].tolist()}"
+        )
+    return found.to(torch.int64)
+
 
 def largest_reservation(capacity: int) -> int:
     """Rows that one reservation may take.

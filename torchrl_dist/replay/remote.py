@@ -25,6 +25,7 @@ from torchrl_dist.replay.limiter import Counts, RateLimiter
 from torchrl_dist.replay.messages import Empty, SetAlpha, UsePriorities
 from torchrl_dist.replay.owner import DirectStorage, ReplayOwner, open_directly
 from torchrl_dist.replay.packing import columns_of, pack, unpack
+from torchrl_dist.replay.placement import as_slots
 from torchrl_dist.replay.priorities import check_priorities
 from torchrl_dist.replay.sampler import (
     SharedPrioritizedSampler,
@@ -186,7 +187,7 @@ class RemoteStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
 
     def write_at(self, index: torch.Tensor, data: TensorDictBase) -> torch.Tensor:
         """Replace whole rows at given indices; blocks. Returns the new generations, int64 [n]."""
-        index = torch.as_tensor(index, dtype=torch.int64)
+        index = as_slots(index)
         index = index if index.ndim == 1 else index.reshape(-1)  # the very tensor is remembered
         if data.batch_size[0] != index.numel():
             raise ConfigurationError(f"{data.batch_size[0]} rows for {index.numel()} slots")
@@ -288,7 +289,7 @@ class RemoteStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         found = torch.as_tensor(index, device="cpu")
         if found.dtype == torch.bool:
             found = found.nonzero().squeeze(-1)
-        found = found.to(torch.int64).reshape(found.shape or (1,))
+        found = as_slots(found).reshape(found.shape or (1,))
         if (found < 0).any():
             found = torch.where(found < 0, self._from_the_end(found), found)
         return found
@@ -756,13 +757,13 @@ class RPCPrioritizedSampler(_RPCSampler, PrioritizedSampler):
         ):
             return  # a process that joins must not reset what the others share
         if not isinstance(index, torch.Tensor):
-            index = torch.as_tensor(index, dtype=torch.int64)
+            index = as_slots(index)
         raw = priorities_for(index, priority)
         check_priorities(raw)
         if generation is not None:
             generation = generation.detach().cpu().reshape(-1)
         if index.dtype != torch.int64 or index.device.type != "cpu" or index.ndim != 1:
-            index = index.detach().to("cpu", torch.int64).reshape(-1)
+            index = as_slots(index).reshape(-1)
         remote.client.set_priorities(index, generation, raw)
 
     def mark_update(self, index: int | torch.Tensor, *, storage: Storage | None = None) -> None:

@@ -25,6 +25,7 @@ from torchrl_dist.forks import now_and_in_children
 from torchrl_dist.replay import _torchrl, rows
 from torchrl_dist.replay.directory import ReplayDirectory, Word
 from torchrl_dist.replay.draws import TooFewDrawsError, count_draws
+from torchrl_dist.replay.placement import as_slots
 from torchrl_dist.replay.priorities import check_rescaling, rescaled, update
 from torchrl_dist.replay.storage import NoRowsError, SharedMemmapStorage
 
@@ -153,7 +154,7 @@ class RecentGenerations:
 
 
 def _slots_of(index: int | torch.Tensor) -> np.ndarray:
-    return torch.as_tensor(index, dtype=torch.int64).detach().cpu().numpy()
+    return as_slots(index).numpy()
 
 
 def _oldest_of(batches: Iterable[_Batch]) -> torch.Tensor | None:
@@ -600,7 +601,7 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
             return  # a process that joins must not reset what the others share
         if generation is None:
             generation = self._recent.recall(index)
-        index = torch.as_tensor(index, dtype=torch.int64).detach().cpu()
+        index = as_slots(index)
         assert self._directory is not None
         update(
             self._directory,

@@ -36,7 +36,7 @@ from torchrl_dist.replay.directory import (
 from torchrl_dist.replay.gate import set_limiter
 from torchrl_dist.replay.gather import Gatherer
 from torchrl_dist.replay.limiter import Counts, RateLimiter
-from torchrl_dist.replay.placement import split_rows
+from torchrl_dist.replay.placement import as_slots, split_rows
 from torchrl_dist.replay.priorities import check_priorities
 from torchrl_dist.replay.saving import DirectoryShard, SavedStorage
 
@@ -382,7 +382,7 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         Returns:
             The new generations, int64 [n].
         """
-        slots = torch.as_tensor(index, dtype=torch.int64).reshape(-1).numpy()
+        slots = as_slots(index).reshape(-1).numpy()
         if slots.size and not (0 <= slots.min() and slots.max() < self.max_size):
             raise IndexError(
                 f"slots must lie in 0 .. {self.max_size - 1}, got {slots.min()} .. {slots.max()}"
@@ -592,7 +592,7 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         index = torch.as_tensor(index)
         if index.dtype == torch.bool:
             index = index.nonzero().squeeze(-1)
-        data = self._get_slots(index.reshape(-1).to(torch.int64).numpy())
+        data = self._get_slots(as_slots(index).reshape(-1).numpy())
         return data.reshape(*index.shape, *data.batch_size[1:]) if index.ndim != 1 else data
 
     def _get_slots(self, slots: np.ndarray, *, wait: bool = True) -> TensorDict:

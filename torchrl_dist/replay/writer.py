@@ -14,6 +14,7 @@ from torchrl.data.replay_buffers.writers import Writer
 
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay import _torchrl
+from torchrl_dist.replay.placement import as_slots
 
 
 class SharedCursorWriter(Writer):
@@ -80,7 +81,7 @@ class SharedCursorWriter(Writer):
 
     def write_at(self, index: int | torch.Tensor, data: Any) -> torch.Tensor:
         """Replace the rows at given slots without moving the cursor."""
-        slots = torch.as_tensor(index, dtype=torch.int64)
+        slots = as_slots(index)
         if slots.ndim == 0:
             data = data.unsqueeze(0)
         flat = slots if slots.ndim == 1 else slots.reshape(-1)  # the very tensor is remembered
