@@ -40,9 +40,12 @@ class PinnedNormal(Independent):
         super().__init__(Normal(loc, scale), 1)
 
     def rsample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:  # noqa: B008
-        assert not sample_shape
         normal = self.base_dist
-        return normal.loc + normal.scale * torch.sin(997 * normal.loc.detach())
+        sample = normal.loc + normal.scale * torch.sin(997 * normal.loc.detach())
+        return sample.expand(*sample_shape, *sample.shape)
+
+    def sample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:  # noqa: B008
+        return self.rsample(sample_shape).detach()
 
 
 class StateAction(nn.Module):

@@ -82,7 +82,7 @@ def test_a_paused_learner_pauses_the_others_and_is_named_after_the_deadline(
     kind, text, seconds = one_rank_is_late()
     pid = session.pid_of(paused)
     assert kind == "DeadlineError" and seconds > 3.5
-    assert text.startswith(f"rank 2 (pid {pid} on {HOST}), stopped did not come to the averaging")
+    assert text.startswith(f"rank 2 (pid {pid} on {HOST}), stopped did not come to a call")
     kind, text, _ = futures[0].result(20)
     assert kind == "DeadlineError" and text.startswith(f"rank 2 (pid {pid} on")
     os.kill(pid, signal.SIGCONT)
@@ -160,8 +160,13 @@ def at_different_calls(case: str) -> tuple[str, str, float]:
                 loss.ranks.any(False)
             elif loss.ranks.is_first and case == "metrics":
                 loss.ranks.means({})
-            elif case == "metrics":
+            elif case in ("metrics", "a question"):
                 loss.ranks.on_first(print)
+            elif case == "a call":
+                loss(make_batch("ppo", 4))
+                if loss.ranks.is_first:
+                    loss(make_batch("ppo", 4))
+                loss(make_batch("ppo", 4))["loss_critic"].backward()
             else:
                 loss.actor_network_params.requires_grad_(loss.ranks.is_first)
                 loss(make_batch("ppo", 4))["loss_critic"].backward()
@@ -174,6 +179,11 @@ def at_different_calls(case: str) -> tuple[str, str, float]:
     [
         ("metrics", "ConfigurationError", "rank 0 is at the metrics while rank 1 is at what rank"),
         ("a question", "ConfigurationError", "rank 0 is at the question whether to stop while"),
+        (
+            "a call",
+            "ConfigurationError",
+            "is at a call of forward while rank 1 is at the averaging",
+        ),
         ("unfreezing", "ConfigurationError", "train different parameters, such as actor_network"),
     ],
 )
@@ -195,8 +205,8 @@ def stop_after_different_updates() -> tuple[str, str, float]:
 def test_a_rank_with_fewer_backward_passes_is_named_with_its_place(two_ranks) -> None:
     first, second = two_ranks.run(stop_after_different_updates)
     places = {
-        "which waits at the averaging of gradients, did not come to the question whether to stop",
-        "which waits at the question whether to stop, did not come to the averaging of gradients",
+        "which waits at a call of forward, did not come to the question whether to stop",
+        "which waits at the question whether to stop, did not come to a call of forward",
     }
     for kind, text, seconds in (first, second):
         assert kind == "DeadlineError" and 2.5 < seconds < 15

@@ -12,7 +12,13 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torchrl.objectives import DQNLoss, KLPENPPOLoss, LossModule, SoftUpdate
+from torchrl.objectives import (
+    DQNLoss,
+    KLPENPPOLoss,
+    LossModule,
+    SoftUpdate,
+    ValueEstimators,
+)
 
 from tests.learn.losses import (
     ACTIONS,
@@ -292,8 +298,10 @@ def test_every_style_of_update_gives_one_process_parameters(
     assert checksum == same
     assert_close(first, second, atol=0)
     assert_close(first, dict(alone.state_dict()), atol=2e-5)
+    calls = {"methods": 5 + 3, "accumulated": 5 * 3}.get(style, 5)
     passes = 5 + 3 if style in ("methods", "two_passes") else 5
-    assert collectives == 1 + passes  # the copy of the parameters, and one per backward pass
+    # The copy of the parameters and each averaging take two: first ranks see that they are there.
+    assert collectives == 2 + calls + 2 * passes
 
 
 def reached_by_one_rank() -> list[dict[str, Tensor]]:
@@ -472,6 +480,87 @@ def test_a_loss_may_be_converted_later(two_ranks, dtype: torch.dtype, of: str) -
     assert_close(first, gradients(alone), atol=1e-12 if dtype == torch.float64 else 2e-2, rtol=0)
 
 
+def two_calls_in_one_pass() -> dict[str, Tensor]:
+    loss = distributed("dqn")
+    batches = [prioritized_batch("dqn"), masked_batch("some")]
+    values = [loss(part_of(batch, "unequal"))["loss"] for batch in batches]
+    (values[0] + 3 * values[1] + sum(p.square().sum() for p in loss.parameters())).backward()
+    return gradients(loss)
+
+
+def test_two_calls_and_a_penalty_may_go_backward_at_once(two_ranks: LearningRanks) -> None:
+    alone = make_loss("dqn")
+    values = [alone(batch)["loss"] for batch in (prioritized_batch("dqn"), masked_batch("some"))]
+    (values[0] + 3 * values[1] + sum(p.square().sum() for p in alone.parameters())).backward()
+    for found in two_ranks.run(two_calls_in_one_pass):
+        assert_close(found, gradients(alone), atol=1e-6)
+
+
+def what_is_told(break_something: Callable[[LossModule], None]) -> str:
+    loss = distributed("ppo")
+    batch = part_of(make_batch("ppo", ROWS), "unequal")
+    total(loss(batch)).backward()
+    try:
+        break_something(loss)
+        total(loss(batch)).backward()
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def steps_in_backward(loss: LossModule) -> None:
+    parameter = loss.get_parameter("critic_network_params.module.0.bias")
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    parameter.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+
+
+def freezes_on_one_rank(loss: LossModule) -> None:
+    loss.get_parameter("critic_network_params.module.2.bias").requires_grad_(loss.ranks.is_first)
+
+
+def adds_on_one_rank(loss: LossModule) -> None:
+    if loss.ranks.is_first:
+        loss.extra = nn.Parameter(torch.zeros(3))
+
+
+def adds_to_the_network(loss: LossModule) -> None:
+    layer = nn.Linear(1, 1, bias=False)
+    loss.critic_network.late = layer
+    loss.critic_network.register_forward_hook(
+        lambda _, __, out: out.set("state_value", layer(out["state_value"]))
+    )
+
+
+def test_what_would_train_ranks_apart_is_noticed_and_named(two_ranks: LearningRanks) -> None:
+    for fault, name in (
+        (steps_in_backward, "critic_network_params.module.0.bias was changed during the backward"),
+        (freezes_on_one_rank, "such as critic_network_params.module.2.bias"),
+        (adds_on_one_rank, "such as extra (here"),
+        (adds_to_the_network, "critic_network.late.weight came to its network after"),
+    ):
+        for told in two_ranks.run(what_is_told, fault):
+            assert name in told, (fault, told)
+
+
+def with_statistics_of_its_rows(estimator: ValueEstimators, options: dict[str, bool]) -> str:
+    loss = make_loss("a2c_vtrace")
+    loss.make_value_estimator(estimator, gamma=0.9, **options)
+    loss = DistributedLoss(loss, timeout_s=20)
+    losses = loss(part_of(make_batch("a2c_vtrace", ROWS), "unequal"))
+    try:
+        losses["loss_objective"].backward()
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def test_an_estimator_that_averages_over_a_batch_is_refused(two_ranks: LearningRanks) -> None:
+    for estimator, name in (("GAE", "average_gae"), ("TDLambda", "average_rewards")):
+        arguments = (ValueEstimators[estimator], {name: True})
+        for told in two_ranks.run(with_statistics_of_its_rows, *arguments):
+            assert f"{name}=True normalizes by statistics of this rank's rows" in told
+
+
 class Both(LossModule):
     """One loss of two that share a network."""
 
@@ -518,13 +607,18 @@ def test_a_network_is_averaged_by_one_loss_at_a_time(two_ranks: LearningRanks) -
         assert "value_network_params" in refused and "another distributed loss" in refused
         assert_close(before, gradients(alone))
         assert_close(after, gradients(alone))
-        assert collectives == 2  # the copy of the parameters, and one average
+        assert collectives == 2 + 1 + 2  # the copy of the parameters, one call, one average
 
 
 def of_a_nested_loss() -> dict[str, Tensor]:
     torch.manual_seed(dist.get_rank())
     loss = DistributedLoss(Both(), timeout_s=20)
-    loss(part_of(make_batch("dqn", ROWS), "unequal")).backward()
+    batch = part_of(make_batch("dqn", ROWS), "unequal")
+    value = loss(batch)
+    with pytest.raises(ConfigurationError, match="whether Both computes each row by itself"):
+        value.backward(retain_graph=True)
+    loss.set_rows(len(batch))
+    value.backward()
     return gradients(loss)
 
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import hashlib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -24,36 +25,36 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..errors import ConfigurationError
 from .ranks import Ranks
 
-# Which parameter is averaged by whom: two averages of one parameter would each use the weights of
-# their own loss's calls, whichever of the losses went backward.
+# Which parameter is averaged by whom: two averages of one parameter would do it twice.
 _owners = WeakTensorKeyDictionary()
 
 
 class GradientAverage:
-    """Attached to parameters, it leaves in each ``grad`` what one process would compute from the
-    rows of all ranks, if the loss is a mean over rows:
+    """Attached to parameters, it leaves in each ``grad`` the mean over the ranks. That is all that
+    has been accumulated there; what was averaged before is the same on all ranks, and stays what it
+    is.
 
-        grad = sum_r weight_r * grad_r / sum_r weight_r,
+    One buffer per backward pass: a flag per parameter (reached by this rank or not) and all
+    gradients, so that ranks may reach different parameters.
 
-    with what the rank's mean divides by as its weight: its count of rows, as a rule. ``grad_r`` is
-    all that has been accumulated there; what was averaged before is the same on all ranks, and
-    stays what it is.
-
-    One collective per backward pass: the weight, a flag per parameter (reached by this rank or not)
-    and all gradients travel in one buffer, so that ranks may reach different parameters.
+    Args:
+        after: called after each average.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, after: Callable[[], None] = lambda: None) -> None:
         self._ranks = ranks
+        self._after = after
         self._parameters: dict[str, nn.Parameter] = {}
         self._hooks: dict[str, torch.utils.hooks.RemovableHandle] = {}
         self._frozen: list[nn.Parameter] = []
+        self._identities: set[int] = set()
         self._dtypes: list[torch.dtype] = []
-        self._is_compared = False
         self._reached: set[str] = set()
         self._local = False
-        self._weight: float | Tensor = 1.0
-        self._weight_is_old = True
+        self._pass = -1
+        self._versions: dict[str, int] | None = None
+        self._pattern: list[bool] = []
+        self._digest = ""
         self._buffer = torch.empty(0)
         self._views: list[Tensor] = []
 
@@ -83,21 +84,24 @@ class GradientAverage:
                 _owners[parameter] = weakref.ref(self)
         self._parameters = {n: p for n, p in parameters.items() if n in self._hooks}
         self._frozen = [p for n, p in parameters.items() if n not in self._hooks]
+        self._identities = set(map(id, parameters.values()))
         if self.is_outdated() or before != [(n, id(p)) for n, p in self._parameters.items()]:
             self._make_buffer()
-            self._is_compared = False
+            self._digest = ""
 
     def detach(self) -> None:
         """Average nothing from now on."""
         for name in list(self._hooks):
             self._release(name)
-        self._frozen, self._dtypes = [], []
+        self._frozen, self._dtypes, self._identities = [], [], set()
 
-    def is_outdated(self) -> bool:
-        """Whether a parameter needs a gradient first now, or was moved or converted."""
+    def is_outdated(self, parameters: Iterable[nn.Parameter] | None = None) -> bool:
+        """Whether a parameter is not among these any more, needs a gradient first now, or was moved
+        or converted."""
         here = self._buffer.device
         return (
-            any(parameter.requires_grad for parameter in self._frozen)
+            (parameters is not None and set(map(id, parameters)) != self._identities)
+            or any(parameter.requires_grad for parameter in self._frozen)
             or [parameter.dtype for parameter in self._parameters.values()] != self._dtypes
             or any(parameter.device != here for parameter in self._parameters.values())
         )
@@ -115,16 +119,6 @@ class GradientAverage:
         _owners.pop(self._parameters.pop(name), None)
         self._reached.discard(name)
 
-    def weigh(self, rows: float | Tensor) -> None:
-        """Count ``rows`` for this rank's weight; counts add up until gradients are averaged."""
-        self._weight = rows if self._weight_is_old else self._weight + rows
-        self._weight_is_old = False
-
-    def set_weight(self, rows: float | Tensor) -> None:
-        """Forget what has been counted since the last average, and count ``rows``."""
-        self._weight_is_old = True
-        self.weigh(rows)
-
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Backward passes in this block only accumulate. The next one after it averages the sum."""
@@ -134,29 +128,61 @@ class GradientAverage:
         finally:
             self._local = before
 
-    # ---- the end of a backward pass
+    def digest(self) -> str:
+        """Short for :meth:`describe`."""
+        pattern = [parameter.requires_grad for parameter in self._parameters.values()]
+        if not self._digest or pattern != self._pattern:
+            self._pattern = pattern
+            self._digest = hashlib.blake2b(
+                repr(self.describe()).encode(), digest_size=8
+            ).hexdigest()
+        return self._digest
+
+    def describe(self) -> dict[str, str]:
+        """What is averaged, by name; the same on all ranks."""
+        return {
+            n: f"{p.dtype} {list(p.shape)}{'' if p.requires_grad else ' (frozen)'}"
+            for n, p in self._parameters.items()
+        }
+
+    # ---- a backward pass and its end
+
+    def begin(self) -> None:
+        """A backward pass has come to the loss. May be called several times in one."""
+        if self._is_new_pass():
+            self._versions = {name: p._version for name, p in self._parameters.items()}
+        Variable._execution_engine.queue_callback(self._average)
 
     def note(self, name: str) -> None:
         """A gradient has been accumulated."""
+        if self._is_new_pass():  # one that does not come from a call of the loss
+            self._versions = None
         self._reached.add(name)
         # For each parameter, since nothing tells the first one of a pass from a later one (the
         # pass before may have raised half-way); only the first callback finds something to do.
         Variable._execution_engine.queue_callback(self._average)
 
+    def _is_new_pass(self) -> bool:
+        before, self._pass = self._pass, torch._C._current_graph_task_id()
+        return before != self._pass
+
     @torch.no_grad()
     def _average(self) -> None:
+        before, self._versions = self._versions, None
+        for name in sorted(self._reached if before is not None else ()):
+            if self._parameters[name]._version != before.get(name):
+                raise ConfigurationError(
+                    f"{name} was changed during the backward pass, before its gradient was "
+                    "averaged: take the optimizer's steps after backward(), not in its hooks"
+                )
         if self._local or not self._reached:
             return
-        if not self._is_compared:
-            # With buffers of different sizes, gloo aborts the process.
-            self._compare()
         parameters = list(self._parameters.values())
         # Reached earlier, by a pass that raised, and set to None since: not reached.
         reached = [n in self._reached and p.grad is not None for n, p in self._parameters.items()]
         self._reached.clear()
         buffer, count = self._buffer, len(parameters)
-        header = torch.tensor([1.0, *map(float, reached)], dtype=buffer.dtype, device="cpu")
-        buffer[: 1 + count].copy_(header)
+        buffer[:count].copy_(torch.tensor(list(map(float, reached)), device="cpu"))
         for (name, parameter), view in zip(self._parameters.items(), self._views, strict=True):
             # Also what this pass did not reach here: if another rank's did, the gradients that an
             # earlier pass left on all ranks must come out as they were.
@@ -169,41 +195,33 @@ class GradientAverage:
                 )
             else:
                 view.copy_(parameter.grad)
-        self._apply_weight(buffer, 1 + count)
-        self._ranks.all_reduce(buffer, "the averaging of gradients")
-        buffer[1 + count :].div_(buffer[0].clamp_min(torch.finfo(buffer.dtype).tiny))
+        self._ranks.all_reduce(
+            buffer, "the averaging of gradients", details=self.digest(), compare=self.compare
+        )
+        buffer[count:].div_(self._ranks.size)
         # The flags are read only where this rank lacks a gradient: on a GPU that waits for it.
-        somewhere = reached if all(reached) else (buffer[1 : 1 + count] > 0).tolist()
+        somewhere = reached if all(reached) else (buffer[:count] > 0).tolist()
         for parameter, view, there in zip(parameters, self._views, somewhere, strict=True):
             if not there:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
             parameter.grad.copy_(view)
+        self._after()
 
-    def _apply_weight(self, buffer: Tensor, start: int) -> None:
-        """Multiply the gradients, from ``start`` on, by this rank's weight, which comes first."""
-        self._weight_is_old = True
-        weight, gradients = self._weight, buffer[start:]
-        buffer[:1].fill_(weight)
-        if not isinstance(weight, Tensor):
-            # A mean over no rows is NaN, and NaN times zero as well.
-            gradients.mul_(weight) if weight else gradients.zero_()
-        else:
-            weight = weight.to(buffer)
-            gradients.copy_(torch.where(weight > 0, gradients * weight, torch.zeros_like(weight)))
-
-    def _compare(self) -> None:
-        """Raise unless all ranks train the same parameters; once after each change of them."""
-        mine = {n: f"{p.dtype} {list(p.shape)}" for n, p in self._parameters.items()}
-        for index, theirs in enumerate(self._ranks.exchange(mine, "the first averaging")):
+    def compare(self) -> None:
+        """Raise unless all ranks train the same parameters. Blocks until all have come."""
+        ranks = self._ranks.exchange(self.describe(), "the comparison of parameters")
+        mine = self.describe()
+        for index, theirs in enumerate(ranks):
             differing = sorted(n for n in {*mine, *theirs} if mine.get(n) != theirs.get(n))
             if differing:
                 raise ConfigurationError(
                     f"this rank and rank {index} train different parameters, such as "
-                    f"{differing[0]}: freeze, unfreeze and convert on all ranks alike"
+                    f"{differing[0]} (here {mine.get(differing[0], 'missing')}, there "
+                    f"{theirs.get(differing[0], 'missing')}): add, freeze, unfreeze and convert on "
+                    "all ranks alike"
                 )
-        self._is_compared = True
 
     def _make_buffer(self) -> None:
         devices = {parameter.device for parameter in self._parameters.values()}
@@ -214,11 +232,11 @@ class GradientAverage:
             )
         sizes = [parameter.numel() for parameter in self._parameters.values()]
         self._dtypes = [parameter.dtype for parameter in self._parameters.values()]
-        dtype = torch.float32  # at least: counts of rows do not fit into 16 bits
+        dtype = torch.float32  # at least: sums over many ranks do not fit into 16 bits
         dtype = functools.reduce(torch.promote_types, self._dtypes, dtype)
         device = devices.pop() if devices else torch.device("cpu")
-        self._buffer = torch.zeros(1 + len(sizes) + sum(sizes), dtype=dtype, device=device)
-        pieces = self._buffer[1 + len(sizes) :].split(sizes) if sizes else []
+        self._buffer = torch.zeros(len(sizes) + sum(sizes), dtype=dtype, device=device)
+        pieces = self._buffer[len(sizes) :].split(sizes) if sizes else []
         self._views = [
             piece.view(parameter.shape)
             for piece, parameter in zip(pieces, self._parameters.values(), strict=True)

@@ -15,13 +15,21 @@ import torch.distributed as dist
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torchrl.modules import ValueNorm
-from torchrl.objectives import KLPENPPOLoss
-from torchrl.objectives.common import AUTO_LOSS_MASK_KEYS, LossModule
+from torchrl.objectives import KLPENPPOLoss, LossModule, PPOLoss
 
 from ..errors import ConfigurationError, DriftError
 from ..weights import named_tensors, pack
 from .gradients import GradientAverage
-from .ranks import Ranks
+from .ranks import Ranks, backends
+from .reductions import (
+    Call,
+    Weight,
+    estimator_refusal,
+    leaves,
+    map_outputs,
+    normalized,
+    refusal,
+)
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -39,19 +47,23 @@ class DistributedLoss:
       wherever its loss came from (``loss(batch)``, ``loss.actor_loss(batch)``, one forward with
       several backward passes). Clip and step afterwards, as ever. ``torch.autograd.grad`` gives
       this rank's own.
-    - A rank weighs as much as its batch has rows (valid ones, where ``loss_mask_key`` finds a
-      mask; with their importance weights, where there are some, because TorchRL's losses divide by
-      the sum of these). So the average is the gradient of one process on all rows, if the loss is a
-      mean over rows. It is not for what is computed over a rank's rows first, as a normalized
-      advantage: normalize over all rows before. With ``reduction="sum"`` all ranks weigh the same.
-      Calls count whether or not they go backward: use ``torch.no_grad()`` for those that do not.
+    - So each gradient is that of one process that has all rows, part by part: each mean inside the
+      loss counts by what it divided by on each rank, whether by its rows, by those that a mask
+      leaves, or by the sum of their importance weights. ``reduction="sum"`` sums over all ranks.
+      Normalized advantages of the PPO losses use the statistics of all ranks.
+    - Where that is not known exactly, a backward pass is refused with the reason: other classes
+      than TorchRL's (your own subclasses, too), ``reduction="none"``, statistics of a batch such as
+      ``average_rewards``. Say then what this rank weighs: ``loss.set_rows(len(batch))``.
+      What does not come from the loss counts alike from each rank, as a penalty on parameters does.
     - ``loss.ranks`` answers what ranks must agree on, and does what only one of them should.
     - ``with DistributedLoss(...) as loss:`` tells the waiting ranks the exception that leaves the
       block, with its traceback, and closes the loss.
 
-    Every rank must run the same number of backward passes, between the same calls of ``ranks``.
-    Each one blocks until all ranks have come, on the CPU for at most ``timeout_s``, and raises as
-    :class:`Ranks` says. A state is loaded on every rank, or before this call.
+    Every rank must make the same calls of the loss (under ``torch.no_grad()`` it may make others),
+    of ``set_rows`` and of ``ranks``, and run the same backward passes, in the same order. Each one
+    blocks until all ranks have come, on the CPU for at most ``timeout_s``, and raises as
+    :class:`Ranks` says. A rank without rows calls it with an empty batch. A state is loaded on all
+    ranks, or before this call.
 
     Args:
         loss_module: built alike on every rank, on the device where it will stay.
@@ -69,7 +81,8 @@ class DistributedLoss:
 
     ranks: Ranks
     _gradients: GradientAverage
-    _inside: bool
+    _weight: Weight
+    _call: Call | None
     _is_closed: bool
 
     def __new__(
@@ -87,7 +100,8 @@ class DistributedLoss:
             raise ConfigurationError(f"this {type(loss_module).__name__} is distributed already")
         _refuse_statistics(loss_module)
         ranks = Ranks(group, timeout_s=timeout_s)
-        gradients = GradientAverage(ranks)
+        weight = Weight()
+        gradients = GradientAverage(ranks, after=weight.age)
         if ranks.size > 1:
             _compare(loss_module, ranks)
             _take_from_first(loss_module, ranks)
@@ -95,7 +109,9 @@ class DistributedLoss:
         loss_module.__class__ = _subclass(type(loss_module))
         loss_module.ranks = ranks
         loss_module._gradients = gradients
-        loss_module._inside = loss_module._is_closed = False
+        loss_module._weight = weight
+        loss_module.__dict__["_call"] = None
+        loss_module._is_closed = False
         return loss_module
 
     def __init__(self, loss_module: LossModule, **_: Any) -> None:
@@ -108,10 +124,22 @@ class DistributedLoss:
         return self._gradients.paused()
 
     def set_rows(self, rows: float | Tensor) -> None:
-        """Let this rank weigh ``rows`` (a count >= 0) until the coming average, in place of what
-        calls of the loss have counted since the last one: for losses that are not called with a
-        TensorDict, or that are reduced by the caller."""
-        self._gradients.set_weight(rows)
+        """Let this rank weigh ``rows`` (a count >= 0) in the coming backward passes, in place of
+        what is observed in the loss: gradients are then means over the ranks, weighted by rows.
+        Forgotten when the loss is called after gradients have been averaged.
+
+        Before the backward pass, on all ranks; blocks until all have come.
+
+        Raises:
+            ConfigurationError: it is no count, or all ranks weigh 0.
+        """
+        count = float(rows)
+        if not 0 <= count < float("inf"):
+            raise ConfigurationError(f"set_rows({rows}): expected a finite count >= 0")
+        total = self.ranks.add_up("set_rows", [count])[0]
+        if not total:
+            raise ConfigurationError("set_rows(0) on all ranks: expected a row somewhere")
+        self._weight.state(self.ranks.size * count / total)
 
     def check_drift(self) -> str:
         """A checksum of all parameters, targets and buffers, after comparing it between ranks.
@@ -157,6 +185,36 @@ class DistributedLoss:
             self.ranks.report(error)
         self.close()
 
+    # ---- what TorchRL's losses call
+
+    def _reduce_loss(
+        self,
+        loss: Tensor,
+        tensordict: TensorDictBase | None = None,
+        *,
+        mask: Tensor | None = None,
+        reduction: str | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        reduce = functools.partial(
+            super()._reduce_loss, tensordict=tensordict, mask=mask, weights=weights
+        )
+        how = self.reduction if reduction is None else reduction
+        if self._call is None:
+            return reduce(loss, reduction=how)
+        return self._call.reduce(reduce, loss, how)
+
+    @property
+    def value_estimator(self) -> Any:
+        estimator = super().value_estimator
+        if self._call is not None and (reason := estimator_refusal(estimator)):
+            self._call.refuse(reason)
+        return estimator
+
+    @value_estimator.setter
+    def value_estimator(self, value: Any) -> None:
+        self._value_estimator = value
+
     # ---- what else changes parameters
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
@@ -180,80 +238,134 @@ class DistributedLoss:
         )
 
 
+class _NormalizedByAll:
+    """What PPO losses are given in addition."""
+
+    def _maybe_normalize_advantage(
+        self, advantage: Tensor, tensordict: TensorDictBase, *, update_norm: bool
+    ) -> Tensor:
+        if self._call is None or self.advantage_norm is not None or not self.normalize_advantage:
+            return super()._maybe_normalize_advantage(
+                advantage, tensordict, update_norm=update_norm
+            )
+        if 0 in {dim % advantage.ndim for dim in self.normalize_advantage_exclude_dims}:
+            self._call.refuse("normalize_advantage_exclude_dims excludes the rows themselves")
+            return advantage
+        return normalized(self, advantage, tensordict, self.ranks.add_up)
+
+
 @functools.cache
 def _subclass(loss_class: type[LossModule]) -> type:
-    """``loss_class`` with what :class:`DistributedLoss` adds, and rows counted in every method
-    that returns losses: ``forward``, and those that TorchRL names so."""
+    """``loss_class`` with what :class:`DistributedLoss` adds, and reductions observed in every
+    method that returns losses: ``forward``, and those that TorchRL names so."""
     methods = {
-        name: _counting(getattr(loss_class, name))
+        name: _observed(getattr(loss_class, name), loss_class)
         for name in dir(loss_class)
         if (name == "forward" or name.endswith("loss") or name.startswith("loss_"))
         and not name.startswith("_")
         and inspect.isfunction(inspect.getattr_static(loss_class, name))
     }
+    added = (_NormalizedByAll,) if issubclass(loss_class, PPOLoss) else ()
     return type(loss_class)(
         f"Distributed{loss_class.__name__}",
-        (DistributedLoss, loss_class),
+        (DistributedLoss, *added, loss_class),
         {**methods, "__module__": __name__},
     )
 
 
-def _counting(method: Callable[..., Any]) -> Callable[..., Any]:
+def _observed(method: Callable[..., Any], loss_class: type[LossModule]) -> Callable[..., Any]:
+    @torch.compiler.disable  # it talks to other ranks; compiled networks in it stay compiled
     @functools.wraps(method)
-    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._inside or self.ranks.size == 1:  # forward calls the others
+    def observed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # forward calls the others
+        if self._call is not None or self.ranks.size == 1 or not torch.is_grad_enabled():
             return method(self, *args, **kwargs)
-        if self._is_closed and torch.is_grad_enabled():
+        if self._is_closed:
             raise ConfigurationError(
                 "this distributed loss was closed, so that its ranks would train apart: use "
                 "torch.no_grad(), or distribute a new loss"
             )
-        if self._gradients.is_outdated():
+        if self._gradients.is_outdated(self.parameters()):
             self._attach_again()
-        self.__dict__["_inside"] = True
+        self._weight.forget_old()
+        call = self.__dict__["_call"] = Call(self._weight)
         try:
             result = method(self, *args, **kwargs)
         finally:
-            self.__dict__["_inside"] = False
-        if torch.is_grad_enabled():
-            batch = args[0] if args else kwargs.get("tensordict")
-            self._gradients.weigh(_count_rows(self, batch))
-        return result
+            self.__dict__["_call"] = None
+        name = method.__name__
+        if name == "forward" and not args and isinstance(result, tuple):
+            keys = getattr(self, "out_keys", ())
+            if len(keys) == len(result):  # called by keywords, it answers in this order
+                named = dict(zip(map(str, keys), result, strict=True))
+                return tuple(_shared(self, loss_class, call, name, named, None).values())
+        batch = args[0] if args else kwargs.get("tensordict")
+        return _shared(self, loss_class, call, name, result, batch)
 
-    return counted
-
-
-def _count_rows(loss: LossModule, batch: Any) -> float | Tensor:
-    """What the losses' mean divides by: the count of rows, or the sum of their weights; 1 if that
-    cannot be seen."""
-    if not isinstance(batch, TensorDictBase) or getattr(loss, "reduction", "mean") == "sum":
-        return 1.0
-    key = loss.loss_mask_key
-    keys = AUTO_LOSS_MASK_KEYS if key == "auto" else () if key is None else (key,)
-    factors = [mask for key in keys if (mask := batch.get(key, default=None)) is not None]
-    weight_key = getattr(loss.tensor_keys, "priority_weight", None)
-    if weight_key is not None and loss.use_prioritized_weights in (True, "auto"):
-        weights = batch.get(weight_key, default=None)
-        if weights is not None:
-            # TorchRL divides by the sum of the weights of the rows that it has, not by their count.
-            factors.append(weights)
-    if not factors:
-        return float(batch.batch_size.numel())  # batch.numel() is 1 where it is empty
-    return functools.reduce(torch.mul, _aligned(factors, batch.batch_dims)).sum()
+    return observed
 
 
-def _aligned(factors: list[Tensor], batch_dims: int) -> list[Tensor]:
-    """The same rows at the same place, as TorchRL aligns masks and weights with losses: a trailing
-    dimension of one, like that of rewards, is dropped, and further ones are added at the end."""
-    shapes = [list(factor.shape) for factor in factors]
-    for shape in shapes:
-        while len(shape) > max(batch_dims, 1) and shape[-1] == 1:
-            shape.pop()
-    dims = max(map(len, shapes))
-    return [
-        factor.reshape(shape + [1] * (dims - len(shape)))
-        for factor, shape in zip(factors, shapes, strict=True)
-    ]
+def _shared(
+    loss: Any, loss_class: type[LossModule], call: Call, name: str, result: Any, batch: Any
+) -> Any:
+    """The result of a call, with gradients that count as they do among those of all ranks."""
+    outputs: list[tuple[Tensor, str | None]] = []
+    sums = getattr(loss, "reduction", None) == "sum"
+
+    def watch(part: str, output: Tensor) -> Tensor:
+        reason = refusal(loss_class, loss, call, part) or call.trace(output, sums=sums)
+        outputs.append((output, reason and f"{part} of {loss_class.__name__}: {reason}"))
+        # A tensor of its own, so that no part is passed on the way to another.
+        shown = output.view_as(output)
+        shown.register_hook(
+            functools.partial(_passed, loss._gradients, loss._weight, outputs[-1][1])
+        )
+        return shown
+
+    result = map_outputs(result, watch, name, skip=batch)
+    _refuse_foreign(loss, [output for output, _ in outputs])
+    own = [reduction.divisor or 0.0 for reduction in call.reductions]
+    sums_of_all = loss.ranks.add_up(
+        f"a call of {name}",
+        own,
+        details=f"{loss._gradients.digest()}, {len(own)} means",
+        compare=loss._gradients.compare,
+    )
+    for reduction, total in zip(call.reductions, sums_of_all, strict=True):
+        reduction.share(total, loss.ranks.size)
+    return result
+
+
+def _passed(
+    gradients: GradientAverage, weight: Weight, reason: str | None, gradient: Tensor
+) -> Tensor | None:
+    """A backward pass comes to a part of the loss."""
+    gradients.begin()
+    if weight.stated is not None:
+        # Without rows it may be NaN.
+        return gradient * weight.stated if weight.stated else torch.zeros_like(gradient)
+    if reason is not None:
+        raise ConfigurationError(
+            f"{reason}, so that the gradient of all ranks' rows cannot be had from it. Call "
+            "set_rows(rows) before backward() if this rank is to weigh that many rows."
+        )
+    return None
+
+
+def _refuse_foreign(loss: LossModule, outputs: list[Tensor]) -> None:
+    """Raise if a parameter of the loss's networks, but not of the loss, will get a gradient."""
+    mine = {id(parameter) for parameter in loss.parameters()}
+    for leaf in leaves(outputs):
+        if isinstance(leaf, nn.Parameter) and id(leaf) not in mine:
+            for name, network in loss.__dict__.items():
+                if not isinstance(network, nn.Module):
+                    continue
+                for path, parameter in network.named_parameters(name):
+                    if parameter is leaf:
+                        raise ConfigurationError(
+                            f"{path} came to its network after the loss was built, which does not "
+                            "train it: build the loss, and distribute it, with the whole network"
+                        )
 
 
 def _refuse_statistics(loss: LossModule) -> None:
@@ -297,11 +409,10 @@ def _compare(loss: LossModule, ranks: Ranks) -> None:
     tensors = named_tensors(loss)
     mine = {name: _card(tensor) for name, tensor in tensors.items()}
     devices = sorted({str(t.device) for t in tensors.values()})
-    # Such as "cpu:gloo,cuda:nccl".
-    config = str(dist.get_backend_config(ranks.group))
-    backends = dict(entry.split(":") for entry in config.split(","))
-    _refuse_devices(devices, backends)
-    nccl = "nccl" in backends.values()
+    assert ranks.group is not None
+    served = backends(ranks.group)
+    _refuse_devices(devices, served)
+    nccl = "nccl" in served.values()
     cards = ranks.exchange([mine, devices, nccl], "the comparison of the ranks' losses")
     _compare_tensors([card[0] for card in cards])
     if nccl:

@@ -9,7 +9,8 @@ import random
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -32,6 +33,8 @@ from ..runtime.world import process_stamp
 
 # A wait longer than this is announced to the others, and looks for failures that they announced.
 _SLICE_S = 1.0
+# Numbers that are summed at once.
+_BLOCK = 64
 # How long a rank whose collective failed waits for the others to say that they wait as well.
 _GRACE_S = 3.0
 
@@ -96,8 +99,11 @@ class Ranks:
         me = Rank(self.index, socket.gethostname(), pid, process_stamp(pid))
         self.members: tuple[Rank, ...] = (me,)
         self._collectives = self._exchanges = 0
+        self._device = torch.device("cpu")
         if self.size > 1:
             assert self.group is not None
+            if "cpu" not in backends(self.group):
+                self._device = torch.device("cuda", torch.cuda.current_device())
             store = self.group.get_group_store()
             number = store.add(f"torchrl_dist/ranks/{self.index}", 1)
             self._store = dist.PrefixStore(f"torchrl_dist/ranks/number{number}", store)
@@ -248,10 +254,75 @@ class Ranks:
 
     # ---- collectives
 
-    def all_reduce(self, tensor: Tensor, what: str) -> None:
-        """Sum ``tensor`` over the ranks, in place; ``what`` it is for appears in errors."""
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        what: str,
+        *,
+        details: str = "",
+        compare: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Sum ``tensor`` over the ranks, in place. Arguments and errors are :meth:`add_up`'s; shape
+        and type must be the same on all ranks, too."""
+        if self.size > 1:
+            # With buffers of different sizes, gloo aborts the process.
+            self._meet(what, f"{details} {tensor.numel()} {tensor.dtype}", [], compare)
+            self._sum(tensor, what)
+
+    def add_up(
+        self,
+        what: str,
+        values: Sequence[float],
+        *,
+        details: str = "",
+        compare: Callable[[], None] = lambda: None,
+    ) -> list[float]:
+        """The sums of ``values`` over the ranks.
+
+        Args:
+            what: this is, in errors.
+            details: must be the same on all ranks, and the count of values as well.
+            compare: called on all ranks if they are not, to raise an error that says more.
+
+        Raises:
+            ConfigurationError: the ranks differ in ``what``, ``details`` or the count.
+        """
         if self.size == 1:
-            return
+            return list(values)
+        sums: list[float] = []
+        details += f" {len(values)}"
+        for start in range(0, max(len(values), 1), _BLOCK - 2):
+            part = values[start : start + _BLOCK - 2]
+            sums += self._meet(what, details, part, compare)
+        return sums
+
+    def _meet(
+        self,
+        what: str,
+        details: str,
+        values: Sequence[float],
+        compare: Callable[[], None] = lambda: None,
+    ) -> list[float]:
+        """Sum a block of a fixed size, which begins with what all ranks must have in common."""
+        code = zlib.crc32(f"{what} {details}".encode()) >> 12  # its square must be exact
+        head = torch.tensor([code, code * code, *values], dtype=torch.float64, device="cpu")
+        block = torch.zeros(_BLOCK, dtype=torch.float64, device="cpu")
+        block[: len(head)] = head
+        block = block.to(self._device)
+        self._sum(block, what)
+        total, squares, *sums = block.tolist()
+        if squares * self.size != total * total:
+            # All ranks see this, and come here.
+            told = self.exchange(details, what)
+            compare()
+            other = next(index for index, theirs in enumerate(told) if theirs != details)
+            raise ConfigurationError(
+                f"at {what} this rank has {details}, and rank {other} {told[other]}: all ranks "
+                "must make the same calls in the same order"
+            )
+        return sums[: len(values)]
+
+    def _sum(self, tensor: Tensor, what: str) -> None:
         assert self.group is not None
         self._collectives += 1
         if tensor.device.type != "cpu":
@@ -342,6 +413,12 @@ class Ranks:
         if not self._store.check([key]):
             return ""
         return f", which waits at {self._store.get(key).decode()},"
+
+
+def backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """By device type, such as {"cpu": "gloo", "cuda": "nccl"}."""
+    config = str(dist.get_backend_config(group))
+    return dict(entry.split(":") for entry in config.split(","))
 
 
 def _done(work: dist.Work) -> bool:

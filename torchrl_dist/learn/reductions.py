@@ -1,0 +1,375 @@
+"""What each part of a loss divides by, observed where it divides.
+
+A part that is a mean over rows has, on rank r, the gradient ``g_r / d_r`` with its divisor d_r: the
+count of rows, of those that a mask leaves, or the sum of their weights. One process with all rows
+has ``sum_r g_r / sum_r d_r``. So each mean's gradient is multiplied by ``size * d_r / sum_r d_r``
+on its way back, and plain averages over the ranks are then exact, whatever the parts are added to,
+however many backward passes there are, and over whatever else is accumulated.
+
+Divisors come from two places: TorchRL's own ``_reduce_loss``, which almost all losses call, and the
+graph of each output, where a ``mean()`` leaves the number of its elements. Between a mean and the
+output there may be nothing but sums and constant factors: anything else would need the mean of all
+ranks rather than this rank's.
+
+What a graph does not show are statistics of a batch that no gradient flows through, such as those
+of a normalized advantage. So this is for classes of which that is known (``KNOWN``, of TorchRL
+0.14); others are refused unless the caller says what a rank weighs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torchrl.objectives as objectives
+from tensordict import TensorDictBase, is_tensor_collection
+from torch import Tensor
+from torchrl.objectives import LossModule, PPOLoss
+from torchrl.objectives import value as estimators
+
+_MEAN, _SUM = 1, 2  # torch's numbers for reductions
+
+# Nodes of autograd that are linear in each input that has a gradient.
+_LINEAR = frozenset(
+    {
+        "AddBackward0",
+        "AliasBackward0",
+        "CloneBackward0",
+        "NegBackward0",
+        "ReshapeAliasBackward0",
+        "SqueezeBackward0",
+        "SqueezeBackward1",
+        "SqueezeBackward2",
+        "SubBackward0",
+        "ToCopyBackward0",
+        "UnsqueezeBackward0",
+        "ViewBackward0",
+    }
+)
+
+
+class Weight:
+    """What this rank weighs, if the caller has said so, until the first call of the loss after an
+    average.
+
+    Attributes:
+        stated: size * rows / rows of all ranks; None where divisors are observed.
+    """
+
+    stated: float | None = None
+    _is_old = False
+
+    def state(self, weight: float) -> None:
+        self.stated, self._is_old = weight, False
+
+    def age(self) -> None:
+        """Gradients have been averaged."""
+        self._is_old = True
+
+    def forget_old(self) -> None:
+        """The loss is called."""
+        if self._is_old:
+            self.stated = None
+
+
+class Reduction:
+    """One mean or sum over this rank's rows.
+
+    Attributes:
+        divisor: what this rank divides by; None for a sum.
+        factor: what its gradient is multiplied by, once all ranks have told their divisors.
+    """
+
+    def __init__(self, divisor: float | None, weight: Weight) -> None:
+        self.divisor = divisor
+        self.factor = 1.0
+        self._weight = weight
+
+    def share(self, total: float, ranks: int) -> None:
+        """Take the sum of all ranks' divisors."""
+        if self.divisor is None:
+            self.factor = float(ranks)
+        else:
+            self.factor = ranks * self.divisor / total if total else 0.0
+
+    def scale(self, gradient: Tensor) -> Tensor:
+        """The gradient of the mean, as it counts among those of all ranks."""
+        return gradient if self._weight.stated is not None else gradient * self.factor
+
+    def scale_node(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (self.scale(gradients[0]), *gradients[1:])
+
+
+class Call:
+    """One call of a loss, from outside, on its way to a result with gradients."""
+
+    def __init__(self, weight: Weight) -> None:
+        self.reductions: list[Reduction] = []
+        self.is_masked = False
+        self.reason: str | None = None
+        self._weight = weight
+        self._nodes: dict[Any, Reduction] = {}
+
+    def reduce(
+        self, reduce: Callable[..., Tensor], loss: Tensor, how: str, **kwargs: Any
+    ) -> Tensor:
+        """``reduce(loss, reduction=how, **kwargs)``, TorchRL's own, and a note of its divisor."""
+        result = reduce(loss, reduction=how, **kwargs)
+        if not result.requires_grad or how not in ("mean", "sum"):
+            return result
+        divisor = None
+        if how == "mean":
+            with torch.no_grad():  # a sum of ones, with the same mask and weights
+                divisor = float(reduce(torch.ones_like(loss), reduction="sum", **kwargs))
+            self.is_masked |= divisor != loss.numel()
+            if divisor == 0:
+                # The mean over no rows may be NaN, and so may NaN times zero.
+                result = loss.masked_fill(torch.ones_like(loss, dtype=torch.bool), 0).sum()
+        reduction = self._new(result.grad_fn, divisor)
+        result.register_hook(reduction.scale)
+        return result
+
+    def refuse(self, reason: str) -> None:
+        self.reason = self.reason or reason
+
+    def trace(self, output: Tensor, *, sums: bool) -> str | None:
+        """Find the reductions that ``output`` is a linear function of.
+
+        Returns:
+            Why it cannot be traced back to them, or None.
+        """
+        stack, seen = [output.grad_fn], set()
+        while stack:
+            node = stack.pop()
+            if node is None or node in seen or node in self._nodes:
+                continue
+            seen.add(node)
+            name = node.name()
+            inputs = [inner for inner, _ in node.next_functions]
+            if (divisor := _divisor(node, name)) is not None:
+                reduction = self._new(node, divisor)
+                node.register_prehook(reduction.scale_node)
+            elif sums and _is_sum(node, name):
+                node.register_prehook(self._new(node, None).scale_node)
+            elif name in _LINEAR:
+                stack.extend(inputs)
+            elif name == "MulBackward0" and sum(inner is not None for inner in inputs) == 1:
+                stack.extend(inputs)
+            elif name == "DivBackward0" and (len(inputs) == 1 or inputs[1] is None):
+                stack.append(inputs[0])
+            else:
+                return f"it is no sum of means over rows (there is a {name} behind them)"
+        return None
+
+    def _new(self, node: Any, divisor: float | None) -> Reduction:
+        reduction = self._nodes[node] = Reduction(divisor, self._weight)
+        self.reductions.append(reduction)
+        return reduction
+
+
+def _divisor(node: Any, name: str) -> float | None:
+    """What a mean to a single number divides by; None if the node is something else."""
+    if name == "MeanBackward0":
+        return float(node._saved_self_sym_numel)
+    if name == "MeanBackward1":
+        sizes = node._saved_self_sym_sizes
+        # Saved as unsigned: -1 is 2 ** 64 - 1.
+        dims = {dim - 2**64 if dim >= 2**63 else dim for dim in node._saved_dim}
+        dims = {dim % len(sizes) for dim in dims}
+        kept = [size for dim, size in enumerate(sizes) if dim not in dims]
+        return float(node._saved_self_sym_numel) if all(size == 1 for size in kept) else None
+    if name == "MseLossBackward0" and node._saved_reduction == _MEAN:
+        return float(node._saved_self.numel())
+    return None
+
+
+def _is_sum(node: Any, name: str) -> bool:
+    """Whether it is a sum over everything."""
+    return name == "SumBackward0" or (name == "MseLossBackward0" and node._saved_reduction == _SUM)
+
+
+def leaves(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The tensors in which backward passes of these would accumulate gradients."""
+    stack, seen = [output.grad_fn for output in outputs], set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::AccumulateGrad":
+            yield node.variable
+        stack.extend(inner for inner, _ in node.next_functions)
+
+
+def map_outputs(
+    result: Any, change: Callable[[str, Tensor], Tensor], part: str, skip: Any = None
+) -> Any:
+    """``result`` with those of its tensors changed that have a gradient, each by
+    ``change(part, tensor)``, where parts are named by keys of TensorDicts and dicts. These are
+    changed in place, but for ``skip``, the loss's input."""
+    if result is skip:
+        return result
+    if isinstance(result, Tensor):
+        return result if result.grad_fn is None else change(part, result)
+    if is_tensor_collection(result):
+        with result.unlock_():
+            for key in list(result.keys(include_nested=True, leaves_only=True)):
+                value = result.get(key)
+                if isinstance(value, Tensor) and value.grad_fn is not None:
+                    result.set(key, change(key if isinstance(key, str) else key[-1], value))
+    elif isinstance(result, dict):
+        for key, value in result.items():
+            result[key] = map_outputs(value, change, str(key), skip)
+    elif isinstance(result, (tuple, list)):
+        mapped = [map_outputs(value, change, part, skip) for value in result]
+        return type(result)(*mapped) if hasattr(result, "_fields") else type(result)(mapped)
+    return result
+
+
+# ---- what is known of TorchRL's classes
+
+Rule = Callable[[LossModule, Call, str], "str | None"]
+
+
+def _by_row(loss: LossModule, call: Call, part: str) -> str | None:
+    """Every row is computed by itself."""
+    return None
+
+
+def _cql(loss: LossModule, call: Call, part: str) -> str | None:
+    others = ("loss_actor", "loss_actor_bc", "loss_qvalue", "loss_alpha")
+    if call.is_masked and part not in (*others, "actor_loss", "actor_bc_loss", "q_loss"):
+        return "of its two terms the mask leaves out rows of one only"
+    return None
+
+
+def _gail(loss: LossModule, call: Call, part: str) -> str | None:
+    if loss.use_grad_penalty and (call.is_masked or loss.reduction != "mean"):
+        return "its gradient penalty is a mean over all rows that is added to each one"
+    return None
+
+
+def _rnd(loss: LossModule, call: Call, part: str) -> str | None:
+    return None if loss.obs_rms is None else "its obs_rms has seen this rank's rows only"
+
+
+def _td3_bc(loss: LossModule, call: Call, part: str) -> str | None:
+    if part not in ("loss_qvalue", "qvalue_loss"):
+        return "the lambda of its actor is a mean over this rank's rows"
+    return None
+
+
+# By its exact class what a loss computes over several rows before its reductions, or why one of its
+# parts is refused. Each is compared with one process that has all rows in
+# tests/learn/test_classes.py.
+KNOWN: dict[type[LossModule], Rule] = {
+    **dict.fromkeys(
+        (
+            objectives.A2CLoss,
+            objectives.ACTLoss,
+            objectives.BCLoss,
+            objectives.ClipPPOLoss,
+            objectives.CrossQLoss,
+            objectives.DDPGLoss,
+            objectives.DQNLoss,
+            objectives.DTLoss,
+            objectives.DiffusionBCLoss,
+            objectives.DiscreteCQLLoss,
+            objectives.DiscreteIQLLoss,
+            objectives.DiscreteSACLoss,
+            objectives.DistributionalDQNLoss,
+            objectives.IPPOLoss,
+            objectives.IQLLoss,
+            objectives.KLPENPPOLoss,
+            objectives.MAPPOLoss,
+            objectives.OnlineDTLoss,
+            objectives.PPOLoss,
+            objectives.QMixerLoss,
+            objectives.REDQLoss,
+            objectives.ReinforceLoss,
+            objectives.SACLoss,
+            objectives.TD3Loss,
+            objectives.TQCLoss,
+            objectives.WorldModelLoss,
+        ),
+        _by_row,
+    ),
+    objectives.CQLLoss: _cql,
+    objectives.GAILLoss: _gail,
+    objectives.RNDLoss: _rnd,
+    objectives.TD3BCLoss: _td3_bc,
+}
+
+_ESTIMATORS = (
+    estimators.GAE,
+    estimators.MultiAgentGAE,
+    estimators.TD0Estimator,
+    estimators.TD1Estimator,
+    estimators.TDLambdaEstimator,
+    estimators.VTrace,
+)
+
+
+def refusal(loss_class: type[LossModule], loss: LossModule, call: Call, part: str) -> str | None:
+    """Why the divisors of a part do not tell how ranks are to be averaged; None if they do."""
+    rule = KNOWN.get(loss_class)
+    if rule is None:
+        return (
+            f"whether {loss_class.__name__} computes each row by itself is not known: it is none "
+            "of TorchRL's own losses that are"
+        )
+    replaced = [name for name in vars(loss) if inspect.isfunction(getattr(loss_class, name, None))]
+    if replaced:
+        return f"this loss's {replaced[0]} was replaced"
+    return call.reason or rule(loss, call, part)
+
+
+def estimator_refusal(estimator: Any) -> str | None:
+    """Why a loss may not call this value estimator; None if it computes each row by itself."""
+    if type(estimator) not in _ESTIMATORS:
+        return f"whether {type(estimator).__name__} computes each row by itself is not known"
+    for name in ("average_gae", "average_rewards", "average_adv"):
+        if getattr(estimator, name, False):
+            return f"{name}=True normalizes by statistics of this rank's rows"
+    return None
+
+
+# ---- statistics that can be had of all ranks
+
+AddUp = Callable[[str, "list[float]"], "list[float]"]
+
+
+def normalized(
+    loss: PPOLoss, advantage: Tensor, tensordict: TensorDictBase, add_up: AddUp
+) -> Tensor:
+    """``advantage`` as PPO normalizes it, by mean and deviation of all ranks' rows.
+
+    Args:
+        add_up: gives the sums over the ranks of some numbers; the same calls on all ranks.
+    """
+    kept = {dim % advantage.ndim for dim in loss.normalize_advantage_exclude_dims}
+    dims = [dim for dim in range(advantage.ndim) if dim not in kept]
+    if not dims:
+        return advantage
+    mask = tensordict.get("shifted_valid", default=None)
+    if mask is None:
+        valid = torch.ones_like(advantage, dtype=torch.float64)
+    else:
+        valid = mask.reshape(mask.shape + (1,) * (advantage.ndim - mask.ndim))
+        valid = valid.expand_as(advantage).double()
+    values = advantage.detach().double() * valid
+    own = torch.stack([x.sum(dims, keepdim=True) for x in (valid, values, values * values)])
+    what = "the statistics of advantages" + ("" if mask is None else " with a mask")
+    sums = torch.tensor(add_up(what, own.flatten().tolist()), dtype=torch.float64)
+    count, total, squares = sums.view(own.shape).to(advantage.device)
+    mean = total / count.clamp_min(1)
+    squared = (squares - count * mean * mean).clamp_min(0)
+    if mask is not None:
+        deviation = (squared / count.clamp_min(1)).sqrt().clamp_min(1e-4)
+    elif count.max() <= 1:
+        return advantage
+    else:
+        deviation = (squared / (count - 1)).sqrt().clamp_min(torch.finfo(torch.float).resolution)
+    return (advantage - mean.to(advantage.dtype)) / deviation.to(advantage.dtype)
