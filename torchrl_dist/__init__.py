@@ -7,7 +7,15 @@ Names are imported on first use, so that ``import torchrl_dist`` costs nothing b
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+if not getattr(sys, "_is_gil_enabled", lambda: True)():
+    raise ImportError(
+        "torchrl_dist needs Python's global interpreter lock, under which its shared buffers are "
+        "written and tested; this is a free-threaded Python. Run it with PYTHON_GIL=1, or use the "
+        "ordinary build."
+    )
 
 __version__ = "0.1.0"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
 import os
+from pathlib import Path
 
 import numpy as np
 
@@ -16,10 +16,10 @@ _VARIABLE = "TORCHRL_DIST_KERNEL"
 
 @functools.cache
 def _library() -> ctypes.PyDLL | None:
-    spec = importlib.util.find_spec("torchrl_dist.replay._kernel")
-    if spec is None or spec.origin is None:
+    path = Path(__file__).with_name("_kernel.abi3.so")  # for every Python from 3.10 on
+    if not path.exists():
         return None
-    library = ctypes.PyDLL(spec.origin)
+    library = ctypes.PyDLL(str(path))
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     library.torchrl_dist_refresh.argtypes = (pointer, pointer, integer, pointer, integer, pointer)
     library.torchrl_dist_refresh.restype = None
