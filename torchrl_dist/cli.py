@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_train(commands)
     _add_play(commands)
     _add_inspect(commands)
+    _add_clean(commands)
     _add_bench(commands)
     return parser
 
@@ -240,6 +241,64 @@ def _inspect(options: argparse.Namespace) -> int:
         print(json.dumps(found), flush=True)
     else:
         show(found)
+    return 0
+
+
+# ---- clean
+
+
+def _add_clean(commands: argparse._SubParsersAction) -> None:
+    clean = commands.add_parser(
+        "clean",
+        help="list replay buffers that jobs have left, and remove those of dead jobs",
+        description=(
+            "List the replay directories in some folders: in use, kept, or left by a job. --remove "
+            "removes those whose job cannot be started again; of a directory that is itself named "
+            "also what was kept, or whose job might come back. No file of anybody else is removed, "
+            "and nothing that a process uses."
+        ),
+    )
+    clean.add_argument(
+        "directories",
+        metavar="DIR",
+        nargs="*",
+        help="folders to look in, or replay directories (default: /dev/shm and the folder for "
+        "temporary files)",
+    )
+    clean.add_argument("--remove", action="store_true", help="remove what is of no use any more")
+    clean.add_argument("--json", action="store_true", help="print one JSON object instead")
+    clean.set_defaults(command=_clean)
+
+
+def _clean(options: argparse.Namespace) -> int:
+    import tempfile
+    from pathlib import Path
+
+    from .replay import leftovers
+
+    for each in options.directories:
+        if not os.path.isdir(each):
+            raise ConfigurationError(f"{each} is no folder")
+    named = {Path(os.path.realpath(each)) for each in options.directories}
+    places = named or {Path("/dev/shm"), Path(tempfile.gettempdir())}
+    removable = (leftovers.LEFT, leftovers.HALF_REMOVED)
+    listed = []
+    for found in leftovers.find(sorted(places)):
+        chosen = options.remove and (found.state in removable or found.path in named)
+        listed.append(found.as_json() | {"removed": chosen and leftovers.remove(found)})
+    if options.json:
+        print(json.dumps({"directories": listed}), flush=True)
+        return 0
+    for each in listed:
+        job = "" if each["job_id"] is None else f", job {each['job_id']}"
+        users = f" by {', '.join(map(str, each['pids']))}" if each["pids"] else ""
+        print(
+            f"{each['path']}: {'removed' if each['removed'] else each['state'] + users}, "
+            f"{each['bytes'] / 2**20:.1f} MiB{job}"
+        )
+    left = sum(each["bytes"] for each in listed if each["state"] in removable)
+    if not options.remove and left:
+        print(f"--remove frees {left / 2**20:.1f} MiB")
     return 0
 
 

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import os
+import shlex
+import subprocess
+import sys
+import uuid
+from pathlib import Path
 
 import pytest
 
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.runtime.roles import assign_roles
-from torchrl_dist.runtime.world import World, expand_hosts, process_stamp
+from torchrl_dist.runtime.world import (
+    World,
+    expand_hosts,
+    has_ended,
+    is_stamp,
+    process_stamp,
+)
 
 TORCHRUN = {
     "RANK": "5",
@@ -197,3 +208,56 @@ def test_roles_are_assigned_in_rank_order_and_one_takes_the_rest():
 def test_roles_that_do_not_fit_the_world_are_refused(roles):
     with pytest.raises(ConfigurationError):
         assign_roles(roles, 3)
+
+
+# --- the stamp of a process ----------------------------------------------------------------------
+
+
+def test_a_stamp_says_when_its_process_has_ended() -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE
+    )
+    stamp = process_stamp(child.pid)
+    assert is_stamp(stamp) and not is_stamp("7.0") and not is_stamp(str(uuid.uuid4()))
+    assert not has_ended(stamp) and not has_ended(process_stamp(os.getpid()))
+    child.stdin.close()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert has_ended(stamp)  # a zombie
+    child.wait()
+    assert has_ended(stamp)
+    pid, started, namespace, boot = process_stamp(os.getpid()).split("-")
+    assert has_ended(f"{pid}-{int(started) - 1}-{namespace}-{boot}")
+    assert has_ended(f"{pid}-{started}-{namespace}-00000000")
+    assert not has_ended(f"{pid}-{started}-1-{boot}")  # who knows
+    assert not has_ended(f"{pid}-{started}-{namespace}-")
+
+
+def test_jobs_in_pid_namespaces_with_one_proc_have_ids_of_their_own() -> None:
+    code = (
+        "import os, sys, types; sys.path.insert(0, sys.argv[1])\n"
+        "package = types.ModuleType('torchrl_dist.runtime')  # without torch\n"
+        "package.__path__ = [sys.argv[1] + '/torchrl_dist/runtime']\n"
+        "sys.modules[package.__name__] = package\n"
+        "from torchrl_dist.runtime.world import World, process_stamp\n"
+        "print(World.from_env({}).job_id, process_stamp(os.getppid()), os.getpid())"
+    )
+    root = str(Path(__file__).parents[2])
+    # Each Python is the second process of its namespace, and sees the /proc of this one.
+    inner = f'{shlex.quote(sys.executable)} -c "$0" "$1"; true'
+    command = ["unshare", "--pid", "--fork", "sh", "-c", inner, code, root]
+    if subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True).returncode:
+        pytest.skip("needs the right to make a pid namespace")
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    (own, parent, pid), (own2, parent2, pid2) = (p.communicate(timeout=60)[0].split() for p in both)
+    assert pid == pid2 and own.split("-")[0] == own2.split("-")[0] == pid
+    assert own != own2 and parent != parent2
+    assert own.split("-")[1] != "0" and parent.split("-")[1] != "0"
+
+
+@pytest.mark.parametrize(
+    ("run_id", "known"), [("none", True), (str(uuid.uuid4()), True), ("mine", False)]
+)
+def test_a_job_that_cannot_come_back_names_its_starter(run_id: str, known: bool) -> None:
+    world = World.from_env({**TORCHRUN, "TORCHELASTIC_RUN_ID": run_id})
+    assert world.starter == (process_stamp(os.getppid()) if known else None)
+    assert World.from_env({}).starter == process_stamp(os.getpid())

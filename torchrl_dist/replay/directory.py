@@ -310,6 +310,18 @@ def default_job_id() -> str:
     return World.from_env().job_id
 
 
+def _starter_of(job_id: str) -> str | None:
+    """Without which process the job does not come back, see ``World.starter``."""
+    from torchrl_dist.runtime.world import World, is_stamp
+
+    if is_stamp(job_id):
+        return job_id
+    with contextlib.suppress(ConfigurationError):
+        world = World.from_env()
+        return world.starter if world.job_id == job_id else None
+    return None
+
+
 class _Guard:
     """What :meth:`ReplayDirectory.lock` returns."""
 
@@ -1010,7 +1022,7 @@ def _adopt(view: ReplayDirectory, header: Header, resume: bool) -> None:
     if view.words[Word.ROWS_READY]:
         view._map_rows()
     if other_job:
-        new = Header(header.capacity, view.job_id)
+        new = Header(header.capacity, view.job_id, _starter_of(view.job_id))
         _write_json(view.path / files.HEADER, new.as_json())
     if not alive:
         view.members[:] = 0
@@ -1082,7 +1094,7 @@ def _create_files(folder: Path, capacity: int, job: str) -> Header:
     with contextlib.suppress(OSError):  # a folder that lists nothing
         for doomed in list(files.half_removed(folder)):
             files.remove(doomed)
-    header = Header(capacity, job)
+    header = Header(capacity, job, _starter_of(job))
     try:
         for name, size in zip(
             files.TABLES, (_control_bytes(), 8 * capacity, tree_bytes(capacity)), strict=True

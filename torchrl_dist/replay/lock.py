@@ -118,6 +118,13 @@ def lock_byte(fd: int, byte: int) -> bool:
     return _try(fd, _record(fcntl.F_WRLCK, byte))
 
 
+def lock_all(fd: int, count: int) -> bool:
+    """Take the first ``count`` bytes of the file if all are free; never blocks."""
+    record = _record(fcntl.F_WRLCK, 0)
+    record.l_len = count
+    return _try(fd, record)
+
+
 def unlock_byte(fd: int, byte: int) -> None:
     """Give back the lock on one byte."""
     _try(fd, _record(fcntl.F_UNLCK, byte))

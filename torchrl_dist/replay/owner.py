@@ -19,6 +19,7 @@ from torchrl_dist.replay.client import ReplayClient, close_links
 from torchrl_dist.replay.directory import ReplayDirectory, close_directory
 from torchrl_dist.replay.gate import set_limiter
 from torchrl_dist.replay.host import ReplayHost
+from torchrl_dist.replay.leftovers import remove_leftovers
 from torchrl_dist.replay.limiter import RateLimiter
 from torchrl_dist.replay.link import Link, LocalLink, RemoteLink
 from torchrl_dist.replay.placement import largest_reservation
@@ -246,7 +247,10 @@ def host_replay(
         scratch_dir: folder on each host in which its directory is made; default: ``/dev/shm``,
             or else the folder for temporary files.
         resume, keep: as in :class:`SharedMemmapStorage`. A job that its launcher restarts finds
-            its rows again without either.
+            its rows again without either. With one of them, or a ``scratch_dir``, the directory
+            goes by the buffer's ``name`` alone, so that a later job finds it with ``resume``, and
+            two jobs at a time are refused; else each job has its own, and what a job left that
+            cannot come back is removed when the next buffer is made.
         write_to: ``"own"``: rows go to the shard of the writer's node, where it has one, else to
             all in turn; ``"all"``: always in turn. A turn takes a whole ``extend``.
         min_shards: calls go on while that many shards answer; below, they raise.
@@ -333,10 +337,17 @@ def open_host(
             # Only what stays when other hosts are lost: after a restart ranks and shards may have
             # other numbers, and this node's directory is to be found again.
             place = f"{name}-{session.world.local_rank}"
-            folder = f"torchrl_dist-{os.getuid()}-{job_id}-{place}"
+            # What is to be found by a later job has a name that the job can give. Otherwise each
+            # job has its own, and what it leaves is of no use once it cannot come back.
+            named = parent is not None or keep or resume
+            prefix = f"torchrl_dist-{os.getuid()}-"
+            folder = prefix + (place if named else f"{job_id}-{place}")
+            parent = parent or _default_parent()
+            if not named:
+                remove_leftovers(Path(parent), prefix)
             storage = SharedMemmapStorage(
                 capacity,
-                scratch_dir=Path(parent or _default_parent(), quote(folder, safe="")),
+                scratch_dir=Path(parent, quote(folder, safe="")),
                 job_id=job_id,
                 resume=resume,
                 keep=keep,

@@ -17,6 +17,7 @@ from ..errors import ConfigurationError
 # Set in the children of local_cluster, and so in what they start: the job of their driver.
 JOB_ID_VARIABLE = "TORCHRL_DIST_JOB_ID"
 
+_UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[0-9a-f]{4}-[0-9a-f]{12}"
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # What Lightning Fabric sets in the script and in the copies of it that it starts.
 _FABRIC = ("WORLD_SIZE", "NODE_RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -52,6 +53,19 @@ class World:
         """Whether every process of the job runs on this machine."""
         return self.local_world_size == self.world_size
 
+    @property
+    def starter(self) -> str | None:
+        """Stamp of the process on this machine without which no process of this job comes back.
+
+        None where there may be none: SLURM starts a job of the same id again, and so may a user
+        who gave torchrun an id.
+        """
+        if is_stamp(self.job_id):
+            return self.job_id
+        if self.launcher == "torchrun" and re.fullmatch(_UUID, self.job_id):
+            return process_stamp(os.getppid())  # as with torchrun --standalone
+        return None
+
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> World:
         """Read ``environ`` (default: this process's environment).
@@ -76,13 +90,71 @@ class World:
 
 
 def process_stamp(pid: int) -> str:
-    """Name a process of this machine for good: its pid and its start time in clock ticks."""
+    """Name a process for good: pid, start time in clock ticks, pid namespace, boot of the machine.
+
+    The namespace is in it because containers that share a ``/dev/shm`` have equal pids, and equal
+    start times where they share a ``/proc``.
+    """
+    stat = _stat(pid)
+    return f"{pid}-{stat[_START] if stat else 0}-{_namespace()}-{_boot()}"
+
+
+def has_ended(stamp: str) -> bool:
+    """Whether the process of a :func:`process_stamp` is gone for sure.
+
+    One in another pid namespace of this machine counts as there.
+    """
+    pid, _, namespace, boot = stamp.split("-")
+    if not boot or not _boot():
+        return False
+    if boot != _boot():
+        return True
+    own = _stat(os.getpid())
+    if namespace != str(_namespace()) or own is None or own[0] != str(os.getpid()):
+        return False  # what ``/proc`` calls by this pid is not that process
+    stat = _stat(int(pid))
+    return stat is None or stat[_STATE] == "Z" or process_stamp(int(pid)) != stamp
+
+
+def is_stamp(text: str) -> bool:
+    """Whether the text is a :func:`process_stamp`."""
+    return re.fullmatch(r"\d+-\d+-\d+-[0-9a-f]*", text) is not None
+
+
+_STATE, _PARENT, _START = 2, 3, 21  # places in what :func:`_stat` gives
+
+
+def _stat(pid: int) -> list[str] | None:
+    """The words of ``/proc/PID/stat``, None if there is no such process.
+
+    Our own and our parent's are found where ``/proc`` is that of another pid namespace, too.
+    """
+    name = str(pid)
+    if pid == os.getpid():
+        name = "self"
+    elif pid == os.getppid():
+        own = _stat(os.getpid())
+        name = own[_PARENT] if own else name
     try:
-        # Field 2 is the command in parentheses and may hold anything; starttime is field 22.
-        start = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        # The second word is the command in parentheses and may hold anything.
+        head, _, tail = Path(f"/proc/{name}/stat").read_text().rpartition(")")
+        return [head.split()[0], "", *tail.split()]
     except (OSError, IndexError):
-        start = "0"
-    return f"{pid}-{start}"
+        return None
+
+
+def _namespace() -> int:
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+    except OSError:
+        return ""
 
 
 def expand_hosts(nodelist: str) -> list[str]:

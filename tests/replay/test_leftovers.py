@@ -1,0 +1,154 @@
+"""What dead jobs leave behind is listed, removed, and found again by its name."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.replay.faults import end_of, forked, kill_self, rows_of, run_forked, start, wait_until
+from torchrl_dist.cli import main as cli
+from torchrl_dist.errors import TorchRLDistError
+from torchrl_dist.replay import SharedMemmapStorage, leftovers, owner, replay_buffer
+from torchrl_dist.runtime import local_cluster
+from torchrl_dist.runtime.world import process_stamp
+
+
+@pytest.fixture(scope="module")
+def dead() -> str:
+    """Stamp of a process that has ended."""
+    told, tell = os.pipe()
+    end_of(start(lambda: os.write(tell, process_stamp(os.getpid()).encode())))
+    stamp = os.read(told, 200).decode()
+    os.close(told)
+    os.close(tell)
+    return stamp
+
+
+def leave(path: Path, job_id: str, **options: Any) -> None:
+    """As a process that was killed does."""
+
+    def job() -> None:
+        storage = SharedMemmapStorage(64, scratch_dir=path, job_id=job_id, **options)
+        storage.append(rows_of(range(8)))
+        kill_self()
+
+    assert run_forked(job) < 0
+
+
+def states(place: Path) -> dict[str, str]:
+    return {found.path.name: found.state for found in leftovers.find([place])}
+
+
+def test_the_command_removes_what_dead_jobs_left_and_nothing_else(
+    folder: Path, dead: str, capsys: pytest.CaptureFixture
+) -> None:
+    living = process_stamp(os.getpid())
+    leave(folder / "left", dead)
+    leave(folder / "with notes", dead)
+    (folder / "with notes" / "notes.txt").write_text("mine")
+    leave(folder / "kept", dead, keep=True)
+    leave(folder / "restarts", living)
+    leave(folder / "slurm", "7.0")
+    leave(folder / "damaged", dead)
+    (folder / "damaged" / "header.json").write_text("{")
+    leave(folder / ".gone.removed-7", dead)
+    (folder / "foreign").mkdir()
+    (folder / "foreign" / "header.json").write_text("{}")
+    (folder / "link").symlink_to(folder / "left")
+    (folder / "file").touch()
+
+    def use() -> None:
+        SharedMemmapStorage(64, scratch_dir=folder / "used", job_id=dead)
+        os.read(os.pipe()[0], 1)
+
+    with forked(use) as user:
+        wait_until(lambda: (folder / "used").exists() and "used" in states(folder))
+        expected = {
+            "left": leftovers.LEFT,
+            "with notes": leftovers.LEFT,
+            "kept": leftovers.KEPT,
+            "restarts": leftovers.MAY_COME_BACK,
+            "slurm": leftovers.MAY_COME_BACK,
+            "damaged": leftovers.DAMAGED,
+            ".gone.removed-7": leftovers.HALF_REMOVED,
+            "used": leftovers.IN_USE,
+        }
+        wait_until(lambda: states(folder) == expected)
+        before = {each.name for each in folder.iterdir()}
+        assert cli(["clean", str(folder)]) == 0
+        shown = capsys.readouterr().out
+        assert f"used: in use by {user}" in shown and f"job {dead}" in shown
+        assert "--remove frees" in shown
+        assert {each.name for each in folder.iterdir()} == before
+        assert cli(["clean", str(folder), "--remove", "--json"]) == 0
+        listed = json.loads(capsys.readouterr().out)["directories"]
+        removed = {Path(each["path"]).name for each in listed if each["removed"]}
+        assert removed == {"left", "with notes", ".gone.removed-7"}
+        assert {each.name for each in folder.iterdir()} == before - removed | {"with notes"}
+        assert [each.name for each in (folder / "with notes").iterdir()] == ["notes.txt"]
+        assert (folder / "foreign" / "header.json").read_text() == "{}"
+        for name in ("used", "damaged"):
+            assert cli(["clean", str(folder / name), "--remove"]) == 0
+            assert (folder / name).exists()
+    for name in ("kept", "slurm"):  # named: the user knows that nobody wants them
+        assert cli(["clean", str(folder / name), "--remove"]) == 0
+        assert not (folder / name).exists()
+    assert cli(["clean", str(folder / "nowhere")]) == 2
+    capsys.readouterr()
+
+
+def test_a_job_that_died_leaves_nothing_for_long(folder: Path, monkeypatch) -> None:
+    """Without a name to find it by, the next buffer removes what a killed starter left."""
+    folder.mkdir()
+    monkeypatch.setattr(owner, "_default_parent", lambda: str(folder))
+    leave(folder / "users", "7.0")
+
+    def job(end: bool, name: str = "replay") -> None:
+        with local_cluster({"learner": 1}) as session:
+            buffer = replay_buffer(session, name, capacity=64, batch_size=8)
+            assert len(buffer) == 0
+            buffer.extend(rows_of(range(8)))
+            if not end:
+                kill_self()
+
+    assert run_forked(job, False) < 0
+    (left,) = {each.name for each in folder.iterdir()} - {"users"}
+    assert states(folder)[left] == leftovers.LEFT
+    assert run_forked(job, False, "another") < 0
+    (next_,) = {each.name for each in folder.iterdir()} - {"users"}
+    assert next_ != left and "another" in next_
+    assert run_forked(job, True) == 0
+    assert [each.name for each in folder.iterdir()] == ["users"]
+
+
+@pytest.mark.parametrize("named", ["scratch_dir", "keep"])
+def test_a_named_buffer_is_found_by_a_later_job(folder: Path, monkeypatch, named: str) -> None:
+    folder.mkdir()
+    monkeypatch.setattr(owner, "_default_parent", lambda: str(folder))
+    options = {"scratch_dir": folder} if named == "scratch_dir" else {"keep": True}
+
+    def job(rows: int, **more: Any) -> None:
+        with local_cluster({"learner": 1}) as session:
+            buffer = replay_buffer(
+                session, "cartpole", capacity=64, batch_size=8, **options, **more
+            )
+            assert len(buffer) == rows
+            buffer.extend(rows_of(range(8)))
+            kill_self()
+
+    def refused() -> None:
+        with local_cluster({"learner": 1}) as session:
+            with pytest.raises(TorchRLDistError, match="pass resume=True"):
+                replay_buffer(session, "cartpole", capacity=64, batch_size=8, **options)
+
+    assert run_forked(job, 0) < 0
+    assert run_forked(refused) == 0
+    assert run_forked(lambda: job(8, resume=True)) < 0
+    assert run_forked(lambda: job(16, resume=True)) < 0
+    assert [each.name for each in folder.iterdir()] == [f"torchrl_dist-{os.getuid()}-cartpole-0-0"]
+    shutil.rmtree(folder)

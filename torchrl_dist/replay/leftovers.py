@@ -1,0 +1,168 @@
+"""Replay directories that jobs have left: found, judged, and removed where nobody can want them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torchrl_dist.errors import DirectoryError
+from torchrl_dist.replay import folder as files
+from torchrl_dist.replay.directory import MAX_MEMBERS, Word, control_tables
+from torchrl_dist.replay.lock import (
+    MEMBER_BYTES,
+    close_lock_file,
+    is_held,
+    lock_all,
+    open_lock_file,
+)
+from torchrl_dist.runtime.world import has_ended
+
+IN_USE = "in use"
+LEFT = "left"
+HALF_REMOVED = "half removed"
+KEPT = "kept"
+MAY_COME_BACK = "its job may come back"
+DAMAGED = "damaged"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A replay directory.
+
+    Attributes:
+        state: ``"in use"``: a process has it open; ``"left"``: none has, and its job cannot be
+            started again; ``"half removed"``: by a process that was killed meanwhile; ``"kept"``:
+            it was built with ``keep=True``; ``"its job may come back"``: its launcher lives, or
+            starts jobs again; ``"damaged"``.
+        job_id: None if damaged.
+        rows: published ones; None if damaged.
+        bytes: of its files.
+        pids: of the processes that have it open.
+    """
+
+    path: Path
+    state: str
+    job_id: str | None
+    rows: int | None
+    bytes: int
+    pids: tuple[int, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        return vars(self) | {"path": str(self.path), "pids": list(self.pids)}
+
+
+def find(places: Sequence[Path]) -> Iterator[Found]:
+    """The replay directories among these folders and in them, but for those that this user cannot
+    read. Changes nothing."""
+    for place in places:
+        found = look(place)
+        if found is not None:
+            yield found
+            continue
+        with contextlib.suppress(OSError):
+            for each in sorted(place.iterdir()):
+                if (found := look(each)) is not None:
+                    yield found
+
+
+def look(folder: Path) -> Found | None:
+    """What is known about a folder, None if it is no replay directory. Changes nothing."""
+    with contextlib.suppress(OSError):
+        if folder.is_symlink() or not folder.is_dir():
+            return None
+        if files.is_half_removed(folder):
+            return Found(folder, HALF_REMOVED, None, None, _size(folder))
+        if not {files.LOCK, files.HEADER, files.TABLES[0]} <= set(os.listdir(folder)):
+            return None
+        fd = os.open(folder / files.LOCK, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return _judge(folder, fd)
+        except DirectoryError:
+            return Found(folder, DAMAGED, None, None, _size(folder))
+        finally:
+            os.close(fd)
+    return None
+
+
+def _judge(folder: Path, fd: int) -> Found:
+    header = files.read_header(folder)
+    control = np.fromfile(folder / files.TABLES[0], np.int64)
+    try:
+        words, _, members = control_tables(control)
+    except ValueError as error:
+        raise files.damaged(folder, f"{files.TABLES[0]} is cut short") from error
+    pids: tuple[int, ...] = ()
+    if is_held(fd, 0, MEMBER_BYTES + MAX_MEMBERS):
+        state = IN_USE
+        pids = tuple(
+            int(members[i, 0]) for i in range(MAX_MEMBERS) if is_held(fd, MEMBER_BYTES + i)
+        )
+    elif words[Word.KEEP]:
+        state = KEPT
+    elif header.starter is not None and has_ended(header.starter):
+        state = LEFT
+    else:
+        state = MAY_COME_BACK
+    return Found(folder, state, header.job_id, int(words[Word.LENGTH]), _size(folder), pids)
+
+
+def _size(folder: Path) -> int:
+    total = 0
+    for each in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            total += each.lstat().st_blocks * 512
+    return total
+
+
+def remove(found: Found) -> bool:
+    """Remove the directory's files, and the folder if no others are in it, unless some process
+    uses it now; says whether it did. What is damaged stays: its files cannot be told."""
+    if found.state in (IN_USE, DAMAGED):
+        return False
+    if found.state == HALF_REMOVED:
+        return files.remove(found.path)
+    try:
+        fd = open_lock_file(found.path / files.LOCK)
+    except OSError:
+        return False
+    try:
+        # who comes now waits for the lock, and then finds that the directory is another one
+        if not lock_all(fd, MEMBER_BYTES + MAX_MEMBERS):
+            return False
+        now = os.stat(found.path / files.LOCK)
+        if not os.path.samestat(now, os.fstat(fd)) or _job_of(found) != found.job_id:
+            return False
+        doomed = files.retire(found.path)
+    except OSError:
+        return False
+    finally:
+        close_lock_file(fd)
+    return doomed is None or files.remove(doomed)
+
+
+def _job_of(found: Found) -> str | None:
+    """The job that has the directory now."""
+    try:
+        return files.read_header(found.path).job_id
+    except (OSError, DirectoryError):
+        return None
+
+
+def remove_leftovers(parent: Path, prefix: str) -> list[Found]:
+    """Remove what this user's dead jobs left in a folder, under names that begin so."""
+    removed = []
+    with contextlib.suppress(OSError):
+        for each in sorted(parent.iterdir()):
+            name = each.name.removeprefix(".")
+            if not name.startswith(prefix) or each.lstat().st_uid != os.getuid():
+                continue
+            found = look(each)
+            if found is not None and found.state in (LEFT, HALF_REMOVED) and remove(found):
+                removed.append(found)
+    return removed
