@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+import warnings
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -18,8 +21,9 @@ import torch
 from tensordict import TensorDict
 
 from tests.runtime.helpers import Counter, listening_addresses
+from torchrl_dist import RPCBatchedCollector, replay_buffer
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
-from torchrl_dist.runtime import ForkServer, World, current_session, local_cluster, session
+from torchrl_dist.runtime import ForkServer, Peer, World, current_session, local_cluster, session
 
 ROLES = {"learner": 1, "collector": 2}
 
@@ -430,3 +434,53 @@ def test_semaphores_of_children_that_are_killed_are_unlinked(killed):
 def test_the_driver_is_told_that_it_does_not_serve():
     with session() as alone, pytest.raises(ConfigurationError, match="driver"):
         alone.serve()
+
+
+def test_of_two_clusters_in_two_threads_one_is_refused_and_the_other_works(fork_server):
+    both = threading.Barrier(2)
+    outcomes: list[str] = []
+
+    def run() -> None:
+        both.wait()
+        try:
+            with local_cluster({"a": 1, "b": 1}, timeout_s=60, fork_server=fork_server) as me:
+                assert me.call(me.peers[1], os.getpid) == me.pid_of(me.peers[1])
+                while len(outcomes) < 1:
+                    time.sleep(0.01)
+                assert me.call(me.peers[1], os.getpid) == me.pid_of(me.peers[1])
+                outcomes.append("worked")
+        except ConfigurationError as error:
+            outcomes.append(str(error))
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(90)
+    refused, worked = outcomes
+    assert worked == "worked" and "leave that one first. Two at a time, in two threads" in refused
+    with session() as alone:  # and it is over
+        assert alone.peers == (alone.me,)
+
+
+def test_what_is_no_cluster_is_said_with_the_likely_line(fork_server):
+    with local_cluster({"learner": 1, "actor": 1}, timeout_s=60, fork_server=fork_server) as me:
+        collector = functools.partial(
+            RPCBatchedCollector, "CartPole-v1", frames_per_batch=4, total_frames=4
+        )
+        for given, told in (
+            ({}, r"no session= was given, though the session has 'actor' \(1\). Pass session="),
+            ({"session": me}, r"nobody has the role 'collector', .* Pass workers=session.of_role"),
+        ):
+            with pytest.warns(UserWarning, match=told):
+                collector(**given).shutdown()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            collector(session=me, workers=[me.me]).shutdown()
+            collector(session=me, workers=me.of_role("actor")).shutdown()
+        roles = r"its roles are 'learner' \(1\), 'actor' \(1\)"
+        for hosts in (me.of_role("actors"), "actor", [], [Peer("actor", 7, 8, "elsewhere")]):
+            with pytest.raises(ConfigurationError, match=roles):
+                replay_buffer(me, capacity=8, batch_size=2, hosts=hosts)
+            with pytest.raises(ConfigurationError, match=roles):
+                collector(session=me, workers=hosts)

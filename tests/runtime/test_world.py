@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.runtime import session
 from torchrl_dist.runtime.roles import assign_roles
 from torchrl_dist.runtime.world import (
     World,
@@ -149,6 +150,40 @@ def test_a_process_that_nobody_launched_is_a_world_of_one():
     assert (world.world_size, world.global_rank, world.master_port) == (1, 0, None)
     assert world.launcher == "single" and world.one_node
     assert world.job_id == process_stamp(os.getpid())
+
+
+UNLAUNCHED = [
+    # what is left of Slurm's variables in a container, say
+    {"SLURM_PROCID": "{rank}", "SLURM_NTASKS": "3", "SLURM_JOB_ID": "7"},
+    {"OMPI_COMM_WORLD_RANK": "{rank}", "OMPI_COMM_WORLD_SIZE": "3"},
+    {"PMI_RANK": "{rank}", "PMI_SIZE": "3"},
+]
+
+
+@pytest.mark.parametrize("env", UNLAUNCHED, ids=["slurm", "open-mpi", "mpi"])
+def test_ranks_that_would_each_be_a_job_of_their_own_are_told(env, monkeypatch):
+    for rank, told in (
+        (0, pytest.warns(UserWarning, match="task 0 of 3 .*srun")),
+        (2, pytest.raises(ConfigurationError, match="task 2 of 3 .*SLURM_STEP_ID")),
+    ):
+        for name, value in env.items():
+            monkeypatch.setenv(name, value.format(rank=rank))
+        with told, session({"learner": 1, "collector": -1}) as alone:
+            assert alone.peers == (alone.me,)
+    with session({"learner": 1}, world=World.from_env({})):  # meant: no warning would be an error
+        pass
+
+
+def test_the_shell_of_an_allocation_is_told_and_one_task_is_not(monkeypatch, recwarn):
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    with session():
+        pass
+    assert not recwarn
+    monkeypatch.setenv("SLURM_NTASKS", "3")
+    monkeypatch.delenv("SLURM_PROCID")
+    with pytest.warns(UserWarning, match="task 0 of 3 that SLURM started"), session():
+        pass
 
 
 def test_what_a_child_of_local_cluster_starts_belongs_to_its_job():

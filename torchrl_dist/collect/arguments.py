@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
+import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,19 +20,37 @@ from torchrl.envs import EnvBase
 
 from torchrl_dist.collect.readiness import Preempt, Readiness, WaitAll
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.runtime import Peer, Session
+from torchrl_dist.runtime import Peer, Session, current_session
 
 _ONE_STEP = 1e-9  # the least part of a rollout
 
 
 def choose_peers(session: Session | None, workers: Sequence[Peer] | None) -> tuple[Peer, ...]:
+    """The workers; none is one in this process. Warns where others were probably meant."""
     if workers is not None:
-        if session is None or not workers:
-            raise ConfigurationError("workers= needs a session and at least one peer")
+        if session is None:
+            raise ConfigurationError("workers= needs a session: pass session=")
+        session.check_peers("workers", workers)
         return tuple(workers)
     if session is None:
+        with contextlib.suppress(ConfigurationError):  # there is none
+            _say_who_is_idle(current_session(), "no session= was given", "session=session")
         return ()
-    return session.of_role("collector") or (session.me,)
+    collectors = session.of_role("collector")
+    if not collectors:
+        _say_who_is_idle(session, "nobody has the role 'collector'", "workers=session.of_role(...)")
+    return collectors or (session.me,)
+
+
+def _say_who_is_idle(session: Session, reason: str, line: str) -> None:
+    counts = Counter(peer.role for peer in session.peers if peer.role != session.role)
+    if counts:
+        others = ", ".join(f"{role!r} ({count})" for role, count in counts.items())
+        warnings.warn(
+            f"the environments are stepped in this process alone: {reason}, though the session has "
+            f"{others}. Pass {line} to use them, or workers=[session.me] if that is meant",
+            stacklevel=4,
+        )
 
 
 def require_shared(replay_buffer: Any) -> None:

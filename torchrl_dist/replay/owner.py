@@ -266,6 +266,8 @@ def host_replay(
         RemoteError: a host could not open its directory.
         DeadlineError, PeerLostError: a host did not answer.
     """
+    if hosts is not None:
+        session.check_peers("hosts", hosts)
     peers = tuple(session.peers[:1] if hosts is None else hosts)
     if not peers or capacity < len(peers):
         raise ConfigurationError(

@@ -15,10 +15,10 @@ import cloudpickle
 
 from ..errors import ConfigurationError, PeerLostError, TorchRLDistError
 from .forkserver import ForkServer
-from .remote import require_no_session
+from .remote import only_session
 from .rendezvous import connect_store, keep_store
 from .roles import assign_roles
-from .session import Session, joined, session
+from .session import Session, joined
 from .surroundings import Surroundings
 from .world import JOB_ID_VARIABLE, World
 
@@ -61,56 +61,58 @@ def local_cluster(
         PeerLostError: a child died while starting.
         DeadlineError: not everybody was ready in time.
     """
-    require_no_session()
     if any(count < 0 for count in roles.values()) or not sum(roles.values()):
         raise ConfigurationError(f"roles={dict(roles)}: expected counts >= 0 and a process.")
     seats = assign_roles(roles, sum(roles.values()))
-    host = socket.gethostname()
-    store, port = keep_store(_LOOPBACK, 0, timeout_s) if len(seats) > 1 else (None, None)
-    job = _Job(
-        roles=dict(roles),
-        host=host,
-        port=port,
-        job_id=World.from_env({}).job_id,
-        surroundings=Surroundings.of_this_process(threads_per_process, env),
-        init_fn=None if init_fn is None else cloudpickle.dumps(init_fn),
-        timeout_s=timeout_s,
-        process_group=process_group,
-    )
-    if len(seats) == 1:
-        with session(
-            roles, world=job.world(0), timeout_s=timeout_s, process_group=process_group
-        ) as alone:
-            yield alone
-        return
-    with contextlib.ExitStack() as stack:
-        server = fork_server or stack.enter_context(ForkServer())
-        children = server.start(job, range(1, len(seats)))
-        stack.callback(server.kill_children)
-
-        def describe(rank: int) -> tuple[str, str]:
-            role, index = seats[rank]
-            return f"{role}{index}", host
-
-        children.wait_ready(timeout_s, describe)
-        membership = joined(
-            job.world(0),
-            roles,
-            store,
+    with only_session():
+        host = socket.gethostname()
+        store, port = keep_store(_LOOPBACK, 0, timeout_s) if len(seats) > 1 else (None, None)
+        job = _Job(
+            roles=dict(roles),
+            host=host,
+            port=port,
+            job_id=World.from_env({}).job_id,
+            surroundings=Surroundings.of_this_process(threads_per_process, env),
+            init_fn=None if init_fn is None else cloudpickle.dumps(init_fn),
             timeout_s=timeout_s,
             process_group=process_group,
-            supervised=True,
         )
-        with contextlib.ExitStack() as inside:
-            try:
-                me = inside.enter_context(membership)
-            except TorchRLDistError:
-                children.wait_ready(0, describe)  # a child's own error says more, if there is one
-                raise
-            children.watch(me._peer_exited)
-            yield me
-        if me._everybody_left():  # else somebody hangs, and will not exit either
-            children.wait_gone(_EXIT_S)
+        if len(seats) == 1:
+            with joined(
+                job.world(0), roles, None, timeout_s=timeout_s, process_group=process_group
+            ) as alone:
+                yield alone
+            return
+        with contextlib.ExitStack() as stack:
+            server = fork_server or stack.enter_context(ForkServer())
+            children = server.start(job, range(1, len(seats)))
+            stack.callback(server.kill_children)
+
+            def describe(rank: int) -> tuple[str, str]:
+                role, index = seats[rank]
+                return f"{role}{index}", host
+
+            children.wait_ready(timeout_s, describe)
+            membership = joined(
+                job.world(0),
+                roles,
+                store,
+                timeout_s=timeout_s,
+                process_group=process_group,
+                supervised=True,
+            )
+            with contextlib.ExitStack() as inside:
+                try:
+                    me = inside.enter_context(membership)
+                except TorchRLDistError:
+                    children.wait_ready(
+                        0, describe
+                    )  # a child's own error says more, if there is one
+                    raise
+                children.watch(me._peer_exited)
+                yield me
+            if me._everybody_left():  # else somebody hangs, and will not exit either
+                children.wait_gone(_EXIT_S)
 
 
 @dataclass(frozen=True)

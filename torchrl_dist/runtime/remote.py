@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -94,12 +97,22 @@ def current_session() -> Session:
     return _current
 
 
-def require_no_session() -> None:
-    """Refuse to enter a session inside another: a process has one RPC agent."""
-    if _current is not None:
+_taken = threading.Lock()  # by the session that this process is in, enters or leaves
+
+
+@contextlib.contextmanager
+def only_session() -> Iterator[None]:
+    """Refuse to enter a session inside or beside another: a process has one RPC agent."""
+    if not _taken.acquire(blocking=False):
+        where = "another one" if _current is None else f"one as {_current.me.name}"
         raise ConfigurationError(
-            f"This process is already in a session, as {_current.me.name}; leave that one first."
+            f"This process is already in a session or enters it, {where}: leave that one first. "
+            "Two at a time, in two threads say, need a process each."
         )
+    try:
+        yield
+    finally:
+        _taken.release()
 
 
 def set_current(session: Session | None) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import os
 import signal
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
@@ -20,11 +22,11 @@ from ..errors import ConfigurationError, DeadlineError, PeerLostError, RemoteErr
 from . import rendezvous, wire
 from .membership import Membership
 from .pool import DaemonPool
-from .remote import Peer, Remote, require_no_session, set_current
+from .remote import Peer, Remote, only_session, set_current
 from .roles import DEFAULT_ROLES
 from .signals import Latch, StopSignals, say, wait_any
 from .transport import Transport
-from .world import World
+from .world import World, launched_without_us
 
 # Calls of other processes that run at once in this one; more of them queue.
 _MAX_CONCURRENT_CALLS = 64
@@ -106,6 +108,20 @@ class Session:
     def of_role(self, role: str) -> tuple[Peer, ...]:
         """The processes of a role in index order; empty if nobody plays it."""
         return tuple(peer for peer in self.peers if peer.role == role)
+
+    def check_peers(self, name: str, peers: Sequence[Peer]) -> None:
+        """Refuse what are not processes of this session, as the argument ``name`` of something.
+
+        Raises:
+            ConfigurationError: there is none, or one is no peer; names the roles that there are.
+        """
+        if isinstance(peers, str) or not peers or any(peer not in self.peers for peer in peers):
+            counts = Counter(peer.role for peer in self.peers)
+            roles = ", ".join(f"{role!r} ({count})" for role, count in counts.items())
+            raise ConfigurationError(
+                f"{name}={peers!r}: expected processes of this session, such as session.of_role("
+                f"{self.peers[-1].role!r}); its roles are {roles}"
+            )
 
     def lost(self) -> tuple[Peer, ...]:
         """Peers known to be dead, in rank order. On the driver this is kept up to date without
@@ -683,12 +699,32 @@ def session(
         ConfigurationError: the environment or the roles cannot be right, or processes disagree.
         DeadlineError: not everybody joined in time; names the missing.
     """
-    require_no_session()
-    world = World.from_env() if world is None else world
+    if world is None:
+        world = World.from_env()
+        if world.launcher == "single":
+            _look_for_others()
     roles = DEFAULT_ROLES if roles is None else roles
-    store, world = rendezvous.launcher_store(world, timeout_s)
-    with joined(world, roles, store, timeout_s=timeout_s, process_group=process_group) as member:
-        yield member
+    with only_session():
+        store, world = rendezvous.launcher_store(world, timeout_s)
+        with joined(world, roles, store, timeout_s=timeout_s, process_group=process_group) as me:
+            yield me
+
+
+def _look_for_others() -> None:
+    """Say so where this process, for itself a job of one, looks like one of several."""
+    others = launched_without_us(os.environ)
+    if others is None:
+        return
+    rank, size, launcher = others
+    told = (
+        f"this process looks like task {rank} of {size} that {launcher} started, but not as a rank "
+        "of a job: each of them would be a job of its own. Start them with torchrun or with srun "
+        "(srun python ...), whose RANK or SLURM_STEP_ID must reach the program, into a container "
+        "too; for a job of one process pass world=World.from_env({})"
+    )
+    if rank:
+        raise ConfigurationError(told)
+    warnings.warn(told, stacklevel=4)
 
 
 @contextlib.contextmanager

@@ -89,6 +89,24 @@ class World:
         return world
 
 
+# Variables of launchers that a World is not read from: rank, number of ranks.
+_OTHER_LAUNCHERS = {
+    "SLURM": ("SLURM_PROCID", "SLURM_NTASKS"),
+    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    "MPI": ("PMI_RANK", "PMI_SIZE"),
+}
+
+
+def launched_without_us(env: Mapping[str, str]) -> tuple[int, int, str] | None:
+    """(rank, size, launcher) where a process that counts as single is one of several, or, as
+    rank 0, the script of a SLURM job with several tasks."""
+    for launcher, (rank, size) in _OTHER_LAUNCHERS.items():
+        if env.get(size, "").isdigit() and int(env[size]) > 1:
+            # salloc's shell has no rank
+            return int(env[rank]) if env.get(rank, "").isdigit() else 0, int(env[size]), launcher
+    return None
+
+
 def process_stamp(pid: int) -> str:
     """Name a process for good: pid, start time in clock ticks, pid namespace, boot of the machine.
 
