@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 from tensordict import TensorDictBase
+from torch import nn
 from torchrl.data import LazyTensorStorage, OneHot, TensorDictReplayBuffer
 from torchrl.envs import GymEnv, SerialEnv
 from torchrl.modules import QValueActor
@@ -471,3 +472,64 @@ def test_requests_that_come_together_run_in_their_order() -> None:
     for thread in threads:
         thread.join(10)
     assert starts == {n: 100.0 + 3 * n for n in range(4)}
+
+
+def test_workers_that_die_are_replaced(fork_server: ForkServer) -> None:
+    class Weighed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.preference = nn.Parameter(torch.tensor([1.0, 0.0, 0.0]))
+
+        def forward(self, observation: torch.Tensor) -> torch.Tensor:
+            return self.preference.expand(*observation.shape[:-1], 3)
+
+    policy = QValueActor(Weighed(), in_keys=["observation"], spec=OneHot(3))
+    with (
+        local_cluster({"learner": 1, "collector": 2}, fork_server=fork_server) as session,
+        RPCBatchedCollector(
+            Paced,
+            policy,
+            session=session,
+            frames_per_batch=40,
+            total_frames=400,
+            num_envs=2,
+            replace_lost=True,
+            min_workers=2,
+            timeout_s=60,
+            max_frames_per_traj=3,
+            init_random_frames=40,
+            post_collect_hook=lambda rows: rows.set("pid", torch.full(rows.shape, os.getpid())),
+        ) as collector,
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        batches = []
+        for number, batch in enumerate(collector):
+            batches.append(batch)
+            if number == 2:
+                kill(session, 0)
+                kill(session, 1)  # nobody is left, until the successors are there
+                policy.module[0].module.preference.data = torch.tensor([0.0, 1.0, 0.0])
+                collector.update_policy_weights_()
+        rows = torch.cat([batch.reshape(-1) for batch in batches])
+        assert len(rows) == 400 == collector.report.total_frames
+        assert collector.stats()["workers_alive"] == 2
+        assert sorted(collector.report.lost_workers) == ["collector0", "collector1"]
+        said = [str(w.message) for w in caught if "another one is built" in str(w.message)]
+        assert len(said) == 2
+        last = batches[-1]
+        assert last.shape == (4, 10) and len(last["pid"].unique()) == 2
+        assert not set(last["pid"].unique().tolist()) & {os.getpid(), session.pid_of(session.me)}
+        assert not set(last["pid"].unique().tolist()) & set(batches[0]["pid"].unique().tolist())
+        assert last["collector", "worker_index"][:, 0].tolist() == [0, 0, 1, 1]
+        assert last["policy_version"].eq(1).all() and last["action"].argmax(-1).eq(1).all()
+        assert batches[0]["action_value"].eq(0).all() and batches[1]["action_value"].any()
+        ids = rows["collector", "traj_ids"]
+        lengths = torch.unique(ids, return_counts=True)[1]
+        assert lengths.max() == 3  # no trajectory of a dead worker goes on under its id
+        assert rows["next", "step_count"].max() == 3
+
+
+def test_without_local_cluster_nobody_is_replaced() -> None:
+    with pytest.raises(ConfigurationError, match="under local_cluster"):
+        RPCBatchedCollector(Counter, None, frames_per_batch=4, replace_lost=True)

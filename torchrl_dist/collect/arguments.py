@@ -109,6 +109,7 @@ class Settings:
     postproc_factory: Any
     min_workers: int
     worker_timeout_s: float | None
+    replace_lost: bool
     timeout_s: float | None
     init_random_frames: int
     reset_at_each_iter: bool
@@ -133,6 +134,8 @@ class Settings:
             raise ConfigurationError(
                 f"inference={self.inference!r}: expected 'worker' or 'learner'"
             )
+        if self.inference == "learner" and self.replace_lost:
+            raise ConfigurationError("replace_lost=True does not go with inference='learner'")
         if self.inference == "learner" and self.init_random_frames:
             raise ConfigurationError(
                 "init_random_frames= does not go with inference='learner', where the workers do "

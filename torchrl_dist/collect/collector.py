@@ -40,7 +40,7 @@ from torchrl_dist.collect.inference import LearnerInference
 from torchrl_dist.collect.policies import Compilation
 from torchrl_dist.collect.readiness import Readiness
 from torchrl_dist.collect.report import CollectReport, summarize
-from torchrl_dist.collect.start import start_workers
+from torchrl_dist.collect.start import Replacer, start_workers
 from torchrl_dist.collect.trajectories import TrajectoryAssembler
 from torchrl_dist.collect.worker import Postproc, WorkerConfig
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError
@@ -128,6 +128,9 @@ class RPCBatchedCollector(BaseCollector):
             lost until it answers: others collect its frames, its late rows are dropped (with
             ``replay_buffer`` they are in the buffer, beyond ``total_frames``), and it begins new
             episodes. Default: never.
+        replace_lost: under ``local_cluster`` a worker whose process died is replaced: its envs then
+            run in new processes that this one forks and speaks with, in new episodes. Its third
+            successor is its last. Meanwhile the others collect.
         timeout_s: bounds the wait for each batch as a whole, and other calls; default the
             session's, which also bounds building the workers.
         categorical_action_encoding: as in TorchRL's ``GymEnv``; for gymnasium envs.
@@ -193,6 +196,7 @@ class RPCBatchedCollector(BaseCollector):
         exploration_type: ExplorationType = ExplorationType.RANDOM,
         min_workers: int = 1,
         worker_timeout_s: float | None = None,
+        replace_lost: bool = False,
         timeout_s: float | None = None,
         categorical_action_encoding: bool = False,
         create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
@@ -244,6 +248,7 @@ class RPCBatchedCollector(BaseCollector):
             postproc_factory=postproc_factory,
             min_workers=min_workers,
             worker_timeout_s=worker_timeout_s,
+            replace_lost=replace_lost,
             timeout_s=timeout_s,
             init_random_frames=max(0, init_random_frames or 0),
             reset_at_each_iter=reset_at_each_iter,
@@ -353,6 +358,9 @@ class RPCBatchedCollector(BaseCollector):
         self, session: Session | None, peers: Sequence[Peer], config: WorkerConfig
     ) -> Crew:
         limit_s = self.timeout_s if session is None else max(self.timeout_s, session.timeout_s)
+        self._replacer = None
+        if self._settings.replace_lost:
+            self._replacer = Replacer(session, config, self.max_policy_lag)
         workers, lost, errors = start_workers(
             session, peers, config, max_ahead=self.max_policy_lag, limit_s=limit_s
         )
@@ -374,6 +382,7 @@ class RPCBatchedCollector(BaseCollector):
             stopped=(lambda: session.stop_requested)
             if session is not None and len(session.of_role(session.role)) == 1
             else None,
+            replacer=self._replacer,
         )
         if not errors and len(workers) < self.min_workers:
             errors = [
@@ -626,6 +635,8 @@ class RPCBatchedCollector(BaseCollector):
     def _set_hooks(self, before: Any, behind: Any) -> None:
         self._crew.ask_all("set_hooks", (before, behind), timeout_s=self.timeout_s)
         self._pre_collect_hook, self._post_collect_hook = before, behind
+        if self._replacer is not None:
+            self._replacer.config = replace(self._replacer.config, hooks=(before, behind))
 
     # ---- what TorchRL's base class offers and this one has another way for
 
@@ -673,7 +684,7 @@ class RPCBatchedCollector(BaseCollector):
         if workers != "per_worker":
             stats |= super().stats()
         stats["workers"] = self._num_workers
-        stats["workers_alive"] = self._num_workers - len(self._crew.lost)
+        stats["workers_alive"] = self._crew.alive
         if workers != "aggregate":
             stats |= {f"worker_{i}/frames": frames for i, frames in self._crew.frames.items()}
         return stats
@@ -763,7 +774,10 @@ class RPCBatchedCollector(BaseCollector):
             self._crew.budget.remaining = max(0, self.total_frames - self._frames)
         if isinstance(self.policy, nn.Module):
             self._send_weights(pack(self.policy, self._version))
-        self._crew.ask_all("set_trajectory_base", self._run << _RUN_SHIFT, timeout_s=self.timeout_s)
+        base = self._run << _RUN_SHIFT
+        if self._replacer is not None:
+            self._replacer.trajectory_base = base
+        self._crew.ask_all("set_trajectory_base", base, timeout_s=self.timeout_s)
 
     def shutdown(
         self,
@@ -800,7 +814,7 @@ class RPCBatchedCollector(BaseCollector):
         self.shutdown(raise_on_error=error is None)
 
     def __repr__(self) -> str:
-        alive = len(self._crew.workers) - len(self._crew.lost)
+        alive = self._crew.alive
         return (
             f"{type(self).__name__}(workers={alive}, frames_per_batch={self.frames_per_batch}, "
             f"readiness={self.readiness}, max_policy_lag={self.max_policy_lag})"

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from tensordict import TensorDict
 
@@ -42,6 +42,7 @@ Delivery = tuple[RolloutStats, TensorDict | None]
 _ROLLOUT_LIMIT_S = 7 * 24 * 3600.0
 _MAX_IN_FLIGHT = 2
 _GLANCE_S = 0.25  # how often a wait looks for a stop, of which a signal handler cannot notify it
+_BUILD_S = 120.0  # of a successor
 _WARN_AT_CALLER = 7  # frames between a warning here and the loop over the collector
 
 
@@ -83,6 +84,14 @@ class Worker:
     frames: int = 0
 
 
+class Successors(Protocol):
+    """See :class:`torchrl_dist.collect.start.Replacer`."""
+
+    def may_replace(self, lost: Worker) -> bool: ...
+
+    def replace(self, lost: Worker, limit_s: float) -> Worker: ...
+
+
 class Crew:
     """Keeps every worker busy as far as the policy lag allows, and gathers what makes a batch.
 
@@ -91,6 +100,7 @@ class Crew:
         names_of_unstarted: workers that were lost before they began.
         min_workers: with fewer living ones, ``gather`` raises.
         worker_timeout_s: a worker whose rollout takes longer counts as lost, until it answers.
+        replacer: makes successors of workers that died.
         random_frames: so many frames, or more where rollouts are longer, are of random actions.
         stopped: whether there are to be no more batches, as if all frames were delivered.
     """
@@ -105,7 +115,11 @@ class Crew:
         worker_timeout_s: float | None = None,
         random_frames: int = 0,
         stopped: Callable[[], bool] | None = None,
+        replacer: Successors | None = None,
     ) -> None:
+        self._replacer = replacer
+        self._replacing = 0
+        self._names_of_replaced: list[str] = []
         self._random_frames = random_frames
         self._stopped = stopped
         self._worker_timeout_s = worker_timeout_s
@@ -124,7 +138,12 @@ class Crew:
     @property
     def lost(self) -> list[str]:
         """Names of the workers that died so far."""
-        return self._names_of_unstarted + [w.name for w in self.workers if w.lost]
+        lost = [w.name for w in self.workers if w.lost]
+        return self._names_of_unstarted + self._names_of_replaced + lost
+
+    @property
+    def alive(self) -> int:
+        return sum(not worker.lost for worker in self.workers)
 
     @property
     def frames(self) -> dict[int, int]:
@@ -163,10 +182,10 @@ class Crew:
                     if self._note_failures():
                         continue
                     arrived, expected = self._standing()
-                    if not expected:
+                    if not expected and not self._replacing:
                         return None
                     waited_s = time.monotonic() - begun
-                    chosen = self._readiness.take(arrived, expected, waited_s)
+                    chosen = expected and self._readiness.take(arrived, expected, waited_s)
                     if chosen:
                         return self._take(chosen)
                     missing = set(expected) - set(arrived)
@@ -195,6 +214,8 @@ class Crew:
                 for w in self.workers
                 if w.index in missing and w.in_flight
             )
+            if self._replacing:
+                names += f"{', ' * bool(names)}{self._replacing} workers that are being replaced"
             raise DeadlineError(
                 f"no batch within {timeout_s:g} s; waiting for {names or 'nobody'}. "
                 "Iterate again to go on waiting, or raise timeout_s"
@@ -364,17 +385,54 @@ class Crew:
             if not isinstance(worker.failure, PeerLostError):
                 raise worker.failure
             worker.lost = True
+            replaced = self._replace(worker)
             left = sum(not w.lost for w in self.workers)
-            if left < self._min_workers:
+            if left + self._replacing < self._min_workers:
                 raise PeerLostError(
                     f"{left} workers are left, min_workers={self._min_workers}; lost: "
                     f"{', '.join(w.name for w in self.workers if w.lost)}"
                 ) from worker.failure
             warnings.warn(
-                f"collection goes on with {left} workers: {worker.failure}",
+                f"collection goes on with {left} workers{', another one is built' * replaced}: "
+                f"{worker.failure}",
                 stacklevel=_WARN_AT_CALLER,
             )
         return bool(failed)
+
+    def _replace(self, lost: Worker) -> bool:
+        """Have a successor built, if that may be; called with the condition held."""
+        # A worker with requests that were given up may yet answer.
+        if self._replacer is None or lost.given_up or not self._replacer.may_replace(lost):
+            return False
+        self._replacing += 1
+        build = threading.Thread(
+            target=self._build_successor, args=(lost,), name="torchrl_dist-replace", daemon=True
+        )
+        build.start()
+        return True
+
+    def _build_successor(self, lost: Worker) -> None:
+        assert self._replacer is not None
+        new, error = None, None
+        try:
+            new = self._replacer.replace(lost, _BUILD_S)
+        except Exception as e:  # raised where the next batch is waited for
+            error = e
+        with self._cond:
+            self._replacing -= 1
+            if new is not None and not self._closed:
+                new.inbox, new.frames = lost.inbox, lost.frames
+                new.weights = lost.weights
+                self._names_of_replaced.append(lost.name)
+                self.workers[self.workers.index(lost)] = self._by_index[lost.index] = new
+                new = None
+                if self._waiting:
+                    self._request(self._by_index[lost.index])
+            elif error is not None:
+                lost.failure, lost.lost = error, False  # to be noted anew
+            self._cond.notify_all()
+        if new is not None:  # there is nothing left to do for it
+            new.handle.submit("close", step_limit_s=_BUILD_S, timeout_s=_BUILD_S)
 
     # ---- all at once
 

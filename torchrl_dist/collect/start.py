@@ -58,8 +58,7 @@ def start_workers(
             handle.submit("close", step_limit_s=limit_s, timeout_s=limit_s)
             raise
         infos.append(info)
-        specs = {"number of envs": str(info.num_envs), **info.specs}
-        return Worker(index, name, handle, info.num_envs, info.steps, ahead, specs)
+        return Worker(index, name, handle, info.num_envs, info.steps, ahead, _specs(info))
 
     registrations = dump_registrations()
     infos: list[WorkerInfo] = []
@@ -113,3 +112,72 @@ def steps_per_message(step_s: float, step_bytes: float, message_s: float = MESSA
     """How many steps make a message that takes neither microseconds nor minutes to fill, and not
     all memory: about ``message_s`` seconds, at most ``MESSAGE_BYTES`` bytes, at least a step."""
     return max(1, int(min(message_s / step_s, MESSAGE_BYTES / step_bytes)))
+
+
+# Of one worker: whose processes die more often will not do better the next time.
+_MOST_REPLACED = 3
+_SEED_STRIDE = 1_000_003
+# Of a run's 32 bits of trajectory ids, those above this many tell a worker from its predecessors.
+_ID_BITS = 30
+
+
+class Replacer:
+    """Puts another worker in the place of one whose process has died: env processes of this
+    machine, forked anew, that this process speaks with.
+
+    Attributes:
+        config: what workers are built from.
+        trajectory_base: for ``RolloutWorker.set_trajectory_base``.
+
+    Raises:
+        ConfigurationError: the workers are not all of this machine.
+    """
+
+    def __init__(self, session: Session | None, config: WorkerConfig, max_ahead: int) -> None:
+        if session is None or session.world.launcher != "local":
+            raise ConfigurationError(
+                "replace_lost=True: workers can be replaced under local_cluster; other launchers "
+                "start processes themselves (torchrun --max-restarts restarts the job)"
+            )
+        self.config = config
+        self.trajectory_base = 0
+        self._max_ahead = max_ahead
+        self._replaced: Counter[int] = Counter()
+
+    def may_replace(self, lost: Worker) -> bool:
+        return self._replaced[lost.index] < _MOST_REPLACED
+
+    def replace(self, lost: Worker, limit_s: float) -> Worker:
+        """Blocks while the envs are built. It begins new episodes, of other seeds.
+
+        Raises:
+            RemoteError: they could not be built.
+            PeerLostError, DeadlineError: their processes died, or took too long.
+        """
+        self._replaced[lost.index] += 1
+        generation = self._replaced[lost.index]
+        own = self.config.of_worker(lost.index)
+        seed = own.seed
+        own = replace(
+            own,
+            env_processes=max(1, own.env_processes),
+            seed=None if seed is None else (seed + generation * _SEED_STRIDE) % 2**31,
+            frames_per_rollout=lost.steps * lost.num_envs,
+        )
+        handle = LocalHandle(own)
+        try:
+            info = handle.call("describe", timeout_s=limit_s)
+            require_equal_specs({lost.name: lost.specs, "its successor": _specs(info)})
+            base = self.trajectory_base + (generation << _ID_BITS)
+            handle.call("set_trajectory_base", base, timeout_s=limit_s)
+        except BaseException:
+            handle.submit("close", step_limit_s=limit_s, timeout_s=limit_s)
+            raise
+        name = f"worker {lost.index} (env processes of this process, in place of {lost.name})"
+        return Worker(
+            lost.index, name, handle, info.num_envs, info.steps, self._max_ahead, lost.specs
+        )
+
+
+def _specs(info: WorkerInfo) -> dict[str, str]:
+    return {"number of envs": str(info.num_envs), **info.specs}
