@@ -14,6 +14,7 @@ import torchrl_dist
 ROOT = Path(torchrl_dist.__file__).parent
 LAYERS = {
     "errors": 0,
+    "forks": 0,
     "runtime": 1,
     "weights": 2,
     "checkpoint": 2,
