@@ -385,9 +385,9 @@ class _Update:
             loss = DistributedLoss(loss)
             reduce = loss.ranks.all_reduce
 
-            def timed(*args: Any) -> None:
+            def timed(*args: Any, **kwargs: Any) -> None:
                 start = self._now()
-                reduce(*args)
+                reduce(*args, **kwargs)
                 self._averaging_s = self._now() - start
 
             loss.ranks.all_reduce = timed
