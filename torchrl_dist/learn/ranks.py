@@ -30,6 +30,7 @@ from ..errors import (
 )
 from ..runtime import World, current_session
 from ..runtime.world import process_stamp
+from .store import AnsweringStore, StoreSilent
 
 # A wait longer than this is announced to the others, and looks for failures that they announced.
 _SLICE_S = 1.0
@@ -104,13 +105,18 @@ class Ranks:
             assert self.group is not None
             if "cpu" not in backends(self.group):
                 self._device = torch.device("cuda", torch.cuda.current_device())
-            store = self.group.get_group_store()
-            number = store.add(f"torchrl_dist/ranks/{self.index}", 1)
-            self._store = dist.PrefixStore(f"torchrl_dist/ranks/number{number}", store)
+            store, meeting = self.group.get_group_store(), "the meeting of the ranks"
+            try:
+                own = f"torchrl_dist/ranks/{self.index}"
+                number = AnsweringStore(store).add(own, 1, timeout_s)
+            except dist.DistError as error:
+                raise PeerLostError(f"{meeting}: {error}") from error
+            store = dist.PrefixStore(f"torchrl_dist/ranks/number{number}", store)
+            self._store = AnsweringStore(store)
             self.members = tuple(
                 Rank(index, "an unknown host", 0, "") for index in range(self.size)
             )
-            cards = self.exchange([me.host, me.pid, me.stamp], "the meeting of the ranks")
+            cards = self.exchange([me.host, me.pid, me.stamp], meeting)
             self.members = tuple(Rank(index, *card) for index, card in enumerate(cards))
 
     @property
@@ -128,23 +134,37 @@ class Ranks:
         number = self._exchanges
         keys = [f"exchange/{number}/{index}" for index in range(self.size)]
         start = time.monotonic()
+
+        def is_late() -> bool:
+            return time.monotonic() - start > self.timeout_s
+
+        def insist(function: Callable[..., Any], *args: Any) -> Any:
+            while True:
+                try:
+                    return function(*args)
+                except StoreSilent:
+                    if is_late():
+                        raise
+
         try:
-            self._store.set(keys[self.index], json.dumps([what, value]))
+            insist(self._store.set, keys[self.index], json.dumps([what, value]))
             with self._waiting(what) as say_so:
-                while not self._arrived(keys, _SLICE_S):
-                    say_so()
-                    self._raise_reported()
-                    # First those, since one that has come may have ended by now.
-                    gone = {who for who in self.members if who.state() == "gone"}
-                    absent = self._absent(keys)
-                    if gone.intersection(absent) or time.monotonic() - start > self.timeout_s:
-                        raise self._missing_error(absent, what, late=True)
-            told = [json.loads(text) for text in self._store.multi_get(keys)]
+                while not self._store.wait(keys, _SLICE_S):
+                    with contextlib.suppress(*(() if is_late() else (StoreSilent,))):
+                        say_so()
+                        self._raise_reported()
+                        # First those, since one that has come may have ended by now.
+                        gone = {who for who in self.members if who.state() == "gone"}
+                        absent = self._absent(keys)
+                        if gone.intersection(absent) or is_late():
+                            raise self._missing_error(absent, what, late=True)
+            told = [json.loads(text) for text in insist(self._store.multi_get, keys)]
             # Who has come here has read the exchange before the last one, and so has everybody.
             if number > 2:
-                self._store.delete_key(f"exchange/{number - 2}/{self.index}")
+                with contextlib.suppress(StoreSilent):
+                    self._store.delete_key(f"exchange/{number - 2}/{self.index}")
         except dist.DistError as error:
-            raise PeerLostError(f"{what}: the store of the ranks is lost ({error})") from error
+            raise self._lost_error(what, error) from error
         for index, (place, _) in enumerate(told):
             if place != told[0][0]:
                 raise ConfigurationError(
@@ -231,7 +251,7 @@ class Ranks:
         """Tell the ranks that wait for this one what it failed of. Does not block or raise."""
         if self.size > 1:
             with contextlib.suppress(dist.DistError):
-                if not self._store.check(["failure"]):  # else this one fails because of it
+                if not self._store.check("failure"):  # else this one fails because of it
                     self._store.set("failure", json.dumps(self._description(error)))
 
     def _description(self, error: BaseException) -> list[Any]:
@@ -249,7 +269,7 @@ class Ranks:
         return RemoteError(message, peer=f"rank {index}", host=who.host, remote_traceback=trace)
 
     def _raise_reported(self) -> None:
-        if self._store.check(["failure"]):
+        if self._store.check("failure"):
             raise self._remote_error(json.loads(self._store.get("failure")))
 
     # ---- collectives
@@ -373,27 +393,50 @@ class Ranks:
         keys = [self._waiting_key(index) for index in range(self.size)]
         try:
             self._store.set(keys[self.index], "")
-            self._arrived(keys, _GRACE_S)
+            give_up = time.monotonic() + _GRACE_S
+            while not self._store.wait(keys, _SLICE_S / 4):
+                self._raise_reported()
+                absent = self._absent(keys)
+                cannot_come = all(who.state() in ("stopped", "gone") for who in absent)
+                if cannot_come or time.monotonic() > give_up:
+                    break
             self._raise_reported()
             absent = self._absent(keys)
+            if absent:
+                return self._missing_error(absent, what, late=late)
         except TorchRLDistError as reported:
             return reported
-        except dist.DistError:  # the store died with its process
-            absent = []
-        if absent:
-            return self._missing_error(absent, what, late=late)
+        except dist.DistError as lost:
+            return self._lost_error(what, lost)
         return PeerLostError(f"{what}: the connection between the ranks failed: {error}")
 
-    def _arrived(self, keys: list[str], timeout_s: float) -> bool:
-        try:
-            self._store.wait(keys, timedelta(seconds=timeout_s))
-        except dist.DistStoreError:  # the deadline; a lost store is another DistError
-            return False
-        return True
+    def _lost_error(self, what: str, error: dist.DistError) -> Exception:
+        """The store has died with a process, or is silent because one is stopped: without it,
+        only the kernel of this machine can tell who that is."""
+        give_up = time.monotonic() + _GRACE_S
+        while True:
+            states = {who: who.state() for who in self.members}
+            stopped = [who for who, state in states.items() if state == "stopped"]
+            gone = [who for who, state in states.items() if state == "gone"]
+            if stopped or gone or time.monotonic() > give_up:
+                break
+            time.sleep(0.05)  # a process that dies loses its connections first
+        if gone:
+            return PeerLostError(
+                f"{', '.join(map(str, gone))} died or left before {what} ({error})"
+            )
+        if stopped:
+            return DeadlineError(
+                f"{', '.join(map(str, stopped))}, stopped did not come to {what} within "
+                f"{self.timeout_s:g} s ({error})"
+            )
+        return PeerLostError(
+            f"{what}: {error}. It is kept by {self.members[0]}, if not by the launcher"
+        )
 
     def _absent(self, keys: list[str]) -> list[Rank]:
-        return [who for who, key in zip(self.members, keys, strict=True)
-                if not self._store.check([key])]  # fmt: skip
+        pairs = zip(self.members, keys, strict=True)
+        return [who for who, key in pairs if not self._store.check(key)]
 
     def _missing_error(self, absent: list[Rank], what: str, *, late: bool) -> Exception:
         states = [(who, who.state()) for who in absent]
@@ -410,9 +453,9 @@ class Ranks:
         if state == "stopped":
             return ", stopped"
         key = f"place/{who.index}"
-        if not self._store.check([key]):
+        if not self._store.check(key):
             return ""
-        return f", which waits at {self._store.get(key).decode()},"
+        return f", which waits at {self._store.get(key)},"
 
 
 def backends(group: dist.ProcessGroup) -> dict[str, str]:
