@@ -403,6 +403,59 @@ def test_a_threshold_lets_the_others_stop(build: Any, alone: Session) -> None:
     assert not build(Plain, preemptive_threshold=1.0, **four).readiness.cuts
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        Plain,
+        lambda: gymnasium.vector.SyncVectorEnv([lambda: Plain(9)] * 3),
+        lambda: GymWrapper(Plain(9)),
+    ],
+    ids=["gym", "vec", "torchrl"],
+)
+def test_some_envs_can_be_reset(build: Any, make: Any) -> None:
+    collector = build(make, turning(), num_envs=3, frames_per_batch=12)
+    before = collector.next()["collector", "traj_ids"][:, -1]
+    for index, anew in [
+        (1, [1]),
+        ([0, 2], [0, 2]),
+        (torch.tensor([True, False, True]), [0, 2]),
+        (slice(1, None), [1, 2]),
+        (-1, [2]),
+        ([], []),
+    ]:
+        collector.reset()
+        first = collector.next()
+        collector.reset(index)
+        second = collector.next()
+        for i in range(3):
+            begins = 0 if i in anew else 4
+            assert second["observation"][i, 0, 0] == begins
+            went_on = second["collector", "traj_ids"][i, 0] == first["collector", "traj_ids"][i, 3]
+            assert went_on == (i not in anew)
+    assert len(before.unique()) == 3
+    for index in (3, -4, "all", [0, 3]):
+        with pytest.raises(ConfigurationError, match="3 envs each"):
+            collector.reset(index)
+
+
+def test_what_waits_for_the_end_of_an_episode_is_dropped_with_it(build: Any) -> None:
+    collector = build(Plain, None, num_envs=2, frames_per_batch=6, trajs_per_batch=1)
+    assert collector.next()["observation"][0, :, 0].tolist() == [0, 1, 2, 3, 4]
+    collector.reset(0)  # drops one step, the first of its second episode
+    lengths = [len(collector.next()[0]) for _ in range(6)]
+    assert lengths == [5] * 6
+
+
+def test_vector_envs_that_reset_themselves_say_so(build: Any) -> None:
+    env = gymnasium.vector.SyncVectorEnv(
+        [Plain] * 2, autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP
+    )
+    collector = build(env, None, frames_per_batch=6)
+    collector.next()
+    with pytest.raises(RemoteError, match="resets its envs itself"):
+        collector.reset(1)
+
+
 # ---- with a replay buffer
 
 

@@ -36,6 +36,7 @@ from torchrl_dist.collect.batches import join
 from torchrl_dist.collect.budget import FrameBudget
 from torchrl_dist.collect.crew import Crew
 from torchrl_dist.collect.groups import Inference
+from torchrl_dist.collect.handles import Handle
 from torchrl_dist.collect.inference import LearnerInference
 from torchrl_dist.collect.policies import Compilation
 from torchrl_dist.collect.readiness import Readiness
@@ -724,11 +725,46 @@ class RPCBatchedCollector(BaseCollector):
         """What ``render()`` of that env returns; ``make_env`` chooses the ``render_mode``."""
         return self._visit(env, "call", "render")[0]
 
-    def reset(self) -> None:
+    def reset(self, index: Any = None) -> None:
         """Start new episodes in all envs before the next rollout that is asked for. Trajectories
-        that wait to be completed or delivered are dropped."""
-        self._crew.ask_all("reset", timeout_s=self.timeout_s)
-        self._trajectories.forget()
+        that wait to be completed or delivered are dropped.
+
+        Args:
+            index: of the job's envs in their order, as for a tensor ``[envs]``: a number, several,
+                a slice or a mask. Only these begin anew, and only their unfinished trajectories
+                are dropped. Not for vector envs that reset their envs themselves.
+
+        Raises:
+            ConfigurationError: there are no such envs.
+            RemoteError: they cannot be reset one by one.
+        """
+        if index is None:
+            self._crew.ask_all("reset", timeout_s=self.timeout_s)
+            self._trajectories.forget()
+            return
+        self._crew.require_open()
+        size = self._crew.workers[0].num_envs
+        try:
+            chosen = torch.arange(self._num_workers * size)[index].reshape(-1).tolist()
+        except (IndexError, TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"index={index!r}: there are {self._num_workers} workers with {size} envs each"
+            ) from error
+        by_worker: dict[int, list[int]] = {}
+        for env in dict.fromkeys(chosen):
+            by_worker.setdefault(env // size, []).append(env % size)
+        for handle, envs in [(self._living(number), envs) for number, envs in by_worker.items()]:
+            abandoned = handle.call("reset", envs, timeout_s=self.timeout_s)
+            self._trajectories.forget_parts(abandoned)
+
+    def _living(self, number: int) -> Handle:
+        workers = {worker.index: worker for worker in self._crew.workers if not worker.lost}
+        if number not in workers:
+            raise ConfigurationError(
+                f"worker {number} is not there; the living ones are {sorted(workers)}, with "
+                f"{self._crew.workers[0].num_envs} envs each"
+            )
+        return workers[number].handle
 
     def _visit(self, env: int | None, what: str, name: str, *args: Any, **kwargs: Any) -> list:
         if env is None:
@@ -737,14 +773,8 @@ class RPCBatchedCollector(BaseCollector):
             )
             return [result for results in answers for result in results]
         self._crew.require_open()
-        workers = {worker.index: worker for worker in self._crew.workers}
         size = self._crew.workers[0].num_envs
-        worker = workers.get(env // size)
-        if worker is None:
-            raise ConfigurationError(
-                f"env={env}: the living workers {sorted(workers)} have {size} envs each"
-            )
-        return worker.handle.call(
+        return self._living(env // size).call(
             "visit_envs", env % size, what, name, args, kwargs, timeout_s=self.timeout_s
         )
 

@@ -37,6 +37,13 @@ class EnvDriver(Protocol):
     def reset(self, seeds: Sequence[int] | None, current: Arrays) -> None:
         """Start new episodes in all envs and write their observations."""
 
+    def reset_some(self, envs: Sequence[int], current: Arrays) -> None:
+        """Start new episodes in these and write their observations.
+
+        Raises:
+            ConfigurationError: they cannot be reset one by one.
+        """
+
     def step(self, actions: np.ndarray, following: Arrays, current: Arrays) -> StepResult:
         """One step of all envs; ``following`` gets ("next", obs), ``current`` the next root."""
 
@@ -67,6 +74,11 @@ class EnvListDriver:
     def reset(self, seeds: Sequence[int] | None, current: Arrays) -> None:
         for i, env in enumerate(self.envs):
             observation, _ = env.reset(seed=None if seeds is None else seeds[i])
+            self._write(current, i, observation)
+
+    def reset_some(self, envs: Sequence[int], current: Arrays) -> None:
+        for i in envs:
+            observation, _ = self.envs[i].reset()
             self._write(current, i, observation)
 
     def step(self, actions: np.ndarray, following: Arrays, current: Arrays) -> StepResult:
@@ -133,6 +145,13 @@ class _VectorDriver:
         observation, _ = self.env.reset(seed=seed)
         self._write(observation, current)
 
+    def reset_some(self, envs: Sequence[int], current: Arrays) -> None:
+        if envs:
+            raise ConfigurationError(
+                f"{self.env} resets its envs itself; reset() without an index starts new episodes "
+                "in all of them"
+            )
+
     def close(self) -> None:
         self.env.close()
 
@@ -140,6 +159,13 @@ class _VectorDriver:
 class MaskedResetDriver(_VectorDriver):
     """DISABLED autoreset, and gymnasium's own Sync/AsyncVectorEnv in next-step mode: there, a reset
     by mask before the next step takes the place of the automatic one."""
+
+    def reset_some(self, envs: Sequence[int], current: Arrays) -> None:
+        mask = np.zeros(self.num_envs, dtype=bool)
+        mask[list(envs)] = True
+        if mask.any():
+            observation, _ = self.env.reset(options={"reset_mask": mask})
+            self._write(observation, current)
 
     def step(self, actions: np.ndarray, following: Arrays, current: Arrays) -> StepResult:
         observation, reward, terminated, truncated, _ = self.env.step(actions)

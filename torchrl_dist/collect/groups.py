@@ -88,9 +88,12 @@ class GroupedRollout:
         inference = self._inference
         return inference.learner.submit("submit", values, timeout_s=inference.timeout_s)
 
-    def reset(self) -> None:
-        for group in self._groups:
-            group.reset()
+    def reset(self, envs: Sequence[int] | None = None) -> None:
+        size = self._groups[0].num_envs
+        for number, group in enumerate(self._groups):
+            group.reset(
+                None if envs is None else [env % size for env in envs if env // size == number]
+            )
 
     def resize(self, steps: int) -> None:
         self.steps = steps

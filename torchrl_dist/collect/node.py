@@ -190,9 +190,16 @@ class NodeWorker:
         self._pool.job = replace(self._pool.job, config=cloudpickle.dumps(self.config))
         self._tell_all("set_hooks", hooks)
 
-    def reset(self) -> None:
+    def reset(self, envs: Sequence[int] | None = None) -> list[int]:
         """As ``RolloutWorker.reset``."""
-        self._tell_all("reset")
+        if envs is None:
+            self._tell_all("reset")
+            return []
+        abandoned = []
+        for process in sorted({env // self._envs for env in envs}):
+            inside = [env % self._envs for env in envs if env // self._envs == process]
+            abandoned += self._tell_all("reset", inside, only=process)[0]
+        return abandoned
 
     def visit_envs(
         self, index: int | None, what: str, name: str, args: tuple, kwargs: dict

@@ -84,8 +84,12 @@ class Rollout(Protocol):
             RolloutStopped: :meth:`stop` was called from another thread.
         """
 
-    def reset(self) -> None:
-        """Start new episodes in all envs."""
+    def reset(self, envs: Sequence[int] | None = None) -> None:
+        """Start new episodes in all envs, or in these.
+
+        Raises:
+            ConfigurationError: they cannot be reset one by one.
+        """
 
     def resize(self, steps: int) -> None:
         """Make this the usual length of a rollout."""
@@ -123,11 +127,21 @@ class Episodes:
     def __post_init__(self) -> None:
         self.restart()
 
-    def restart(self) -> None:
-        """New episodes begin in all envs; the running ones are abandoned."""
+    def restart(self, envs: Sequence[int] | None = None) -> list[int]:
+        """New episodes begin in all envs, or in these; the running ones are abandoned.
+
+        Returns:
+            the ids of those, if only some.
+        """
+        if envs is not None:
+            abandoned = self._current[envs].tolist()
+            self._current[envs] = self._take(len(envs))
+            self._returns[envs], self._lengths[envs] = 0.0, 0
+            return abandoned
         self._current = self._take(self.num_envs)
         self._returns = np.zeros(self.num_envs)
         self._lengths = np.zeros(self.num_envs, dtype=np.int64)
+        return []
 
     def split(self) -> None:
         """The running episodes go on as other trajectories; their returns count as a whole."""
@@ -388,8 +402,17 @@ class GymnasiumRollout:
             where = first.reshape(-1, *[1] * (new.ndim - 1))
             self._state[key] = torch.where(where, new, after)
 
-    def reset(self) -> None:
-        self._started = False
+    def reset(self, envs: Sequence[int] | None = None) -> None:
+        if envs is None or not self._started:
+            self._started = False
+            return
+        self.driver.reset_some(envs, self._current)
+        first = torch.zeros(self.num_envs, dtype=torch.bool)
+        first[list(envs)] = True
+        for key, new in self._new_state.items():
+            begins = first.reshape(-1, *[1] * (new.ndim - 1))
+            new = begins if key == IS_INIT else new
+            self._state[key] = torch.where(begins, new, self._state[key])
 
     def resize(self, steps: int) -> None:
         self.steps = steps
@@ -653,8 +676,17 @@ class TorchRLRollout:
     def _without_device(td: TensorDictBase) -> TensorDictBase:
         return td if td.device is None else td.clear_device_()
 
-    def reset(self) -> None:
-        self._carrier = None
+    def reset(self, envs: Sequence[int] | None = None) -> None:
+        carrier, env = self._carrier, self.env
+        if envs is None or carrier is None or self.num_envs == 1:
+            self._carrier = None
+            return
+        for reset_key, done_keys in zip(env.reset_keys, env.done_keys_groups, strict=True):
+            mask = torch.zeros(env.full_done_spec[done_keys[0]].shape, dtype=torch.bool)
+            mask.view(self.num_envs, -1)[list(envs)] = True
+            carrier.set(reset_key, mask)
+        carrier.update(env.reset(carrier, select_reset_only=True))
+        self._carrier = carrier.exclude(*env.reset_keys)
 
     @property
     def specs(self) -> dict[str, str]:

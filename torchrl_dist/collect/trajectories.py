@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 import torch
 from tensordict import TensorDict, TensorDictBase, pad
@@ -40,9 +41,10 @@ class TrajectoryAssembler:
         for _, _, trajectory in sorted(finished):
             self._whole.append(torch.cat(self._open.pop(trajectory), 0))
 
-    def forget_parts(self) -> None:
-        """What is unfinished will not be finished."""
-        self._open.clear()
+    def forget_parts(self, ids: Iterable[int] | None = None) -> None:
+        """What is unfinished, of these trajectories or of all, will not be finished."""
+        for trajectory in list(self._open) if ids is None else ids:
+            self._open.pop(trajectory, None)
 
     def forget(self) -> None:
         """Hold nothing."""

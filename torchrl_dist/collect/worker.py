@@ -12,7 +12,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -380,10 +380,23 @@ class RolloutWorker:
         """From the next rollout on."""
         self._hooks = hooks
 
-    def reset(self) -> None:
-        """Start new episodes in all envs before the next rollout."""
+    def reset(self, envs: Sequence[int] | None = None) -> list[int]:
+        """Start new episodes in all envs, or in these, before the next rollout.
+
+        Returns:
+            the ids of the trajectories that have ended so, if only some.
+
+        Raises:
+            ConfigurationError: the envs cannot be reset one by one.
+        """
         with self._lock:
-            self._begin_anew()
+            if envs is None:
+                self._begin_anew()
+                return []
+            self._rollout.reset(envs)
+            abandoned = self._episodes.restart(envs)
+            self._trajectories.forget_parts(abandoned)
+            return abandoned
 
     def _begin_anew(self) -> None:
         self._rollout.reset()
