@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import pickle
@@ -214,3 +215,26 @@ def test_a_failed_write_leaves_nothing_beside(
     with pytest.raises(OSError, match="No space left"):
         save_checkpoint(tmp_path / "c.pt", a_checkpoint())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_no_changed_bit_gives_other_values_or_another_error(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path / "c.pt", a_checkpoint())
+    sound, values = path.read_bytes(), repr(load_checkpoint(path))
+    places = random.Random(0).sample(range(len(sound)), 120)
+    places += range(len(sound) - 200, len(sound), 2)  # the archive's directory
+    for place in places:
+        content = bytearray(sound)
+        content[place] ^= 1 << place % 8
+        path.write_bytes(content)
+        with contextlib.suppress(CheckpointError):
+            assert repr(load_checkpoint(path)) == values, f"bit {place % 8} of byte {place}"
+
+
+@pytest.mark.parametrize("field", ["policy", "extra", "format_version", "recipe"])
+def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
+    path = save_checkpoint(tmp_path / "c.pt", a_checkpoint())
+    content = torch.load(path, weights_only=True)
+    del content[field]
+    torch.save(content, path)
+    with pytest.raises(CheckpointError, match=f"lacks {field}"):
+        load_checkpoint(path)

@@ -111,10 +111,16 @@ def load_checkpoint(
         raise CheckpointError(
             f"{path} is no checkpoint of torchrl_dist; expected the checkpoint.pt of a training run"
         )
-    if content["format_version"] > FORMAT_VERSION:
+    written = content.get("format_version")
+    if isinstance(written, int) and written > FORMAT_VERSION:
         raise CheckpointError(
-            f"{path} has format version {content['format_version']}, this torchrl_dist reads up to "
+            f"{path} has format version {written}, this torchrl_dist reads up to "
             f"{FORMAT_VERSION}; update torchrl_dist"
+        )
+    missing = [name for name in ("format_version", *_FIELDS) if name not in content]
+    if missing:
+        raise CheckpointError(
+            f"checkpoint {path} is damaged: it lacks {', '.join(missing)}; use another one"
         )
     if recipe is not None and content["recipe"] != recipe:
         raise CheckpointError(
@@ -148,7 +154,7 @@ def _read(path: Path, map_location: Any) -> Any:
         # torch.load does not notice a changed byte inside a tensor; the archive's own CRCs do.
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
-    except (zipfile.BadZipFile, EOFError, OSError) as error:
+    except Exception as error:  # a changed bit makes zipfile raise this and that
         raise CheckpointError(
             f"checkpoint {path} is damaged or no checkpoint ({error}); use another one"
         ) from error

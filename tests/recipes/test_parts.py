@@ -61,6 +61,16 @@ def test_a_run_that_was_stopped_before_it_began_can_be_started_again(tmp_path: P
     assert claim_in(tmp_path / "run", job="b") is False
 
 
+@pytest.mark.parametrize("text", ['{"job_id": "a", "results": [1]}', "[]", "", '{"job_id": 7}'])
+def test_a_users_own_run_json_stays(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text(text)
+    for restart_count in (0, 1):
+        with pytest.raises(ConfigurationError, match="is not empty"):
+            claim_in(tmp_path / "run", restarts=restart_count)
+    assert (tmp_path / "run" / "run.json").read_text() == text
+
+
 def test_a_buffer_of_an_earlier_run_is_not_taken_by_a_fresh_one(tmp_path: Path) -> None:
     (tmp_path / "buffer").mkdir()
     assert claim_in(tmp_path / "one", replay=tmp_path / "buffer") is False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import shutil
 import zlib
 from collections.abc import Callable
@@ -23,10 +24,13 @@ from tests.replay.faults import (
     kill_self,
     rows_of,
     run_forked,
+    start,
+    wait_until,
 )
 from tests.replay.test_files import contents
 from torchrl_dist.errors import CheckpointError
 from torchrl_dist.replay import SharedReplayBuffer
+from torchrl_dist.replay.dump import writing
 from torchrl_dist.replay.inspection import inspect
 
 CAPACITY = 80
@@ -277,3 +281,28 @@ def test_what_killed_writers_left_is_removed_by_the_next(rb, tmp_path: Path) -> 
     rb.dumps(tmp_path)
     shutil.rmtree(tmp_path / "copy")
     assert sorted(each.name[:5] for each in tmp_path.iterdir()) == ["check", "rows-"]
+
+
+def test_a_child_of_a_killed_writer_lets_others_write(rb, tmp_path: Path) -> None:
+    ended, end = os.pipe()
+
+    def writer() -> None:
+        os.close(end)
+        with writing(tmp_path):
+            start(os.read, ended, 1)  # until the test lets go of the pipe
+            kill_self()
+
+    try:
+        assert run_forked(writer) < 0
+        wait_until(lambda: _writes(rb, tmp_path))  # the child may begin to run later
+    finally:
+        os.close(ended)
+        os.close(end)
+
+
+def _writes(rb: SharedReplayBuffer, target: Path) -> bool:
+    try:
+        rb.dumps(target)
+    except CheckpointError:
+        return False
+    return True

@@ -46,7 +46,7 @@ def claim(
             raise ConfigurationError(
                 f"--resume: there is no {checkpoint}; leave --resume out to start a new run"
             )
-    elif output.is_dir() and any(path.name != _NOTE for path in output.iterdir()):
+    elif output.is_dir() and not _holds_at_most_our_note(output):
         raise ConfigurationError(
             f"--output-dir: {output} is not empty; add --resume to continue the run in it, or "
             "choose another folder"
@@ -69,11 +69,18 @@ def claim(
     return resume
 
 
+def _holds_at_most_our_note(output: Path) -> bool:
+    names = [path.name for path in output.iterdir()]
+    return not names or (names == [_NOTE] and _owner(output) is not None)
+
+
 def _owner(output: Path) -> str | None:
     try:
-        return json.loads((output / _NOTE).read_text())["job_id"]
-    except (OSError, ValueError, KeyError, TypeError):
+        note = json.loads((output / _NOTE).read_text())
+    except (OSError, ValueError, RecursionError):
         return None
+    ours = isinstance(note, dict) and note.keys() == {"job_id"}
+    return note["job_id"] if ours and isinstance(note["job_id"], str) else None
 
 
 def _write(path: Path, content: dict[str, str]) -> None:

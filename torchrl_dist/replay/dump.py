@@ -33,6 +33,7 @@ import torch
 
 from torchrl_dist.errors import CheckpointError, ConfigurationError
 from torchrl_dist.replay.directory import LeafSpec, RowSpec, array_of
+from torchrl_dist.replay.lock import close_lock_file, open_lock_file
 from torchrl_dist.replay.snapshot import Chunk, Head, SavedShard
 
 MANIFEST = "checkpoint.json"
@@ -482,7 +483,7 @@ def _write_at(fd: int, offset: int, array: np.ndarray) -> None:
 
 @contextlib.contextmanager
 def _only_writer(path: Path) -> Iterator[None]:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_lock_file(path, access=os.O_RDONLY)  # a folder; and not for forked children
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -493,13 +494,9 @@ def _only_writer(path: Path) -> Iterator[None]:
             ) from error
         except OSError:
             pass  # some network file systems lock no folders
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):  # a child forked meanwhile has the descriptor, too
-                fcntl.flock(fd, fcntl.LOCK_UN)
+        yield
     finally:
-        os.close(fd)
+        close_lock_file(fd)
 
 
 def sync_folder(path: Path) -> None:

@@ -72,10 +72,10 @@ _descriptors: set[int] = set()
 """Those of :func:`open_lock_file` that are open."""
 
 
-def open_lock_file(path: str | os.PathLike[str], flags: int = 0) -> int:
+def open_lock_file(path: str | os.PathLike[str], flags: int = 0, access: int = os.O_RDWR) -> int:
     """A descriptor to take locks with; a forked child has none. Close with
     :func:`close_lock_file`."""
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+    fd = os.open(path, access | os.O_CLOEXEC | flags, 0o600)
     _descriptors.add(fd)
     return fd
 
