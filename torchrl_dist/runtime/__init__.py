@@ -8,7 +8,8 @@
         ... if me.role == "learner" else me.serve()
 
 RPC unpickles what a peer sends: whoever reaches its port runs code. Jobs of one node listen on
-loopback only; a job of several nodes listens on the interface that TP_SOCKET_IFNAME names.
+loopback only, where every local user reaches them; a job of several nodes listens on the interface
+that TP_SOCKET_IFNAME names.
 """
 
 from __future__ import annotations
