@@ -290,7 +290,8 @@ def test_jobs_in_pid_namespaces_with_one_proc_have_ids_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("run_id", "known"), [("none", True), (str(uuid.uuid4()), True), ("mine", False)]
+    ("run_id", "known"),
+    [("none", True), ("18f84c14-42f3-4715-9112-0499bf6dfada", True), ("mine", False)],
 )
 def test_a_job_that_cannot_come_back_names_its_starter(run_id: str, known: bool) -> None:
     world = World.from_env({**TORCHRUN, "TORCHELASTIC_RUN_ID": run_id})
