@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import signal
 import time
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
 from torchrl_dist.errors import RateLimitError
-from torchrl_dist.replay import HostedReplayBuffer, owner
+from torchrl_dist.replay import HostedReplayBuffer, owner, replay_buffer
 from torchrl_dist.replay.host import ReplayHost
 from torchrl_dist.replay.messages import Reply, Request
+from torchrl_dist.runtime.remote import current_session
 
 
 def slow_down(delay_s: float, calls: int | None = None) -> None:
@@ -67,6 +71,19 @@ def synced_here() -> list[str]:
 def written_here() -> int:
     """Runs in an owner: rows ever written to its buffers."""
     return sum(host.storage.write_count for host in owner._hosts.values())
+
+
+def build_here(**options: Any) -> owner.ReplayOwner:
+    """Runs in any process: the keepers of its buffer."""
+    return replay_buffer(current_session(), **options).storage.owner
+
+
+def descriptors_here() -> tuple[int, list[str]]:
+    """Runs in any process: how many descriptors and which files of replay buffers it has open."""
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    rows = [line.split()[-1] for line in maps if "torchrl_dist-" in line and ".bin" in line]
+    return len(os.listdir("/proc/self/fd")), sorted(rows)
 
 
 def draw_ids(buffer: HostedReplayBuffer) -> list[int]:

@@ -21,6 +21,8 @@ from torchrl.data import TensorDictReplayBuffer
 
 from tests.replay.conftest import folder, make_rows  # noqa: F401
 from tests.replay.hosted_helpers import (
+    build_here,
+    descriptors_here,
     draw_ids,
     extend_twice,
     slow_down,
@@ -32,6 +34,7 @@ from torchrl_dist import (
     DeadlineError,
     HostedReplayBuffer,
     PeerLostError,
+    RateLimiter,
     RemoteError,
     RemoteStorage,
     RPCPrioritizedSampler,
@@ -721,6 +724,69 @@ def test_copies_of_a_buffer_of_this_node_that_are_gone_are_closed(make, shards: 
     assert len(buffer) == 32
 
 
+def test_processes_that_disagree_about_a_buffer_are_told(cluster, folder) -> None:  # noqa: F811
+    owners = cluster.of_role("owner")
+    common = {"capacity": 64, "batch_size": 8, "scratch_dir": folder, "shortcut": False}
+    first = cluster.call(owners[1], build_here, hosts=owners[:1], **common)
+    for differs, message in [
+        ({"write_to": "all"}, "write_to='own', here write_to='all'"),
+        ({"uniform": True}, "here sampling=.'uniform'"),
+        ({"alpha": 0.5}, "'alpha', 0.6.*'alpha', 0.5"),
+        ({"hosts": owners[1:]}, "hosts=.'owner0'., here hosts=.'owner1'."),  # none in common
+        ({"hosts": owners}, "hosts="),
+        ({"limiter": RateLimiter(8)}, "limiter=None, here limiter=RateLimiter"),
+        ({"keep": True}, "keep=False, here keep=True"),
+    ]:
+        with pytest.raises(ConfigurationError, match=message):
+            replay_buffer(cluster, **{"hosts": owners[:1], **common, **differs})
+    own = {"batch_size": 4, "beta": 1.0, "prefetch": 0, "timeout_s": 5.0, "shortcut": True}
+    mine = replay_buffer(cluster, **{"hosts": owners[:1], **common, **own})
+    assert str(mine.storage.directory.path) == first.hosts[0].path
+    Path(folder, "file").touch()
+    wrong = {**common, "scratch_dir": folder / "file"}
+    with pytest.raises(RemoteError):
+        replay_buffer(cluster, "again", **wrong)
+    replay_buffer(cluster, "again", **common)  # nobody has agreed on what failed
+
+
+def test_a_buffer_that_is_released_gives_everything_back_and_its_name(cluster, folder) -> None:  # noqa: F811
+    owners = cluster.of_role("owner")
+    common = {"batch_size": 8, "scratch_dir": folder}
+
+    def in_use() -> list[tuple[int, list[str]]]:
+        return [cluster.call(peer, descriptors_here) for peer in cluster.peers]
+
+    def each_form() -> Iterator[HostedReplayBuffer]:
+        yield replay_buffer(cluster, capacity=64, hosts=owners, shortcut=False, **common)
+        yield replay_buffer(cluster, capacity=32, hosts=owners, **common)
+        yield replay_buffer(cluster, capacity=16, hosts=owners[:1], **common)
+        yield replay_buffer(cluster, capacity=8, **common)
+
+    for buffer in each_form():
+        buffer.release()  # what stays open for good is open now
+        del buffer
+    before = in_use()
+    for buffer in each_form():
+        buffer.extend(make_rows(range(4)))
+        assert len(buffer.sample()) == 8 and in_use() != before
+        buffer.release()
+        assert not list(folder.iterdir())
+        del buffer
+        for (now, mapped), (was, _) in zip(in_use(), before, strict=True):
+            assert now <= was and not mapped
+    first = replay_buffer(cluster, capacity=64, hosts=owners[:1], shortcut=False, **common)
+    other = pickle.loads(pickle.dumps(first))
+    other.extend(make_rows(range(4)))
+    other.flush()
+    near = replay_buffer(cluster, capacity=64, hosts=owners[:1], **common)
+    with pytest.warns(UserWarning, match="still in use by another process"):
+        first.release()
+    with pytest.raises(RemoteError, match="was released"):
+        len(other)
+    near.close()
+    assert not list(folder.iterdir())
+
+
 def test_wrong_arguments_say_what_is_expected(alone, folder) -> None:  # noqa: F811
     common = {"capacity": 64, "batch_size": 8, "scratch_dir": folder, "shortcut": False}
     for wrong, message in [
@@ -734,7 +800,7 @@ def test_wrong_arguments_say_what_is_expected(alone, folder) -> None:  # noqa: F
         with pytest.raises(ConfigurationError, match=message):
             replay_buffer(alone, **{**common, **wrong})
     replay_buffer(alone, **common)
-    with pytest.raises(RemoteError, match="has 64 rows on worker0"):
+    with pytest.raises(ConfigurationError, match="with capacity=64, here capacity=65"):
         replay_buffer(alone, **{**common, "capacity": 65})
     owner = host_replay(alone, 64, scratch_dir=folder, shortcut=False)
     storage = SharedMemmapStorage(64, scratch_dir=folder / "own", job_id="test")

@@ -35,6 +35,21 @@ class HostedReplayBuffer(SharedReplayBuffer):
         self._storage.flush()
         self._storage.close()
 
+    def release(self) -> None:
+        """Close, and have the hosts give up the buffer and its memory now, for all processes;
+        the session's end does it, too. Nobody else should use it any more: their calls raise. Its
+        name may be used for another one afterwards. A process of a host's node that used the
+        memory itself keeps it until it has closed the buffer and dropped it.
+
+        Warns:
+            UserWarning: a process of a host's node still has the directory open.
+
+        Raises:
+            DeadlineError, PeerLostError: a host did not answer; the others have done it.
+        """
+        self.close()
+        self._storage.owner.release()
+
     def __enter__(self) -> HostedReplayBuffer:
         return self
 
@@ -68,11 +83,12 @@ def replay_buffer(
 ) -> HostedReplayBuffer:
     """The replay buffer of this name, in any process of the session.
 
-    Each process that uses it calls this with the same arguments (``beta``, ``batch_size``,
-    ``prefetch`` and ``batches_per_call`` may differ), or gets the buffer pickled, as a
+    Each process that uses it calls this with the same arguments, or gets the buffer pickled, as a
     collector's ``replay_buffer=``. Processes on the node of a single host use its memory, the
     others RPC; with several hosts the buffer is sharded over them, and every process samples from
-    all of them with the law of one buffer.
+    all of them with the law of one buffer. What is each process's own may differ: ``batch_size``,
+    ``beta``, ``prefetch``, ``batches_per_call``, ``min_shards``, ``shortcut``, ``timeout_s`` and
+    ``options``.
 
     Args:
         session: the session of this process.
@@ -108,6 +124,7 @@ def replay_buffer(
         shortcut=shortcut,
         limiter=limiter,
         timeout_s=timeout_s,
+        sampling=("uniform",) if uniform else ("alpha", alpha, "eps", eps),
     )
     ahead = {"owner": owner, "prefetch": prefetch, "batches_per_call": batches_per_call}
     sampler = (

@@ -218,7 +218,11 @@ class LocalLink:
         return None
 
     def close(self, flush_s: float) -> None:
-        """Nothing is queued here."""
+        """Nothing is queued here. The storage over the directory was opened for this link, and its
+        memory is given back."""
+        host = self.__dict__.pop("_host", None)
+        if host is not None:
+            host.close()
 
 
 @dataclass

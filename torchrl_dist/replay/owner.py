@@ -6,15 +6,16 @@ import contextlib
 import os
 import tempfile
 import threading
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import quote
 
-from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.errors import ConfigurationError, TorchRLDistError
 from torchrl_dist.replay.client import ReplayClient, close_links
 from torchrl_dist.replay.directory import ReplayDirectory, close_directory
 from torchrl_dist.replay.gate import set_limiter
@@ -22,6 +23,7 @@ from torchrl_dist.replay.host import ReplayHost
 from torchrl_dist.replay.leftovers import remove_leftovers
 from torchrl_dist.replay.limiter import RateLimiter
 from torchrl_dist.replay.link import Link, LocalLink, RemoteLink
+from torchrl_dist.replay.messages import Reply, Request
 from torchrl_dist.replay.placement import largest_reservation
 from torchrl_dist.replay.storage import SharedMemmapStorage
 from torchrl_dist.runtime import Peer, Remote, Session
@@ -35,6 +37,8 @@ _clients: dict[str, _Clients] = {}
 """Clients in this process by session."""
 _opened: dict[str, _Opened] = {}
 """Direct storages in this process by session."""
+_terms: dict[tuple[str, str], dict[str, Any]] = {}
+"""In the driver's process: what the users of a buffer agreed on, by session and name."""
 _hosts_lock = threading.Lock()
 
 
@@ -72,6 +76,7 @@ class ReplayOwner:
     max_queued_bytes: int
     timeout_s: float
     limiter: RateLimiter | None = None
+    name: str = "replay"
 
     @property
     def capacity(self) -> int:
@@ -83,6 +88,36 @@ class ReplayOwner:
         if self.shortcut and len(self.hosts) == 1 and self.hosts[0].is_here():
             return self.hosts[0]
         return None
+
+    def release(self) -> None:
+        """Have the hosts give up the buffer, for all processes, and forget its name; blocks.
+
+        Warns:
+            UserWarning: another process of a host's node still has the directory open; it is
+                removed when that one has closed its buffer.
+
+        Raises:
+            DeadlineError, PeerLostError: a host did not answer; the others have done it.
+        """
+        session = current_session()
+        futures = [
+            (address, address.host.submit("release", timeout_s=self.timeout_s))
+            for address in self.hosts
+        ]
+        problems: list[Exception] = []
+        for address, future in futures:
+            try:
+                if future.result():
+                    warnings.warn(
+                        f"{address.path} on {address.host.peer} is still in use by another process "
+                        "there: it is removed when that has closed its buffer",
+                        stacklevel=3,
+                    )
+            except Exception as error:
+                problems.append(error)
+        session.call(session.peers[0], _withdraw, self.name, timeout_s=self.timeout_s)
+        if problems:
+            raise problems[0]
 
     def connect(self) -> ReplayClient:
         """A client of this process; it is closed when the session ends, or after nobody holds it
@@ -231,11 +266,14 @@ def host_replay(
     max_queued_bytes: int = _MAX_QUEUED_BYTES,
     limiter: RateLimiter | None = None,
     timeout_s: float | None = None,
+    sampling: tuple[Any, ...] | None = None,
 ) -> ReplayOwner:
     """Have processes of the job keep a replay buffer; find it, where it is kept already.
 
     Every process that uses the buffer calls this with the same arguments, in any order; or one
-    does, and passes the result on. Blocks for two calls per host, which must be in their session.
+    does, and passes the result on. (``min_shards``, ``shortcut``, ``max_queued_bytes`` and
+    ``timeout_s`` are each process's own.) Blocks for a call of the driver and two per host, which
+    must be in their session.
 
     Args:
         session: the session of this process.
@@ -260,9 +298,10 @@ def host_replay(
         limiter: of the whole buffer; whose counters it goes by, and how fresh they are, is defined
             in ``torchrl_dist.replay.totals``.
         timeout_s: deadline of every call and wait; default: the session's.
+        sampling: anything else that all who give it must give alike.
 
     Raises:
-        ConfigurationError: the arguments cannot be right, or differ from those used before.
+        ConfigurationError: the arguments cannot be right, or differ from those of another process.
         RemoteError: a host could not open its directory.
         DeadlineError, PeerLostError: a host did not answer.
     """
@@ -281,23 +320,41 @@ def host_replay(
     if limiter is not None:
         limiter.check_capacity(capacity)
     parent = None if scratch_dir is None else os.fspath(scratch_dir)
-    remotes = [
-        session.remote(
-            peer,
-            open_host,
-            f"{name}-{peers[:shard].count(peer)}",
-            shard_capacity,
-            parent,
-            resume,
-            keep,
-            limiter,
-            timeout_s=timeout_s,
+    terms = {
+        "capacity": capacity,
+        "hosts": [peer.name for peer in peers],
+        "write_to": write_to,
+        "scratch_dir": parent,
+        "resume": resume,
+        "keep": keep,
+        "limiter": limiter,
+        "sampling": sampling,
+    }
+    new = _agree(session, name, terms, timeout_s)
+    try:
+        remotes = [
+            session.remote(
+                peer,
+                open_host,
+                f"{name}-{peers[:shard].count(peer)}",
+                shard_capacity,
+                parent,
+                resume,
+                keep,
+                limiter,
+                timeout_s=timeout_s,
+            )
+            for shard, peer in enumerate(peers)
+        ]
+        addresses = tuple(
+            HostAddress(remote, *remote.call("whereabouts", timeout_s=timeout_s))
+            for remote in remotes
         )
-        for shard, peer in enumerate(peers)
-    ]
-    addresses = tuple(
-        HostAddress(remote, *remote.call("whereabouts", timeout_s=timeout_s)) for remote in remotes
-    )
+    except BaseException:
+        if new:  # so that it can be tried again with other arguments
+            with contextlib.suppress(TorchRLDistError):
+                session.call(session.peers[0], _withdraw, name, timeout_s=timeout_s)
+        raise
     return ReplayOwner(
         addresses,
         shard_capacity,
@@ -307,11 +364,79 @@ def host_replay(
         max_queued_bytes,
         session.timeout_s if timeout_s is None else timeout_s,
         limiter,
+        name,
     )
 
 
+def _agree(session: Session, name: str, terms: dict[str, Any], timeout_s: float | None) -> bool:
+    """Whether these are the first terms for a buffer of this name.
+
+    Raises:
+        ConfigurationError: another process uses others.
+    """
+    known = session.call(session.peers[0], _terms_of, name, terms, timeout_s=timeout_s)
+    differ = [
+        f"{key}={known[key]!r}, here {key}={value!r}"
+        for key, value in terms.items()
+        if known is not None and value != known[key] and not (key == "sampling" and value is None)
+    ]
+    if differ:
+        raise ConfigurationError(
+            f"replay buffer {name!r} is used already, but with {'; '.join(differ)}: use the same "
+            "arguments in every process, or another name"
+        )
+    return known is None
+
+
+def _terms_of(name: str, terms: dict[str, Any]) -> dict[str, Any] | None:
+    """Runs in the driver: what was agreed on before, or None, and these are agreed on."""
+    session = current_session()
+    with _hosts_lock:
+        known = _terms.get((session.session_id, name))
+        if known is not None:
+            if known["sampling"] is None:  # of a buffer that was built of its parts
+                known["sampling"] = terms["sampling"]
+            return dict(known)
+        _terms[session.session_id, name] = terms
+    session.on_end(lambda clean: _withdraw(name, session.session_id))
+    return None
+
+
+def _withdraw(name: str, session_id: str | None = None) -> None:
+    """Runs in the driver: a buffer of this name may be built anew."""
+    with _hosts_lock:
+        _terms.pop((session_id or current_session().session_id, name), None)
+
+
 class _Keeper(ReplayHost):
-    """A host that can say where its directory is."""
+    """A host that can say where its directory is, and can be released.
+
+    Args:
+        key: its session and name.
+    """
+
+    def __init__(self, storage: SharedMemmapStorage, key: tuple[str, str]) -> None:
+        super().__init__(storage)
+        self._key = key
+        self._released = False
+
+    def serve(self, request: Request) -> Reply:
+        if self._released:
+            raise ConfigurationError(
+                f"replay buffer {self._key[1]!r} was released: build it again to use it"
+            )
+        return super().serve(request)
+
+    def release(self) -> bool:
+        """Close the directory now; whether other processes still use it. Idempotent."""
+        if self._released:
+            return False
+        self._released = True
+        path = self.storage.directory.path
+        _close_host(self._key, True)
+        # the session keeps this object, and these would keep the memory
+        del self._storage, self._shard, self._prioritized
+        return path.exists()
 
     def whereabouts(self) -> tuple[str, str, tuple[str, int, int]]:
         directory = self.storage.directory
@@ -326,11 +451,7 @@ def open_host(
     keep: bool,
     limiter: RateLimiter | None,
 ) -> ReplayHost:
-    """Runs in the host's process: make the host of this name, or find it.
-
-    Raises:
-        ConfigurationError: it exists with another capacity or limiter.
-    """
+    """Runs in the host's process: make the host of this name, or find it."""
     session = current_session()
     with _hosts_lock:
         host = _hosts.get((session.session_id, name))
@@ -360,25 +481,17 @@ def open_host(
             except BaseException:
                 storage.close()
                 raise
-            host = _hosts[session.session_id, name] = _Keeper(storage)
-            session.on_end(lambda clean: _close_host(session.session_id, name, clean))
-    if host.storage.max_size != capacity:
-        raise ConfigurationError(
-            f"replay buffer {name} has {host.storage.max_size} rows on {session.me}, asked for "
-            f"{capacity}: use the same arguments everywhere, or another name"
-        )
-    if host.storage.limiter != limiter:
-        raise ConfigurationError(
-            f"replay buffer {name} has limiter {host.storage.limiter} on {session.me}, asked for "
-            f"{limiter}: use the same arguments everywhere, or another name"
-        )
+            key = session.session_id, name
+            host = _hosts[key] = _Keeper(storage, key)
+            session.on_end(lambda clean: _close_host(key, clean))
     return host
 
 
-def _close_host(session_id: str, name: str, clean: bool) -> None:
+def _close_host(key: tuple[str, str], clean: bool) -> None:
     with _hosts_lock:
-        host = _hosts.pop((session_id, name))
-    host.close(clean)
+        host = _hosts.pop(key, None)
+    if host is not None:  # else it was released
+        host.close(clean)
 
 
 def _default_parent() -> str:
