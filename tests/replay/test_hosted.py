@@ -375,7 +375,7 @@ def test_alpha_changes_for_everybody(make) -> None:
     assert other.sampler.alpha == other.sampler.state_dict()["_alpha"] == 0.0
     assert (pickle.loads(pickle.dumps(other)).sample()["priority_weight"] == 1).all()
     with pytest.raises(RemoteError, match="alpha=1.0"):
-        make(2)
+        make(2, write_to="all")
 
 
 # ---- the law, through the whole stack

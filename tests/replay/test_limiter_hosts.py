@@ -315,5 +315,5 @@ def test_what_cannot_be_right_is_refused(make: Make, cluster: Session) -> None:
     with pytest.raises(ConfigurationError, match="too small for batches of 16"):
         make(2, name="other", limiter=RateLimiter(1, samples_per_insert=1.0, error_buffer=7))
     make(2, limiter=RateLimiter(512))  # more than one shard could hold
-    with pytest.raises(Exception, match="use the same arguments everywhere"):
+    with pytest.raises(Exception, match="use the same arguments in every process"):
         make(2, limiter=RateLimiter(8))
