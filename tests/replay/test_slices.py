@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import pickle
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from torchrl_dist import (
     SharedReplayBuffer,
     SharedSliceSampler,
 )
+from torchrl_dist.replay.rows import matching_leaves, spec_of
 
 _FORK = multiprocessing.get_context("fork")
 
@@ -92,6 +94,8 @@ OPTIONS = [
     {"slice_len": 4, "span": (2, False)},
     {"slice_len": 4, "span": (False, 3)},
     {"slice_len": 4, "end_key": ("next", "done")},
+    {"slice_len": 4, "end_key": ("next", "done"), "traj_key": None},
+    {"num_slices": 4, "end_keys": [("next", "done"), ("next", "absent")], "traj_key": None},
     {"slice_len": 4, "fragmented": True},
     {"slice_len": 8, "fragmented": True, "strict_length": False, "pad_output": True},
 ]
@@ -336,8 +340,7 @@ def test_what_cannot_be_sampled_is_said(make_buffers) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"end_key": ("next", "done")}, "needs a traj_key"),
-        ({"end_keys": [("next", "done")]}, "needs a traj_key"),
+        ({"end_key": ("next", "done"), "fragmented": True}, "needs a traj_key"),
         ({"cache_values": True}, "cache_values"),
         ({"cache_values": True, "ends": torch.ones(3, dtype=torch.bool)}, "cache_values"),
         ({"trajectories": torch.ones(3)}, "trajectories"),
@@ -372,3 +375,103 @@ def test_ids_may_be_floats_under_the_usual_name_and_one_element_wide(make_buffer
     rb.extend(TensorDict({"episode": episode}, [24]))
     batch = rb.sample()["episode"].reshape(-1, 4)
     assert (batch == batch[:, :1]).all() and len(batch.unique()) > 1
+
+
+def _unnamed(number: int, steps: range) -> TensorDict:
+    """Rows without an id; a test can still tell them apart."""
+    data = trajectory(number, steps).exclude(("collector", "traj_ids"))
+    return data.set("who", torch.full((len(steps),), number))
+
+
+def assert_one_writer_each(batch: TensorDict, slice_len: int) -> None:
+    who, step = (batch[key].reshape(-1, slice_len) for key in ("who", "step_count"))
+    assert (who == who[:, :1]).all() and (step.diff(dim=1) == 1).all(), (who, step)
+
+
+END = {"slice_len": 3, "end_key": ("next", "done")}
+
+
+def test_slices_that_end_at_flags_do_not_mix_writers_that_take_turns(make_buffers) -> None:
+    rb = make_buffers(256, batch_size=300, **END)
+    there, done = _FORK.Event(), _FORK.Event()
+
+    def write(number: int, start: int = 0) -> None:
+        for step in range(start, start + 60, 4):
+            rb.extend(_unnamed(number, range(100 + step, 104 + step)))
+            time.sleep(1e-4)
+
+    def child() -> None:
+        there.set()
+        write(2)
+        done.set()
+
+    rb.extend(_unnamed(0, range(100, 104)))  # what a forked child writes is no continuation of it
+    process = _FORK.Process(target=child)
+    process.start()
+    assert there.wait(30)
+    threads = [threading.Thread(target=write, args=(number,)) for number in (3, 4)]
+    for thread in threads:
+        thread.start()
+    batches = 0
+    while not done.is_set() or any(thread.is_alive() for thread in threads):
+        if rb.can_sample():
+            assert_one_writer_each(rb.sample(), 3)
+            batches += 1
+    process.join(30)
+    assert process.exitcode == 0 and batches
+    rb.extend(_unnamed(0, range(104, 108)))
+    batch = rb.sample(3000)
+    assert_one_writer_each(batch, 3)
+    assert set(batch["who"].tolist()) == {0, 2, 3, 4}
+    assert not any("torchrl_dist" in str(key) for key in [*batch.keys(True), *rb[:].keys(True)])
+
+
+def test_rows_before_and_after_a_restore_are_not_joined_and_replaced_ones_stay(
+    make_buffers, tmp_path: Path
+) -> None:
+    rb = make_buffers(64, batch_size=300, **END)
+    rb.extend(_unnamed(1, range(10, 20)))
+    rb[4] = _unnamed(5, range(14, 15))[0]
+    replaced = rb.sample()
+    assert (replaced["step_count"].reshape(-1, 3).diff(dim=1) == 1).all()
+    assert {1, 5} == set(replaced["who"].tolist())
+    assert any({*who} == {1, 5} for who in replaced["who"].reshape(-1, 3).tolist())
+    rb.dumps(tmp_path)
+    state = rb.state_dict()
+    for restore in (lambda: rb.loads(tmp_path), lambda: rb.load_state_dict(state)):
+        restore()
+        rb.extend(_unnamed(1, range(20, 24)))
+        steps = rb.sample()["step_count"].reshape(-1, 3)
+        assert (steps.diff(dim=1) == 1).all()
+        assert not ((steps <= 19).any(1) & (steps > 19).any(1)).any()
+        assert (steps > 19).any()
+
+
+def test_rows_of_unknown_writers_are_not_joined(make_buffers) -> None:
+    rb = make_buffers(64, batch_size=30, **END)
+    data = _unnamed(1, range(10, 20))
+    spec = spec_of(data)
+    rb.storage.append_leaves(spec, matching_leaves(data, spec))  # as a host does with a client's
+    with pytest.raises(RuntimeError, match="sufficient length"):
+        rb.sample()
+    assert len(rb[:]) == 10
+
+
+def test_flags_must_be_asked_for_before_the_first_row(folder: Path) -> None:
+    storage = SharedMemmapStorage(64, scratch_dir=folder, job_id="test")
+    rb = SharedReplayBuffer(storage=storage, batch_size=3)
+    rb.extend(_unnamed(1, range(10)))
+    with pytest.raises(ConfigurationError, match="do not say who wrote them"):
+        SharedReplayBuffer(storage=storage, sampler=SharedSliceSampler(**END), batch_size=3)
+    storage.close()
+    storage = SharedMemmapStorage(64, scratch_dir=folder, job_id="test")
+    SharedReplayBuffer(storage=storage, sampler=SharedSliceSampler(**END), batch_size=3)
+    other = SharedReplayBuffer(storage=storage, batch_size=3)  # samples otherwise, and writes first
+    other.extend(_unnamed(1, range(10, 16)))
+    rb = SharedReplayBuffer(storage=storage, sampler=SharedSliceSampler(**END), batch_size=3)
+    assert_one_writer_each(rb.sample(), 3)
+    wrong = SharedSliceSampler(slice_len=3, end_keys=["a", "b"])
+    rb = SharedReplayBuffer(storage=storage, sampler=wrong, batch_size=3)
+    with pytest.raises(ConfigurationError, match="no 'a', only"):
+        rb.sample()
+    storage.close()

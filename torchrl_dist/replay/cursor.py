@@ -368,6 +368,7 @@ class SharedCursor:
             now = words[Word.CURSOR]
             words[Word.CURSOR] = max(cursor, now + (cursor - now) % directory.capacity)
             words[Word.BASE] = words[Word.CURSOR] - high
+            words[Word.RESTORES] += 1
             for word, value in values.items():
                 if word in FLOAT_WORDS:
                     directory.set_float(word, value)

@@ -44,7 +44,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -133,6 +133,8 @@ class Word(enum.IntEnum):
     BELL_RUNG = 49
     LIMITER_WAITS = 50  # a counter
     ERA = 51  # of a shard, see ``host.HostState``
+    STREAMS = 52  # rows say which stream they are of, see ``STREAM``
+    RESTORES = 53  # how often a checkpoint was given back
 
 
 FLOAT_WORDS = frozenset({Word.ALPHA, Word.EPS, Word.MAX_PRIORITY})
@@ -193,6 +195,11 @@ class LeafSpec:
             tuple(entry["shape"]),
             bool(entry.get("text", False)),
         )
+
+
+STREAM = LeafSpec(("_torchrl_dist_stream",), torch.int64, ())
+"""A leaf that no user sees, in buffers whose slices end at flags: rows in neighbouring slots with
+the same number, not 0, were written one after the other by one thread of one process."""
 
 
 @dataclass(frozen=True)
@@ -542,6 +549,8 @@ class ReplayDirectory:
         with self.lock():
             if self.words[Word.ROWS_READY]:
                 return
+            if self.words[Word.STREAMS] and STREAM not in spec.leaves:
+                spec = replace(spec, leaves=(*spec.leaves, STREAM))
             files.remove_data(self.path)  # of a first writer that was killed in here
             folder = self.path / files.DATA
             try:
@@ -632,6 +641,24 @@ class ReplayDirectory:
         users = USER_COLUMNS * MAX_MEMBERS
         self.users = tables[:users].reshape(MAX_MEMBERS, USER_COLUMNS)
         self.draws = tables[users:] if self.words[Word.MAX_TIMES_SAMPLED] else None
+
+    def ask_for_streams(self) -> None:
+        """Have rows say which stream they are of; called before the first one is written.
+
+        Raises:
+            ConfigurationError: they are there already, and do not.
+        """
+        with self.lock():
+            spec = self.rows
+            if spec is None:
+                self.words[Word.STREAMS] = 1
+            elif STREAM not in spec.leaves:
+                raise ConfigurationError(
+                    f"the rows in {self.path} do not say who wrote them, since none of the buffers "
+                    "asked for it before the first one was written: give the buffers of all "
+                    "processes the same sampler, or store a trajectory id per row and pass "
+                    "traj_key="
+                )
 
     def map_pass_table(self, size: int) -> np.ndarray:
         """The table of ``passes``, int64, zeros if there was none. Called under the lock."""

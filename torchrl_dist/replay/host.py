@@ -24,7 +24,6 @@ import torch
 from tensordict import TensorDictBase
 
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.replay import rows
 from torchrl_dist.replay.directory import Word, array_of
 from torchrl_dist.replay.draws import TooFewDrawsError, give_back
 from torchrl_dist.replay.dump import RowFiles
@@ -184,8 +183,9 @@ class ReplayHost:
     def _write(self, write: Write, known: _Written) -> tuple[np.ndarray, np.ndarray]:
         spec = spec_from_text(write.spec)
         tensors = unpack(write.packed, columns_of(spec, write.count))
-        data = rows.build(tensors, spec, (write.count,))
-        index, generation = self._storage.append(data, write.priority, limited=False)
+        index, generation = self._storage.append_leaves(
+            spec, list(map(array_of, tensors)), write.priority, limited=False
+        )
         slots, generations = index.numpy(), generation.numpy()
         start = 0
         for number, count in write.parts:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ from tensordict import (
 
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay import _torchrl
-from torchrl_dist.replay.directory import LeafSpec, NodeSpec, RowSpec, array_of
+from torchrl_dist.replay.directory import STREAM, LeafSpec, NodeSpec, RowSpec, array_of
 
 SAMPLING_KEYS = frozenset({("index",), ("index_generation",), ("priority_weight",)})
 """What a buffer adds to a sample. They describe the draw, not the row, and are not stored."""
@@ -259,8 +259,13 @@ def _leaf_spec(path: Path, value: torch.Tensor | _Text) -> LeafSpec:
     return LeafSpec(path, torch.uint8, (*value.shape[1:], width), True)
 
 
-def matching_leaves(data: TensorDictBase, spec: RowSpec) -> list[np.ndarray]:
+def matching_leaves(
+    data: TensorDictBase, spec: RowSpec, stream: Callable[[], int] = int
+) -> list[np.ndarray]:
     """The leaves of a batch in the order of the spec, as :func:`array_of` gives them.
+
+    Args:
+        stream: gives the number for ``directory.STREAM``, where rows have it.
 
     Raises:
         ConfigurationError: naming every key that is missing, unknown, or of another shape or
@@ -272,6 +277,10 @@ def matching_leaves(data: TensorDictBase, spec: RowSpec) -> list[np.ndarray]:
     ordered = []
     rows = data.batch_size[0]
     for leaf in spec.leaves:
+        if leaf is STREAM or leaf == STREAM:
+            found[leaf.key] = torch.empty(0)  # whatever came out of another buffer
+            ordered.append(np.full(rows, stream()))
+            continue
         value = found.get(leaf.key)
         if value is None:
             problems.append(f"missing {_name(leaf.key)!r}")
@@ -360,6 +369,8 @@ class _Node:
     def of(cls, spec: RowSpec) -> _Node:
         root = cls(spec.batch_dims)
         for number, leaf in enumerate(spec.leaves):
+            if leaf == STREAM:
+                continue
             root._at(leaf.key[:-1]).leaves.append((leaf.key[-1], number))
         for node in spec.nodes:
             found = root._at(node.key)
@@ -422,6 +433,9 @@ def fitted(arrays: list[np.ndarray], spec: RowSpec, own: RowSpec) -> list[np.nda
     ordered = []
     for leaf in own.leaves:
         other, array = given.pop(leaf.key, (None, None))
+        if leaf == STREAM and array is None:
+            ordered.append(np.zeros(len(arrays[0]), np.int64))
+            continue
         if other is None or array is None:
             problems.append(f"missing {_name(leaf.key)!r}")
         elif leaf.text and other.text and leaf.shape[:-1] == other.shape[:-1]:
@@ -440,6 +454,7 @@ def fitted(arrays: list[np.ndarray], spec: RowSpec, own: RowSpec) -> list[np.nda
             )
         else:
             ordered.append(array)
+    given.pop(STREAM.key, None)
     problems += [f"unknown {_name(key)!r}" for key in given]
     problems += _node_problems(spec.nodes, own)
     if spec.batch_dims != own.batch_dims:

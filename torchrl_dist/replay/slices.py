@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torchrl.data.replay_buffers.samplers import PrioritizedSliceSampler, SliceS
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.replay.directory import ORDERED_LOADS, ReplayDirectory, Word
+from torchrl_dist.replay.directory import ORDERED_LOADS, STREAM, ReplayDirectory, Word
 from torchrl_dist.replay.placement import slot_ranges
 from torchrl_dist.replay.sampler import EMPTY, SharedPrioritizedSampler, SharedSampler
 from torchrl_dist.replay.storage import _REDRAWS, NoRowsError, SharedMemmapStorage
@@ -57,19 +57,31 @@ class _Runs:
         return left, where, first
 
 
+class _NoColumnError(ConfigurationError):
+    """The rows do not have that key."""
+
+
 class _Columns:
     """This process's copy of versions and trajectory ids, brought up to date slot by slot.
 
     Args:
         directory: with rows.
         columns: numbers per slot in shared memory: trajectory ids, and steps if rows are to be
-            ordered by them.
+            ordered by them; with ``ends``, streams.
+        ends: flags per slot: after a row with one of them another trajectory begins.
     """
 
-    def __init__(self, directory: ReplayDirectory, columns: list[np.ndarray]) -> None:
+    def __init__(
+        self,
+        directory: ReplayDirectory,
+        columns: list[np.ndarray],
+        ends: Sequence[np.ndarray] | None = None,
+    ) -> None:
         capacity = directory.capacity
         self.directory = directory
         self._columns = columns
+        self._end_columns = ends
+        self._ends = np.zeros(capacity, dtype=bool)
         self.versions = np.zeros(capacity, dtype=np.int64)
         self._copies = [np.zeros(capacity, dtype=column.dtype) for column in columns]
         self._published = np.zeros(capacity, dtype=bool)
@@ -87,6 +99,8 @@ class _Columns:
         versions = directory.versions[changed]
         for copy, column in zip(self._copies, self._columns, strict=True):
             copy[changed] = column[changed]
+        if self._end_columns is not None:
+            self._ends[changed] = np.any([column[changed] for column in self._end_columns], 0)
         settled = directory.versions[changed] == versions
         self.versions[changed] = np.where(settled, versions, -1)  # -1: look again
         self._published[changed] = settled & (versions & 1 == 0) & (versions > 0)
@@ -103,6 +117,8 @@ class _Columns:
         self._follows[touched] = (
             self._published[touched] & self._published[before] & (ids[touched] == ids[before])
         )
+        if self._end_columns is not None:  # 0: nobody knows what was written before it
+            self._follows[touched] &= (ids[touched] != 0) & ~self._ends[before]
 
     def runs_by_position(self, state: tuple[int, ...], cursor: int) -> _Runs:
         """Runs of neighbouring slots; the oldest row of the ring, at the cursor, begins one."""
@@ -188,14 +204,20 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         traj_key: integer or float, one per row. Default: ``("collector", "traj_ids")`` or
             ``"episode"``, whichever the rows have.
         step_key: integer, one per row; used with ``fragmented`` only.
-        end_key, end_keys: accepted beside ``traj_key``, not used.
+        end_key, end_keys: flags, one per row, after which another trajectory begins, for rows
+            without a trajectory id; not used beside ``traj_key``. A slice then holds rows that one
+            thread of one process wrote one after the other, so each ``extend`` must hold
+            consecutive steps. Give the buffers of all processes this sampler, also of those that
+            only write: rows remember their writer from the first one on. Rows that came by RPC
+            are not joined.
         fragmented, truncated_key, init_key, strict_length, pad_output, span: as in
             ``SliceSampler``.
 
     Raises:
-        ConfigurationError: for what cannot be right over a shared buffer: trajectories told apart
-            by ``end_key`` alone (the next row may be another process's), ``cache_values``,
-            ``ends``, ``trajectories``, ``compile`` and ``use_gpu``; rows without the keys.
+        ConfigurationError: for what cannot be right over a shared buffer: ``cache_values``,
+            ``ends``, ``trajectories``, ``compile`` and ``use_gpu``; ``fragmented`` without
+            trajectory ids; rows without the keys, or that were written before anybody asked for
+            ``end_key``.
         RuntimeError: from ``sample``, if there is no row and none is being written, or no run that
             is long enough.
     """
@@ -217,11 +239,14 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
                     f"{type(self).__name__} does not support {name}={given!r}: other processes "
                     "change the rows between two samples; leave it out"
                 )
-        if traj_key is None and (end_key is not None or end_keys is not None):
+        self._by_end = traj_key is None and (end_key is not None or end_keys is not None)
+        if self._by_end and fragmented:
             raise ConfigurationError(
-                f"{type(self).__name__} needs a traj_key: after a row without an end flag the next "
-                "one may be another process's; store a trajectory id per row, unique in the job"
+                "fragmented=True needs a traj_key: flags at the ends do not say to which "
+                "trajectory a row belongs that another one's follows"
             )
+        if self._by_end:
+            options |= {"end_key": end_key, "end_keys": end_keys}
         SliceSampler.__init__(self, traj_key=traj_key, **options)
         self.step_key = step_key
         self._by_step = fragmented
@@ -261,7 +286,15 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         return draw() if gate is None else gate.draw(batch_size, draw, storage)
 
     def attach(self, storage: Storage) -> ReplayDirectory:
+        if self._directory is not None and self._directory is getattr(storage, "directory", None):
+            return self._directory
         directory = super().attach(storage)
+        if self._by_end:
+            try:
+                directory.ask_for_streams()
+            except ConfigurationError:
+                self._directory = None
+                raise
         if directory.draws is not None:
             self._directory = None
             raise ConfigurationError(
@@ -339,14 +372,27 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         if self._runs is not None and self._runs.state == state and not fresh:
             return self._runs
         if self._columns is None or self._columns.directory is not directory:
-            keys = [self._key_of_trajectory(directory)] + [self.step_key] * self._by_step
-            self._columns = _Columns(directory, [_column(directory, key) for key in keys])
+            if self._by_end:
+                stream = _column(directory, STREAM.key)
+                self._columns = _Columns(directory, [stream], self._end_flags(directory))
+            else:
+                keys = [self._key_of_trajectory(directory)] + [self.step_key] * self._by_step
+                self._columns = _Columns(directory, [_column(directory, key) for key in keys])
         self._columns.refresh(ticket)
         if self._by_step:
             self._runs = self._columns.runs_by_step(state, self.step_key)
         else:
             self._runs = self._columns.runs_by_position(state, ticket % directory.capacity)
         return self._runs
+
+    def _end_flags(self, directory: ReplayDirectory) -> list[np.ndarray]:
+        if self.end_keys is None:
+            return [_column(directory, self.end_key)]
+        found = []
+        for key in self.end_keys:  # as in TorchRL one of them will do
+            with suppress(_NoColumnError):
+                found.append(_column(directory, key))
+        return found or [_column(directory, self.end_keys[0])]
 
     def _key_of_trajectory(self, directory: ReplayDirectory) -> NestedKey:
         if self.traj_key is None:
@@ -357,7 +403,7 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
             if found is None:
                 raise ConfigurationError(
                     f"the rows have no trajectory id under {' or '.join(map(str, _USUAL_KEYS))}; "
-                    "pass traj_key="
+                    "pass traj_key=, or end_key= in the buffers of all processes"
                 )
             self.traj_key = unravel_key(found)
         return self.traj_key
@@ -544,6 +590,7 @@ def _column(directory: ReplayDirectory, key: NestedKey) -> np.ndarray:
                     f"{key!r} has shape {list(leaf.shape)} per row, expected one number"
                 )
             return tensor.reshape(-1).numpy()
-    raise ConfigurationError(
-        f"the rows have no {key!r}, only {[leaf.key for leaf in directory.rows.leaves]}"
+    raise _NoColumnError(
+        f"the rows have no {key!r}, only "
+        f"{[leaf.key for leaf in directory.rows.leaves if leaf != STREAM]}"
     )

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,6 +27,7 @@ from torchrl_dist.replay.cursor import (
 )
 from torchrl_dist.replay.directory import (
     ORDERED_LOADS,
+    STREAM,
     ReplayDirectory,
     RowSpec,
     Word,
@@ -57,6 +58,14 @@ class _Handed(threading.local):
     def __init__(self) -> None:
         self.batches: deque[tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]]
         self.batches = deque(maxlen=2)
+
+
+class _Stream(threading.local):
+    """A number of each thread that no other writer has."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.number = int.from_bytes(os.urandom(7), "little") + 1
 
 
 class NoRowsError(RuntimeError):
@@ -170,6 +179,7 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         self.scratch_dir = str(self._directory.path)
         self._cursor = SharedCursor(self._directory)
         self._handed = _Handed()
+        self._streams = _Stream()
         now_and_in_children(self, SharedMemmapStorage._renew)
         self._gatherer = Gatherer(gather_threads, timeout_s)
         self._closed = False
@@ -393,7 +403,10 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         # the last occurrence of each slot, in slot order
         unique, last = np.unique(slots[::-1], return_index=True)
         order = slots.size - 1 - last
-        source = [value[order] for value in source]
+        source: list[np.ndarray | None] = [value[order] for value in source]
+        leaves = self._spec().leaves
+        if STREAM in leaves:  # a row that is replaced stays where it is in its trajectory
+            source[leaves.index(STREAM)] = None
         self._cursor.drop_interrupted()
         generations = np.empty(unique.size, dtype=np.int64)
         # a few runs of neighbours at a time: claims are a table of limited size that all share
@@ -421,7 +434,13 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
             self._directory.create_rows(rows.spec_of(data))
             spec = self._directory.rows
             assert spec is not None
-        return rows.matching_leaves(data, spec)
+        return rows.matching_leaves(data, spec, self._stream)
+
+    def _stream(self) -> int:
+        """The number of what this thread writes here, another one after a restore."""
+        if self._streams.pid != os.getpid():
+            self._streams = _Stream()  # a forked child's rows are no continuation of its parent's
+        return self._streams.number + self._directory.words[Word.RESTORES]
 
     def _fitted(self, spec: RowSpec, leaves: list[np.ndarray]) -> list[np.ndarray]:
         if self._directory.rows is None:
@@ -431,16 +450,18 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
     def _fill(
         self,
         reservation: Reservation,
-        source: list[np.ndarray],
+        source: Sequence[np.ndarray | None],
         offset: int,
         priority: np.ndarray | None,
     ) -> np.ndarray:
-        """Copy rows ``offset ...`` of the source into the reserved slots and publish them."""
+        """Copy rows ``offset ...`` of the source into the reserved slots and publish them; for a
+        leaf that is None the slots keep what they have."""
         try:
             done = offset
             for start, stop in reservation.ranges:
                 for target, value in zip(self._directory.arrays, source, strict=True):
-                    target[start:stop] = value[done : done + stop - start]
+                    if value is not None:
+                        target[start:stop] = value[done : done + stop - start]
                 done += stop - start
             generation = self._cursor.publish(reservation, priority)
         except BaseException:
