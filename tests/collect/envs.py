@@ -9,7 +9,10 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from tensordict import TensorDict
 from torch import nn
+from torchrl.data import Binary, Categorical, Composite, Unbounded
+from torchrl.envs import EnvBase
 
 
 class EpisodeSeeds(gymnasium.Wrapper):
@@ -101,3 +104,84 @@ def counters(lengths: list[int], mode: AutoresetMode, truncate: bool = False) ->
 def mlp(inputs: int, outputs: int, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(inputs, 16), nn.Tanh(), nn.Linear(16, outputs))
+
+
+class Agents(EnvBase):
+    """Two agents of one group, with rewards and ends of their own: agent i ends after 3 + i steps,
+    the episode with the last."""
+
+    def __init__(self) -> None:
+        super().__init__(batch_size=[])
+        self.observation_spec = Composite(agents=Composite(seen=Unbounded((2, 3)), shape=(2,)))
+        self.action_spec = Composite(
+            agents=Composite(action=Categorical(3, shape=(2,)), shape=(2,))
+        )
+        self.reward_spec = Composite(agents=Composite(reward=Unbounded((2, 1)), shape=(2,)))
+        ends = {name: Binary(1, shape=(2, 1), dtype=torch.bool) for name in ("done", "terminated")}
+        own = {name: Binary(1, shape=(1,), dtype=torch.bool) for name in ("done", "terminated")}
+        self.done_spec = Composite(agents=Composite(ends, shape=(2,)), **own)
+        self.t, self.generator = 0, torch.Generator()
+
+    def _seen(self) -> torch.Tensor:
+        return torch.rand(2, 3, generator=self.generator) + self.t
+
+    def _ends(self) -> dict[str, Any]:
+        ends = torch.tensor([[self.t >= 3], [self.t >= 4]])
+        one = ends.all(0)
+        return {
+            "agents": TensorDict(
+                {"seen": self._seen(), "done": ends, "terminated": ends.clone()}, [2]
+            ),
+            "done": one,
+            "terminated": one.clone(),
+        }
+
+    def _reset(self, tensordict: Any, **kwargs: Any) -> TensorDict:
+        self.t = 0
+        return TensorDict(self._ends(), [])
+
+    def _step(self, tensordict: Any) -> TensorDict:
+        self.t += 1
+        out = TensorDict(self._ends(), [])
+        action = tensordict["agents", "action"].float().unsqueeze(-1)
+        return out.set(("agents", "reward"), action + self.t)
+
+    def _set_seed(self, seed: int | None) -> None:
+        self.generator.manual_seed(seed or 0)
+
+
+class Talking(gymnasium.Env):
+    """Observes a number and a word; rewards are arrays of one element."""
+
+    observation_space = spaces.Dict(
+        {"number": spaces.Box(-1, 1, (2,), np.float32), "word": spaces.Text(8)}
+    )
+    action_space = spaces.Discrete(3)
+
+    def _observe(self) -> dict[str, Any]:
+        number = self.np_random.uniform(-1, 1, 2).astype(np.float32)
+        return {"number": number, "word": f"word {self.t}"}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.t = 0
+        return self._observe(), {}
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        self.t += 1
+        return self._observe(), np.array([float(action)]), self.t == 4, False, {}
+
+
+class Pictures(gymnasium.Env):
+    """Observes images; ends at random."""
+
+    observation_space = spaces.Box(0, 255, (6, 6, 3), np.uint8)
+    action_space = spaces.MultiDiscrete([3, 2])
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        return self.np_random.integers(0, 256, (6, 6, 3), np.uint8), {}
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        seen = self.np_random.integers(0, 256, (6, 6, 3), np.uint8)
+        return seen, np.array([1.5 * action[0]]), bool(seen[0, 0, 0] < 40), False, {}

@@ -412,12 +412,12 @@ class TestTorchRLEnvs:
         worker.close()
 
 
-def test_an_unsupported_space_is_refused_with_advice() -> None:
-    class Texts(Counter):
-        observation_space = spaces.Text(5)
+def test_a_space_that_torchrl_does_not_know_either_is_refused_with_advice() -> None:
+    class Sequences(Counter):
+        observation_space = spaces.Sequence(spaces.Discrete(5))
 
-    with pytest.raises(ConfigurationError, match="FlattenObservation"):
-        make_rollout(Texts, None, frames=5)
+    with pytest.raises(ConfigurationError, match=r"FlattenObservation.*GymWrapper"):
+        make_rollout(Sequences, None, frames=5)
 
 
 def test_an_envpool_without_gymnasiums_interface_is_refused_with_advice() -> None:

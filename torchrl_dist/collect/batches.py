@@ -9,21 +9,45 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from tensordict import TensorDict, pad
+from tensordict import TensorDict, TensorDictBase, pad
+from torch import Tensor
 
+from torchrl_dist.collect.spaces import Key
 from torchrl_dist.errors import ConfigurationError
 
 MASK = ("collector", "mask")
 _TRAJECTORY = ("collector", "traj_ids")
-_TRUNCATED = ("next", "truncated")
+
+
+def ends_of(following: TensorDictBase) -> Tensor:
+    """Where an episode ends, bool ``[N, T]``: where any of the done entries of ``following [N, T]``
+    says so, those of agents too, as TorchRL's collectors count trajectories."""
+    return _joined(following, "done").any(-1)
+
+
+def rewards_of(following: TensorDictBase) -> Tensor:
+    """The reward of each step, ``[N, T]``: the sum over what there is, of agents too."""
+    return _joined(following, "reward").sum(-1)
+
+
+def _joined(following: TensorDictBase, name: str) -> Tensor:
+    found = [following.get(key) for key in following.keys(True, True) if _last(key) == name]
+    shape = following.shape
+    return (
+        found[0].reshape(*shape, -1)
+        if len(found) == 1
+        else torch.cat([value.reshape(*shape, -1) for value in found], -1)
+    )
 
 
 def truncate_last(rollout: TensorDict) -> None:
     """Mark the last step of each env as the end of its trajectory, in place; not as terminated."""
     _have_truncated(rollout)
-    done = rollout.get(("next", "done"))
-    rollout.get(_TRUNCATED)[:, -1] |= ~done[:, -1]
-    done[:, -1] = True
+    following = rollout.get("next")
+    for key in [key for key in following.keys(True, True) if _last(key) == "done"]:
+        done = following.get(key)
+        following.get(_beside(key, "truncated"))[:, -1] |= ~done[:, -1]
+        done[:, -1] = True
 
 
 def set_truncated(rollout: TensorDict) -> None:
@@ -37,20 +61,27 @@ def set_truncated(rollout: TensorDict) -> None:
             "adds it"
         )
     for key in found:
-        done = "done" if isinstance(key, str) else (*key[:-1], "done")
         following.get(key)[:, -1] = True
-        following.get(done)[:, -1] = True
+        following.get(_beside(key, "done"))[:, -1] = True
 
 
 def _last(key: str | tuple[str, ...]) -> str:
     return key if isinstance(key, str) else key[-1]
 
 
+def _beside(key: Key, name: str) -> Key:
+    return name if isinstance(key, str) else (*key[:-1], name)
+
+
 def _have_truncated(rollout: TensorDict) -> None:
     """Rows of a TorchRL env that only terminates do not say that they are not truncated."""
-    if _TRUNCATED not in rollout.keys(True):
-        for key in ("truncated", _TRUNCATED):
-            rollout.set(key, torch.zeros_like(rollout.get(("next", "done"))))
+    following = rollout.get("next")
+    keys = set(following.keys(True, True))
+    for key in [key for key in keys if _last(key) == "done"]:
+        truncated = _beside(key, "truncated")
+        if truncated not in keys:
+            for part in (rollout, following):
+                part.set(truncated, torch.zeros_like(following.get(key)))
 
 
 def join(
@@ -70,7 +101,7 @@ def join(
 
 
 def _padded(rollouts: Sequence[TensorDict]) -> list[TensorDict]:
-    if any(_TRUNCATED in rollout.keys(True) for rollout in rollouts):
+    if any("truncated" in map(_last, rollout.get("next").keys(True, True)) for rollout in rollouts):
         for rollout in rollouts:
             _have_truncated(rollout)
     longest = max(rollout.shape[1] for rollout in rollouts)

@@ -123,7 +123,10 @@ class RPCBatchedCollector(BaseCollector):
         split_trajs: each batch through TorchRL's ``split_trajectories``.
         postproc: rollout ``[N, T]`` -> rows, run on the worker.
         postproc_factory: ``policy of the worker -> postproc``, called there once.
-        seed: of all envs and of the workers' random numbers; default: drawn from torch's.
+        seed: of all envs and of the workers' random numbers; default: drawn from torch's. Env i
+            of the job gets the i-th seed of TorchRL's chain, however the job is divided. A vector
+            env that takes one seed for all its envs is therefore refused (but gymnasium's native
+            CartPole, which is given them one by one, and EnvPools, with a warning).
         min_workers: with fewer living workers, iteration raises.
         worker_timeout_s: a worker whose rollout takes longer (it hangs, or was paused) counts as
             lost until it answers: others collect its frames, its late rows are dropped (with
@@ -295,6 +298,7 @@ class RPCBatchedCollector(BaseCollector):
             step_timeout_s=step_timeout_s,
             num_workers=num_workers,
             seed=_draw_seed() if seed is None else seed,
+            seed_given=seed is not None,
             exploration_type=exploration_type,
             categorical_action_encoding=categorical_action_encoding,
             replay_buffer=replay_buffer,

@@ -10,17 +10,23 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import gymnasium
 import numpy as np
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
+from gymnasium.utils import seeding
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from torchrl_dist.collect.spaces import ObservationLeaf
 from torchrl_dist.errors import ConfigurationError
 
+# Of the native vector envs only this one can be seeded env by env, by CartPoleDriver.
+_CARTPOLE = (
+    CartPoleVectorEnv,
+    "gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv",
+)
 Arrays = Sequence[np.ndarray]
 StepResult = tuple[Any, Any, Any]  # reward, terminated, truncated, each [N]
 
@@ -29,6 +35,7 @@ class EnvDriver(Protocol):
     """N envs stepped together. ``leaves`` is set by the rollout before the first reset."""
 
     num_envs: int
+    one_seed_only: bool  # the envs cannot be seeded one by one
     single_observation_space: gymnasium.Space
     single_action_space: gymnasium.Space
     leaves: tuple[ObservationLeaf, ...]
@@ -58,6 +65,7 @@ class EnvListDriver:
     """Plain envs in a row. Cheaper than SyncVectorEnv, which merges infos and copies results."""
 
     valid = None
+    one_seed_only = False
 
     def __init__(self, envs: Sequence[gymnasium.Env]) -> None:
         self.envs = list(envs)
@@ -86,9 +94,14 @@ class EnvListDriver:
         plain = len(self.leaves) == 1 and self.leaves[0].plain  # saves a tenth of a CartPole step
         for i, env in enumerate(self.envs):
             observation, reward, terminated, truncated, _ = env.step(per_env[i])
-            self._reward[i] = reward
-            self._terminated[i] = terminated
-            self._truncated[i] = truncated
+            try:
+                self._reward[i] = reward
+                self._terminated[i] = terminated
+                self._truncated[i] = truncated
+            except (TypeError, ValueError):  # arrays of one element, which GymWrapper takes
+                self._reward[i] = np.asarray(reward).item()
+                self._terminated[i] = np.asarray(terminated).item()
+                self._truncated[i] = np.asarray(truncated).item()
             if plain:
                 following[0][i] = observation
             else:
@@ -125,7 +138,9 @@ class _VectorDriver:
         self.single_observation_space = env.single_observation_space
         self.single_action_space = env.single_action_space
         self.leaves: tuple[ObservationLeaf, ...] = ()
-        self._one_seed_only = not isinstance(env.unwrapped, SyncVectorEnv | AsyncVectorEnv)
+        self.one_seed_only = self.num_envs > 1 and not isinstance(
+            env.unwrapped, SyncVectorEnv | AsyncVectorEnv
+        )
 
     def __repr__(self) -> str:
         return repr(self.env)
@@ -141,7 +156,8 @@ class _VectorDriver:
     def reset(self, seeds: Sequence[int] | None, current: Arrays) -> None:
         seed: Any = None
         if seeds is not None:
-            seed = seeds[0] if self._one_seed_only else list(seeds)
+            several = isinstance(self.env.unwrapped, SyncVectorEnv | AsyncVectorEnv)
+            seed = list(seeds) if several else seeds[0]
         observation, _ = self.env.reset(seed=seed)
         self._write(observation, current)
 
@@ -232,6 +248,7 @@ class EnvPoolDriver(NextStepDriver):
 
     def __init__(self, env: Any) -> None:
         super().__init__(env)
+        self.one_seed_only = False  # which is what it warns of
         if env.is_async:
             raise ConfigurationError(
                 f"make_env gave an EnvPool with batch_size={env.config['batch_size']} of "
@@ -261,10 +278,31 @@ class CartPoleDriver(_VectorDriver):
     """Gymnasium's native vector CartPole, reset in the step that ends an episode.
 
     It knows next-step autoreset only, which makes rollouts ragged. Its state is plain arrays, so
-    the reset that it would do in its next step, from the same generator, is done here at once.
+    the reset that it would do in its next step is done here at once.
     """
 
     ATTRIBUTES = ("state", "steps", "prev_done", "low", "high")
+
+    def __init__(self, env: VectorEnv) -> None:
+        super().__init__(env)
+        self.one_seed_only = False
+        # One per env, as single ones have, so that an env's episodes follow from its own seed.
+        self._generators: list[np.random.Generator] = []
+
+    def reset(self, seeds: Sequence[int] | None, current: Arrays) -> None:
+        env: Any = self.env
+        observation, _ = env.reset(seed=None if seeds is None else seeds[0])
+        if seeds is not None:
+            self._generators = [seeding.np_random(seed)[0] for seed in seeds]
+        if self._generators:
+            self._draw(range(self.num_envs))
+            observation = env.state.T.astype(np.float32)
+        self._write(observation, current)
+
+    def _draw(self, chosen: Iterable[int]) -> None:
+        env: Any = self.env
+        for i in chosen:
+            env.state[:, i] = self._generators[i].uniform(env.low, env.high, 4)
 
     def step(self, actions: np.ndarray, following: Arrays, current: Arrays) -> StepResult:
         env: Any = self.env
@@ -272,8 +310,11 @@ class CartPoleDriver(_VectorDriver):
         self._write(observation, following)
         if env.prev_done.any():
             done = env.prev_done
-            size = (4, int(done.sum()))
-            env.state[:, done] = env.np_random.uniform(env.low, env.high, size)
+            if self._generators:
+                self._draw(np.flatnonzero(done).tolist())
+            else:
+                size = (4, int(done.sum()))
+                env.state[:, done] = env.np_random.uniform(env.low, env.high, size)
             env.steps[done] = 0
             env.prev_done = np.zeros_like(done)
             observation = env.state.T.astype(np.float32)
@@ -341,7 +382,7 @@ def _driver_from_id(env_id: str, num_envs: int) -> EnvDriver:
     if module:
         importlib.import_module(module)  # as gymnasium.make does: it registers the env
     spec = gymnasium.spec(name)
-    if num_envs > 1 and spec.vector_entry_point is not None and not spec.additional_wrappers:
+    if num_envs > 1 and spec.vector_entry_point in _CARTPOLE and not spec.additional_wrappers:
         return vector_driver(
             gymnasium.make_vec(env_id, num_envs, vectorization_mode="vector_entry_point")
         )

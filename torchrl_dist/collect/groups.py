@@ -105,6 +105,10 @@ class GroupedRollout:
         return self._groups[0].specs
 
     @property
+    def one_seed_only(self) -> bool:
+        return any(group.one_seed_only for group in self._groups)
+
+    @property
     def target(self) -> Any:
         return [env for group in self._groups for env in group.target]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchrl.modules import OrnsteinUhlenbeckProcessModule
 from torchrl.modules.utils import get_primers_from_module
 
 from torchrl_dist.collect.spaces import Key, join_key, plain_key
@@ -18,7 +19,8 @@ IS_INIT = "is_init"
 def carried_state(policy: Any, num_envs: int) -> dict[Key, Tensor]:
     """The state of ``num_envs`` new episodes, by key: what the policy reads at ``key`` and writes
     at ``("next", key)``, as TorchRL's LSTMModule and GRUModule do; and ``"is_init"`` bool
-    ``[num_envs, 1]``, true, if it reads that. Empty for a policy without memory.
+    ``[num_envs, 1]``, true, if it reads that, as Ornstein-Uhlenbeck noise does. Empty for
+    a policy without memory.
 
     Raises:
         ConfigurationError: no module of the policy says what the state of a new episode is.
@@ -38,9 +40,14 @@ def carried_state(policy: Any, num_envs: int) -> dict[Key, Tensor]:
             f"the policy reads {missing} and writes their next values, but none of its modules has "
             "make_tensordict_primer(), which says what they are when an episode begins"
         )
-    if IS_INIT in reads:
+    noises = [m for m in _modules(policy) if isinstance(m, OrnsteinUhlenbeckProcessModule)]
+    if IS_INIT in reads or any(noise.is_init_key == IS_INIT for noise in noises):
         state[IS_INIT] = torch.ones(num_envs, 1, dtype=torch.bool)
     return state
+
+
+def _modules(policy: Any) -> list[nn.Module]:
+    return list(policy.modules()) if isinstance(policy, nn.Module) else []
 
 
 def _leaves(primer: Any) -> list[tuple[Key, Any]]:

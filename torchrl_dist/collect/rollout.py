@@ -2,7 +2,8 @@
 
 A step of a TorchRL env costs some 300 us whatever the env does; a gymnasium env goes through
 :class:`GymnasiumRollout` instead: one policy call per step for all envs, results written into
-preallocated tensors. TorchRL envs are stepped by :class:`TorchRLRollout`.
+preallocated tensors. TorchRL envs, and gymnasium envs with other spaces than those known here in
+TorchRL's wrapper, are stepped by :class:`TorchRLRollout`.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
-from torchrl.envs import EnvBase, SerialEnv
+from torchrl.envs import EnvBase, GymWrapper, SerialEnv
 from torchrl.envs.utils import ExplorationType, RandomPolicy
 from torchrl.modules.tensordict_module.exploration import set_exploration_modules_spec_from_env
 
-from torchrl_dist.collect.drivers import EnvDriver, make_driver
+from torchrl_dist.collect.drivers import EnvDriver, EnvListDriver, make_driver
 from torchrl_dist.collect.policies import (
     Compilation,
     Policy,
@@ -35,6 +36,7 @@ from torchrl_dist.collect.recurrent import IS_INIT, carried_state
 from torchrl_dist.collect.spaces import (
     Key,
     ObservationLeaf,
+    UnknownSpaceError,
     action_codec,
     join_key,
     observation_leaves,
@@ -298,6 +300,11 @@ class _Made:
         return self._stores | parts
 
 
+def _like(mask: Tensor, value: Tensor) -> Tensor:
+    """``mask [N]`` with as many dimensions as ``value``."""
+    return mask.reshape(-1, *[1] * (value.ndim - 1))
+
+
 def _unwritten(given: Values, made: Values) -> Values:
     """Zeros for what a policy adds to its input."""
     added = {key: value for key, value in made.items() if key not in given}
@@ -391,16 +398,24 @@ class GymnasiumRollout:
         self._others = {}
         self._state = dict(self._new_state)
 
-    def _carry_on(self, out: Values, begins: np.ndarray) -> None:
-        """Hand the policy's state to its next step; a new one where an episode ``begins``."""
+    def _carry_on(self, out: Values, carried: Sequence[Key], begins: np.ndarray) -> None:
+        """Hand the policy's state and what else it wrote to its next step. Where an episode
+        ``begins`` the state is a new one, and all else is zero, as with TorchRL's batched envs."""
+        self._others = {key: out[key] for key in carried}
+        if begins.any():
+            kept = torch.from_numpy(~begins)
+            for key, value in self._others.items():
+                if isinstance(value, Tensor):
+                    self._others[key] = torch.where(_like(kept, value), value, 0)
+        if not self._new_state:
+            return
         first = torch.from_numpy(begins)
         for key, new in self._new_state.items():
             if key == IS_INIT:
                 self._state[key] = first.reshape(-1, 1).clone()
                 continue
             after = out.get(join_key("next", key), self._state[key])
-            where = first.reshape(-1, *[1] * (new.ndim - 1))
-            self._state[key] = torch.where(where, new, after)
+            self._state[key] = torch.where(_like(first, new), new, after)
 
     def reset(self, envs: Sequence[int] | None = None) -> None:
         if envs is None or not self._started:
@@ -427,6 +442,11 @@ class GymnasiumRollout:
     @property
     def target(self) -> Any:
         return self.driver.target
+
+    @property
+    def one_seed_only(self) -> bool:
+        """Whether the envs cannot be seeded one by one."""
+        return self.driver.one_seed_only
 
     @property
     def observed(self) -> set[Key]:
@@ -502,11 +522,9 @@ class GymnasiumRollout:
             )
             ends[t] = done
             cuts[t] = cut
-            self._others = {key: out[key] for key in made.carried}
             if valid is not None:
                 valid[:, t] = driver.valid
-            if self._new_state:
-                self._carry_on(out, done | cut if valid is None else ~driver.valid)
+            self._carry_on(out, made.carried, done | cut if valid is None else ~driver.valid)
             if self._stop:
                 raise RolloutStopped
             if enough(t + 1 if valid is None else int(valid[:, : t + 1].sum(1).min())):
@@ -734,11 +752,50 @@ def make_rollout(
         return TorchRLRollout(
             first, policy, frames, exploration_type=exploration_type, compilation=compilation
         )
-    return GymnasiumRollout(
-        make_driver(first, make_env, num_envs),
-        policy,
-        frames,
-        exploration_type=exploration_type,
-        categorical_action_encoding=categorical_action_encoding,
-        compilation=compilation,
+    driver = make_driver(first, make_env, num_envs)
+    try:
+        if isinstance(driver, EnvListDriver) and _has_reward_space(driver.envs[0]):
+            raise UnknownSpaceError(f"{driver.envs[0]} has a reward space")
+        return GymnasiumRollout(
+            driver,
+            policy,
+            frames,
+            exploration_type=exploration_type,
+            categorical_action_encoding=categorical_action_encoding,
+            compilation=compilation,
+        )
+    except UnknownSpaceError as error:
+        if not isinstance(driver, EnvListDriver):
+            driver.close()
+            raise
+        env = _wrapped(driver.envs, categorical_action_encoding, error)
+    return TorchRLRollout(
+        env, policy, frames, exploration_type=exploration_type, compilation=compilation
     )
+
+
+def _has_reward_space(env: Any) -> bool:
+    try:
+        return env.get_wrapper_attr("reward_space") is not None
+    except AttributeError:
+        return False
+
+
+def _wrapped(envs: Sequence[Any], categorical: bool, reason: UnknownSpaceError) -> EnvBase:
+    """TorchRL's own wrapper around gymnasium envs."""
+    try:
+        wrapped = [GymWrapper(env, categorical_action_encoding=categorical) for env in envs]
+        env = (
+            wrapped[0]
+            if len(wrapped) == 1
+            else SerialEnv(len(wrapped), [lambda env=env: env for env in wrapped])
+        )
+        env.reset()
+    except Exception as error:
+        for env in envs:
+            env.close()
+        raise ConfigurationError(
+            f"{reason}. TorchRL's GymWrapper does not take it either ({type(error).__name__}: "
+            f"{error})"
+        ) from error
+    return env

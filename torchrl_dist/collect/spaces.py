@@ -2,7 +2,8 @@
 
 ``convert_*_spec`` in ``torchrl/envs/libs/gym.py`` is the reference: one-hot for discrete spaces
 unless categorical encoding is asked for, a scalar Box becomes ``[1]``, the leaves of a Dict lie at
-the root of the TensorDict, and its key ``"state"`` is renamed where there is no ``"observation"``.
+the root of the TensorDict, its key ``"state"`` is renamed where there is no ``"observation"``, and
+a single image with three colours is ``"pixels"``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,11 @@ import torch
 from gymnasium import spaces
 
 from torchrl_dist.errors import ConfigurationError
+
+
+class UnknownSpaceError(ConfigurationError):
+    """A space that is not known here; TorchRL's ``GymWrapper`` may know it."""
+
 
 Key = str | tuple[str, ...]
 
@@ -78,14 +84,24 @@ def observation_leaves(space: spaces.Space, categorical: bool) -> tuple[Observat
     """The leaves of an env's (single) observation space, in the space's order.
 
     Raises:
-        ConfigurationError: a space that has no fixed-shape tensor (Text, Graph, Sequence, Tuple).
+        UnknownSpaceError: another space than Box, Discrete, MultiBinary and Dict of these.
     """
     if isinstance(space, spaces.Dict):
         leaves = tuple(_dict_leaves(space, (), (), categorical))
         if not leaves:
             raise ConfigurationError("the observation space is an empty Dict")
         return leaves
-    return (_leaf(space, "observation", (), categorical),)
+    name = "pixels" if _is_image(space) else "observation"
+    return (_leaf(space, name, (), categorical),)
+
+
+def _is_image(space: spaces.Space) -> bool:
+    return (
+        isinstance(space, spaces.Box)
+        and len(space.shape) == 3
+        and space.shape[-1] == 3
+        and bool((space.low == 0).all() and (space.high == 255).all())
+    )
 
 
 def _dict_leaves(
@@ -117,7 +133,7 @@ def _leaf(
         return ObservationLeaf(key, path, space.shape, space.dtype)
     if isinstance(space, spaces.MultiDiscrete) and categorical:
         return ObservationLeaf(key, path, space.shape, space.dtype)
-    raise ConfigurationError(
+    raise UnknownSpaceError(
         f"observation {key!r} has space {space}; supported are Box, Discrete, MultiBinary, "
         "MultiDiscrete (with categorical_action_encoding=True) and Dict of these. Wrap the env "
         "in gymnasium.wrappers.FlattenObservation, or return a TorchRL env from make_env"
@@ -145,7 +161,7 @@ def action_codec(space: spaces.Space, categorical: bool) -> ActionCodec:
     """The codec of an env's (single) action space.
 
     Raises:
-        ConfigurationError: a space other than Discrete, MultiDiscrete, MultiBinary or Box.
+        UnknownSpaceError: a space other than Discrete, MultiDiscrete, MultiBinary or Box.
     """
     if isinstance(space, spaces.Discrete):
         return _discrete_codec(int(space.n), int(space.start), space.dtype, categorical)
@@ -159,7 +175,7 @@ def action_codec(space: spaces.Space, categorical: bool) -> ActionCodec:
         )
     if isinstance(space, spaces.Box):
         return _box_codec(space)
-    raise ConfigurationError(
+    raise UnknownSpaceError(
         f"action space {space} is not supported; expected Discrete, MultiDiscrete (one axis), "
         "MultiBinary or Box. Flatten it with a wrapper, or return a TorchRL env from make_env"
     )

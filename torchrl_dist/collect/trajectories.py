@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from tensordict import TensorDict, TensorDictBase, pad
 
-from torchrl_dist.collect.batches import MASK
+from torchrl_dist.collect.batches import MASK, ends_of
 
 
 class TrajectoryAssembler:
@@ -26,7 +26,7 @@ class TrajectoryAssembler:
     def add(self, batch: TensorDictBase) -> None:
         """Take in a batch ``[N, T]`` with trajectory ids; its rows are kept, not copied."""
         ids = batch.get(("collector", "traj_ids"))
-        done = batch.get(("next", "done"))
+        done = ends_of(batch.get("next"))
         ends = (ids[:, 1:] != ids[:, :-1]).nonzero().tolist()
         borders: list[list[int]] = [[0] for _ in range(len(batch))]
         for row, column in ends:
@@ -36,7 +36,7 @@ class TrajectoryAssembler:
             for start, end in zip(starts, [*starts[1:], ids.shape[1]], strict=True):
                 trajectory = int(ids[row, start])
                 self._open.setdefault(trajectory, []).append(batch[row, start:end])
-                if bool(done[row, end - 1].any()):
+                if done[row, end - 1]:
                     finished.append((end, row, trajectory))
         for _, _, trajectory in sorted(finished):
             self._whole.append(torch.cat(self._open.pop(trajectory), 0))

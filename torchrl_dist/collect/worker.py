@@ -25,7 +25,7 @@ from torchrl._utils import seed_generator
 from torchrl.envs.utils import ExplorationType
 
 from torchrl_dist.collect.access import visit
-from torchrl_dist.collect.batches import set_truncated, truncate_last
+from torchrl_dist.collect.batches import ends_of, rewards_of, set_truncated, truncate_last
 from torchrl_dist.collect.groups import Inference, make_grouped_rollout
 from torchrl_dist.collect.policies import Compilation
 from torchrl_dist.collect.registrations import Registrations
@@ -33,7 +33,6 @@ from torchrl_dist.collect.rollout import (
     Episodes,
     Rollout,
     RolloutStopped,
-    TorchRLRollout,
     make_rollout,
     nested,
 )
@@ -63,6 +62,7 @@ class WorkerConfig:
         frames_per_rollout: T is this over the number of envs, rounded up. None: T is 1, and a
             step is timed, until ``set_steps``.
         seed: of the whole job; the envs of all workers take consecutive seeds of TorchRL's chain.
+        seed_given: by the user, who expects each env to have its own.
         replay_buffer: if given, rollouts are written there and ``collect`` returns no data.
         postproc: rollout ``[N, T]`` -> rows. ``postproc_factory(policy)`` makes one on the worker.
         own_process: the worker may seed this process' global random generators.
@@ -94,6 +94,7 @@ class WorkerConfig:
     replay_buffer: Any = None
     postproc: Postproc | None = None
     postproc_factory: Callable[[Any], Postproc] | None = None
+    seed_given: bool = False
     own_process: bool = False
     packed: bool = False
     env_processes: int = 0
@@ -303,12 +304,13 @@ class RolloutWorker:
             )
         self.num_envs = self._rollout.num_envs
         self.steps = self._rollout.steps
-        self._counts_steps = isinstance(self._rollout, TorchRLRollout)
         self._episodes = Episodes(
             self.num_envs, offset=config.worker_index, stride=config.num_workers
         )
+        if config.seed_given:
+            self._require_a_seed_per_env()
         if config.seed is not None:
-            self.set_seed(config.seed)
+            self._set_seed(config.seed)
 
     def describe(self) -> WorkerInfo:
         """Blocks for a few steps if a step is to be timed; ``set_steps`` comes next."""
@@ -338,7 +340,7 @@ class RolloutWorker:
             self.config = replace(self.config, frames_per_rollout=steps * self.num_envs)
         self.reset()
         if self.config.seed is not None:
-            self.set_seed(self.config.seed)
+            self._set_seed(self.config.seed)
 
     def set_weights(self, packed: PackedWeights) -> None:
         """Take newer weights from the next step on; an older version than the current is ignored.
@@ -360,7 +362,22 @@ class RolloutWorker:
 
         Returns:
             the seed that comes after all envs of the job.
+
+        Raises:
+            ConfigurationError: its envs cannot be seeded one by one.
         """
+        self._require_a_seed_per_env()
+        return self._set_seed(seed, static_seed)
+
+    def _require_a_seed_per_env(self) -> None:
+        if getattr(self._rollout, "one_seed_only", False):
+            raise ConfigurationError(
+                f"{self._rollout.target} takes one seed for its {self.num_envs} envs, so that what "
+                "they do would depend on how the job is divided into workers; leave seed= out, or "
+                "let make_env return single envs, or a SyncVectorEnv or AsyncVectorEnv of them"
+            )
+
+    def _set_seed(self, seed: int, static_seed: bool = False) -> int:
         with self._lock:
             total = self.num_envs * self.config.num_workers
             first = self.num_envs * self.config.worker_index
@@ -514,10 +531,10 @@ class RolloutWorker:
     def _stamp(self, rollout: TensorDict, kept: int) -> tuple[list[float], list[int]]:
         shape = rollout.shape
         following = rollout.get("next")
-        reward = following.get("reward").numpy().reshape(*shape, -1).sum(-1)
-        ended = following.get("done").numpy().reshape(*shape, -1).any(-1)
+        reward = rewards_of(following).numpy()
+        ended = ends_of(following).numpy()
         ended[kept:] = False
-        if self.config.max_frames_per_traj and not self._counts_steps:
+        if self.config.max_frames_per_traj and "step_count" not in rollout.keys():
             self._set_step_count(rollout, ended)
         ids, returns, lengths = self._episodes.advance(reward, ended)
         collector = {

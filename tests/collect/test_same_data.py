@@ -1,0 +1,353 @@
+"""One contract: the batches are those of TorchRL's ``Collector`` on the same seeds.
+
+In this process, over ranks, and over the processes of a node worker.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import gymnasium
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential
+from torch import nn
+from torchrl.collectors import Collector
+from torchrl.data import OneHot
+from torchrl.envs import Compose, GymWrapper, InitTracker, SerialEnv, StepCounter, TransformedEnv
+from torchrl.envs.utils import ExplorationType
+from torchrl.modules import LSTMModule, ProbabilisticActor, QValueActor, TanhNormal
+
+from tests.collect.envs import Agents, Pictures, Talking, mlp
+from torchrl_dist.collect import RPCBatchedCollector
+from torchrl_dist.collect.node import NodeWorker
+from torchrl_dist.collect.worker import WorkerConfig
+from torchrl_dist.runtime import ForkServer, local_cluster
+
+_ENVS, _SEED, _BATCHES = 4, 7, 2
+
+
+def made(env_id: str, *wrappers: Callable[[Any], Any], **options: Any) -> Callable[[], Any]:
+    def make() -> gymnasium.Env:
+        env = gymnasium.make(env_id, **options)
+        for wrapper in wrappers:
+            env = wrapper(env)
+        return env
+
+    return make
+
+
+def atari() -> gymnasium.Env:
+    import ale_py
+
+    gymnasium.register_envs(ale_py)
+    return gymnasium.make("ALE/Pong-v5", frameskip=4)
+
+
+def minigrid() -> gymnasium.Env:
+    import minigrid
+
+    assert minigrid
+    from minigrid.wrappers import ImgObsWrapper
+
+    return ImgObsWrapper(gymnasium.make("MiniGrid-Empty-Random-5x5-v0"))
+
+
+# ---- policies
+
+
+def q(inputs: int, actions: int) -> QValueActor:
+    return QValueActor(mlp(inputs, actions), in_keys=["observation"], spec=OneHot(actions))
+
+
+def continuous(inputs: int, outputs: int) -> ProbabilisticActor:
+    torch.manual_seed(0)
+    net = nn.Linear(inputs, 2 * outputs, dtype=torch.float64)
+    return ProbabilisticActor(
+        TensorDictModule(Halves(net), ["observation"], ["loc", "scale"]),
+        in_keys=["loc", "scale"],
+        distribution_class=TanhNormal,
+        return_log_prob=True,
+    )
+
+
+class Halves(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        loc, scale = self.net(observation.double()).float().chunk(2, -1)
+        return loc, scale.exp()
+
+
+class Brightness(nn.Module):
+    """Pixels -> an action that follows from all of them, one-hot [*, actions]."""
+
+    def __init__(self, actions: int) -> None:
+        super().__init__()
+        self.actions = actions
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        classes = pixels.long().flatten(-3).sum(-1) % self.actions
+        return nn.functional.one_hot(classes, self.actions)
+
+
+def of_pixels(actions: int) -> TensorDictModule:
+    return TensorDictModule(Brightness(actions), ["pixels"], ["action"])
+
+
+def recurrent() -> TensorDictSequential:
+    torch.manual_seed(0)
+    memory = LSTMModule(input_size=4, hidden_size=8, in_key="observation", out_key="embedding")
+    head = QValueActor(mlp(8, 2), in_keys=["embedding"], spec=OneHot(2))
+    return TensorDictSequential(memory, head)
+
+
+def with_memory(make: Callable[[], Any]) -> Callable[[], Any]:
+    def env() -> TransformedEnv:
+        primer = recurrent()[0].make_tensordict_primer()
+        return TransformedEnv(GymWrapper(make()), Compose(InitTracker(), primer))
+
+    return env
+
+
+def chosen(observation: torch.Tensor) -> torch.Tensor:
+    return nn.functional.one_hot((observation[..., 2] > 0).long(), 2)
+
+
+class Halving(TensorDictModuleBase):
+    """Overwrites what it reads, and returns a clone."""
+
+    in_keys = ["observation"]  # noqa: RUF012
+    out_keys = ["observation", "action"]  # noqa: RUF012
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        out = tensordict.clone()
+        out["observation"] = out["observation"] / 2
+        return out.set("action", chosen(out["observation"]))
+
+
+def halving(td: TensorDictBase) -> TensorDictBase:
+    td["observation"] = td["observation"] / 2
+    return td.set("action", chosen(td["observation"]))
+
+
+def in_place(td: TensorDictBase) -> TensorDictBase:
+    td["observation"].mul_(0.5)
+    return td.set("action", chosen(td["observation"]))
+
+
+def selecting(td: TensorDictBase) -> TensorDictBase:
+    out = td.select("observation").contiguous()
+    return out.set("action", chosen(out["observation"])).set("more", out["observation"] + 1)
+
+
+class Counts(nn.Module):
+    """Reads what it wrote in the step before."""
+
+    def forward(self, td: TensorDictBase) -> TensorDictBase:
+        before = td.get("count", torch.zeros_like(td["observation"][..., :1]))
+        td.set("_private", before)
+        return td.set("count", before + 1).set("action", chosen(td["observation"]))
+
+
+class Named(nn.Module):
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return chosen(observation), observation.sum(-1, keepdim=True)
+
+
+class Empty(nn.ModuleList):
+    """A module whose length is 0."""
+
+    def forward(self, td: TensorDictBase) -> TensorDictBase:
+        return td.set("action", chosen(td["observation"]))
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is collected, and with which policy.
+
+    ``theirs``: an env for TorchRL's collector, where it is not GymWrapper's around ``make``.
+    ``differs``: in the first steps, as TorchRL calls the policy once before it begins.
+    """
+
+    make: Callable[[], Any]
+    policy: Callable[[], Any]
+    theirs: Callable[[], Any] | None = None
+    steps: int = 25
+    needs: str = ""
+    differs: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+_CARTPOLE = made("CartPole-v1")
+_LAKE = {"categorical_action_encoding": True}
+CASES = {
+    "classic control": Case(_CARTPOLE, lambda: q(4, 2)),
+    "native vector env": Case("CartPole-v1", lambda: q(4, 2), lambda: GymWrapper(_CARTPOLE())),
+    "continuous": Case(made("Pendulum-v1", max_episode_steps=9), lambda: continuous(3, 1)),
+    "toy text, one-hot": Case(
+        made("FrozenLake-v1"),
+        lambda: TensorDictModule(lambda o: o[..., :4] + 0, ["observation"], ["action"]),
+    ),
+    "toy text": Case(
+        made("Taxi-v4", max_episode_steps=11),
+        lambda: TensorDictModule(lambda o: o % 6, ["observation"], ["action"]),
+        options=_LAKE,
+    ),
+    "MuJoCo": Case(made("InvertedPendulum-v5"), lambda: continuous(4, 1), needs="mujoco"),
+    "Atari": Case(atari, lambda: of_pixels(6), steps=4, needs="ale_py"),
+    "MiniGrid": Case(minigrid, lambda: of_pixels(7), needs="minigrid"),
+    "pixels": Case(Pictures, lambda: of_pixels(5)),
+    "words": Case(
+        Talking,
+        lambda: TensorDictModule(
+            lambda x: nn.functional.one_hot((x[..., 0] > 0).long(), 3), ["number"], ["action"]
+        ),
+    ),
+    "agents": Case(
+        Agents,
+        lambda: TensorDictModule(
+            lambda seen: (seen.sum(-1) * 10).long() % 3,
+            [("agents", "seen")],
+            [("agents", "action")],
+        ),
+        Agents,
+    ),
+    "a TorchRL env with transforms": Case(
+        lambda: TransformedEnv(GymWrapper(_CARTPOLE()), StepCounter(9)),
+        lambda: q(4, 2),
+        lambda: TransformedEnv(GymWrapper(_CARTPOLE()), StepCounter(9)),
+    ),
+    "recurrent": Case(_CARTPOLE, recurrent, with_memory(_CARTPOLE)),
+    "overwrites, a module": Case(_CARTPOLE, Halving),
+    "overwrites, a function": Case(_CARTPOLE, lambda: halving),
+    "overwrites in place": Case(_CARTPOLE, lambda: in_place, differs=1),
+    "selects": Case(_CARTPOLE, lambda: selecting),
+    "counts": Case(_CARTPOLE, Counts),
+    "of tensors": Case(_CARTPOLE, Named),
+    "of no length": Case(_CARTPOLE, Empty),
+    "compiled": Case(_CARTPOLE, lambda: torch.compile(q(4, 2), backend="eager")),
+}
+
+
+# What is not a matter of one process alone. (Of what is changed in place the step before knows only
+# if none of the envs of a process was reset between; compiling takes a process seconds.)
+SPLIT = [
+    name
+    for name in CASES
+    if name
+    not in ("overwrites in place", "compiled", "overwrites, a function", "selects", "toy text")
+]
+
+
+@cache
+def theirs(name: str) -> TensorDictBase:
+    case = CASES[name]
+    if case.needs:
+        pytest.importorskip(case.needs)
+    make = case.theirs or (lambda: GymWrapper(case.make(), **case.options))
+    env = SerialEnv(_ENVS, make)
+    env.set_seed(_SEED)
+    frames = _ENVS * case.steps
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        collector = Collector(
+            env,
+            case.policy(),
+            frames_per_batch=frames,
+            total_frames=_BATCHES * frames,
+            exploration_type=ExplorationType.DETERMINISTIC,
+            trust_policy=isinstance(case.policy(), (Counts, Empty)),
+        )
+    batches = [batch.clone() for batch in collector]
+    collector.shutdown()
+    return torch.cat(batches, 1)
+
+
+def assert_theirs(name: str, batches: list[TensorDict]) -> None:
+    first = CASES[name].differs
+    ours = torch.cat(batches, 1).exclude("policy_version", "collector")[:, first:]
+    expected = theirs(name).exclude("collector")[:, first:]
+    keys = set(expected.keys(True, True, is_leaf=_is_leaf))
+    assert set(ours.keys(True, True, is_leaf=_is_leaf)) == keys
+    assert ours.shape == expected.shape and ours.names == expected.names
+    for key in keys:
+        got, wanted = ours.get(key), expected.get(key)
+        if isinstance(wanted, torch.Tensor):
+            assert got.dtype == wanted.dtype and got.shape == wanted.shape, key
+            # A network's last bits depend on how many rows it is given.
+            close = wanted.is_floating_point() and (got - wanted).abs().max() < 1e-5
+            assert close or torch.equal(got, wanted), key
+        else:
+            assert got.tolist() == wanted.tolist(), key
+
+
+def _is_leaf(kind: type) -> bool:
+    return issubclass(kind, torch.Tensor) or kind.__name__.startswith("NonTensor")
+
+
+def options(case: Case, envs: int) -> dict[str, Any]:
+    return {
+        "num_envs": envs,
+        "seed": _SEED,
+        "exploration_type": ExplorationType.DETERMINISTIC,
+        **case.options,
+    }
+
+
+def collected(name: str, session: Any, envs: int) -> list[TensorDict]:
+    case, frames = CASES[name], _ENVS * CASES[name].steps
+    with RPCBatchedCollector(
+        case.make,
+        case.policy(),
+        session=session,
+        frames_per_batch=frames,
+        total_frames=_BATCHES * frames,
+        **options(case, envs),
+    ) as collector:
+        return list(collector)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_in_this_process(name: str) -> None:
+    assert theirs(name)["next"].numel()
+    assert_theirs(name, collected(name, None, _ENVS))
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_over_a_node_worker(name: str, fork_server: ForkServer) -> None:
+    case = CASES[name]
+    expected = theirs(name)
+    assert expected["next"].numel()
+    config = WorkerConfig(
+        case.make,
+        case.policy(),
+        frames_per_rollout=_ENVS * case.steps,
+        env_processes=2,
+        **options(case, _ENVS // 2),
+    )
+    worker = NodeWorker(config, fork_server)
+    try:
+        assert_theirs(name, [worker.collect()[0] for _ in range(_BATCHES)])
+    finally:
+        worker.close()
+
+
+def test_over_ranks(fork_server: ForkServer) -> None:
+    wrong = {}
+    with local_cluster({"learner": 1, "collector": 2}, fork_server=fork_server) as session:
+        for name in SPLIT:
+            try:
+                assert_theirs(name, collected(name, session, _ENVS // 2))
+            except pytest.skip.Exception:
+                continue
+            except Exception as error:
+                wrong[name] = f"{type(error).__name__}: {error}"[:500]
+    assert not wrong
