@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from typing import Any
 
 import gymnasium
@@ -14,17 +15,19 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torch.distributions import Normal
 from torchrl.collectors import Collector
-from torchrl.data import OneHot
+from torchrl.data import Bounded, OneHot
 from torchrl.envs import GymEnv, GymWrapper, SerialEnv
 from torchrl.envs.utils import ExplorationType
 from torchrl.modules import (
     NormalParamExtractor,
+    OrnsteinUhlenbeckProcessModule,
     ProbabilisticActor,
     QValueActor,
 )
 
 from tests.collect.envs import Counter, EpisodeSeeds, NextStepVector, counters, mlp
 from torchrl_dist.collect.access import visit
+from torchrl_dist.collect.policies import Compilation
 from torchrl_dist.collect.rollout import Episodes, make_rollout
 from torchrl_dist.collect.worker import RolloutWorker, WorkerConfig
 from torchrl_dist.errors import ConfigurationError
@@ -429,3 +432,119 @@ def test_an_envpool_without_gymnasiums_interface_is_refused_with_advice() -> Non
 def test_a_vector_env_of_another_size_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="num_envs=3"):
         make_rollout(lambda: counters([2, 2], AutoresetMode.SAME_STEP), None, frames=5, num_envs=3)
+
+
+def test_the_native_vector_env_has_a_seed_for_each_of_its_envs() -> None:
+    def rows(workers: int, envs: int) -> TensorDict:
+        parts = []
+        for index in range(workers):
+            config = WorkerConfig(
+                "CartPole-v1", one_hot_policy(), frames_per_rollout=60 * envs, num_envs=envs,
+                worker_index=index, num_workers=workers, seed=3,
+            )  # fmt: skip
+            worker = RolloutWorker(config)
+            parts.append(worker.collect()[0])
+            worker.close()
+        return torch.cat(parts, 0)
+
+    whole = rows(1, 4)
+    assert whole["next", "done"].sum() > 10
+    for split in (rows(2, 2), rows(4, 1)):
+        assert torch.equal(split["observation"], whole["observation"])
+        assert torch.equal(split["next", "observation"], whole["next", "observation"])
+
+
+def test_a_vector_env_that_takes_one_seed_for_all_refuses_seeds() -> None:
+    def worker(**options: Any) -> RolloutWorker:
+        return RolloutWorker(WorkerConfig(lambda: NextStepVector([3, 4]), None, seed=3, **options))
+
+    with pytest.raises(ConfigurationError, match="SyncVectorEnv"):
+        worker(seed_given=True)
+    unseeded = worker()  # but for what a collector draws
+    with pytest.raises(ConfigurationError, match="seed= out"):
+        unseeded.set_seed(5)
+    unseeded.close()
+
+
+def test_noise_with_a_memory_begins_anew_with_each_episode() -> None:
+    spec = Bounded(-9, 9, (1,))
+    noise = OrnsteinUhlenbeckProcessModule(spec=spec, sigma=1e-9, theta=0.0, x0=1.0, safe=False)
+    zero = TensorDictModule(lambda x: torch.zeros(len(x), 1), ["observation"], ["action"])
+    rollout = make_rollout(
+        lambda: gymnasium.make("Pendulum-v1", max_episode_steps=5),
+        TensorDictSequential(zero, noise),
+        frames=2 * 12,
+        num_envs=2,
+    )
+    seen = torch.cat([rollout.run(12), rollout.run(12)], 1)
+    begins = torch.cat([torch.ones(2, 1, 1).bool(), seen["next", "done"][:, :-1]], 1)
+    assert torch.equal(seen["is_init"], begins)
+    assert not [key for key in seen.keys(True) if "_ou" in str(key)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # that "is_init" is missing
+        rollout.run(2)
+    rollout.close()
+
+
+def test_what_a_policy_keeps_of_an_observation_does_not_change() -> None:
+    kept, copies = [], []
+
+    def policy(td: TensorDictBase) -> TensorDictBase:
+        kept.append(td["observation"])
+        copies.append(td["observation"].clone())
+        return td.set("action", torch.eye(3)[:1])
+
+    rows = collect(Counter, policy, 7, batches=2)
+    assert len({tuple(seen.flatten().tolist()) for seen in copies}) == 14
+    assert all(map(torch.equal, kept, copies))
+    for seen in kept:
+        seen.zero_()  # nor does what was collected
+    assert torch.equal(rows["observation"][0], torch.cat(copies))
+
+
+def test_other_keys_in_a_later_step_are_refused() -> None:
+    def policy(td: TensorDictBase) -> TensorDictBase:
+        if td["observation"][0, 0] % 100 == 2:
+            td["late"] = td["observation"]
+        return td.set("action", torch.eye(3)[:1])
+
+    with pytest.raises(ConfigurationError, match="late"):
+        collect(Counter, policy, 7)
+
+
+@pytest.mark.parametrize(
+    ("policy", "hint"),
+    [
+        (nn.Linear(2, 3), "in_keys"),
+        (nn.Sequential(nn.Linear(2, 3)), "in_keys"),
+        (lambda td: td["observation"], "in_keys"),
+        ("greedy", "policy"),
+    ],
+)
+def test_what_is_no_policy_says_what_is_expected(policy: Any, hint: str) -> None:
+    with pytest.raises(ConfigurationError, match=hint):
+        collect(Counter, policy, 7)
+
+
+@pytest.mark.parametrize("options", [{"backend": "eager"}, {"warmup": 3, "backend": "eager"}])
+def test_compiled_policies_choose_the_same_actions(options: Any) -> None:
+    expected = collect(Counter, three_actions(), 9)
+    got = collect(Counter, three_actions(), 9, compilation=Compilation(compile_policy=options))
+    assert_equal_data(got, expected)
+
+
+def three_actions() -> QValueActor:
+    return QValueActor(mlp(2, 3), in_keys=["observation"], spec=OneHot(3))
+
+
+def test_graphs_are_plain_calls_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = Compilation(cudagraph_policy={"warmup": 2})
+    if not torch.cuda.is_available():
+        with pytest.warns(UserWarning, match="CUDA"):
+            assert_equal_data(
+                collect(Counter, three_actions(), 9, compilation=graphs),
+                collect(Counter, three_actions(), 9),
+            )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigurationError, match="'cpu'"):
+        collect(Counter, three_actions(), 9, compilation=graphs)

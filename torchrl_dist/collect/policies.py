@@ -112,6 +112,12 @@ def _is_plain(module: nn.Module) -> bool:
 
 # ---- a call
 
+_EXPECTED = (
+    "the policy was called with a TensorDict, and is to return one. A module or function of "
+    "tensors names its arguments after the observations, or is wrapped: TensorDictModule(module, "
+    "in_keys=['observation'], out_keys=['action'])"
+)
+
 
 def act(policy: Policy, values: Values, n: int, known: Collection[type]) -> Values:
     """What ``policy(td)`` leaves in a TensorDict ``[n]`` with these values, by key.
@@ -211,7 +217,12 @@ def _write(keys: Iterable[Key], made: Any, values: Values, n: int) -> None:
 
 def _call_with_tensordict(policy: Policy, values: Values, n: int) -> Values:
     td = nested(values, [n])
-    out = policy(td)
+    try:
+        out = policy(td)
+    except (TypeError, AttributeError) as error:
+        if isinstance(policy, nn.Module) and not isinstance(policy, TensorDictModuleBase):
+            raise ConfigurationError(f"{_EXPECTED}; it raised {error!r}") from error
+        raise
     values.clear()
     values.update(flat(td))  # also where it returns another: both are TorchRL's to read
     if out is td or out is None:
@@ -219,12 +230,7 @@ def _call_with_tensordict(policy: Policy, values: Values, n: int) -> Values:
     if isinstance(out, dict):
         out = TensorDict(out, batch_size=[n])
     if not is_tensor_collection(out):
-        raise ConfigurationError(
-            f"the policy was called with a TensorDict and returned {type(out).__name__}; expected "
-            "a TensorDict. A module or function of tensors names its arguments after the "
-            "observations, or is wrapped: TensorDictModule(module, in_keys=['observation'], "
-            "out_keys=['action'])"
-        )
+        raise ConfigurationError(f"{_EXPECTED}; it returned {type(out).__name__}")
     return flat(out)
 
 
