@@ -17,10 +17,10 @@ from torchrl.objectives import LossModule
 from tests.learn.classes import LOSSES, batch_for, make, pinned
 from tests.learn.losses import gradients
 from tests.learn.ranks import LearningRanks
-from torchrl_dist import ConfigurationError, DistributedLoss
+from torchrl_dist import ConfigurationError, DistributedLoss, TorchRLDistError
 from torchrl_dist.learn.reductions import KNOWN, Call, Weight, refusal
 
-ROWS, FIRST = 16, 5  # rank 0 has the first five
+ROWS = 16
 
 # Parts that are refused although rows are averaged, and in which modes: all, if none is named.
 REFUSED = {
@@ -37,6 +37,12 @@ IMPOSSIBLE = {
 HAVE_SCALARS = ("CQLLoss", "CrossQLoss", "DiscreteIQLLoss", "DiscreteSACLoss", "IQLLoss")
 HAVE_SCALARS += ("OnlineDTLoss", "SACLoss", "TQCLoss")
 MODES = ("plain", "mask", "weights", "accumulated", "keywords", "sum", "none")
+
+# The others raise for an empty batch.
+WORK_WITHOUT_ROWS = ["A2CLoss", "ACTLoss", "BCLoss", "DQNLoss", "DTLoss", "DiffusionBCLoss"]
+WORK_WITHOUT_ROWS += ["DiscreteCQLLoss", "DiscreteIQLLoss", "DiscreteSACLoss", "GAILLoss"]
+WORK_WITHOUT_ROWS += ["DistributionalDQNLoss", "KLPENPPOLoss", "PPOLoss", "QMixerLoss", "RNDLoss"]
+WORK_WITHOUT_ROWS += ["ReinforceLoss", "TD3BCLoss", "TD3Loss", "WorldModelLoss"]
 
 Parts = dict[str, Tensor]
 
@@ -83,12 +89,13 @@ def is_refused(name: str, part: str, mode: str) -> bool:
     return mode == "none" or not modes or mode in modes
 
 
-def update(loss: LossModule, name: str, mode: str) -> Parts:
-    """The gradients of one update, of all rows or, of a distributed loss, this rank's."""
+def update(loss: LossModule, name: str, mode: str, first: int) -> Parts:
+    """The gradients of one update, of all rows or, of a distributed loss, this rank's. Rank 0 has
+    the ``first`` ones."""
     is_shared = isinstance(loss, DistributedLoss)
     batches = batches_for(name, mode)
     if is_shared:
-        mine = slice(0, FIRST) if dist.get_rank() == 0 else slice(FIRST, ROWS)
+        mine = slice(0, first) if dist.get_rank() == 0 else slice(first, ROWS)
         batches = [batch[mine].clone() for batch in batches]
     for number, batch in enumerate(batches if mode == "accumulated" else batches[:1]):
         parts = parts_of(loss, batch, mode)
@@ -100,8 +107,8 @@ def update(loss: LossModule, name: str, mode: str) -> Parts:
             refused = {"loss_actor"} if name == "TD3BCLoss" else set()
             if is_shared:
                 loss.set_rows(len(batch))
-        first = mode == "accumulated" and number == 0
-        with loss.no_sync() if is_shared and first else contextlib.nullcontext():
+        local = is_shared and mode == "accumulated" and number == 0
+        with loss.no_sync() if local else contextlib.nullcontext():
             sum(value for part, value in parts.items() if part not in refused).backward()
     return gradients(loss)
 
@@ -123,7 +130,7 @@ def difference(found: Parts, expected: Parts) -> float:
     return max(float((found[name] - x).abs().max()) for name, x in expected.items()) / size
 
 
-def outcome(name: str, mode: str) -> str:
+def outcome(name: str, mode: str, first: int) -> str:
     """``""``, or what is wrong."""
     if (name, mode) in IMPOSSIBLE:
         return ""
@@ -136,24 +143,25 @@ def outcome(name: str, mode: str) -> str:
     loss = DistributedLoss(loss, timeout_s=30)
     try:
         with pinned():
-            found = update(loss, name, mode)
+            found = update(loss, name, mode, first)
             if dist.get_rank():
                 return ""
-            off = difference(found, update(alone, name, mode))
+            off = difference(found, update(alone, name, mode, first))
     except Exception as error:
+        loss.ranks.report(error)
         return f"{name}, {mode}: {error!r}"
     finally:
         loss.close()
     return "" if off < 1e-5 else f"{name}, {mode}: off by {off:.2g}"
 
 
-def outcomes(names: list[str]) -> list[str]:
+def outcomes(names: list[str], modes: tuple[str, ...] = MODES, first: int = 5) -> list[str]:
     found = []
     for name in names:
         # What is off is then no rounding. (Two classes work in float32 only.)
         torch.set_default_dtype(torch.float32 if name in ("GAILLoss", "RNDLoss") else torch.float64)
         try:
-            found += [outcome(name, mode) for mode in MODES]
+            found += [outcome(name, mode, first) for mode in modes]
         finally:
             torch.set_default_dtype(torch.float32)
     return [text for text in found if text]
@@ -164,6 +172,22 @@ def test_every_class_that_is_known_is_exact(two_ranks: LearningRanks) -> None:
     assert names == sorted(LOSSES), "a class without a case here"
     wrong = two_ranks.run(outcomes, names)
     assert wrong == [[], []], "\n".join(wrong[0] + wrong[1])
+
+
+def without_rows() -> tuple[list[str], str]:
+    found = outcomes(WORK_WITHOUT_ROWS, ("accumulated",), first=0)
+    try:
+        with DistributedLoss(make("ClipPPOLoss"), timeout_s=30) as loss:
+            update(loss, "ClipPPOLoss", "plain", first=0)
+    except TorchRLDistError as error:
+        return found, str(error)
+    return found, ""
+
+
+def test_a_rank_without_rows_adds_nothing_or_is_told_so(two_ranks: LearningRanks) -> None:
+    for wrong, told in two_ranks.run(without_rows):
+        assert wrong == [], "\n".join(wrong)
+        assert "rank 0 has no rows, and ClipPPOLoss.forward cannot be computed from none" in told
 
 
 def all_classes() -> Iterator[type[LossModule]]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torchrl.modules import NoisyLinear, QValueActor
 from torchrl.objectives import (
     DQNLoss,
     KLPENPPOLoss,
@@ -23,6 +24,7 @@ from torchrl.objectives import (
 from tests.learn.losses import (
     ACTIONS,
     NAMES,
+    OBSERVATION,
     categorical_actor,
     gradients,
     make_batch,
@@ -735,6 +737,30 @@ def test_the_checksum_names_what_drifts(two_ranks: LearningRanks) -> None:
     for what, part in (("target", "target_value_network_params"), ("buffer", "gamma")):
         first, second = two_ranks.run(drift, what)
         assert first == second and len(first) == 1 and part in first[0]
+
+
+def with_noise() -> tuple[str, ...]:
+    """Noise differs, and then a weight beside it."""
+    layers = nn.Sequential(NoisyLinear(OBSERVATION, 8), nn.Tanh(), NoisyLinear(8, ACTIONS))
+    actor = QValueActor(layers, in_keys=["observation"], action_space="categorical")
+    loss = DQNLoss(actor, action_space="categorical", delay_value=True)
+    loss = DistributedLoss(loss, timeout_s=20)
+    torch.manual_seed(dist.get_rank())
+    noise = [x for name, x in loss.named_buffers() if name.endswith("_epsilon")]
+    assert len(noise) >= 4
+    for tensor in noise:
+        tensor.normal_()
+    loss.check_drift()
+    with torch.no_grad():
+        next(loss.parameters()).add_(dist.get_rank())
+    with pytest.raises(DriftError) as raised:
+        loss.check_drift()
+    return raised.value.names
+
+
+def test_the_noise_of_layers_is_no_drift(two_ranks: LearningRanks) -> None:
+    for names in two_ranks.run(with_noise):
+        assert names == ("value_network_params.module.0.module.0.weight_mu",)
 
 
 # ---- what DistributedDataParallel does instead

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDictBase
 from torch import Tensor, nn
-from torchrl.modules import ValueNorm
+from torchrl.modules import NoisyLinear, ValueNorm
 from torchrl.objectives import KLPENPPOLoss, LossModule, PPOLoss
 
 from ..errors import ConfigurationError, DriftError
@@ -144,12 +144,15 @@ class DistributedLoss:
     def check_drift(self) -> str:
         """A checksum of all parameters, targets and buffers, after comparing it between ranks.
 
-        Blocks until all ranks have come. State that is no tensor is each rank's own.
+        Blocks until all ranks have come. State that is no tensor is each rank's own, and so is what
+        the NoisyLinear layers have drawn.
 
         Raises:
             DriftError: tensors differ between ranks; names them and the ranks.
         """
-        digests = {name: _digest(tensor) for name, tensor in named_tensors(self).items()}
+        noise = _noise_of(self)
+        tensors = named_tensors(self).items()
+        digests = {name: _digest(tensor) for name, tensor in tensors if name not in noise}
         told = self.ranks.exchange(digests, "the comparison of parameters")
         differing = {
             name: [i for i, theirs in enumerate(told) if theirs.get(name) != told[0].get(name)]
@@ -274,6 +277,8 @@ def _subclass(loss_class: type[LossModule]) -> type:
 
 
 def _observed(method: Callable[..., Any], loss_class: type[LossModule]) -> Callable[..., Any]:
+    name = method.__name__
+
     @torch.compiler.disable  # it talks to other ranks; compiled networks in it stay compiled
     @functools.wraps(method)
     def observed(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -291,9 +296,16 @@ def _observed(method: Callable[..., Any], loss_class: type[LossModule]) -> Calla
         call = self.__dict__["_call"] = Call(self._weight)
         try:
             result = method(self, *args, **kwargs)
+        except Exception as error:
+            if _has_no_rows([*args, *kwargs.values()]):
+                raise ConfigurationError(
+                    f"rank {self.ranks.index} has no rows, and {loss_class.__name__}.{name} cannot "
+                    f"be computed from none ({type(error).__name__}: {error}). Give each rank at "
+                    "least one row, or leave out the update on all ranks: loss.ranks.any(...)"
+                ) from error
+            raise
         finally:
             self.__dict__["_call"] = None
-        name = method.__name__
         if name == "forward" and not args and isinstance(result, tuple):
             keys = getattr(self, "out_keys", ())
             if len(keys) == len(result):  # called by keywords, it answers in this order
@@ -303,6 +315,15 @@ def _observed(method: Callable[..., Any], loss_class: type[LossModule]) -> Calla
         return _shared(self, loss_class, call, name, result, batch)
 
     return observed
+
+
+def _has_no_rows(inputs: list[Any]) -> bool:
+    sizes = [
+        value.batch_size if isinstance(value, TensorDictBase) else value.shape
+        for value in inputs
+        if isinstance(value, (Tensor, TensorDictBase))
+    ]
+    return any(0 in size for size in sizes)
 
 
 def _shared(
@@ -473,6 +494,22 @@ def _take_from_first(loss: LossModule, ranks: Ranks) -> None:
     packed.data.copy_(data)
     for name, tensor in packed.tensors().items():
         tensors[name].copy_(tensor)
+
+
+def _noise_of(loss: LossModule) -> set[str]:
+    """Names of the buffers into which layers draw noise."""
+    found: dict[str, nn.Module] = {"": loss}
+    # Functional networks keep their tensors in the loss, under these names.
+    for name, network in loss.__dict__.items():
+        if isinstance(network, nn.Module):
+            found |= {f"{name}_params.": network, f"target_{name}_params.": network}
+    return {
+        f"{prefix}{path}{'.' if path else ''}{buffer}"
+        for prefix, network in found.items()
+        for path, module in network.named_modules()
+        if isinstance(module, NoisyLinear)
+        for buffer in ("weight_epsilon", "bias_epsilon")
+    }
 
 
 def _is_expanded(tensor: Tensor) -> bool:
