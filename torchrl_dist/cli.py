@@ -4,9 +4,9 @@ Heavy imports happen inside the commands: ``--help`` and a wrong argument answer
 ``play`` starts nothing distributed. A command prints its result as one JSON object in the last line
 of stdout; everything else goes to stderr.
 
-Exit codes: 0 done; 1 failed on the way; 2 wrong arguments, nothing was started; 130, 138, 140 and
-143 stopped by SIGINT, SIGUSR1, SIGUSR2 and SIGTERM (the checkpoint is written, the result is
-printed; without a result, a second signal stopped it at once).
+Exit codes: 0 done; 1 failed on the way; 2 wrong arguments, nothing was started; 129, 130, 138, 140
+and 143 stopped by SIGHUP, SIGINT, SIGUSR1, SIGUSR2 and SIGTERM (the checkpoint is written, the
+result is printed; without a result, a second signal stopped it at once).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from . import __version__
 from .errors import CheckpointError, ConfigurationError, DirectoryError, TorchRLDistError
 
-_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _STOPPED = {number.name: 128 + number for number in _STOPS}
 
 

@@ -15,7 +15,7 @@ import pytest
 from torchrl_dist.runtime import ForkServer, current_session, local_cluster
 from torchrl_dist.runtime.signals import STOP_SIGNALS, Latch, StopSignals
 
-ENDS = (signal.SIGINT, signal.SIGTERM)
+ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -60,6 +60,7 @@ def test_the_first_signal_is_a_request_that_is_said_once(number):
         (signal.SIGINT, signal.SIGINT, KeyboardInterrupt),
         (signal.SIGTERM, signal.SIGTERM, SystemExit),
         (signal.SIGTERM, signal.SIGINT, KeyboardInterrupt),
+        (signal.SIGHUP, signal.SIGHUP, SystemExit),
     ],
 )
 def test_a_second_one_raises_but_not_the_same_sent_twice(stop, first, second, error):

@@ -462,13 +462,13 @@ class Session:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether SIGINT, SIGTERM, SIGUSR1 or SIGUSR2 came (:attr:`stop_signal` says which), or the
-        driver ended the job: finish in order.
+        """Whether the driver ended the job, or SIGINT, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 came, of
+        which :attr:`stop_signal` says the first: finish in order.
 
-        The driver prints a line when the first one comes. Another SIGINT or SIGTERM after one of
-        these raises KeyboardInterrupt or SystemExit in the main thread of a process that does not
-        serve. SIGUSR1 and SIGUSR2 announce SIGTERM (``sbatch --signal=USR1@60``) and never raise;
-        where the program handles them itself, they are no request to stop.
+        The driver prints a line when the first one comes. Another SIGINT, SIGTERM or SIGHUP after
+        one of these raises KeyboardInterrupt or SystemExit in the main thread of a process that
+        does not serve. SIGUSR1 and SIGUSR2 announce SIGTERM (``sbatch --signal=USR1@60``) and never
+        raise; where the program handles them itself, they are no request to stop.
         """
         return self._stop.is_set()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 # A launcher or a terminal may send each of them to every process of a job.
-_ENDS = (signal.SIGINT, signal.SIGTERM)
+_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # as sbatch --signal=USR1@60; their default is to kill
 STOP_SIGNALS = (*_ENDS, *_NOTICES)
 # Slurm and timeout(1) send a signal twice for one reason.
@@ -64,10 +64,10 @@ def wait_any(latches: tuple[Latch, ...], timeout_s: float | None) -> bool:
 
 
 class StopSignals:
-    """While installed, SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 set ``latch``.
+    """While installed, SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 set ``latch``.
 
-    A second SIGINT or SIGTERM raises KeyboardInterrupt or SystemExit in the main thread, unless
-    ``patient`` is set. SIGUSR1 and SIGUSR2 never raise: launchers send them ahead of SIGTERM.
+    A second one of the first three raises KeyboardInterrupt or SystemExit in the main thread,
+    unless ``patient`` is set. SIGUSR1 and SIGUSR2 never do: launchers send them ahead of SIGTERM.
     Handlers that somebody installed before are called too, and signals that were ignored, or for
     SIGUSR1 and SIGUSR2 are handled already, are left alone.
 
@@ -127,8 +127,8 @@ class StopSignals:
 def outlive_stop_signals() -> None:
     """Let none of these signals end this process: somebody else, who also gets them, will.
 
-    Called in the main thread. Programs that this process starts are ended by SIGINT and SIGTERM as
-    ever, and so are its forked children; they all ignore SIGUSR1 and SIGUSR2.
+    Called in the main thread. Programs that this process starts are ended by SIGINT, SIGTERM and
+    SIGHUP as ever, and so are its forked children; they all ignore SIGUSR1 and SIGUSR2.
     """
     for number in _ENDS:
         signal.signal(number, _outlive)  # an ignored signal would stay ignored across exec
@@ -144,7 +144,8 @@ def _outlive(number: int, frame: FrameType | None) -> None:
 def say(line: str) -> None:
     """Print a line to stderr from a signal handler, which may have interrupted another print."""
     with contextlib.suppress(Exception):  # RuntimeError: it has; a closed stderr
-        print(line, file=sys.stderr, flush=True)
+        start = "\n" if sys.stderr.isatty() else ""  # behind ^C, or a bar of progress
+        print(start + line, file=sys.stderr, flush=True)
 
 
 def _is_caught(number: int) -> bool:
@@ -171,7 +172,8 @@ def _unblock_after_fork() -> None:
 def _forget_in_child() -> None:
     """A forked child is not in the session: ``multiprocessing`` ends its children by SIGTERM and
     waits for them, and a handler of ours would tell the parent's waits of a stop."""
-    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    defaults = {number: signal.SIG_DFL for number in _ENDS}
+    defaults[signal.SIGINT] = signal.default_int_handler
     for number in STOP_SIGNALS:
         handler = signal.getsignal(number)
         owner = getattr(handler, "__self__", None)
