@@ -12,6 +12,7 @@ import torch
 
 from torchrl_dist.checkpoint import Checkpoint, save_checkpoint
 from torchrl_dist.cli import main
+from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.recipes.apex_config import ApexConfig
 from torchrl_dist.recipes.options import from_plain
 from torchrl_dist.recipes.q_network import QNetwork
@@ -180,3 +181,17 @@ def test_python_dash_m_is_the_command() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
     assert done.stdout.startswith("torchrl-dist ")
+
+
+def test_a_plot_takes_the_place_of_pictures_only(tmp_path: Path) -> None:
+    from torchrl_dist.bench.command import check_folders
+
+    (tmp_path / "notes.png").write_text("mine")
+    (tmp_path / "old.png").write_bytes(b"\x89PNG\r\n\x1a\n...")
+    (tmp_path / "empty.png").touch()
+    with pytest.raises(ConfigurationError, match="is there and no picture"):
+        check_folders(None, tmp_path / "notes.png")
+    for name in ("old.png", "empty.png", "new.png"):
+        check_folders(tmp_path / "notes.png", tmp_path / name)  # lines are appended
+    with pytest.raises(ConfigurationError, match="there is no folder"):
+        check_folders(tmp_path / "none" / "a.jsonl")

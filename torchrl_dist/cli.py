@@ -234,11 +234,11 @@ def _add_inspect(commands: argparse._SubParsersAction) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from .replay.inspection import inspect, show
+    from .replay.inspection import finite, inspect, show
 
     found = inspect(options.directory)
     if options.json:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(finite(found), allow_nan=False), flush=True)
     else:
         show(found)
     return 0

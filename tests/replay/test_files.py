@@ -18,6 +18,7 @@ import torch
 from tensordict import TensorDict
 
 from tests.replay.faults import at_step, end_of, kill_self, rows_of, run_forked, start
+from torchrl_dist.cli import main as cli
 from torchrl_dist.errors import ConfigurationError, DeadlineError, DirectoryError
 from torchrl_dist.replay import SharedMemmapStorage, SharedReplayBuffer
 from torchrl_dist.replay.directory import Word, control_tables, open_directory
@@ -407,3 +408,23 @@ def test_without_room_nothing_is_left(mount_point: Path) -> None:
     storage.append(rows_of(range(8)))  # others fit
     storage.close()
     assert {each.name for each in mount_point.rglob("*")} == {"fills", "empty"}
+
+
+@pytest.mark.parametrize("damage", _DAMAGE)
+def test_a_damaged_directory_is_inspected_or_refused(
+    sound: Path, tmp_path: Path, damage: str, capsys: pytest.CaptureFixture
+) -> None:
+    folder = tmp_path / "replay"
+    shutil.copytree(sound, folder)
+    _DAMAGE[damage](folder)
+    before = contents(folder)
+    for arguments in (["inspect", str(folder)], ["inspect", "--json", str(folder)]):
+        code = cli(arguments)
+        shown = capsys.readouterr()
+        if code == 0:
+            assert shown.err == ""
+        else:
+            assert code == 2 and shown.out == "" and str(folder) in shown.err
+    if code == 0:
+        json.loads(shown.out, parse_constant=pytest.fail)  # NaN, Infinity
+    assert contents(folder) == before

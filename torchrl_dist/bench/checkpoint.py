@@ -81,7 +81,8 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ConfigurationError: a folder is missing.
     """
-    check_folders(options.json, options.to / "x")
+    for path in (options.json, options.to / "x"):
+        check_folders(path)
     if not _MEMORY.is_dir():
         raise ConfigurationError(f"there is no {_MEMORY} to keep the rows in")
     return until_stopped(lambda: _measure_all(options))

@@ -125,15 +125,23 @@ def until_stopped(measure: Callable[[], int]) -> int:
         return 128 + signal.SIGTERM
 
 
-def check_folders(*files: Path | None) -> None:
+def check_folders(lines: Path | None, picture: Path | None = None) -> None:
     """Refuse files to write that have no folder, before anything is measured.
+
+    Lines are appended to what a file holds; a picture takes the place of another picture only.
 
     Raises:
         ConfigurationError: naming the first of them.
     """
-    for path in files:
+    for path in (lines, picture):
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigurationError(f"{path}: there is no folder {path.absolute().parent}")
+    if picture is not None and picture.is_file() and picture.stat().st_size:
+        with picture.open("rb") as file:
+            if not file.read(8).startswith((b"\x89PNG", b"%PDF", b"<?xml")):
+                raise ConfigurationError(
+                    f"{picture} is there and no picture: choose another file, or remove it"
+                )
 
 
 def say(text: str) -> None:

@@ -283,6 +283,18 @@ def checked_spec(entry: Any) -> RowSpec:
     return spec
 
 
+def read_spec(folder: Path) -> RowSpec:
+    """What ``rows.json`` says.
+
+    Raises:
+        DirectoryError: it is damaged.
+    """
+    try:
+        return checked_spec(json.loads((folder / files.ROWS).read_text()))
+    except (OSError, ValueError, RecursionError) as error:
+        raise damaged(folder, f"{files.ROWS} does not say what a row is ({error})") from error
+
+
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -574,7 +586,7 @@ class ReplayDirectory:
             self.words[Word.ROWS_READY] = 1
 
     def _map_rows(self) -> None:
-        spec = self._read_spec()
+        spec = read_spec(self.path)
         tensors = []
         for leaf in spec.leaves:
             shape = (self.capacity, *leaf.shape)
@@ -589,18 +601,10 @@ class ReplayDirectory:
         self._arrays = [array_of(tensor) for tensor in tensors]
         self._rows = spec
 
-    def _read_spec(self) -> RowSpec:
-        try:
-            return checked_spec(json.loads((self.path / files.ROWS).read_text()))
-        except (OSError, ValueError, RecursionError) as error:
-            raise damaged(
-                self.path, f"{files.ROWS} does not say what a row is ({error})"
-            ) from error
-
     # --- joining and leaving -----------------------------------------------------------------
 
     def _map_state(self) -> None:
-        control = _map(self.path / "control.bin", _control_bytes())
+        control = _map(self.path / "control.bin", control_bytes())
         # memoryviews give plain Python numbers, faster than NumPy its scalars
         self.words = memoryview(control)[: 8 * _CONTROL_WORDS].cast("q")
         self.floats = memoryview(control)[: 8 * _CONTROL_WORDS].cast("d")
@@ -1124,10 +1128,10 @@ def _create_files(folder: Path, capacity: int, job: str) -> Header:
     header = Header(capacity, job, _starter_of(job))
     try:
         for name, size in zip(
-            files.TABLES, (_control_bytes(), 8 * capacity, tree_bytes(capacity)), strict=True
+            files.TABLES, (control_bytes(), 8 * capacity, tree_bytes(capacity)), strict=True
         ):
             _allocate(folder / name, size)
-        control = _map(folder / files.TABLES[0], _control_bytes())
+        control = _map(folder / files.TABLES[0], control_bytes())
         words = np.frombuffer(control, dtype=np.int64)
         words[Word.MAX_SLOT] = -1
         words.view(np.float64)[Word.MAX_PRIORITY] = np.nan
@@ -1145,7 +1149,8 @@ def _data_bytes(leaf: LeafSpec, capacity: int) -> int:
     return max(1, capacity * leaf.row_bytes)
 
 
-def _control_bytes() -> int:
+def control_bytes() -> int:
+    """Size of ``control.bin``."""
     return 8 * (_CONTROL_WORDS + 4 * MAX_CLAIMS + 2 * MAX_MEMBERS)
 
 

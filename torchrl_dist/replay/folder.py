@@ -132,13 +132,14 @@ def _is_empty_file(path: Path) -> bool:
 def holds_only_ours(folder: Path) -> bool:
     """Whether nothing was put beside our files."""
     names = set(os.listdir(folder))
-    beside = DATA in names and not set(os.listdir(folder / DATA)) <= set(_data_files(folder))
-    return names <= _MADE and not beside
+    if not names <= _MADE or (folder / DATA).is_symlink():
+        return False
+    return DATA not in names or set(os.listdir(folder / DATA)) <= set(_data_files(folder))
 
 
 def remove_data(folder: Path) -> None:
     """Remove the rows that ``rows.json`` names, and that file; what else is there stays."""
-    for name in _data_files(folder):
+    for name in () if (folder / DATA).is_symlink() else _data_files(folder):
         with contextlib.suppress(OSError):
             (folder / DATA / name).unlink()
     with contextlib.suppress(OSError):

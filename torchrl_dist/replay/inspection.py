@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import json
+import math
 import os
 import socket
 from collections.abc import Iterator
@@ -19,6 +19,7 @@ import numpy as np
 
 from torchrl_dist.errors import DirectoryError
 from torchrl_dist.replay import directory as layout
+from torchrl_dist.replay import folder as files
 from torchrl_dist.replay.directory import (
     CLAIM_DISCARDED,
     CLAIM_PUBLISHING,
@@ -28,7 +29,7 @@ from torchrl_dist.replay.directory import (
     Word,
 )
 from torchrl_dist.replay.dump import MANIFEST, read_dump, read_manifest
-from torchrl_dist.replay.folder import read_header
+from torchrl_dist.replay.folder import damaged, read_header
 from torchrl_dist.replay.lock import MEMBER_BYTES, byte_holder, is_held
 from torchrl_dist.replay.placement import slot_ranges
 from torchrl_dist.replay.snapshot import SavedShard
@@ -53,7 +54,20 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         return _directory(folder)
     except FileNotFoundError as error:
+        if (folder / files.HEADER).exists():
+            raise damaged(folder, f"{Path(error.filename).name} is missing") from error
         raise _not_one(folder) from error
+    except OSError as error:
+        raise DirectoryError(f"{folder} cannot be read: {error}") from error
+
+
+def finite(value: Any) -> Any:
+    """With None for numbers that JSON cannot hold; there are such where something is damaged."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, list) else value
 
 
 def _not_one(folder: Path) -> DirectoryError:
@@ -74,17 +88,17 @@ def _not_one(folder: Path) -> DirectoryError:
 def _directory(folder: Path) -> dict[str, Any]:
     header = read_header(folder)
     capacity = header.capacity
-    control = np.fromfile(folder / "control.bin", dtype=np.int64)
+    control = _table(folder, "control.bin", np.int64, layout.control_bytes() // 8)
     words, claims, members = layout.control_tables(control)
     floats = words.view(np.float64)
-    versions = np.fromfile(folder / "versions.bin", np.int64, capacity)
-    leaf = np.fromfile(folder / "tree.bin", np.float64, capacity)
+    versions = _table(folder, "versions.bin", np.int64, capacity)
+    leaf = _table(folder, "tree.bin", np.float64, capacity)
     slots = np.flatnonzero((versions & 1 == 0) & (versions > 0))
     cursor = int(words[Word.CURSOR])
     alpha_set = bool(words[Word.ALPHA_SET])
     spec = None
     if words[Word.ROWS_READY]:
-        spec = RowSpec.from_json(json.loads((folder / "rows.json").read_text()))
+        spec = layout.read_spec(folder)
     with _lock_file(folder) as fd:
         living = _members(members, fd)
         alive = {each["member"] for each in living if each["alive"]}
@@ -113,6 +127,14 @@ def _directory(folder: Path) -> dict[str, Any]:
         "counters": layout.counters_in(words),
         "limiter": _limiter(words, floats),
     }
+
+
+def _table(folder: Path, name: str, kind: type, count: int) -> np.ndarray:
+    """The first numbers of a file."""
+    found = np.fromfile(folder / name, kind, count)
+    if found.size < count:
+        raise damaged(folder, f"{name} holds {found.size} numbers, expected {count}")
+    return found
 
 
 def _limiter(words: Any, floats: Any) -> dict[str, float | None] | None:
