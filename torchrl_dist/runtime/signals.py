@@ -17,7 +17,7 @@ from types import FrameType
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # as sbatch --signal=USR1@60; their default is to kill
 STOP_SIGNALS = (*_ENDS, *_NOTICES)
-# Slurm and timeout(1) send a signal twice for one reason.
+# Slurm and timeout(1) send SIGTERM twice for one reason; who types Ctrl-C twice means it.
 _SAME_S = 0.25
 
 
@@ -120,7 +120,7 @@ class StopSignals:
         now = time.monotonic()
         if self._asked_at is None:
             self._asked_at = now
-        elif now - self._asked_at > _SAME_S and not self.patient:
+        elif (number == signal.SIGINT or now - self._asked_at > _SAME_S) and not self.patient:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
 
