@@ -10,6 +10,7 @@ from torch import nn
 from torchrl.data import OneHot
 from torchrl.modules import EGreedyModule, QValueActor
 
+from torchrl_dist.collect.shared_block import SharedWeights, WeightsView
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.weights import pack, unpack
 
@@ -106,3 +107,32 @@ def test_a_lazy_layer_is_refused_with_advice() -> None:
     module = TensorDictModule(nn.LazyLinear(2), in_keys=["observation"], out_keys=["action"])
     with pytest.raises(ConfigurationError, match="run the module once"):
         pack(module)
+
+
+class Tied(nn.Module):
+    def __init__(self, *, tie: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        if tie:
+            self.second.weight = self.first.weight
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_tied_tensors_reach_a_module_that_has_them_apart(shared: bool) -> None:
+    learner, worker = Tied(tie=True), Tied(tie=False)
+    packed = pack(learner)
+    if shared:
+        owner, view = SharedWeights(), WeightsView()
+        owner.write(packed)
+        view.take(owner.ticket, worker)
+    else:
+        unpack(packed, worker)
+    for name in ("first", "second"):
+        for ours, theirs in zip(
+            worker.get_submodule(name).parameters(),
+            learner.get_submodule(name).parameters(),
+            strict=True,
+        ):
+            assert torch.equal(ours, theirs), name
+    with pytest.raises(ConfigurationError, match="missing there"):
+        unpack(pack(worker), learner)  # which value would be the one?

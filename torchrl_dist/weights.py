@@ -44,11 +44,13 @@ class PackedWeights:
         version: the caller's count of updates; grows by one per update.
         entries: name, dtype, shape and place of each tensor, in the module's order.
         data: uint8 ``[size_bytes]``.
+        aliases: further names of tied tensors, each with the name of its entry.
     """
 
     version: int
     entries: tuple[Entry, ...]
     data: Tensor
+    aliases: tuple[tuple[str, str], ...] = ()
 
     @property
     def size_bytes(self) -> int:
@@ -129,11 +131,38 @@ def pack(source: nn.Module | TensorDictBase | Mapping[str, Any], version: int = 
     data = torch.empty(
         offset, dtype=torch.uint8, device="cpu"
     )  # zeroing it would double the page faults
-    packed = PackedWeights(version, tuple(entries), data)
+    packed = PackedWeights(version, tuple(entries), data, _aliases(source, tensors))
     with torch.no_grad():
         for name, view in packed.tensors().items():
             view.copy_(tensors[name].detach())
     return packed
+
+
+def _aliases(
+    source: nn.Module | TensorDictBase | Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> tuple[tuple[str, str], ...]:
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    every = _with_aliases(source) if isinstance(source, nn.Module) else {}
+    pairs = ((alias, names[id(tensor)]) for alias, tensor in every.items())
+    return tuple((alias, name) for alias, name in pairs if alias != name)
+
+
+def _with_aliases(module: nn.Module) -> dict[str, Tensor]:
+    """As :func:`named_tensors`, with a tied tensor under each of its names."""
+    found = dict(module.named_parameters(remove_duplicate=False))
+    found.update(module.named_buffers(remove_duplicate=False))
+    return found
+
+
+def untied(packed: PackedWeights, target: nn.Module) -> dict[str, str]:
+    """Names of tensors of their own in ``target`` that are tied to another one in the source, each
+    with the name of the entry that holds their value."""
+    have = _with_aliases(target)
+    return {
+        alias: name
+        for alias, name in packed.aliases
+        if alias in have and have[alias] is not have.get(name)
+    }
 
 
 def find_target(packed: PackedWeights, module: nn.Module) -> nn.Module:
@@ -186,6 +215,9 @@ def unpack(packed: PackedWeights, module: nn.Module) -> None:
     Raises:
         ConfigurationError: as :func:`find_target`; then nothing was changed.
     """
-    target = named_tensors(find_target(packed, module))
-    for name, tensor in packed.tensors().items():
+    found = find_target(packed, module)
+    target, tensors = named_tensors(found), packed.tensors()
+    for name, tensor in tensors.items():
         target[name].copy_(tensor)
+    for alias, name in untied(packed, found).items():
+        target[alias].copy_(tensors[name])

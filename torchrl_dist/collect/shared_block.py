@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from torchrl_dist.collect.rollout import nested
 from torchrl_dist.collect.spaces import Key, plain_key
-from torchrl_dist.weights import PackedWeights, find_target, named_tensors
+from torchrl_dist.weights import PackedWeights, find_target, named_tensors, untied
 
 _ALIGN_BYTES = 64
 _PLACES = 2  # of weights
@@ -194,9 +194,12 @@ class SharedWeights:
     def write(self, packed: PackedWeights) -> None:
         """Nobody may use the weights before the last ones meanwhile."""
         ticket, block = self._places.popleft() if len(self._places) == _PLACES else (None, None)
-        if ticket is None or block is None or ticket.entries != packed.entries:
+        layout = (packed.entries, packed.aliases)
+        if ticket is None or block is None or (ticket.entries, ticket.aliases) != layout:
             block = SharedBlock(packed.size_bytes)
-            ticket = WeightsTicket(packed.version, packed.entries, block.path, self._made)
+            ticket = WeightsTicket(
+                packed.version, packed.entries, packed.aliases, block.path, self._made
+            )
             self._made += 1
         block.data[: packed.size_bytes].copy_(packed.data)
         self._places.append((replace(ticket, version=packed.version), block))
@@ -214,6 +217,7 @@ class WeightsTicket:
 
     version: int
     entries: tuple
+    aliases: tuple
     path: str
     block: int
 
@@ -256,8 +260,10 @@ class WeightsView:
 
 
 def _place(ticket: WeightsTicket, module: nn.Module) -> _Place:
-    packed = PackedWeights(ticket.version, ticket.entries, attach(ticket.path))
-    own, shared = named_tensors(find_target(packed, module)), packed.tensors()
+    packed = PackedWeights(ticket.version, ticket.entries, attach(ticket.path), ticket.aliases)
+    target, shared = find_target(packed, module), packed.tensors()
+    own = named_tensors(target)
+    shared.update({alias: shared[name] for alias, name in untied(packed, target).items()})
     pairs = [(tensor, shared[name]) for name, tensor in own.items() if name in shared]
     return _Place(
         [pair for pair in pairs if isinstance(pair[0], nn.Parameter)],
