@@ -17,7 +17,7 @@ from torch import nn
 from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, OneHot, TensorDictReplayBuffer
 from torchrl.envs import EnvCreator, GymEnv, GymWrapper, ParallelEnv, StepCounter, TransformedEnv
-from torchrl.modules import QValueActor
+from torchrl.modules import QValueActor, RandomPolicy
 from torchrl.testing.mocking_classes import CountingEnv
 
 from tests.collect.envs import Counter
@@ -364,6 +364,40 @@ def test_envs_policies_and_weights_may_differ_from_worker_to_worker(
     kwargs = [{"length": 2}, {"length": 4}]
     collector = build(Plain, turning(), create_env_kwargs=kwargs, **common)
     assert collector.next()["observation"][:, 0, 1].tolist() == [2, 4]
+
+
+def test_a_policy_factory_is_called_as_it_wants_to_be(build: Any) -> None:
+    seen: list[tuple] = []
+
+    def ours(worker_index: int = 7, num_workers: int = 7) -> Any:
+        seen.append((worker_index, num_workers))
+        return turning()
+
+    def theirs(turn: int = 2, other: int = 0) -> Any:  # would take two, and means something else
+        seen.append((turn, other))
+        return turning(turn)
+
+    for factory in (ours, lambda i, n: ours(i, n), theirs, partial(theirs, 2), partial(turning, 2)):
+        build(Plain, policy_factory=factory, frames_per_batch=4).next()
+    assert seen == [(0, 1), (0, 1), (2, 0), (2, 0)]
+    collector = build(lambda: GymWrapper(Plain()), policy_factory=RandomPolicy, frames_per_batch=4)
+    assert collector.next()["action"].sum(-1).eq(1).all()
+
+
+def test_a_torchrl_env_stays_seeded_as_it_was_made(build: Any) -> None:
+    def make() -> Any:
+        env = GymEnv("CartPole-v1")
+        env.set_seed(3)
+        return env
+
+    def observed(**kwargs: Any) -> torch.Tensor:
+        rows = build(make, None, frames_per_batch=1, **kwargs).next()
+        return rows["observation"][0, 0]
+
+    theirs = Collector(make, None, frames_per_batch=1, total_frames=-1)
+    assert observed().equal(theirs.next()["observation"][0])
+    assert not observed(seed=4).equal(observed())
+    theirs.shutdown()
 
 
 def test_batches_go_where_they_are_to_be_stored(build: Any) -> None:

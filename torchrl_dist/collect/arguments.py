@@ -356,8 +356,8 @@ PolicyFactory = Callable[[int, int], Any]
 
 
 def choose_policy_factories(given: Any, num_workers: int) -> tuple[PolicyFactory, ...] | None:
-    """The factory of each worker, as called with ``(worker_index, num_workers)``. One that cannot
-    take two arguments is called without any, as by TorchRL.
+    """The factory of each worker, as called with ``(worker_index, num_workers)``. One that needs no
+    arguments, and has none of that name, is called without any, as by TorchRL.
 
     Raises:
         ConfigurationError: another number of them.
@@ -375,12 +375,17 @@ def choose_policy_factories(given: Any, num_workers: int) -> tuple[PolicyFactory
 
 def _takes_two(factory: Callable) -> bool:
     try:
-        inspect.signature(factory).bind(0, 1)
-    except TypeError:
-        return False
-    except ValueError:  # it does not tell
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # it does not tell
         return True
-    return True
+    if "worker_index" in signature.parameters:
+        return True
+    needed = [
+        p
+        for p in signature.parameters.values()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    return bool(needed)
 
 
 @dataclass(frozen=True)

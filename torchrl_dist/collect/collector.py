@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
@@ -88,9 +89,9 @@ class RPCBatchedCollector(BaseCollector):
             learner and two of the worker; the attribute tells what came of it.
         total_frames: iteration ends after exactly so many; -1: never. The last batches are shorter.
         policy_factory: ``(worker_index, num_workers) -> policy``, called on each worker instead
-            of copying ``policy``; one that takes no arguments is called without. A list has one
-            for each worker. The weights of ``policy``, if that is given, go into the
-            worker's module or the part of it that they fit.
+            of copying ``policy``; one that needs no arguments (and has no ``worker_index``) is
+            called without. A list has one for each worker. The weights of ``policy``, if that is
+            given, go into the worker's module or the part of it that they fit.
         num_envs: envs per process; a vector env brings its own number.
         env_processes: 0: a worker steps its envs itself. K: in K processes of its node, which
             send one rollout together; then one worker per node is enough. One of them that dies is
@@ -123,7 +124,8 @@ class RPCBatchedCollector(BaseCollector):
         split_trajs: each batch through TorchRL's ``split_trajectories``.
         postproc: rollout ``[N, T]`` -> rows, run on the worker.
         postproc_factory: ``policy of the worker -> postproc``, called there once.
-        seed: of all envs and of the workers' random numbers; default: drawn from torch's. Env i
+        seed: of all envs and of the workers' random numbers; default: drawn from torch's, and
+            TorchRL envs stay seeded as ``make_env`` left them, as in TorchRL's collectors. Env i
             of the job gets the i-th seed of TorchRL's chain, however the job is divided. A vector
             env that takes one seed for all its envs is therefore refused (but gymnasium's native
             CartPole, which is given them one by one, and EnvPools, with a warning).
@@ -299,6 +301,7 @@ class RPCBatchedCollector(BaseCollector):
             num_workers=num_workers,
             seed=_draw_seed() if seed is None else seed,
             seed_given=seed is not None,
+            keep_env_seeds=seed is None,
             exploration_type=exploration_type,
             categorical_action_encoding=categorical_action_encoding,
             replay_buffer=replay_buffer,
@@ -749,7 +752,7 @@ class RPCBatchedCollector(BaseCollector):
         self._crew.require_open()
         size = self._crew.workers[0].num_envs
         try:
-            chosen = torch.arange(self._num_workers * size)[index].reshape(-1).tolist()
+            chosen = np.arange(self._num_workers * size)[index].reshape(-1).tolist()
         except (IndexError, TypeError, ValueError) as error:
             raise ConfigurationError(
                 f"index={index!r}: there are {self._num_workers} workers with {size} envs each"
@@ -757,15 +760,17 @@ class RPCBatchedCollector(BaseCollector):
         by_worker: dict[int, list[int]] = {}
         for env in dict.fromkeys(chosen):
             by_worker.setdefault(env // size, []).append(env % size)
-        for handle, envs in [(self._living(number), envs) for number, envs in by_worker.items()]:
+        asked = f"index={index!r}"
+        handles = {number: self._living(number, asked) for number in by_worker}
+        for handle, envs in zip(handles.values(), by_worker.values(), strict=True):
             abandoned = handle.call("reset", envs, timeout_s=self.timeout_s)
             self._trajectories.forget_parts(abandoned)
 
-    def _living(self, number: int) -> Handle:
+    def _living(self, number: int, asked: str) -> Handle:
         workers = {worker.index: worker for worker in self._crew.workers if not worker.lost}
         if number not in workers:
             raise ConfigurationError(
-                f"worker {number} is not there; the living ones are {sorted(workers)}, with "
+                f"{asked}: the living workers {sorted(workers)} have "
                 f"{self._crew.workers[0].num_envs} envs each"
             )
         return workers[number].handle
@@ -778,7 +783,7 @@ class RPCBatchedCollector(BaseCollector):
             return [result for results in answers for result in results]
         self._crew.require_open()
         size = self._crew.workers[0].num_envs
-        return self._living(env // size).call(
+        return self._living(env // size, f"env={env}").call(
             "visit_envs", env % size, what, name, args, kwargs, timeout_s=self.timeout_s
         )
 

@@ -33,6 +33,7 @@ from torchrl_dist.collect.rollout import (
     Episodes,
     Rollout,
     RolloutStopped,
+    TorchRLRollout,
     make_rollout,
     nested,
 )
@@ -63,6 +64,7 @@ class WorkerConfig:
             step is timed, until ``set_steps``.
         seed: of the whole job; the envs of all workers take consecutive seeds of TorchRL's chain.
         seed_given: by the user, who expects each env to have its own.
+        keep_env_seeds: TorchRL envs stay seeded as ``make_env`` left them.
         replay_buffer: if given, rollouts are written there and ``collect`` returns no data.
         postproc: rollout ``[N, T]`` -> rows. ``postproc_factory(policy)`` makes one on the worker.
         own_process: the worker may seed this process' global random generators.
@@ -89,6 +91,7 @@ class WorkerConfig:
     worker_index: int = 0
     num_workers: int = 1
     seed: int | None = None
+    keep_env_seeds: bool = False
     exploration_type: ExplorationType = ExplorationType.RANDOM
     categorical_action_encoding: bool = False
     replay_buffer: Any = None
@@ -309,8 +312,7 @@ class RolloutWorker:
         )
         if config.seed_given:
             self._require_a_seed_per_env()
-        if config.seed is not None:
-            self._set_seed(config.seed)
+        self._seed_envs()
 
     def describe(self) -> WorkerInfo:
         """Blocks for a few steps if a step is to be timed; ``set_steps`` comes next."""
@@ -339,7 +341,11 @@ class RolloutWorker:
             self._rollout.resize(steps)
             self.config = replace(self.config, frames_per_rollout=steps * self.num_envs)
         self.reset()
-        if self.config.seed is not None:
+        self._seed_envs()
+
+    def _seed_envs(self) -> None:
+        kept = self.config.keep_env_seeds and isinstance(self._rollout, TorchRLRollout)
+        if self.config.seed is not None and not kept:
             self._set_seed(self.config.seed)
 
     def set_weights(self, packed: PackedWeights) -> None:
