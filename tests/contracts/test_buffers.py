@@ -15,6 +15,7 @@ from torchrl.data.replay_buffers.writers import RoundRobinWriter, TensorDictRoun
 from torchrl.envs import DoubleToFloat
 
 from tests.replay.conftest import folder, make_rows  # noqa: F401
+from tests.replay.test_rows import agents_rows, check_agents_rows
 from torchrl_dist import (
     RemoteStorage,
     RPCPrioritizedSampler,
@@ -236,6 +237,21 @@ def test_rows_at_given_slots_are_replaced(buffer) -> None:
     expected = [60 + i if i in (2, 4, 5, 7, 9) else i for i in range(10)]
     assert ids(buffer[:]) == expected and len(buffer) == 10 and buffer.write_count >= 10
     assert ids(buffer[torch.arange(10) < 3]) == expected[:3]
+
+
+def test_rows_keep_nested_batch_sizes_empty_nodes_and_text(buffer, tmp_path: Path) -> None:
+    torchrls = isinstance(buffer.storage, LazyTensorStorage)  # whose checkpoints lose the text
+    buffer.extend(agents_rows(0, 10))
+    settle(buffer)
+    check_agents_rows(buffer.sample())
+    check_agents_rows(buffer[torch.tensor([7, 2])])
+    state = copy.deepcopy(buffer.state_dict())
+    buffer.dumps(tmp_path)
+    for restore in (lambda: buffer.loads(tmp_path), lambda: buffer.load_state_dict(state)):
+        buffer.extend(agents_rows(50, 4))
+        restore()
+        assert buffer[:]["number"].tolist() == list(range(10))
+        check_agents_rows(buffer[:], text=not torchrls)
 
 
 @pytest.mark.parametrize("kind", ["torchrl", "shared"])

@@ -278,9 +278,12 @@ class ReplayHost:
 
     # --- reading and replacing; what changes something is called by an ``Invoke`` --------------
 
-    def read(self, slots: torch.Tensor) -> TensorDictBase:
-        """Rows at slots, as ``SharedMemmapStorage.get`` gives them."""
-        return self._storage.get(slots)
+    def read(self, slots: torch.Tensor) -> tuple[int, str, list[torch.Tensor]]:
+        """Rows at slots, int64 [n]: their number, the spec as text, and the leaves, packed. This
+        process need not know the classes that they are of."""
+        count, leaves = self._storage.leaves_at(slots.numpy())
+        assert self._storage.directory.rows is not None
+        return count, self._storage.directory.rows.text, pack(leaves, copy=False)
 
     def generations_of(self, slots: np.ndarray) -> np.ndarray:
         """int64 [n]; -1 where no row is published."""

@@ -24,7 +24,7 @@ from torchrl_dist.replay.directory import array_of
 from torchrl_dist.replay.limiter import Counts, RateLimiter
 from torchrl_dist.replay.messages import Empty, SetAlpha, UsePriorities
 from torchrl_dist.replay.owner import DirectStorage, ReplayOwner, open_directly
-from torchrl_dist.replay.packing import columns_of, pack, unpack
+from torchrl_dist.replay.packing import columns_of, pack, spec_from_text, unpack
 from torchrl_dist.replay.placement import as_slots
 from torchrl_dist.replay.priorities import check_priorities
 from torchrl_dist.replay.sampler import (
@@ -307,14 +307,18 @@ class RemoteStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         return torch.from_numpy(global_index(shard, slot, self.owner.shard_capacity))
 
     def _read(self, index: np.ndarray) -> TensorDictBase:
-        parts = self._by_shard(index)
-        if not parts:
-            return self.client.call(0, "read", torch.empty(0, dtype=torch.int64))
+        parts = self._by_shard(index) or [(0, index, index)]
         calls = [(shard, (torch.from_numpy(slots),)) for shard, _, slots in parts]
-        found = self.client.call_each("read", calls)
-        data = torch.cat(found) if len(found) > 1 else found[0]
-        order = np.concatenate([where for _, where, _ in parts])
-        return data[torch.from_numpy(np.argsort(order))]
+        spec, found = None, []
+        for count, text, packed in self.client.call_each("read", calls):
+            own = spec_from_text(text)
+            spec = spec or own
+            arrays = [array_of(tensor) for tensor in unpack(packed, columns_of(own, count))]
+            found.append(rows.fitted(arrays, own, spec))
+        assert spec is not None
+        order = np.argsort(np.concatenate([where for _, where, _ in parts]))
+        leaves = [np.concatenate(leaf)[order] for leaf in zip(*found, strict=True)]
+        return rows.build(rows.tensors(leaves, spec), spec, (index.size,))
 
     def _by_shard(self, index: np.ndarray) -> list[tuple[int, np.ndarray, np.ndarray]]:
         """``(shard, positions, slots)`` of the entries >= 0."""

@@ -617,9 +617,18 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         return data.reshape(*index.shape, *data.batch_size[1:]) if index.ndim != 1 else data
 
     def _get_slots(self, slots: np.ndarray, *, wait: bool = True) -> TensorDict:
-        """``wait``: for rows that are not published; else leave them out."""
-        directory = self._directory
         spec = self._spec()
+        count, leaves = self.leaves_at(slots, wait=wait)
+        return rows.build(rows.tensors(leaves, spec), spec, (count,))
+
+    def leaves_at(self, slots: np.ndarray, *, wait: bool = True) -> tuple[int, list[np.ndarray]]:
+        """How many rows, and their leaves [n, ...], at slots, int64 [n].
+
+        Args:
+            wait: for rows that are not published; else they are left out.
+        """
+        directory = self._directory
+        self._spec()
         high = directory.high
         slots = np.where(slots < 0, slots + high, slots)
         if slots.size and not (0 <= slots.min() and slots.max() < high):
@@ -652,7 +661,7 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
                         "writer died"
                     )
                 time.sleep(_RETRY_S)
-        return rows.build(rows.tensors(leaves, spec), spec, (slots.size,))
+        return slots.size, leaves
 
     def _spec(self) -> RowSpec:
         spec = self._directory.rows
