@@ -230,7 +230,9 @@ LOSSES: dict[str, Build] = {
     "A2CLoss": _policy,
     "ACTLoss": _chunks,
     "BCLoss": lambda kind, o: kind(deterministic_actor(), **o),
-    "CQLLoss": lambda kind, o: _actor_critic(kind, {"target_entropy": -2.0, **o}),
+    "CQLLoss": lambda kind, o: _actor_critic(
+        kind, {"target_entropy": -2.0, "with_lagrange": True, **o}
+    ),
     "ClipPPOLoss": lambda kind, o: _policy(kind, {"normalize_advantage": True, **o}),
     "CrossQLoss": lambda kind, o: _actor_critic(kind, {"target_entropy": -2.0, **o}),
     "DDPGLoss": lambda kind, o: kind(deterministic_actor(), state_action_value(), **o),

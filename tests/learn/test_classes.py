@@ -25,9 +25,12 @@ ROWS = 16
 # Parts that are refused although rows are averaged, and in which modes: all, if none is named.
 REFUSED = {
     ("CQLLoss", "loss_cql"): ("mask", "accumulated"),
+    ("CQLLoss", "loss_alpha_prime"): (),
     ("DDPGLoss", "pred_value"): (),  # one number per row
     ("TD3BCLoss", "loss_actor"): (),
 }
+# Refused because they are no means of what single rows give.
+STATISTICS = (("TD3BCLoss", "loss_actor"),)
 # What one process cannot do, because TorchRL raises.
 IMPOSSIBLE = {
     *((name, "keywords") for name in ("ACTLoss", "DiffusionBCLoss", "DistributionalDQNLoss")),
@@ -104,7 +107,7 @@ def update(loss: LossModule, name: str, mode: str, first: int) -> Parts:
             for part in refused:
                 check_refusal(parts[part])
         if mode == "none":
-            refused = {"loss_actor"} if name == "TD3BCLoss" else set()
+            refused = {part for part in parts if (name, part) in STATISTICS}
             if is_shared:
                 loss.set_rows(len(batch))
         local = is_shared and mode == "accumulated" and number == 0
@@ -135,6 +138,8 @@ def outcome(name: str, mode: str, first: int) -> str:
     if (name, mode) in IMPOSSIBLE:
         return ""
     options = {"scalar_output_mode": "exclude"} if mode == "none" and name in HAVE_SCALARS else {}
+    if (name, mode) == ("CQLLoss", "none"):
+        options["with_lagrange"] = False  # TorchRL cannot do both
     alone, loss = make(name, **options), make(name, **options)
     if mode in ("sum", "none"):
         if not hasattr(loss, "reduction"):

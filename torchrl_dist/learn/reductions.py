@@ -239,16 +239,19 @@ def _by_row(loss: LossModule, call: Call, part: str) -> str | None:
 
 
 def _cql(loss: LossModule, call: Call, part: str) -> str | None:
-    others = ("loss_actor", "loss_actor_bc", "loss_qvalue", "loss_alpha")
-    if call.is_masked and part not in (*others, "actor_loss", "actor_bc_loss", "q_loss"):
-        return "of its two terms the mask leaves out rows of one only"
-    return None
+    if part in ("loss_actor", "loss_actor_bc", "loss_qvalue", "loss_alpha"):
+        return None
+    if part in ("actor_loss", "actor_bc_loss", "q_loss", "alpha_loss"):
+        return None
+    if part not in ("loss_cql", "cql_loss"):
+        return "alpha_prime is multiplied by a mean over this rank's rows"
+    return "of its two terms the mask leaves out rows of one only" if call.is_masked else None
 
 
 def _gail(loss: LossModule, call: Call, part: str) -> str | None:
-    if loss.use_grad_penalty and (call.is_masked or loss.reduction != "mean"):
-        return "its gradient penalty is a mean over all rows that is added to each one"
-    return None
+    return (
+        "its gradient penalty is a mean of its own in each row" if loss.use_grad_penalty else None
+    )
 
 
 def _rnd(loss: LossModule, call: Call, part: str) -> str | None:
