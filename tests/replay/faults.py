@@ -1,9 +1,11 @@
 """Faults for the shared replay: processes that die, stop or are interrupted at a chosen instant.
 
-Nothing in the package knows of them. An instant is chosen in one of three ways:
+Nothing in the package knows of them. An instant is chosen in one of four ways:
 
 - by *step*: the n-th function call, line or return in ``torchrl_dist/replay`` (:func:`at_step`), so
   that a sweep over n passes through every point of an operation;
+- by *store*: the n-th instruction that stores to the shared tables, of Python, NumPy or the C
+  kernel (:class:`Stores`), so that a sweep over n leaves out none;
 - by *page*: the first store to a page of the shared memory (:func:`die_on_store`), which also
   falls into the middle of a NumPy operation, a copy or the C kernel;
 - by *time*: a signal from another process.
@@ -21,6 +23,7 @@ import os
 import resource
 import select
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -292,6 +295,47 @@ def at_point(point: int, handler: Callable[[], object]) -> Iterator[Callable[[],
         yield lambda: done
     finally:
         sys.setprofile(None)
+
+
+class Stores:
+    """Counts the stores of a forked child to a directory's tables, and kills it at one of them.
+
+    Args:
+        build: folder for the compiled helper.
+    """
+
+    def __init__(self, build: Path) -> None:
+        source, library = Path(__file__).with_name("stores.c"), build / "stores.so"
+        subprocess.run(
+            ["cc", "-O1", "-shared", "-fPIC", str(source), "-o", str(library)],
+            check=True,
+            timeout=60,
+        )
+        self._library = ctypes.CDLL(str(library))
+        self._library.disarm.restype = ctypes.c_long
+
+    def watch(self, directory: ReplayDirectory) -> None:
+        """In the child, once it has joined."""
+        tables = [
+            (directory.words_address, "control.bin"),
+            (directory.versions.ctypes.data, "versions.bin"),
+            (directory.tree.leaves.ctypes.data, "tree.bin"),
+        ]
+        if directory.words[Word.LIMITED] == 1:
+            tables.append((directory.users.ctypes.data, "limiter.bin"))
+        for start, name in tables:
+            assert start % mmap.PAGESIZE == 0
+            size = -(-(directory.path / name).stat().st_size // mmap.PAGESIZE) * mmap.PAGESIZE
+            self._library.watch(ctypes.c_void_p(start), ctypes.c_size_t(size))
+
+    @contextlib.contextmanager
+    def dying_at(self, store: int) -> Iterator[None]:
+        """Be killed before the store of that number, from 1; 0: never."""
+        self._library.arm(ctypes.c_long(store))
+        try:
+            yield
+        finally:
+            self._library.disarm()
 
 
 def die_on_store(address: int) -> None:

@@ -97,15 +97,6 @@ def test_a_process_killed_between_mark_and_leaf_leaves_a_tree_that_repairs_itsel
     assert survivor.total == survivor.leaves.sum() == 5000 + 20
 
 
-def test_rescaling_changes_positive_leaves_only() -> None:
-    tree = PriorityTree(100)
-    tree.set_range(10, 20, 4.0)
-    tree.rescale(np.sqrt)
-    tree.refresh()
-    assert tree.total == 20.0 and tree.minimum == 2.0
-    assert (tree.leaves[:10] == 0).all()
-
-
 def test_drawing_from_an_empty_tree_is_an_error() -> None:
     tree = PriorityTree(FANOUT)
     with pytest.raises(ValueError, match="no leaf"):

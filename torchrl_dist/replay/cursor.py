@@ -30,13 +30,20 @@ from torchrl_dist.replay.directory import (
     CLAIM_STATE,
     CLAIM_WRITING,
     FLOAT_WORDS,
+    USER_UNRETURNED,
     ReplayDirectory,
     Word,
 )
 from torchrl_dist.replay.draws import exhausted, set_times_sampled
 from torchrl_dist.replay.kernel import address
 from torchrl_dist.replay.placement import first_free_ticket, largest_reservation, slot_ranges
-from torchrl_dist.replay.priorities import default_leaf, leaves_of, track_maximum
+from torchrl_dist.replay.priorities import (
+    cover_leaves,
+    default_leaf,
+    finish_rescaling,
+    leaves_of_new,
+    track_maximum,
+)
 
 _RETRY_S = 1e-3
 _MODULES = (
@@ -177,15 +184,13 @@ class SharedCursor:
                 return np.full(reservation.count, -1, dtype=np.int64)
             claim = directory.claims[reservation.row]
             leaf: float | np.ndarray
-            leaf = default_leaf(directory) if priority is None else leaves_of(directory, priority)
+            if priority is None:
+                leaf = default_leaf(directory)
+            else:
+                leaf = leaves_of_new(directory, priority)
             directory.begin()
-            words[Word.NEXT_WRITE_COUNT] = words[Word.WRITE_COUNT] + reservation.count
-            claim[CLAIM_STATE] = CLAIM_PUBLISHING
-            done = 0
+            done = 0  # leaves first: repair knows a priority by them alone
             for start, stop in reservation.ranges:
-                versions = directory.versions[start:stop]
-                versions += 1
-                published.append(versions >> 1)
                 if isinstance(leaf, np.ndarray):
                     tree.set_range(start, stop, leaf[done : done + stop - start])
                 else:
@@ -193,6 +198,12 @@ class SharedCursor:
                 done += stop - start
             if priority is not None:
                 track_maximum(directory, reservation.slots(), priority)
+            words[Word.NEXT_WRITE_COUNT] = words[Word.WRITE_COUNT] + reservation.count
+            claim[CLAIM_STATE] = CLAIM_PUBLISHING  # from here on repair publishes them
+            for start, stop in reservation.ranges:
+                versions = directory.versions[start:stop]
+                versions += 1
+                published.append(versions >> 1)
             words[Word.LENGTH] += reservation.count
             if directory.draws is not None:
                 words[Word.AVAILABLE] += reservation.count
@@ -205,11 +216,12 @@ class SharedCursor:
     def skip(self, count: int) -> None:
         """Pass over ``count`` tickets as if their rows had been written and overwritten."""
         directory = self._directory
+        words = directory.words
         with directory.lock():
             directory.begin()
-            directory.words[Word.CURSOR] += count
-            directory.words[Word.WRITE_COUNT] += count
-            directory.words[Word.INSERT_BASE] += count  # nobody can ever sample them
+            # inserts are counted from there: nobody can ever sample these rows
+            moved = (Word.CURSOR, Word.WRITE_COUNT, Word.INSERT_BASE)
+            directory.store_all({word: words[word] + count for word in moved})
             directory.commit()
 
     def abandon(self, reservation: Reservation) -> None:
@@ -297,8 +309,7 @@ class SharedCursor:
         self._hold(reservation)
         directory.begin()
         if start + count > directory.high:  # written in place before the ring came there
-            words = directory.words
-            words[Word.BASE] = words[Word.CURSOR] - (start + count)
+            directory.words[Word.IN_PLACE] = start + count
         self._claim(reservation)
         directory.commit()
         return reservation
@@ -364,10 +375,13 @@ class SharedCursor:
         words = directory.words
         with directory.lock():
             directory.begin()
+            words[Word.EMPTYING] = _WITH_COUNTS  # what a kill in here leaves is an empty buffer
             empty_locked(directory)
             now = words[Word.CURSOR]
             words[Word.CURSOR] = max(cursor, now + (cursor - now) % directory.capacity)
-            words[Word.BASE] = words[Word.CURSOR] - high
+            lap = directory.capacity if high == directory.capacity else cursor % directory.capacity
+            words[Word.BASE] = words[Word.CURSOR] - lap
+            words[Word.IN_PLACE] = high
             words[Word.RESTORES] += 1
             for word, value in values.items():
                 if word in FLOAT_WORDS:
@@ -376,6 +390,7 @@ class SharedCursor:
                     words[word] = int(value)
             if directory.gate is not None:
                 directory.gate.set_state(limiter, length)
+            words[Word.EMPTYING] = 0
             directory.commit()
             return words[Word.CURSOR]
 
@@ -413,19 +428,22 @@ class SharedCursor:
                 return
             claim = directory.claims[reservation.row]
             directory.begin()
-            words[Word.NEXT_WRITE_COUNT] = words[Word.WRITE_COUNT]
-            claim[CLAIM_STATE] = CLAIM_PUBLISHING
             ((start, stop),) = reservation.ranges
             versions = directory.versions[start:stop]
-            versions[:] = np.maximum(versions + 1, version)
             used_up = leaf == 0  # see ``draws``; the others' counts begin anew
             if directory.draws is None:
                 leaf = np.where(used_up, default_leaf(directory), leaf)
-            else:
-                most = directory.words[Word.MAX_TIMES_SAMPLED]
-                set_times_sampled(directory, start + np.flatnonzero(used_up), most)
-                words[Word.AVAILABLE] += np.count_nonzero(leaf)
             directory.tree.set_range(start, stop, leaf)
+            words[Word.NEXT_WRITE_COUNT] = words[Word.WRITE_COUNT]
+            # odd still: repair goes on from here, since the leaves are there
+            versions[:] = np.maximum(versions, version - 1)
+            claim[CLAIM_STATE] = CLAIM_PUBLISHING
+            if directory.draws is not None:
+                most = directory.words[Word.MAX_TIMES_SAMPLED]
+                used_up_slots = start + np.flatnonzero(used_up)
+                set_times_sampled(directory, used_up_slots, most, published=False)
+                words[Word.AVAILABLE] += np.count_nonzero(leaf)
+            versions += 1
             words[Word.LENGTH] += reservation.count
             claim[CLAIM_COUNT] = 0
             directory.commit()
@@ -434,6 +452,19 @@ class SharedCursor:
     def rows_under_way(self) -> int:
         """Rows that live processes are writing. Called under the lock."""
         return sum(count for _, count in self._live_claims())
+
+    def being_written(self, slots: np.ndarray) -> np.ndarray:
+        """Whether a live process is going to publish a row in each slot, bool [n]. Called under
+        the lock."""
+        directory = self._directory
+        found = np.zeros(slots.shape, dtype=bool)
+        for count, first, member, state in directory.claims[
+            : directory.words[Word.CLAIM_ROWS]
+        ].tolist():
+            if count and state != CLAIM_DISCARDED and directory.is_alive(member):
+                for start, stop in slot_ranges(first, count, directory.capacity):
+                    found |= (slots >= start) & (slots < stop)
+        return found
 
     def _live_claims(self, ranges: Ranges | None = None) -> list[tuple[int, int]]:
         """``(first ticket, count)`` of the claims that share a slot with ``ranges``, or of all.
@@ -511,15 +542,28 @@ def empty(directory: ReplayDirectory, *, reset_write_count: bool = True) -> None
     """Unpublish every row. Generations go on, so handles from before are stale for ever."""
     with directory.lock():
         directory.begin()
-        empty_locked(directory)
-        if reset_write_count:
-            directory.words[Word.WRITE_COUNT] = 0
-        directory.words[Word.INSERT_BASE] = directory.words[Word.WRITE_COUNT]
-        if directory.gate is not None:
-            directory.gate.set_samples(0)
+        directory.words[Word.EMPTYING] = _WITH_COUNTS if reset_write_count else _ROWS_ONLY
+        finish_emptying(directory)
         directory.commit()
     if directory.gate is not None:
         directory.gate.ring()
+
+
+_ROWS_ONLY, _WITH_COUNTS = 1, 2  # of Word.EMPTYING
+
+
+def finish_emptying(directory: ReplayDirectory) -> None:
+    """Empty the buffer as EMPTYING says; from whatever store on at which one was killed who did
+    so. Called under the lock."""
+    words = directory.words
+    empty_locked(directory)
+    if words[Word.EMPTYING] == _WITH_COUNTS:
+        words[Word.WRITE_COUNT] = 0
+    words[Word.INSERT_BASE] = words[Word.WRITE_COUNT]
+    words[Word.SAMPLED] = 0
+    if words[Word.LIMITED] == 1:
+        directory.users[:, USER_UNRETURNED] = 0
+    words[Word.EMPTYING] = 0
 
 
 def empty_locked(directory: ReplayDirectory) -> None:
@@ -530,6 +574,7 @@ def empty_locked(directory: ReplayDirectory) -> None:
     lap = -words[Word.CURSOR] % directory.capacity
     words[Word.CURSOR] += lap  # the next row goes to slot 0
     words[Word.BASE] = words[Word.CURSOR]
+    words[Word.IN_PLACE] = 0
     directory.set_float(Word.MAX_PRIORITY, float("nan"))
     words[Word.MAX_SLOT] = -1
 
@@ -553,9 +598,16 @@ def repair(directory: ReplayDirectory) -> None:
 
     A publication that had begun is completed, since its rows are whole, also that of a live
     process that was interrupted; other claims of dead members lapse. Then leaves and length follow
-    from the versions, and the tree from the leaves.
+    from the versions, and the tree from the leaves. Before that, a change that was written down to
+    be made as a whole is made.
     """
     claims, versions, tree = directory.claims, directory.versions, directory.tree
+    if directory.words[Word.JOURNAL]:
+        directory.finish_storing()
+    if directory.words[Word.RESCALING]:
+        finish_rescaling(directory)
+    if directory.words[Word.EMPTYING]:
+        finish_emptying(directory)
     for row in np.flatnonzero(claims[:, CLAIM_COUNT]).tolist():
         count, first, member, state = claims[row].tolist()
         if state == CLAIM_PUBLISHING:
@@ -577,8 +629,6 @@ def repair(directory: ReplayDirectory) -> None:
     words = directory.words
     words[Word.LENGTH] = np.count_nonzero(published)
     words[Word.AVAILABLE] = np.count_nonzero(available)
-    if words[Word.LENGTH]:  # a restore that was killed may have published beyond the cursor
-        top = int(np.flatnonzero(published)[-1]) + 1
-        words[Word.BASE] = min(words[Word.BASE], words[Word.CURSOR] - top)
+    cover_leaves(directory)
     directory.count(Word.REPAIRS)
     directory.commit()

@@ -43,7 +43,7 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -80,7 +80,11 @@ _CONTROL_WORDS = 64
 CLAIM_COUNT, CLAIM_FIRST, CLAIM_MEMBER, CLAIM_STATE = range(4)
 CLAIM_WRITING, CLAIM_PUBLISHING, CLAIM_DISCARDED = 1, 2, 3
 _RETRY_S = 1e-3
-USER_COLUMNS = 5  # of the user table, see ``gate``
+# columns of the user table, int64 [MAX_MEMBERS, 5], see ``gate``: whose row it is, threads that
+# write or sample, how many of them found at this ring of the bell that they must wait, and rows of
+# samples that are admitted, and counted, but not returned yet
+USER_MEMBER, USER_THREADS, USER_STUCK, USER_RUNG, USER_UNRETURNED = range(5)
+USER_COLUMNS = 5
 # columns of the member table, int64 [MAX_MEMBERS, 2]
 MEMBER_PID, MEMBER_SERIAL = range(2)
 
@@ -119,7 +123,12 @@ class Word(enum.IntEnum):
     UNVERIFIED_UPDATES = 19
     TAKEN_OVER_CLAIMS = 20
     REPAIRS = 21
+    RESCALING = 22  # alpha is being changed to NEXT_ALPHA, see ``priorities.finish_rescaling``
+    NEXT_ALPHA = 23  # float64
     WAITING = 24  # somebody waits for the lock, see ``FairLock``
+    EMPTYING = 25  # the buffer is being emptied, see ``cursor.finish_emptying``
+    IN_PLACE = 26  # slots up to here have been written in place since it was emptied
+    JOURNAL = 28  # of :meth:`ReplayDirectory.store_all`; up to 5 pairs follow
     # the rate limiter, see ``gate``; four words as in ``RateLimiter``, 0 for None
     LIMITED = 40  # 1: by the next four words, 2: not at all, 0: nobody has said yet
     MIN_SIZE_TO_SAMPLE = 41
@@ -137,6 +146,7 @@ class Word(enum.IntEnum):
     RESTORES = 53  # how often a checkpoint was given back
 
 
+JOURNAL_ENTRIES = 5
 FLOAT_WORDS = frozenset({Word.ALPHA, Word.EPS, Word.MAX_PRIORITY})
 
 _COUNTERS = (
@@ -432,6 +442,37 @@ class ReplayDirectory:
         """The change is complete, last thing under the lock."""
         self.words[Word.DIRTY] = 0
 
+    def store_all(self, values: Mapping[int, int]) -> None:
+        """Store several words, between :meth:`begin` and :meth:`commit`: all of them, whoever is
+        killed in the middle.
+
+        Args:
+            values: by :class:`Word`, or by :meth:`cell` of the user table.
+        """
+        words, at = self.words, Word.JOURNAL
+        assert len(values) <= JOURNAL_ENTRIES
+        for entry in values.items():
+            words[at + 1], words[at + 2] = entry
+            at += 2
+        words[Word.JOURNAL] = len(values)  # from here on repair stores them
+        self.finish_storing()
+
+    def finish_storing(self) -> None:
+        """What :meth:`store_all` has written down; repeated after a kill."""
+        words = self.words
+        for at in range(words[Word.JOURNAL]):
+            where, value = words[Word.JOURNAL + 1 + 2 * at], words[Word.JOURNAL + 2 + 2 * at]
+            if where < _CONTROL_WORDS:
+                words[where] = value
+            else:
+                self.users.flat[where - _CONTROL_WORDS] = value
+        words[Word.JOURNAL] = 0
+
+    @staticmethod
+    def cell(row: int, column: int) -> int:
+        """A place in the user table, for :meth:`store_all`."""
+        return _CONTROL_WORDS + row * USER_COLUMNS + column
+
     def is_alive(self, member: int) -> bool:
         """Whether the member's process lives (also if it is stopped)."""
         if member == self.member:
@@ -511,8 +552,10 @@ class ReplayDirectory:
 
     @property
     def high(self) -> int:
-        """Slots that have been reserved since the buffer was last empty: 0 .. capacity."""
-        return min(self.words[Word.CURSOR] - self.words[Word.BASE], self.capacity)
+        """Slots from 0 on that have been reserved since the buffer was last empty, or lie before
+        one that was written in place: 0 .. capacity."""
+        words = self.words
+        return min(max(words[Word.CURSOR] - words[Word.BASE], words[Word.IN_PLACE]), self.capacity)
 
     def get_float(self, word: Word) -> float:
         return self.floats[word]
@@ -1085,13 +1128,20 @@ def _what_is_wrong(view: ReplayDirectory, alive: bool) -> str | None:
         Word.MAX_SLOT: (-1, capacity - 1),
         Word.CLAIM_ROWS: (0, MAX_CLAIMS),
         Word.LIMITED: (0, 2),
+        Word.RESCALING: (0, 1),
+        Word.EMPTYING: (0, 2),
+        Word.IN_PLACE: (0, capacity),
+        Word.JOURNAL: (0, JOURNAL_ENTRIES),
     }
     if alive and not words[Word.DIRTY]:  # else it is counted anew
         ranges[Word.LENGTH] = (0, capacity)
     for word, (low, high) in ranges.items():
         if not low <= words[word] <= high:
             return f"{word.name} is {words[word]}, expected {low} to {high}"
-    for word in (Word.ALPHA, Word.EPS, Word.SAMPLES_PER_INSERT, Word.ERROR_BUFFER):
+    for at in range(words[Word.JOURNAL]):
+        if not 0 <= words[Word.JOURNAL + 1 + 2 * at] < view.cell(MAX_MEMBERS, 0):
+            return "a change was written down of a place that is none"
+    for word in (Word.ALPHA, Word.NEXT_ALPHA, Word.EPS, Word.SAMPLES_PER_INSERT, Word.ERROR_BUFFER):
         if not 0 <= view.floats[word] < math.inf:
             return f"{word.name} is {view.floats[word]}, expected a finite number from 0 on"
     if not (view.floats[Word.MAX_PRIORITY] >= 0 or math.isnan(view.floats[Word.MAX_PRIORITY])):
@@ -1110,7 +1160,8 @@ def _what_is_wrong(view: ReplayDirectory, alive: bool) -> str | None:
         return None
     if view.versions.min() < 0:
         return "a row has a version below 0"
-    if not (np.isfinite(view.tree.leaves) & (view.tree.leaves >= 0)).all():
+    signed = words[Word.RESCALING]  # those that are done are negative meanwhile
+    if not (np.isfinite(view.tree.leaves) & ((view.tree.leaves >= 0) | bool(signed))).all():
         return "a priority is not finite or below 0"
     return None
 

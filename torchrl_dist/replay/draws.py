@@ -37,11 +37,17 @@ def times_sampled(directory: ReplayDirectory, slots: np.ndarray | slice) -> np.n
 
 
 def set_times_sampled(
-    directory: ReplayDirectory, slots: np.ndarray, times: np.ndarray | int
+    directory: ReplayDirectory,
+    slots: np.ndarray,
+    times: np.ndarray | int,
+    *,
+    published: bool = True,
 ) -> None:
-    """Of the rows that are in the slots now; of a slot named twice the last one stays."""
+    """Of the rows that are in the slots now, or are published there next; of a slot named twice
+    the last one stays."""
     assert directory.draws is not None
-    directory.draws[slots] = directory.versions[slots] >> 1 << _BITS | times
+    versions = directory.versions[slots] + (not published)
+    directory.draws[slots] = versions >> 1 << _BITS | times
 
 
 def exhausted(directory: ReplayDirectory, slots: np.ndarray | slice) -> np.ndarray:
@@ -113,7 +119,8 @@ def give_back(
         left = np.maximum(times - counts, 0)  # a restore lets the counts begin anew
         again = exhausted(directory, slots) & (left < times)
         directory.begin()
-        set_times_sampled(directory, slots, left)
+        # leaves first: repair takes them back while the counts are full
         directory.tree.set(slots[again], leaves[fresh][first[again]])
+        set_times_sampled(directory, slots, left)
         directory.words[Word.AVAILABLE] += int(np.count_nonzero(again))
         directory.commit()

@@ -7,9 +7,8 @@ waits under a lock: neither the directory's, nor those of TorchRL's buffers, whi
 meanwhile.
 
 A process that is killed between the admission of a sample and its return has noted how many rows
-these are: they count no more as soon as somebody would have to wait. (Not so one that is killed
-between the two stores that count and note them.) For ``max_times_sampled`` a row counts when it is
-drawn, whoever gets it.
+these are: they count no more as soon as somebody would have to wait. For ``max_times_sampled`` a
+row counts when it is drawn, whoever gets it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,16 @@ import numpy as np
 from torchrl_dist.errors import ConfigurationError, RateLimitError
 from torchrl_dist.replay import _torchrl
 from torchrl_dist.replay.bell import Bell
-from torchrl_dist.replay.directory import MAX_MEMBERS, USER_COLUMNS, ReplayDirectory, Word
+from torchrl_dist.replay.directory import (
+    MAX_MEMBERS,
+    USER_MEMBER,
+    USER_RUNG,
+    USER_STUCK,
+    USER_THREADS,
+    USER_UNRETURNED,
+    ReplayDirectory,
+    Word,
+)
 from torchrl_dist.replay.draws import TooFewDrawsError
 from torchrl_dist.replay.limiter import Counts, RateLimiter
 
@@ -35,10 +43,6 @@ if TYPE_CHECKING:
     from torchrl_dist.replay.storage import SharedMemmapStorage
 
 _LOOK_AGAIN_S = 0.5  # nobody rings when a process is killed, or ends
-# columns of the user table, int64 [MAX_MEMBERS, 5]: whose row it is, threads that write or sample,
-# how many of them found at this ring of the bell that they must wait, and rows of samples that are
-# admitted, and counted, but not returned yet
-USER_MEMBER, USER_THREADS, USER_STUCK, USER_RUNG, USER_UNRETURNED = range(USER_COLUMNS)
 
 _T = TypeVar("_T")
 
@@ -180,8 +184,7 @@ class Gate:
             missing = self.limiter.missing_inserts(self.counts(), count)
             if missing:
                 return Missing(f"{missing} more rows to be written before the next sample")
-            self._directory.words[Word.SAMPLED] += count
-            self._own_row()[USER_UNRETURNED] += count
+            self._count_unreturned(self._own_row(), count)
             return True
 
         thread = self._this_thread()
@@ -203,9 +206,10 @@ class Gate:
         with self._directory.lock():
             row = self._own_row()
             count = min(count, int(row[USER_UNRETURNED]))  # 0 if the counts began anew meanwhile
-            row[USER_UNRETURNED] -= count
-            if not returned:
-                self._directory.words[Word.SAMPLED] -= count
+            if returned:
+                row[USER_UNRETURNED] -= count
+            else:
+                self._count_unreturned(row, -count)
         self.ring()
 
     def _forget_unreturned(self) -> None:
@@ -214,9 +218,21 @@ class Gate:
         users = self._directory.users
         for row in np.flatnonzero(users[:, USER_UNRETURNED]).tolist():
             if not self._directory.is_alive(int(users[row, USER_MEMBER])):
-                count = int(users[row, USER_UNRETURNED])
-                users[row, USER_UNRETURNED] = 0  # first: better too many counted than too few
-                self._directory.words[Word.SAMPLED] -= count
+                self._count_unreturned(users[row], -int(users[row, USER_UNRETURNED]))
+
+    def _count_unreturned(self, row: np.ndarray, rows: int) -> None:
+        """Add to the samples, and to those of a row of the user table that were not returned.
+        Called under the lock."""
+        directory = self._directory
+        at = int(row[USER_MEMBER]) % MAX_MEMBERS
+        directory.begin()
+        directory.store_all(
+            {
+                Word.SAMPLED: directory.words[Word.SAMPLED] + rows,
+                directory.cell(at, USER_UNRETURNED): int(row[USER_UNRETURNED]) + rows,
+            }
+        )
+        directory.commit()
 
     # --- waiting -----------------------------------------------------------------------------
 

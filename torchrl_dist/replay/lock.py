@@ -29,10 +29,12 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import itertools
 import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -43,6 +45,8 @@ MEMBER_BYTES = 64
 """Offset of the bytes by which members show that they live."""
 
 _SPINS = 40
+_PATIENCE_S = 0.01
+_PASSING_S = 1.0
 _SLEEPS_S = (20e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3)
 
 
@@ -224,6 +228,7 @@ class FairLock:
         self._take = {_TURNSTILE: take_turnstile, _MUTEX: self._take_mutex}
         self._words = memoryview(bytearray(8)).cast("q")
         self._waiting = 0
+        self._passing_until = 0.0  # on time.monotonic: who is next in line does not move
 
     def share_waiting(self, words: memoryview, index: int) -> None:
         """Keep the word that says whether somebody waits at ``words[index]``, in shared memory.
@@ -304,11 +309,15 @@ class FairLock:
         # turnstile: each would wait for the other.
         _try_at(self._fd, self._give_mutex)
         if not _try_at(self._fd, self._take[_TURNSTILE]):
-            deadline = self._wait(_TURNSTILE, deadline)
+            if time.monotonic() < self._passing_until and _try_at(self._fd, self._take_mutex):
+                return
+            deadline = self._wait_in_line(deadline)
+            if deadline is None:
+                return
         try:
             self._words[self._waiting] = 1
             if not _try_at(self._fd, self._take_mutex):
-                self._wait(_MUTEX, deadline)
+                self._wait_for_mutex(deadline)
         finally:
             self._words[self._waiting] = 0
             _try_at(self._fd, self._give_turnstile)
@@ -336,26 +345,62 @@ class FairLock:
         while self._threads._is_owned():  # type: ignore[attr-defined]
             self._threads.release()
 
-    def _wait(self, byte: int, deadline: float | None) -> float:
+    def _wait_in_line(self, deadline: float | None) -> float | None:
+        """Wait for the turnstile; None: the mutex was had without it.
+
+        So it is if the next in line is stopped: a mutex that stays free for much longer than
+        between two looks of somebody who waits is for whoever takes it, for some time.
+        """
+        if deadline is None:
+            deadline = time.monotonic() + self.timeout_s
+        free_since = None
+        for pause in itertools.chain([0.0] * _SPINS, self._pauses()):
+            if pause:
+                time.sleep(pause)
+            if _try_at(self._fd, self._take[_TURNSTILE]):
+                self._passing_until = 0.0
+                return deadline
+            if not pause:
+                continue
+            now = time.monotonic()
+            if is_held(self._fd, _MUTEX):
+                free_since = None
+            elif free_since is None:
+                free_since = now
+            elif now - free_since > _PATIENCE_S and _try_at(self._fd, self._take_mutex):
+                self._passing_until = now + _PASSING_S
+                return None
+            if now > deadline:
+                raise self._late()
+        raise AssertionError("pauses do not end")
+
+    @staticmethod
+    def _pauses() -> Iterator[float]:
+        """Growing, in seconds, without end."""
+        for pause in _SLEEPS_S:
+            yield from itertools.repeat(pause, 8)
+        yield from itertools.repeat(_SLEEPS_S[-1])
+
+    def _wait_for_mutex(self, deadline: float | None) -> None:
         """Retry with growing pauses; a blocking ``F_SETLKW`` could not be given a deadline."""
         if deadline is None:
             deadline = time.monotonic() + self.timeout_s
-        take = self._take[byte]
         for _ in range(_SPINS):
-            if _try_at(self._fd, take):
-                return deadline
-        attempt = 0
-        while True:
-            time.sleep(_SLEEPS_S[min(attempt // 8, len(_SLEEPS_S) - 1)])
-            if _try_at(self._fd, take):
-                return deadline
-            attempt += 1
+            if _try_at(self._fd, self._take_mutex):
+                return
+        for pause in self._pauses():
+            time.sleep(pause)
+            if _try_at(self._fd, self._take_mutex):
+                return
             if time.monotonic() > deadline:
-                raise DeadlineError(
-                    f"waited {self.timeout_s:g} s for {self._name}, held by {self._holder()}; is "
-                    "that process stopped? Continue or kill it (a killed holder frees the lock), "
-                    "or allow more with timeout_s"
-                )
+                raise self._late()
+
+    def _late(self) -> DeadlineError:
+        return DeadlineError(
+            f"waited {self.timeout_s:g} s for {self._name}, held by {self._holder()}; is that "
+            "process stopped? Continue or kill it (a killed holder frees the lock), or allow more "
+            "with timeout_s"
+        )
 
     def _holder(self) -> str:
         holder, next_in_line = (byte_holder(self._fd, byte) for byte in (_MUTEX, _TURNSTILE))

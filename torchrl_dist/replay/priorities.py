@@ -36,10 +36,28 @@ def leaves_of(directory: ReplayDirectory, raw: np.ndarray) -> np.ndarray:
         ConfigurationError: if one is too large for the tree's sums.
     """
     alpha = directory.get_float(Word.ALPHA)
-    leaves = (raw + directory.get_float(Word.EPS)) ** alpha
+    with np.errstate(over="ignore"):
+        leaves = (raw + directory.get_float(Word.EPS)) ** alpha
     if leaves.size and not leaves.max() <= _LARGEST_LEAF:
         raise _too_large(raw.max(), alpha)
     return np.maximum(leaves, _SMALLEST_LEAF)
+
+
+def check_new(directory: ReplayDirectory, raw: np.ndarray, rows: int) -> None:
+    """Raises ``ConfigurationError`` unless new rows may have these priorities, one each."""
+    if raw.shape != (rows,):
+        raise ConfigurationError(f"got priorities {list(raw.shape)} for {rows} rows; pass one each")
+    check_priorities(raw)
+    leaves_of(directory, raw)
+
+
+def leaves_of_new(directory: ReplayDirectory, raw: np.ndarray) -> np.ndarray:
+    """:func:`leaves_of` after :func:`check_new`. Where another process has changed alpha since, a
+    priority that is too large now counts as the largest that is not: others of the same batch may
+    have been published."""
+    with np.errstate(over="ignore"):
+        leaves = (raw + directory.get_float(Word.EPS)) ** directory.get_float(Word.ALPHA)
+    return np.clip(leaves, _SMALLEST_LEAF, _LARGEST_LEAF)
 
 
 def check_rescaling(leaves: np.ndarray, power: float) -> None:
@@ -54,6 +72,58 @@ def check_rescaling(leaves: np.ndarray, power: float) -> None:
 def rescaled(leaves: np.ndarray, power: float) -> np.ndarray:
     """Leaves as they are with an alpha that is ``power`` times as large; those of 0 stay."""
     return np.where(leaves > 0, np.maximum(leaves**power, _SMALLEST_LEAF), 0.0)
+
+
+def set_alpha(directory: ReplayDirectory, alpha: float) -> None:
+    """Change the exponent, and the leaves with it. Called under the lock.
+
+    Raises:
+        ConfigurationError: that makes leaves too large; nothing was changed.
+    """
+    old = directory.get_float(Word.ALPHA)
+    if alpha == old:
+        return
+    check_rescaling(directory.tree.leaves, _power(old, alpha))
+    directory.begin()
+    directory.set_float(Word.NEXT_ALPHA, alpha)
+    directory.words[Word.RESCALING] = 1  # from here on repair ends it
+    finish_rescaling(directory)
+    directory.commit()
+
+
+def finish_rescaling(directory: ReplayDirectory) -> None:
+    """Raise the leaves to the power that NEXT_ALPHA asks for; from whatever store on at which one
+    was killed who did so.
+
+    A leaf that is done carries a minus sign until all are, and until ALPHA says so.
+    """
+    leaves = directory.tree.leaves
+    directory.tree.mark_all()
+    old, new = directory.get_float(Word.ALPHA), directory.get_float(Word.NEXT_ALPHA)
+    if new != old:
+        todo = leaves > 0
+        leaves[todo] = -rescaled(leaves[todo], _power(old, new))
+        directory.set_float(Word.ALPHA, new)
+    np.abs(leaves, out=leaves)
+    directory.words[Word.RESCALING] = 0
+
+
+def _power(old: float, new: float) -> float:
+    return new / old if old > 0 else 1.0  # what alpha 0 made 1 is not to be known again
+
+
+def cover_leaves(directory: ReplayDirectory) -> None:
+    """After a kill between the stores of leaves and of the largest priority: have the latter no
+    smaller than that of a row that is there. Called under the lock."""
+    words, alpha = directory.words, directory.get_float(Word.ALPHA)
+    words[Word.MAX_SLOT] = -1  # with MAX_WITHIN the next update looks for it
+    if not (words[Word.ALPHA_SET] and alpha > 0 and directory.length):
+        return
+    largest = directory.get_float(Word.MAX_PRIORITY)
+    with np.errstate(over="ignore"):
+        raw = float(directory.tree.leaves.max() ** (1 / alpha)) - directory.get_float(Word.EPS)
+    if 1e-9 < raw / (1.0 if largest != largest else max(largest, 1e-300)) - 1 < float("inf"):
+        directory.set_float(Word.MAX_PRIORITY, raw)
 
 
 def _too_large(raw: float, alpha: float) -> ConfigurationError:

@@ -26,7 +26,7 @@ from torchrl_dist.replay import _torchrl, rows
 from torchrl_dist.replay.directory import ReplayDirectory, Word
 from torchrl_dist.replay.draws import TooFewDrawsError, count_draws
 from torchrl_dist.replay.placement import as_slots
-from torchrl_dist.replay.priorities import check_rescaling, rescaled, update
+from torchrl_dist.replay.priorities import set_alpha, update
 from torchrl_dist.replay.storage import NoRowsError, SharedMemmapStorage
 
 EMPTY = "Cannot sample from an empty storage."
@@ -458,14 +458,7 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
         directory = self._directory
         if directory is not None:
             with directory.lock():
-                old = directory.get_float(Word.ALPHA)
-                if value != old:
-                    power = value / old if old > 0 else 1.0
-                    check_rescaling(directory.tree.leaves, power)
-                    directory.begin()
-                    directory.tree.rescale(lambda leaves: rescaled(leaves, power))
-                    directory.set_float(Word.ALPHA, float(value))
-                    directory.commit()
+                set_alpha(directory, float(value))
         self._alpha = float(value)
 
     @property

@@ -322,8 +322,14 @@ def from_state(state: dict[str, Any]) -> list[SavedShard | None]:
     """Inverse of :func:`as_state`.
 
     Raises:
-        CheckpointError: it is something else.
+        CheckpointError: it is something else, such as the state of a storage of TorchRL's.
     """
+    if not isinstance(state, Mapping) or "shards" not in state:
+        found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+        raise CheckpointError(
+            f"expected what state_dict() of a shared storage gave, got {found}: the state of a "
+            "storage of TorchRL's goes into one of the same kind, whose rows extend() takes"
+        )
     try:
         return [None if each is None else _saved_shard(each) for each in state["shards"]]
     except (KeyError, TypeError, AttributeError) as error:

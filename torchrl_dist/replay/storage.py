@@ -38,7 +38,7 @@ from torchrl_dist.replay.gate import set_limiter
 from torchrl_dist.replay.gather import Gatherer
 from torchrl_dist.replay.limiter import Counts, RateLimiter
 from torchrl_dist.replay.placement import as_slots, split_rows
-from torchrl_dist.replay.priorities import check_priorities
+from torchrl_dist.replay.priorities import check_new
 from torchrl_dist.replay.saving import DirectoryShard, SavedStorage
 
 _REDRAWS = 8
@@ -345,7 +345,7 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         self, source: list[np.ndarray], count: int, priority: np.ndarray | None, limited: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if priority is not None:
-            check_priorities(priority)
+            check_new(self._directory, priority, count)
         self._cursor.drop_interrupted()
         parts = split_rows(count, self.max_size)
         if parts == [(0, count)]:
@@ -588,12 +588,18 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         """Whole rows at the given slots.
 
         An int, a tensor or list of slots waits (at most ``timeout_s``) for rows that are being
-        written; a slice leaves out rows that are not published.
+        written; a slice leaves out rows that are not published. A key, or a tuple of them, gives
+        that entry of all rows.
 
         Raises:
-            IndexError: for a slot that was never written.
+            IndexError: for a slot without a row that nobody is writing.
+            KeyError: for a key that the rows do not have.
             DeadlineError: if a row stayed unfinished.
         """
+        if isinstance(index, str) or (
+            isinstance(index, tuple) and index and all(isinstance(part, str) for part in index)
+        ):
+            return self.get(slice(None)).get(index)
         index = _single(index)
         handed = self._handed.batches
         for at, batch in enumerate(handed):
@@ -647,6 +653,12 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
                 published = (now & 1 == 0) & (now > 0)
                 self._regather(leaves, todo[published], slots)
                 todo = todo[~published]
+                gone = todo[~self._cursor.being_written(slots[todo])] if wait else todo[:0]
+            if gone.size:
+                raise IndexError(
+                    f"there is no row in slots {slots[gone][:8].tolist()} of {directory.path}, and "
+                    "nobody is writing one: never written, emptied, or its writer died"
+                )
             if todo.size and not wait:
                 slots, leaves = (
                     np.delete(slots, todo),
@@ -656,9 +668,8 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
             if todo.size:
                 if time.monotonic() > deadline:
                     raise DeadlineError(
-                        f"slots {slots[todo][:8].tolist()} of {directory.path} were not published "
-                        f"within {directory.timeout_s:g} s: never written, emptied, or their "
-                        "writer died"
+                        f"slots {slots[todo][:8].tolist()} of {directory.path} were being written "
+                        f"by others for {directory.timeout_s:g} s; are these stopped?"
                     )
                 time.sleep(_RETRY_S)
         return slots.size, leaves

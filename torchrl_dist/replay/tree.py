@@ -19,8 +19,6 @@ The arrays may lie in shared memory; the caller holds the lock.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from torchrl_dist.replay.kernel import address, find_kernel
@@ -111,12 +109,6 @@ class PriorityTree:
         """Store the leaves ``start`` to ``stop``; one value or ``stop - start`` of them."""
         self._marks[start >> _SHIFT : ((stop - 1) >> _SHIFT) + 1] = 1
         self.leaves[start:stop] = values
-
-    def rescale(self, function: Callable[[np.ndarray], np.ndarray]) -> None:
-        """Replace every leaf above 0 by ``function(leaf)``; vectorized, whole tree."""
-        self._marks[:] = 1
-        positive = self.leaves > 0
-        self.leaves[positive] = function(self.leaves[positive])
 
     def mark_all(self) -> None:
         """Have the next refresh recompute every node from the leaves."""

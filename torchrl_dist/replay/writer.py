@@ -66,12 +66,12 @@ class SharedCursorWriter(Writer):
         Returns:
             The slots, int64 [n]; -1 for rows that were not kept.
         """
-        if isinstance(data, (list, tuple)):
-            data = torch.stack(list(data))
         if not getattr(data, "batch_size", True):
             raise ConfigurationError("extend takes a batch of rows [n, ...], got one row: use add")
         if not len(data):
-            raise ConfigurationError("extend needs at least one row, got an empty batch")
+            return torch.zeros(0, dtype=torch.int64)
+        if isinstance(data, (list, tuple)):
+            data = torch.stack(list(data))
         index, generation = self._storage.append(data, priority)
         self._announce(index, generation)
         return index
