@@ -281,12 +281,6 @@ def _check_skip(before: State, after: State) -> None:
     assert (after.versions == before.versions).all()
 
 
-@pytest.fixture(params=["c", "numpy"])
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("TORCHRL_DIST_KERNEL", request.param)
-    return request.param
-
-
 def build(folder: Path, limiter: RateLimiter | None) -> TensorDictReplayBuffer:
     return attach(folder, _CAPACITY, alpha=_ALPHA, limiter=limiter, batch_size=4, timeout_s=10)
 
@@ -300,16 +294,21 @@ def refill(rb: TensorDictReplayBuffer) -> None:
     index, _ = rb.storage.append(rows_of(range(_CAPACITY)))
     rb.sampler.update_priority(index, priority_of(torch.arange(_CAPACITY)))
     if directory.draws is not None:
-        for _ in range(5):
-            rb.sampler.sample(rb.storage, 6)
+        for _ in range(7):
+            rb.sampler.sample(rb.storage, 4)
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "kernel, change",
+    [("numpy", change) for change in CHANGES]
+    + [("c", change) for change in ("extend", "update", "limited sample")],
+)
 def test_killed_between_any_two_stores(
-    folder: Path, stores: Stores, kernel: str, change: str, request: pytest.FixtureRequest
+    folder: Path, stores: Stores, kernel: str, change: str, monkeypatch, request
 ) -> None:
     torch.set_num_threads(1)
+    monkeypatch.setenv("TORCHRL_DIST_KERNEL", kernel)
     limiter, make, check = CHANGES[change]
     rb = build(folder, limiter)
     directory = rb.storage.directory
@@ -332,6 +331,9 @@ def test_killed_between_any_two_stores(
         status = run_forked(victim, store, timeout_s=20)
         assert status in (0, -signal.SIGKILL)
         after = State.of(rb)
+        if status == 0 and change == "limited sample":
+            assert after.samples == before.samples + 4  # it was returned
+            break
         try:
             check(before, after)
             assert_sound(rb)

@@ -562,7 +562,8 @@ def finish_emptying(directory: ReplayDirectory) -> None:
     words[Word.INSERT_BASE] = words[Word.WRITE_COUNT]
     words[Word.SAMPLED] = 0
     if words[Word.LIMITED] == 1:
-        directory.users[:, USER_UNRETURNED] = 0
+        unreturned = directory.users[:, USER_UNRETURNED]
+        unreturned[unreturned != 0] = 0
     words[Word.EMPTYING] = 0
 
 

@@ -105,7 +105,8 @@ class Gate:
     def set_samples(self, rows: int) -> None:
         """Begin to count anew; what is under way counts as of before. Called under the lock."""
         self._directory.words[Word.SAMPLED] = rows
-        self._directory.users[:, USER_UNRETURNED] = 0
+        unreturned = self._directory.users[:, USER_UNRETURNED]
+        unreturned[unreturned != 0] = 0
 
     def state(self) -> list[float]:
         """The limiter and its counts, for :meth:`set_state`."""

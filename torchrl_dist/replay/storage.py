@@ -599,7 +599,7 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         if isinstance(index, str) or (
             isinstance(index, tuple) and index and all(isinstance(part, str) for part in index)
         ):
-            return self.get(slice(None)).get(index)
+            return self.get(slice(None))[index]
         index = _single(index)
         handed = self._handed.batches
         for at, batch in enumerate(handed):
