@@ -96,6 +96,7 @@ OPTIONS = [
     {"slice_len": 4, "end_key": ("next", "done")},
     {"slice_len": 4, "end_key": ("next", "done"), "traj_key": None},
     {"num_slices": 4, "end_keys": [("next", "done"), ("next", "absent")], "traj_key": None},
+    {"slice_len": 4, "cache_values": True},
     {"slice_len": 4, "fragmented": True},
     {"slice_len": 8, "fragmented": True, "strict_length": False, "pad_output": True},
 ]
@@ -341,8 +342,7 @@ def test_what_cannot_be_sampled_is_said(make_buffers) -> None:
     ("options", "message"),
     [
         ({"end_key": ("next", "done"), "fragmented": True}, "needs a traj_key"),
-        ({"cache_values": True}, "cache_values"),
-        ({"cache_values": True, "ends": torch.ones(3, dtype=torch.bool)}, "cache_values"),
+        ({"cache_values": True, "ends": torch.ones(3, dtype=torch.bool)}, "ends"),
         ({"trajectories": torch.ones(3)}, "trajectories"),
         ({"compile": {"mode": "default"}}, "compile"),
         ({"use_gpu": True}, "use_gpu"),

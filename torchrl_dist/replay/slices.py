@@ -210,12 +210,13 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
             consecutive steps. Give the buffers of all processes this sampler, also of those that
             only write: rows remember their writer from the first one on. Rows that came by RPC
             are not joined.
+        cache_values: makes no difference: trajectories are looked up again when rows have changed.
         fragmented, truncated_key, init_key, strict_length, pad_output, span: as in
             ``SliceSampler``.
 
     Raises:
-        ConfigurationError: for what cannot be right over a shared buffer: ``cache_values``,
-            ``ends``, ``trajectories``, ``compile`` and ``use_gpu``; ``fragmented`` without
+        ConfigurationError: for what cannot be right over a shared buffer: ``ends``,
+            ``trajectories``, ``compile`` and ``use_gpu``; ``fragmented`` without
             trajectory ids; rows without the keys, or that were written before anybody asked for
             ``end_key``.
         RuntimeError: from ``sample``, if there is no row and none is being written, or no run that
@@ -232,7 +233,8 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         fragmented: bool = False,
         **options: Any,
     ) -> None:
-        for name in ("cache_values", "ends", "trajectories", "compile", "use_gpu"):
+        options.pop("cache_values", None)  # what was found holds until the rows change, anyway
+        for name in ("ends", "trajectories", "compile", "use_gpu"):
             given = options.pop(name, None)
             if given is not None and given is not False:
                 raise ConfigurationError(

@@ -427,7 +427,12 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         return torch.from_numpy(generations[np.searchsorted(unique, slots)])
 
     def _checked(self, data: TensorDictBase) -> list[np.ndarray]:
-        if not getattr(data, "batch_dims", 0):
+        if not is_tensor_collection(data):
+            raise ConfigurationError(
+                f"rows are TensorDicts or tensorclasses, got {type(data).__name__}; wrap the data "
+                "in a TensorDict"
+            )
+        if not data.batch_dims:
             raise ConfigurationError("expected a batch of rows [n, ...], got data without batch")
         spec = self._directory.rows
         if spec is None:
