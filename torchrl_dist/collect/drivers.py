@@ -27,6 +27,7 @@ _CARTPOLE = (
     CartPoleVectorEnv,
     "gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv",
 )
+_STARTS = 16
 Arrays = Sequence[np.ndarray]
 StepResult = tuple[Any, Any, Any]  # reward, terminated, truncated, each [N]
 
@@ -288,12 +289,14 @@ class CartPoleDriver(_VectorDriver):
         self.one_seed_only = False
         # One per env, as single ones have, so that an env's episodes follow from its own seed.
         self._generators: list[np.random.Generator] = []
+        self._starts: list[list[np.ndarray]] = []  # of the next episodes, drawn together
 
     def reset(self, seeds: Sequence[int] | None, current: Arrays) -> None:
         env: Any = self.env
         observation, _ = env.reset(seed=None if seeds is None else seeds[0])
         if seeds is not None:
             self._generators = [seeding.np_random(seed)[0] for seed in seeds]
+            self._starts = [[] for _ in seeds]
         if self._generators:
             self._draw(range(self.num_envs))
             observation = env.state.T.astype(np.float32)
@@ -302,7 +305,10 @@ class CartPoleDriver(_VectorDriver):
     def _draw(self, chosen: Iterable[int]) -> None:
         env: Any = self.env
         for i in chosen:
-            env.state[:, i] = self._generators[i].uniform(env.low, env.high, 4)
+            if not self._starts[i]:
+                drawn = self._generators[i].uniform(env.low, env.high, (_STARTS, 4))
+                self._starts[i] = list(drawn[::-1])
+            env.state[:, i] = self._starts[i].pop()
 
     def step(self, actions: np.ndarray, following: Arrays, current: Arrays) -> StepResult:
         env: Any = self.env

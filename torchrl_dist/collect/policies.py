@@ -76,7 +76,7 @@ _q_values = inspect.unwrap(QValueModule.forward)
 
 
 def _methods(kind: type) -> tuple[Any, ...]:
-    return tuple(inspect.getattr_static(kind, name, None) for name in _METHODS)
+    return tuple(getattr(kind, name, None) for name in _METHODS)
 
 
 _AS_IMPORTED = {
@@ -85,8 +85,9 @@ _AS_IMPORTED = {
 
 
 def known_classes() -> frozenset[type]:
-    """Those whose methods nobody has replaced since; to be asked for once per rollout."""
-    if not inspect.isfunction(_q_values):
+    """Those whose methods nobody has replaced since, if modules are not told to skip what is there;
+    to be asked for once per rollout."""
+    if skip_existing() or not inspect.isfunction(_q_values):
         return frozenset()
     return frozenset(kind for kind, methods in _AS_IMPORTED.items() if methods == _methods(kind))
 
@@ -128,7 +129,7 @@ def act(policy: Policy, values: Values, n: int, known: Collection[type]) -> Valu
     Args:
         known: of :func:`known_classes`.
     """
-    if skip_existing() or torch.nn.modules.module._has_any_global_hook():
+    if torch.nn.modules.module._has_any_global_hook():
         known = ()
     out = _call(policy, values, n, known)
     if out is not values:
@@ -144,7 +145,13 @@ def _call(module: Any, values: Values, n: int, known: Collection[type]) -> Value
             if _writes_its_outputs(module):
                 inputs = [values.get(plain_key(key)) for key in module.in_keys]
                 if all(value is not None for value in inputs):
-                    _write(module.out_keys, module.module(*inputs), values, n)
+                    inner = module._modules.get("module")  # a quarter of a look at the attribute
+                    made = (module.module if inner is None else inner)(*inputs)
+                    keys = module.out_keys
+                    if type(made) is Tensor and len(keys) == 1 and made.ndim and len(made) == n:
+                        values[plain_key(keys[0])] = made
+                    else:
+                        _write(keys, made, values, n)
                     return values
         elif kind is QValueModule:
             if all(type(key) is str for key in (*module.in_keys, *module.out_keys)):
