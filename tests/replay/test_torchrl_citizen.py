@@ -467,7 +467,14 @@ def test_what_cannot_be_a_row_is_refused_before_anything_is_stored(
     }[data]
     with pytest.raises(ValueError):  # ConfigurationError is one, TorchRL's own class raises it
         rb.extend(given)
+    with pytest.raises(
+        (ValueError, AttributeError) if kind is TensorDictReplayBuffer else ValueError
+    ):
+        rb.add({"obs": torch.zeros(3)})
     assert rb.storage.directory.rows is None
+    with pytest.raises(ConfigurationError, match="host memory, got device=cuda"):
+        SharedPrioritizedSampler(8, 0.6, 0.4, device="cuda")
+    SharedPrioritizedSampler(8, 0.6, 0.4, device="cpu")
     rb.extend(TensorDict({"obs": torch.zeros(3)}, [3]))
     assert len(rb) == 3
     rb.storage.close()

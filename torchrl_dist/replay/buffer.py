@@ -75,7 +75,8 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         Returns:
             Its slot, int64 [].
         """
-        index = self._write(data.unsqueeze(0), True)
+        rows = data.unsqueeze(0) if isinstance(data, TensorDictBase) else data  # refused there
+        index = self._write(rows, True)
         return index[0] if index.numel() else index
 
     def _write(self, data: TensorDictBase, with_priority: bool) -> torch.Tensor:

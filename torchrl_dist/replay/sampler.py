@@ -378,6 +378,7 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
         reduction: how ``TensorDictReplayBuffer`` reduces priorities of several elements per row.
         max_priority_within_buffer: new rows get the largest priority among the rows present
             instead of the largest ever seen; shared by all processes, like alpha.
+        device: ``None`` or the CPU.
 
     Raises:
         ConfigurationError: another alpha or eps than the directory's, a wrong capacity, or
@@ -394,7 +395,14 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
         dtype: torch.dtype = torch.float,
         reduction: str = "max",
         max_priority_within_buffer: bool = False,
+        *,
+        device: torch.device | str | None = None,
     ) -> None:
+        if device is not None and torch.device(device).type != "cpu":
+            raise ConfigurationError(
+                f"priorities that processes share lie in host memory, got device={device}: leave "
+                "it out"
+            )
         self._alpha, self._beta, self._eps = checked_exponents(alpha, beta, eps)
         # PrioritizedSampler.__init__ would build process-local trees
         self._max_capacity = max_capacity

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, is_tensor_collection
 from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.writers import Writer
 
@@ -77,6 +77,11 @@ class SharedCursorWriter(Writer):
         return index
 
     def add(self, data: TensorDictBase) -> torch.Tensor:
+        if not is_tensor_collection(data):
+            raise ConfigurationError(
+                f"rows are TensorDicts or tensorclasses, got {type(data).__name__}; wrap the data "
+                "in a TensorDict"
+            )
         return self.extend(data.unsqueeze(0)).squeeze(0)
 
     def write_at(self, index: int | torch.Tensor, data: Any) -> torch.Tensor:
