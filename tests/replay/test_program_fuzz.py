@@ -38,7 +38,7 @@ from torchrl_dist.replay.directory import CLAIM_COUNT, CLAIM_MEMBER, Word
 
 _CAPACITY, _EPS = 48, 1e-8
 _ALPHAS = (0.5, 1.0, 1.25)
-_ROUNDS = int(os.environ.get("PROGRAM_FUZZ_ROUNDS", "6"))
+_ROUNDS = int(os.environ.get("PROGRAM_FUZZ_ROUNDS", "9"))
 
 
 def build(folder: Path) -> SharedReplayBuffer:
@@ -195,10 +195,12 @@ def test_programs_leave_whole_rows_with_their_mass(folder: Path, tmp_path: Path,
         def free(seed: int) -> None:
             Program(folder, seed).run(30, armed=False)
 
-        pids = [start(armed, 1000 + 2 * turn), start(free, 1001 + 2 * turn)]
+        pids = [start(armed, 1000 + 2 * turn)]
+        if turn % 3 == 0:  # alone, what it leaves is looked at before anybody writes over it
+            pids.append(start(free, 1001 + 2 * turn))
         seeds.random()
         statuses = [end_of(pid, 60) for pid in pids]
-        assert statuses[0] in (0, -signal.SIGKILL) and statuses[1] == 0, (turn, statuses)
+        assert statuses[0] in (0, -signal.SIGKILL) and not any(statuses[1:]), (turn, statuses)
         killed += statuses[0] != 0
         assert run_forked(check, folder, timeout_s=60) == 0, f"round {turn}"
     request.node.user_properties.append(("kills", killed))
