@@ -301,9 +301,11 @@ def _remove_leftovers() -> None:
         prefix, _, rest = namespace.partition("-")
         owner = rest.partition("-")[0]
         if prefix == _PREFIX and owner.isdigit() and not psutil.pid_exists(int(owner)):
-            for pid in _ip("netns", "pids", namespace).split():
-                os.kill(int(pid), signal.SIGKILL)
-            _ip("netns", "del", namespace)
+            # another test run may be removing them too
+            with contextlib.suppress(subprocess.CalledProcessError, ProcessLookupError):
+                for pid in _ip("netns", "pids", namespace).split():
+                    os.kill(int(pid), signal.SIGKILL)
+                _ip("netns", "del", namespace)
     for folder in Path("/dev/shm").glob(f"{_PREFIX}-*"):
         if not psutil.pid_exists(int(folder.name.split("-")[1])):
             shutil.rmtree(folder, ignore_errors=True)
