@@ -188,11 +188,11 @@ def test_programs_leave_whole_rows_with_their_mass(folder: Path, tmp_path: Path,
     killed = 0
     for turn in range(_ROUNDS):
 
-        def armed(seed: int) -> None:
+        def armed(seed: int, alone: bool = bool(turn % 3)) -> None:
             program = Program(folder, seed)
             stores.watch(program.rb.storage.directory)
             with stores.dying_at(seeds.randint(1, 1500)):
-                program.run(30, armed=True, alone=bool(turn % 3))
+                program.run(30, armed=True, alone=alone)
 
         def free(seed: int) -> None:
             Program(folder, seed).run(30, armed=False)
