@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -46,6 +47,17 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
     if run is not None:
         Path(tempfile.gettempdir(), f"torchrl_dist-tests-{run}").unlink(missing_ok=True)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Figures of a test cross to the other half as plain numbers: no NumPy's."""
+    outcome = yield
+    report = outcome.get_result()
+    report.user_properties = [
+        (name, value.item() if isinstance(value, np.generic) else value)
+        for name, value in report.user_properties
+    ]
 
 
 @pytest.fixture(scope="session")

@@ -346,6 +346,7 @@ def test_a_change_of_alpha_does_not_mix_priorities(rb, tmp_path: Path, small_chu
     np.testing.assert_allclose(saved.leaf, wanted, rtol=1e-6)
 
 
+@pytest.mark.alone
 def test_other_processes_extend_and_sample_at_their_pace_during_a_large_dump(
     folder: Path, tmp_path: Path, request
 ) -> None:
