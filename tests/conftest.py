@@ -93,13 +93,17 @@ def no_process_is_left(
 def _end_children_of_server() -> list[str]:
     if _server is None or not psutil.pid_exists(_server.pid):
         return []
-    # all but Python's own helper, which the server keeps for its children
-    children = [
-        child
-        for child in psutil.Process(_server.pid).children(recursive=True)
-        if "multiprocessing.resource_tracker" not in " ".join(child.cmdline())
-    ]
+    server = psutil.Process(_server.pid)
+    children = [child for child in server.children(recursive=True) if _may_be_left(child)]
     _, alive = psutil.wait_procs(children, timeout=_GRACE_S)
     for process in alive:
         process.kill()
     return [f"{process.pid}: child of the fork server" for process in alive]
+
+
+def _may_be_left(process: psutil.Process) -> bool:
+    """Not Python's own helper, which the server keeps for its children, and no zombie."""
+    try:
+        return "multiprocessing.resource_tracker" not in " ".join(process.cmdline())
+    except psutil.Error:
+        return False

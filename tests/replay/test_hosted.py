@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from scipy import stats
@@ -207,6 +208,7 @@ def test_a_paused_owner_is_a_late_owner(make, cluster) -> None:
     shorten_deadlines(buffer, 1.0)
     pid = cluster.pid_of(cluster.of_role("owner")[0])
     os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
     try:
         index = buffer.extend(make_rows(range(10, 20)))
         begin = time.monotonic()
@@ -772,8 +774,9 @@ def test_a_buffer_that_is_released_gives_everything_back_and_its_name(cluster, f
         buffer.release()
         assert not list(folder.iterdir())
         del buffer
-        for (now, mapped), (was, _) in zip(in_use(), before, strict=True):
-            assert now <= was and not mapped
+        # what earlier tests of this process have not closed is mapped still
+        for (now, mapped), (was, then) in zip(in_use(), before, strict=True):
+            assert now <= was and len(mapped) <= len(then)
     first = replay_buffer(cluster, capacity=64, hosts=owners[:1], shortcut=False, **common)
     other = pickle.loads(pickle.dumps(first))
     other.extend(make_rows(range(4)))

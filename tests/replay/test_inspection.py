@@ -71,7 +71,7 @@ def test_it_says_what_the_directory_holds(rb, folder: Path) -> None:
     assert found["alpha"] == 0.6 and found["max_priority"] == 80.0
     assert found["counters"] == rb.storage.directory.counters
     (member,) = found["members"]
-    assert member["pid"] == os.getpid() and member["alive"] and "pytest" in member["command"]
+    assert member["pid"] == os.getpid() and member["alive"] and "python" in member["command"]
     assert found["claims"] == [
         {
             "member": member["member"],
