@@ -1,0 +1,111 @@
+"""The notebooks are stored as they ran, and found what they tell."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+nbformat = pytest.importorskip("nbformat")
+
+FOLDER = Path(__file__).parent.parent / "tutorials"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+LARGEST_KB = 500
+
+
+def near(value: float, within: float) -> Any:
+    return pytest.approx(value, abs=within)
+
+
+class Above(float):
+    """Compares equal to any number above it."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, float | int) and other > float(self)
+
+    __hash__ = float.__hash__
+
+
+# What each notebook's last cell prints, at any size; what depends on the machine is left out.
+HEADLINES: dict[str, dict[str, Any]] = {
+    "1_one_buffer_for_all_ranks": {
+        "usual_len": 2500,
+        "len_on_every_rank": [10_000] * 4,
+        "rows_by_writer": [2500] * 4,
+        "late_rank_law_error": near(0, 0.02),
+        "synced_lengths_agree": False,
+        "recycled_share": near(1 / 8, 0.04),
+        "late_rank_share_kept": near(1, 0.05),
+        "beta_agrees": True,
+        "beta_end": 1.0,
+        "fabric_rows": [200, 200],
+    },
+    "2_is_a_buffer_per_worker_the_same_law": {
+        "per worker, each shard the same rows": near(0, 0.001),
+        "per worker, 1:2:3:4 rows": near(0.177, 0.01),
+        "per worker, priorities 1:3:9:27": near(0.275, 0.01),
+        "weights_off": near(0.7, 0.03),
+        "updates, dealt out at random": near(1.05, 0.25),
+        "updates, one rank acts well": Above(1.6),
+        "sharded_to_floor": near(1, 0.15),
+        "per_node": Above(0.4),
+        "repaired_off_beta_1.0": near(0, 0.001),
+        "repaired_off_beta_0.4": Above(0.2),
+        "bench_worst_to_floor": near(1, 0.1),
+    },
+    "3_over_nodes_and_when_things_die": {
+        "index_is_shard_and_slot": True,
+        "draws_by_shard": [near(n / 6, 0.03) for n in (1, 2, 3)],
+        "rows_back": 600,
+        "samples_per_insert": near(4, 2),
+        "shard_of_the_dead_in_batch": 0,
+        "reports": 1,
+    },
+    "4_collecting_at_every_step_duration": {
+        "message_ms": near(0.215, 0.001),
+        "formula_error": near(0.057, 0.001),
+        "ours_of_floor_at_10_ms": Above(0.6),
+        "aggregation_gain": Above(4),
+        "ends": [[5, True], [7, False], [5, True]],
+    },
+    "5_does_a_receive_deadline_pay": {
+        "relative_spread_falls_by": near(16, 2),
+        "gain_heavy_tail_one_env": Above(1.5),
+        "gain_normal_many_envs": near(1, 0.15),
+        "patient_receives_all": True,
+        "slow_share_wait_all": near(0.25, 0.01),
+        "slow_share_first_ready": near(0.12, 0.08),
+    },
+    "6_learning_on_several_ranks": {
+        "traps_here": near(0, 1e-5),
+        "shared_len": 200,
+        "important_on_rank_1": near(0.3, 0.1),
+        "equal_seeds_alike": True,
+        "ranks_seed_alike": False,
+    },
+}
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_stored_as_it_ran(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    outputs = [output for cell in code for output in cell.outputs]
+    assert not [output for output in outputs if output.output_type == "error"]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    assert_found(path.stem, notebook)
+    assert path.stat().st_size < LARGEST_KB * 1024
+    text = path.read_text()
+    for word in ("/home/", "/root/", "/work/", str(FOLDER.parent)):
+        assert word not in text, word
+
+
+def assert_found(name: str, notebook: Any) -> None:
+    (cell,) = [c for c in notebook.cells if "headline" in c.metadata.get("tags", [])]
+    found = json.loads(cell.outputs[0].text.splitlines()[-1])
+    expected = HEADLINES[name]
+    assert {key: found[key] for key in expected} == expected
