@@ -10,7 +10,7 @@ from torch import nn
 from torchrl.data import OneHot
 from torchrl.modules import EGreedyModule, QValueActor
 
-from torchrl_dist.collect.shared_block import SharedWeights, WeightsView
+from torchrl_dist.collect.worker.shared_block import SharedWeights, WeightsView
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.weights import pack, unpack
 

@@ -50,8 +50,8 @@ def test_one_wheel_is_for_every_python_and_its_kernel_loads(wheel: Path, tmp_pat
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
         compiled = [name for name in archive.namelist() if name.endswith(".so")]
-    assert compiled == ["torchrl_dist/replay/_kernel.abi3.so"]
-    kernel = tmp_path / "torchrl_dist" / "replay" / "kernel.py"
+    assert compiled == ["torchrl_dist/replay/law/_kernel.abi3.so"]
+    kernel = tmp_path / "torchrl_dist" / "replay" / "law" / "kernel.py"
     env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)]), "PATH": ""}
     env["TORCHRL_DIST_KERNEL"] = "c"
     loaded = run(sys.executable, "-c", LOAD_KERNEL, str(kernel), env=env)
@@ -59,7 +59,7 @@ def test_one_wheel_is_for_every_python_and_its_kernel_loads(wheel: Path, tmp_pat
 
 
 def test_the_kernel_uses_nothing_beyond_the_limited_api_of_python_3_10() -> None:
-    text = (ROOT / "torchrl_dist" / "replay" / "_kernel.c").read_text()
+    text = (ROOT / "torchrl_dist" / "replay" / "law" / "_kernel.c").read_text()
     assert "#define Py_LIMITED_API 0x030A0000" in text
 
 

@@ -18,8 +18,8 @@ from torchrl.envs import GymEnv
 
 from tests.collect.envs import Counter, counters
 from torchrl_dist.collect import FirstReady, RPCBatchedCollector, WaitAll
-from torchrl_dist.collect.node import NodeWorker
-from torchrl_dist.collect.worker import RolloutWorker, WorkerConfig
+from torchrl_dist.collect.node.node import NodeWorker
+from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig
 from torchrl_dist.errors import ConfigurationError, PeerLostError, RemoteError
 from torchrl_dist.runtime import ForkServer, local_cluster
 

@@ -9,8 +9,8 @@ from torchrl.modules import QValueActor
 from torchrl.objectives.value import GAE
 
 from tests.collect.envs import Counter, mlp
-from torchrl_dist.collect.batches import join, truncate_last
-from torchrl_dist.collect.worker import RolloutWorker, WorkerConfig
+from torchrl_dist.collect.loop.batches import join, truncate_last
+from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig
 
 
 def cut_batch(least: int) -> TensorDict:

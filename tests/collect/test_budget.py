@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrl_dist.collect.budget import FrameBudget, plan_shares
+from torchrl_dist.collect.learner.budget import FrameBudget, plan_shares
 
 # An example's time says nothing where others use the cores.
 untimed = settings(deadline=None)

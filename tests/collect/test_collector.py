@@ -25,13 +25,13 @@ from torchrl.modules import EGreedyModule, QValueActor
 
 from tests.collect.envs import Counter, mlp
 from torchrl_dist.collect import CollectReport, FirstReady, RPCBatchedCollector, WaitAll
-from torchrl_dist.collect.start import (
+from torchrl_dist.collect.learner.start import (
     MESSAGE_BYTES,
     MESSAGE_S,
     seconds_per_message,
     steps_per_message,
 )
-from torchrl_dist.collect.worker import RolloutWorker, WorkerConfig, WorkerInfo
+from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig, WorkerInfo
 from torchrl_dist.errors import ConfigurationError, DeadlineError, RemoteError
 from torchrl_dist.weights import pack
 

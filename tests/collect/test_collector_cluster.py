@@ -22,7 +22,7 @@ from torchrl.modules import QValueActor
 
 from tests.collect.envs import Counter, Tally, mlp, steps_taken
 from torchrl_dist.collect import FirstReady, Preempt, Quorum, RPCBatchedCollector, WaitAll
-from torchrl_dist.collect.worker import RolloutWorker, WorkerConfig
+from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
 from torchrl_dist.runtime import ForkServer, Session, local_cluster
 

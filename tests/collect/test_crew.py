@@ -11,10 +11,10 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from torchrl_dist.collect.budget import FrameBudget
-from torchrl_dist.collect.crew import Crew, Worker
-from torchrl_dist.collect.readiness import WaitAll
-from torchrl_dist.collect.worker import RolloutStats
+from torchrl_dist.collect.learner.budget import FrameBudget
+from torchrl_dist.collect.learner.crew import Crew, Worker
+from torchrl_dist.collect.learner.readiness import WaitAll
+from torchrl_dist.collect.worker.worker import RolloutStats
 from torchrl_dist.errors import RemoteError
 
 pytestmark = pytest.mark.timeout(30)

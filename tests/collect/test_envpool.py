@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from torchrl_dist.collect import RPCBatchedCollector
-from torchrl_dist.collect.rollout import make_rollout
+from torchrl_dist.collect.loop.rollout import make_rollout
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.runtime import ForkServer, local_cluster
 

@@ -23,10 +23,10 @@ from torchrl.modules import EGreedyModule, LSTMModule, QValueActor
 
 from tests.collect.envs import Counter, mlp
 from torchrl_dist.collect import Preempt, RPCBatchedCollector
-from torchrl_dist.collect.groups import Inference
-from torchrl_dist.collect.inference import RPCInferenceTransport
-from torchrl_dist.collect.one_thread import use_one_thread_if_small
-from torchrl_dist.collect.relay import Array, NodeLearner, Relay, Window
+from torchrl_dist.collect.learner.inference import RPCInferenceTransport
+from torchrl_dist.collect.loop.groups import Inference
+from torchrl_dist.collect.loop.one_thread import use_one_thread_if_small
+from torchrl_dist.collect.node.relay import Array, NodeLearner, Relay, Window
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
 from torchrl_dist.runtime import ForkServer, local_cluster
 

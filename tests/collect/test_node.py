@@ -25,11 +25,12 @@ from torchrl.envs.utils import ExplorationType
 from torchrl.modules import QValueActor
 
 from tests.collect.envs import Counter, mlp
-from torchrl_dist.collect import Preempt, RPCBatchedCollector, process_pool
-from torchrl_dist.collect.batches import MASK
-from torchrl_dist.collect.env_process import FIRST_PROGRESS, config_of_part
-from torchrl_dist.collect.node import NodeWorker
-from torchrl_dist.collect.worker import RolloutWorker, WorkerConfig
+from torchrl_dist.collect import Preempt, RPCBatchedCollector
+from torchrl_dist.collect.loop.batches import MASK
+from torchrl_dist.collect.node import process_pool
+from torchrl_dist.collect.node.env_process import FIRST_PROGRESS, config_of_part
+from torchrl_dist.collect.node.node import NodeWorker
+from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig
 from torchrl_dist.errors import ConfigurationError, PeerLostError, RemoteError
 from torchrl_dist.runtime import ForkServer, local_cluster
 from torchrl_dist.weights import pack

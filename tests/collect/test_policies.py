@@ -33,7 +33,7 @@ from torchrl.modules import (
     SafeSequential,
 )
 
-from torchrl_dist.collect.policies import act, known_classes, on_tensordicts
+from torchrl_dist.collect.loop.policies import act, known_classes, on_tensordicts
 
 _ROWS = 5
 Log = list[str]  # what hooks and overridden methods did

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchrl_dist.collect.readiness import FirstReady, Preempt, Quorum, Readiness, WaitAll
+from torchrl_dist.collect.learner.readiness import FirstReady, Preempt, Quorum, Readiness, WaitAll
 from torchrl_dist.errors import ConfigurationError
 
 

@@ -19,7 +19,7 @@ from torchrl.objectives.value import GAE
 from tests.collect.envs import Counter, counters, mlp
 from tests.collect.test_rollout import assert_equal_data, collect, seeded, torchrl_data
 from torchrl_dist.collect import Preempt, RPCBatchedCollector
-from torchrl_dist.collect.trajectories import TrajectoryAssembler
+from torchrl_dist.collect.loop.trajectories import TrajectoryAssembler
 from torchrl_dist.errors import ConfigurationError
 
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from torchrl_dist.collect.report import summarize
-from torchrl_dist.collect.worker import RolloutStats
+from torchrl_dist.collect.learner.report import summarize
+from torchrl_dist.collect.worker.worker import RolloutStats
 
 
 def test_a_report_joins_what_the_rollouts_say() -> None:

@@ -26,10 +26,10 @@ from torchrl.modules import (
 )
 
 from tests.collect.envs import Counter, EpisodeSeeds, NextStepVector, counters, mlp
-from torchrl_dist.collect.access import visit
-from torchrl_dist.collect.policies import Compilation
-from torchrl_dist.collect.rollout import Episodes, make_rollout
-from torchrl_dist.collect.worker import RolloutWorker, WorkerConfig
+from torchrl_dist.collect.loop.access import visit
+from torchrl_dist.collect.loop.policies import Compilation
+from torchrl_dist.collect.loop.rollout import Episodes, make_rollout
+from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig
 from torchrl_dist.errors import ConfigurationError
 
 

@@ -25,8 +25,8 @@ from torchrl.modules import LSTMModule, ProbabilisticActor, QValueActor, TanhNor
 
 from tests.collect.envs import Agents, Pictures, Talking, mlp
 from torchrl_dist.collect import RPCBatchedCollector
-from torchrl_dist.collect.node import NodeWorker
-from torchrl_dist.collect.worker import WorkerConfig
+from torchrl_dist.collect.node.node import NodeWorker
+from torchrl_dist.collect.worker.worker import WorkerConfig
 from torchrl_dist.runtime import ForkServer, local_cluster
 
 _ENVS, _SEED, _BATCHES = 4, 7, 2

@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from torchrl_dist.collect.shared_block import (
+from torchrl_dist.collect.worker.shared_block import (
     BlockRows,
     PackedRows,
     RolloutLayout,

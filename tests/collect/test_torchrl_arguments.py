@@ -22,7 +22,7 @@ from torchrl.testing.mocking_classes import CountingEnv
 
 from tests.collect.envs import Counter
 from torchrl_dist.collect import Preempt, RPCBatchedCollector
-from torchrl_dist.collect.arguments import _ANYTHING, _REFUSED
+from torchrl_dist.collect.learner.arguments import _ANYTHING, _REFUSED
 from torchrl_dist.errors import ConfigurationError, DeadlineError, RemoteError
 from torchrl_dist.runtime import Session, local_cluster
 

@@ -45,8 +45,8 @@ from torchrl_dist.replay import (
     SharedPrioritizedSampler,
     SharedRandomSampler,
 )
-from torchrl_dist.replay.directory import CLAIM_COUNT, CLAIM_MEMBER, ReplayDirectory, Word
-from torchrl_dist.replay.lock import is_held
+from torchrl_dist.replay.node.directory import CLAIM_COUNT, CLAIM_MEMBER, ReplayDirectory, Word
+from torchrl_dist.replay.node.lock import is_held
 
 LONG = bool(int(os.environ.get("TORCHRL_DIST_LONG_TESTS", "0")))
 """Set by hand for many times as many faults and rows."""

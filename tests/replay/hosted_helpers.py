@@ -15,9 +15,10 @@ import torch
 from tensordict import TensorDict
 
 from torchrl_dist.errors import RateLimitError
-from torchrl_dist.replay import HostedReplayBuffer, owner, replay_buffer
-from torchrl_dist.replay.host import ReplayHost
-from torchrl_dist.replay.messages import Reply, Request
+from torchrl_dist.replay import HostedReplayBuffer, replay_buffer
+from torchrl_dist.replay.hosts import owner
+from torchrl_dist.replay.hosts.host import ReplayHost
+from torchrl_dist.replay.hosts.messages import Reply, Request
 from torchrl_dist.runtime.remote import current_session
 
 

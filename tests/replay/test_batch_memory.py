@@ -9,8 +9,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from torchrl_dist.replay.batch_memory import BatchMemory
-from torchrl_dist.replay.gather import Gatherer
+from torchrl_dist.replay.row.batch_memory import BatchMemory
+from torchrl_dist.replay.row.gather import Gatherer
 
 SHAPE = (64, 512)
 

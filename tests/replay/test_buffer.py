@@ -29,9 +29,9 @@ from torchrl_dist.replay import (
     SharedSliceSampler,
     anneal_beta,
 )
-from torchrl_dist.replay.cursor import Reservation
-from torchrl_dist.replay.kernel import find_kernel
-from torchrl_dist.replay.sampler import RecentGenerations
+from torchrl_dist.replay.law.kernel import find_kernel
+from torchrl_dist.replay.node.cursor import Reservation
+from torchrl_dist.replay.parts.sampler import RecentGenerations
 
 
 def assert_whole(batch: TensorDict) -> None:
@@ -444,7 +444,7 @@ def test_a_full_disk_is_an_error_before_any_row_is_damaged(make_buffer, monkeypa
 
 
 def test_a_network_file_system_is_refused(folder: Path, monkeypatch) -> None:
-    from torchrl_dist.replay import directory
+    from torchrl_dist.replay.node import directory
 
     monkeypatch.setattr(directory, "_NETWORK_FILE_SYSTEMS", frozenset({"tmpfs"}))
     with pytest.raises(DirectoryError, match="network file system"):

@@ -43,10 +43,11 @@ from torchrl_dist import (
     SharedPrioritizedSampler,
     SharedReplayBuffer,
 )
-from torchrl_dist.replay import dump, rows, snapshot
-from torchrl_dist.replay.directory import Word
-from torchrl_dist.replay.dump import read_dump
-from torchrl_dist.replay.snapshot import SavedShard
+from torchrl_dist.replay.node.directory import Word
+from torchrl_dist.replay.row import rows
+from torchrl_dist.replay.saving import disk, snapshot
+from torchrl_dist.replay.saving.disk import read_dump
+from torchrl_dist.replay.saving.snapshot import SavedShard
 
 CAPACITY = 80
 
@@ -89,9 +90,9 @@ def assert_own_priorities(saved: SavedShard) -> None:
 @contextlib.contextmanager
 def before_rows_are_written(function: Callable[[], None]) -> Iterator[None]:
     """Call it in another thread each time that rows of a chunk go to the disk."""
-    original = dump.ShardFiles.write
+    original = disk.ShardFiles.write
 
-    def write(self: dump.ShardFiles, arrays: list[np.ndarray]) -> None:
+    def write(self: disk.ShardFiles, arrays: list[np.ndarray]) -> None:
         thread = threading.Thread(target=function)
         thread.start()
         thread.join(20)
@@ -99,7 +100,7 @@ def before_rows_are_written(function: Callable[[], None]) -> Iterator[None]:
         original(self, arrays)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dump.ShardFiles, "write", write)
+        patch.setattr(disk.ShardFiles, "write", write)
         yield
 
 

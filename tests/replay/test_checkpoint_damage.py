@@ -30,8 +30,8 @@ from tests.replay.faults import (
 from tests.replay.test_files import contents
 from torchrl_dist.errors import CheckpointError
 from torchrl_dist.replay import SharedReplayBuffer
-from torchrl_dist.replay.dump import writing
 from torchrl_dist.replay.inspection import inspect
+from torchrl_dist.replay.saving.disk import writing
 
 CAPACITY = 80
 

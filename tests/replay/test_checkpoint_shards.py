@@ -27,8 +27,8 @@ from torchrl_dist import (
     local_cluster,
     replay_buffer,
 )
-from torchrl_dist.replay import dump, snapshot
-from torchrl_dist.replay.dump import read_dump, read_manifest
+from torchrl_dist.replay.saving import disk, snapshot
+from torchrl_dist.replay.saving.disk import read_dump, read_manifest
 
 pytestmark = pytest.mark.timeout(90)
 SHARD = 48
@@ -184,15 +184,15 @@ def test_a_state_dict_goes_to_another_number_of_shards(make) -> None:
 
 def hide_folders(monkeypatch) -> None:
     """From the hosts, as if they were on other machines."""
-    shard = dump.DumpWriter.shard
+    shard = disk.DumpWriter.shard
 
     @contextlib.contextmanager
-    def hidden(*args) -> Iterator[dump.ShardFiles]:
+    def hidden(*args) -> Iterator[disk.ShardFiles]:
         with shard(*args) as files:
             files.folder = Path("/nowhere", *files.folder.parts[1:])
             yield files
 
-    monkeypatch.setattr(dump.DumpWriter, "shard", hidden)
+    monkeypatch.setattr(disk.DumpWriter, "shard", hidden)
 
 
 def contents(path: Path) -> dict[str, bytes]:
@@ -209,13 +209,13 @@ def test_hosts_that_see_the_folder_write_the_same_files_themselves(
     (tmp_path / "link").symlink_to("elsewhere")
     buffer = make(2)
     fill(buffer, 14)
-    received, write = [], dump.ShardFiles.write
+    received, write = [], disk.ShardFiles.write
 
-    def count(self: dump.ShardFiles, arrays) -> None:
+    def count(self: disk.ShardFiles, arrays) -> None:
         received.append(len(arrays[0]))
         write(self, arrays)
 
-    monkeypatch.setattr(dump.ShardFiles, "write", count)
+    monkeypatch.setattr(disk.ShardFiles, "write", count)
     buffer.dumps("link/seen")
     assert not received
     hide_folders(monkeypatch)
@@ -277,14 +277,14 @@ def test_writers_go_on_while_shards_are_saved(
     buffer = make(2)
     fill(buffer, 8)
     lock, new = threading.Lock(), iter(range(1000, 10**6))
-    append = dump.ShardFiles.append
+    append = disk.ShardFiles.append
 
-    def extend_and_append(self: dump.ShardFiles, chunk) -> None:
+    def extend_and_append(self: disk.ShardFiles, chunk) -> None:
         with lock:
             buffer.extend(rows_of([next(new)]))
         append(self, chunk)
 
-    monkeypatch.setattr(dump.ShardFiles, "append", extend_and_append)
+    monkeypatch.setattr(disk.ShardFiles, "append", extend_and_append)
     if not seen:
         hide_folders(monkeypatch)
     buffer.dumps(tmp_path)

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_dist.errors import CheckpointError
-from torchrl_dist.replay.directory import LeafSpec, RowSpec
-from torchrl_dist.replay.snapshot import (
+from torchrl_dist.replay.node.directory import LeafSpec, RowSpec
+from torchrl_dist.replay.saving.snapshot import (
     Head,
     SavedShard,
     _runs,

@@ -41,8 +41,8 @@ from torchrl_dist.replay import (
     SharedRandomSampler,
     SharedReplayBuffer,
 )
-from torchrl_dist.replay.limiter import Counts
-from torchrl_dist.replay.placement import largest_reservation
+from torchrl_dist.replay.law.limiter import Counts
+from torchrl_dist.replay.law.placement import largest_reservation
 
 pytestmark = pytest.mark.timeout(300)
 BETA, EPS = 0.5, 1e-8

@@ -31,9 +31,9 @@ from torchrl_dist.replay import (
     SharedRandomSampler,
     SharedReplayBuffer,
     SharedSliceSampler,
-    storage,
 )
-from torchrl_dist.replay.directory import ReplayDirectory, Word
+from torchrl_dist.replay.node.directory import ReplayDirectory, Word
+from torchrl_dist.replay.parts import storage
 
 KINDS = [TensorDictReplayBuffer, SharedReplayBuffer]
 

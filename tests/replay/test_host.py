@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 
 from tests.replay.conftest import folder, make_rows  # noqa: F401
 from torchrl_dist import ConfigurationError, DeadlineError, RateLimiter, SharedMemmapStorage
-from torchrl_dist.replay import rows
-from torchrl_dist.replay.directory import Word, array_of
-from torchrl_dist.replay.host import ReplayHost
-from torchrl_dist.replay.merging import merged, parts_of
-from torchrl_dist.replay.messages import (
+from torchrl_dist.replay.hosts.host import ReplayHost
+from torchrl_dist.replay.hosts.merging import merged, parts_of
+from torchrl_dist.replay.hosts.messages import (
     CountSamples,
     Empty,
     Operation,
@@ -28,7 +26,9 @@ from torchrl_dist.replay.messages import (
     SetWrittenPriorities,
     Write,
 )
-from torchrl_dist.replay.packing import pack, spec_from_text, unpack
+from torchrl_dist.replay.node.directory import Word, array_of
+from torchrl_dist.replay.row import rows
+from torchrl_dist.replay.row.packing import pack, spec_from_text, unpack
 
 CAPACITY = 32
 EPS = 1e-8

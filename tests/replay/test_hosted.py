@@ -49,9 +49,9 @@ from torchrl_dist import (
     replay_buffer,
     session,
 )
-from torchrl_dist.replay.batches import BatchSource
-from torchrl_dist.replay.host import Empty
-from torchrl_dist.replay.owner import HostAddress
+from torchrl_dist.replay.hosts.batches import BatchSource
+from torchrl_dist.replay.hosts.host import Empty
+from torchrl_dist.replay.hosts.owner import HostAddress
 
 pytestmark = pytest.mark.timeout(90)
 ROLES = {"learner": 1, "owner": 2}
@@ -152,7 +152,8 @@ def test_prefetched_samples_hide_the_delay_of_the_owner(make, cluster) -> None:
 
 
 def test_one_message_carries_the_priorities_and_several_batches(make, monkeypatch) -> None:
-    monkeypatch.setattr("torchrl_dist.replay.link._COMPANY_S", 5.0)  # however slow this machine
+    # however slow this machine is
+    monkeypatch.setattr("torchrl_dist.replay.hosts.link._COMPANY_S", 5.0)
     for per_call, most in ((1, 70), (4, 20)):
         buffer = make(prefetch=4, batches_per_call=per_call, name=f"by-{per_call}")
         buffer.extend(make_rows(range(32)))

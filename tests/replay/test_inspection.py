@@ -32,8 +32,8 @@ from torchrl_dist import (
     SharedReplayBuffer,
 )
 from torchrl_dist.cli import main as cli
-from torchrl_dist.replay.directory import Word
 from torchrl_dist.replay.inspection import inspect, show
+from torchrl_dist.replay.node.directory import Word
 
 CAPACITY = 80
 

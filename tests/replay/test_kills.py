@@ -37,9 +37,9 @@ from tests.replay.faults import (
     wait_until,
 )
 from torchrl_dist.replay import SharedMemmapStorage, SharedReplayBuffer
-from torchrl_dist.replay.directory import CLAIM_COUNT, Word
-from torchrl_dist.replay.kernel import find_kernel
-from torchrl_dist.replay.priorities import default_leaf
+from torchrl_dist.replay.law.kernel import find_kernel
+from torchrl_dist.replay.node.directory import CLAIM_COUNT, Word
+from torchrl_dist.replay.node.priorities import default_leaf
 
 _STRIDE = 1 if LONG else 9
 """Mean distance of the steps at which a victim dies."""

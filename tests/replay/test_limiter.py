@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay import RateLimiter
-from torchrl_dist.replay.limiter import Counts
+from torchrl_dist.replay.law.limiter import Counts
 
 ratios = st.floats(0.01, 64)
 rows = st.integers(1, 512)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_dist.replay.placement import (
+from torchrl_dist.replay.law.placement import (
     first_free_ticket,
     largest_reservation,
     overlaps,

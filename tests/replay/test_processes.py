@@ -27,8 +27,8 @@ from torchrl_dist.replay import (
     SharedPrioritizedSampler,
     SharedRandomSampler,
 )
-from torchrl_dist.replay import sampler as sampler_module
-from torchrl_dist.replay.directory import Word
+from torchrl_dist.replay.node.directory import Word
+from torchrl_dist.replay.parts import sampler as sampler_module
 
 _FORK = multiprocessing.get_context("fork")
 

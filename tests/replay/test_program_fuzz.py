@@ -34,7 +34,7 @@ from tests.replay.faults import (
 )
 from torchrl_dist.errors import DirectoryError
 from torchrl_dist.replay import SharedReplayBuffer
-from torchrl_dist.replay.directory import CLAIM_COUNT, CLAIM_MEMBER, Word
+from torchrl_dist.replay.node.directory import CLAIM_COUNT, CLAIM_MEMBER, Word
 
 _CAPACITY, _EPS = 48, 1e-8
 _ALPHAS = (0.5, 1.0, 1.25)

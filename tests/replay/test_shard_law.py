@@ -22,10 +22,10 @@ from tests.replay.conftest import folder, make_rows  # noqa: F401
 from tests.replay.test_link import HeldHost, batches_of, connect, storage_of
 from torchrl_dist import RPCPrioritizedSampler
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.replay.batches import Batch
-from torchrl_dist.replay.client import ReplayClient
-from torchrl_dist.replay.link import Answer
-from torchrl_dist.replay.shard_law import (
+from torchrl_dist.replay.hosts.batches import Batch
+from torchrl_dist.replay.hosts.client import ReplayClient
+from torchrl_dist.replay.hosts.link import Answer
+from torchrl_dist.replay.law.shard_law import (
     KnownMasses,
     choose_shards,
     correct_shards,

@@ -25,7 +25,7 @@ from torchrl_dist import (
     SharedReplayBuffer,
     SharedSliceSampler,
 )
-from torchrl_dist.replay.rows import matching_leaves, spec_of
+from torchrl_dist.replay.row.rows import matching_leaves, spec_of
 
 _FORK = multiprocessing.get_context("fork")
 

@@ -45,10 +45,10 @@ from torchrl_dist import (
     local_cluster,
     replay_buffer,
 )
-from torchrl_dist.replay import rows
-from torchrl_dist.replay.directory import Word
-from torchrl_dist.replay.dump import MANIFEST, read_dump
 from torchrl_dist.replay.inspection import inspect
+from torchrl_dist.replay.node.directory import Word
+from torchrl_dist.replay.row import rows
+from torchrl_dist.replay.saving.disk import MANIFEST, read_dump
 from torchrl_dist.runtime.forkserver import ForkServer
 
 SECONDS = float(os.environ.get("TORCHRL_DIST_SOAK_S", 200 if LONG else 5))

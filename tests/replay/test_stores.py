@@ -28,9 +28,9 @@ from tests.replay.faults import (
     torn_rows,
 )
 from torchrl_dist.replay import RateLimiter, SharedReplayBuffer
-from torchrl_dist.replay.directory import CLAIM_COUNT, CLAIM_MEMBER, Word
-from torchrl_dist.replay.draws import exhausted, give_back
-from torchrl_dist.replay.priorities import default_leaf
+from torchrl_dist.replay.node.directory import CLAIM_COUNT, CLAIM_MEMBER, Word
+from torchrl_dist.replay.node.priorities import default_leaf
+from torchrl_dist.replay.node.times_sampled import exhausted, give_back
 
 pytestmark = pytest.mark.skipif(
     platform.machine() not in ("x86_64", "AMD64"), reason="single steps of an x86-64 processor"

@@ -29,8 +29,8 @@ from tests.replay.faults import (
 )
 from torchrl_dist.errors import DirectoryError
 from torchrl_dist.replay import SharedReplayBuffer
-from torchrl_dist.replay.directory import _LOCKS, CLAIM_COUNT, Word
-from torchrl_dist.replay.lock import FairLock, close_lock_file, is_held, open_lock_file
+from torchrl_dist.replay.node.directory import _LOCKS, CLAIM_COUNT, Word
+from torchrl_dist.replay.node.lock import FairLock, close_lock_file, is_held, open_lock_file
 
 _CAPACITY = 80
 _PACKAGE = str(Path(sys.modules[SharedReplayBuffer.__module__].__file__).parent)

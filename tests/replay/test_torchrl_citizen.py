@@ -552,7 +552,7 @@ def test_killed_while_the_directory_is_created_the_next_one_creates_it(
     folder: Path, name: str, call: int
 ) -> None:
     def create_and_die() -> None:
-        from torchrl_dist.replay import directory
+        from torchrl_dist.replay.node import directory
 
         original: Callable = getattr(directory, name)
         calls = 0

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.replay.kernel import find_kernel
-from torchrl_dist.replay.tree import FANOUT, PriorityTree, tree_bytes
+from torchrl_dist.replay.law.kernel import find_kernel
+from torchrl_dist.replay.law.tree import FANOUT, PriorityTree, tree_bytes
 
 
 @pytest.fixture(params=["numpy", "c"], autouse=True)

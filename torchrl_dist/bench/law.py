@@ -14,7 +14,7 @@ Ways:
   whatever their rows are worth.
 - ``stale``: shards are chosen by old masses, 10 times the present one in every second shard, and
   the rows are taken as they come.
-- ``sharded``: ours (``replay/shard_law.py``), which chooses by the same old masses at first.
+- ``sharded``: ours (``replay/law/shard_law.py``), which chooses by the same old masses at first.
 
 Cases:
 
@@ -182,14 +182,14 @@ class Drawer:
         return np.concatenate([self._ask(shard, part) for shard in range(len(self._trees))])
 
     def _stale(self, batch: int) -> np.ndarray:
-        from torchrl_dist.replay.shard_law import choose_shards
+        from torchrl_dist.replay.law.shard_law import choose_shards
 
         shards = choose_shards(self._old_masses, batch, self._random.random)
         counts = np.bincount(shards, minlength=len(self._trees))
         return np.concatenate([self._ask(shard, count) for shard, count in enumerate(counts)])
 
     def _sharded(self, batch: int) -> np.ndarray:
-        from torchrl_dist.replay.shard_law import KnownMasses, number_rows
+        from torchrl_dist.replay.law.shard_law import KnownMasses, number_rows
 
         known = KnownMasses(len(self._trees))
         known.learn(self._old_masses)
@@ -210,7 +210,7 @@ class Drawer:
 
 
 def _tree(leaves: np.ndarray) -> Any:
-    from torchrl_dist.replay.tree import PriorityTree
+    from torchrl_dist.replay.law.tree import PriorityTree
 
     tree = PriorityTree(leaves.size)
     tree.set_range(0, leaves.size, leaves)

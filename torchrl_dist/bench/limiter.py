@@ -167,7 +167,7 @@ def _note_wakes(wait: Callable[[], Any], times: int) -> Wakes:
 def _open_bell(path: str) -> Any:
     import numpy as np
 
-    from torchrl_dist.replay.bell import Bell
+    from torchrl_dist.replay.node.futex import Bell
 
     with open(path, "r+b") as file:
         memory = mmap.mmap(file.fileno(), mmap.PAGESIZE)

@@ -321,7 +321,7 @@ _OPERATIONS: dict[str, Callable[[Peer, Cell], list[Result]]] = {
 
 def _cursors(cell: Cell, folder: str) -> list[Result]:
     """A reservation in shared memory against a fetch-add over TCP and a call by RPC."""
-    from torchrl_dist.replay.cursor import SharedCursor
+    from torchrl_dist.replay.node.cursor import SharedCursor
 
     peer: Any = PEERS[cell.peer](cell.kind, cell.capacity, folder)
     with contextlib.ExitStack() as stack:

@@ -147,7 +147,7 @@ class OursWithKernel(Ours):
 
     @classmethod
     def missing(cls) -> str | None:
-        if importlib.util.find_spec("torchrl_dist.replay._kernel") is None:
+        if importlib.util.find_spec("torchrl_dist.replay.law._kernel") is None:
             return "the C kernel was not built: reinstall torchrl-dist where a C compiler is"
         return None
 

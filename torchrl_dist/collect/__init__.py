@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from torchrl_dist.collect.collector import RPCBatchedCollector
-from torchrl_dist.collect.readiness import FirstReady, Preempt, Quorum, WaitAll
-from torchrl_dist.collect.report import CollectReport
-from torchrl_dist.collect.worker import RolloutWorker
+from torchrl_dist.collect.learner.collector import RPCBatchedCollector
+from torchrl_dist.collect.learner.readiness import FirstReady, Preempt, Quorum, WaitAll
+from torchrl_dist.collect.learner.report import CollectReport
+from torchrl_dist.collect.worker.worker import RolloutWorker
 
 __all__ = [
     "CollectReport",

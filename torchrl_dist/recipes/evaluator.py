@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..collect.registrations import Registrations, adopt_registrations, dump_registrations
+from ..collect.worker.registrations import Registrations, adopt_registrations, dump_registrations
 from ..errors import DeadlineError, PeerLostError
 from ..runtime import Peer, Remote, Session
 from .evaluate import GreedyEpisodes

@@ -26,20 +26,20 @@ any of these, in any order of calls        a plain model                        
 =========================================  ====================================  ================
 """
 
-from torchrl_dist.replay.buffer import SharedReplayBuffer
-from torchrl_dist.replay.hosted import HostedReplayBuffer, replay_buffer
-from torchrl_dist.replay.limiter import RateLimiter
-from torchrl_dist.replay.owner import ReplayOwner, host_replay
-from torchrl_dist.replay.passes import SharedSamplerWithoutReplacement
-from torchrl_dist.replay.remote import RemoteStorage, RPCPrioritizedSampler, RPCRandomSampler
-from torchrl_dist.replay.sampler import (
+from torchrl_dist.replay.hosts.buffer import HostedReplayBuffer, replay_buffer
+from torchrl_dist.replay.hosts.owner import ReplayOwner, host_replay
+from torchrl_dist.replay.hosts.storage import RemoteStorage, RPCPrioritizedSampler, RPCRandomSampler
+from torchrl_dist.replay.law.limiter import RateLimiter
+from torchrl_dist.replay.parts.buffer import SharedReplayBuffer
+from torchrl_dist.replay.parts.passes import SharedSamplerWithoutReplacement
+from torchrl_dist.replay.parts.sampler import (
     SharedPrioritizedSampler,
     SharedRandomSampler,
     anneal_beta,
 )
-from torchrl_dist.replay.slices import SharedPrioritizedSliceSampler, SharedSliceSampler
-from torchrl_dist.replay.storage import SharedMemmapStorage
-from torchrl_dist.replay.writer import SharedCursorWriter
+from torchrl_dist.replay.parts.slices import SharedPrioritizedSliceSampler, SharedSliceSampler
+from torchrl_dist.replay.parts.storage import SharedMemmapStorage
+from torchrl_dist.replay.parts.writer import SharedCursorWriter
 
 __all__ = [
     "HostedReplayBuffer",

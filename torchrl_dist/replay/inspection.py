@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 from torchrl_dist.errors import DirectoryError
-from torchrl_dist.replay import directory as layout
-from torchrl_dist.replay import folder as files
-from torchrl_dist.replay.directory import (
+from torchrl_dist.replay.law.placement import slot_ranges
+from torchrl_dist.replay.node import directory as layout
+from torchrl_dist.replay.node import files
+from torchrl_dist.replay.node.directory import (
     CLAIM_DISCARDED,
     CLAIM_PUBLISHING,
     CLAIM_WRITING,
@@ -28,11 +29,10 @@ from torchrl_dist.replay.directory import (
     RowSpec,
     Word,
 )
-from torchrl_dist.replay.dump import MANIFEST, read_dump, read_manifest
-from torchrl_dist.replay.folder import damaged, read_header
-from torchrl_dist.replay.lock import MEMBER_BYTES, byte_holder, is_held
-from torchrl_dist.replay.placement import slot_ranges
-from torchrl_dist.replay.snapshot import SavedShard
+from torchrl_dist.replay.node.files import damaged, read_header
+from torchrl_dist.replay.node.lock import MEMBER_BYTES, byte_holder, is_held
+from torchrl_dist.replay.saving.disk import MANIFEST, read_dump, read_manifest
+from torchrl_dist.replay.saving.snapshot import SavedShard
 
 _QUANTILES = (0, 1, 10, 25, 50, 75, 90, 99, 100)
 _BINS = 10

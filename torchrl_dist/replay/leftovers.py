@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from torchrl_dist.errors import DirectoryError
-from torchrl_dist.replay import folder as files
-from torchrl_dist.replay.directory import MAX_MEMBERS, Word, control_tables
-from torchrl_dist.replay.lock import (
+from torchrl_dist.replay.node import files
+from torchrl_dist.replay.node.directory import MAX_MEMBERS, Word, control_tables
+from torchrl_dist.replay.node.lock import (
     MEMBER_BYTES,
     close_lock_file,
     is_held,

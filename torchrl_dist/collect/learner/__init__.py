@@ -1,0 +1,1 @@
+"""The learner's side: the collector, its workers and when a batch is ready."""

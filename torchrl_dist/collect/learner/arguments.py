@@ -1,0 +1,425 @@
+"""What a collector refuses before anything is started."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import gymnasium
+import torch
+from torch import nn
+from torchrl.data import ReplayBuffer
+from torchrl.envs import EnvBase
+
+from torchrl_dist.collect.learner.readiness import Preempt, Readiness, WaitAll
+from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.runtime import Peer, Session, current_session
+
+_ONE_STEP = 1e-9  # the least part of a rollout
+
+
+def choose_peers(session: Session | None, workers: Sequence[Peer] | None) -> tuple[Peer, ...]:
+    """The workers; none is one in this process. Warns where others were probably meant."""
+    if workers is not None:
+        if session is None:
+            raise ConfigurationError("workers= needs a session: pass session=")
+        session.check_peers("workers", workers)
+        return tuple(workers)
+    if session is None:
+        with contextlib.suppress(ConfigurationError):  # there is none
+            _say_who_is_idle(current_session(), "no session= was given", "session=session")
+        return ()
+    collectors = session.of_role("collector")
+    if not collectors:
+        _say_who_is_idle(session, "nobody has the role 'collector'", "workers=session.of_role(...)")
+    return collectors or (session.me,)
+
+
+def _say_who_is_idle(session: Session, reason: str, line: str) -> None:
+    counts = Counter(peer.role for peer in session.peers if peer.role != session.role)
+    if counts:
+        others = ", ".join(f"{role!r} ({count})" for role, count in counts.items())
+        warnings.warn(
+            f"the environments are stepped in this process alone: {reason}, though the session has "
+            f"{others}. Pass {line} to use them, or workers=[session.me] if that is meant",
+            stacklevel=4,
+        )
+
+
+def require_shared(replay_buffer: Any) -> None:
+    """Refuse a buffer of which each worker would fill a copy of its own."""
+    if not isinstance(replay_buffer, ReplayBuffer):
+        return  # None, or an object of the user's that knows how to travel
+    storage = replay_buffer.storage
+    if not getattr(storage, "attaches_when_pickled", False):
+        raise ConfigurationError(
+            f"replay_buffer: its {type(storage).__name__} belongs to this process, and the workers "
+            "would write to copies that nobody reads; build it with SharedMemmapStorage and "
+            "SharedCursorWriter"
+        )
+
+
+def check_inference(
+    session: Session | None, peers: Sequence[Peer], policy: Any, others: dict[str, Any]
+) -> None:
+    """Refuse what leaves nothing to do for a policy at the learner."""
+    if session is None or session.me in peers:
+        raise ConfigurationError(
+            "inference='learner' is for workers of other processes; pass a session that has some"
+        )
+    given = [name for name, value in others.items() if value]
+    if not isinstance(policy, nn.Module) or given:
+        raise ConfigurationError(
+            f"inference='learner' needs policy=, a module, and does not go with {given}; got "
+            f"policy={type(policy).__name__}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a collector is asked for, apart from where it runs and what it steps.
+
+    Attributes:
+        see :class:`~torchrl_dist.collect.RPCBatchedCollector`.
+
+    Raises:
+        ConfigurationError: a value that is none, or two that cannot work together.
+    """
+
+    frames_per_batch: int | None
+    total_frames: int
+    num_envs: int
+    env_processes: int
+    step_timeout_s: float | None
+    readiness: Readiness
+    max_policy_lag: int
+    replay_buffer: Any
+    inference: str
+    env_groups: int
+    trajs_per_batch: int | None
+    split_trajs: bool
+    postproc: Any
+    postproc_factory: Any
+    min_workers: int
+    worker_timeout_s: float | None
+    replace_lost: bool
+    timeout_s: float | None
+    init_random_frames: int
+    reset_at_each_iter: bool
+    max_frames_per_traj: int
+    set_truncated: bool
+    track_policy_version: bool
+    cat_results: str | int | None
+    storing_device: torch.device | None
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        for name in ("timeout_s", "worker_timeout_s", "step_timeout_s"):
+            seconds = getattr(self, name)
+            if seconds is not None and not 0 < seconds < math.inf:
+                raise ConfigurationError(
+                    f"{name}={seconds}: expected a positive, finite number of seconds, or None"
+                )
+        self._check_readiness()
+        self._check_trajectories()
+        self._check_results()
+        if self.inference not in ("worker", "learner"):
+            raise ConfigurationError(
+                f"inference={self.inference!r}: expected 'worker' or 'learner'"
+            )
+        if self.inference == "learner" and self.replace_lost:
+            raise ConfigurationError("replace_lost=True does not go with inference='learner'")
+        if self.inference == "learner" and self.init_random_frames:
+            raise ConfigurationError(
+                "init_random_frames= does not go with inference='learner', where the workers do "
+                "not know what else the policy writes"
+            )
+
+    def _check_numbers(self) -> None:
+        least = {
+            "num_envs": 1,
+            "env_groups": 1,
+            "min_workers": 1,
+            "env_processes": 0,
+            "max_policy_lag": 0,
+            "init_random_frames": 0,
+            "max_frames_per_traj": 0,
+        }
+        if self.frames_per_batch is not None:
+            least["frames_per_batch"] = 1
+        for name in ("total_frames", *least):
+            value = getattr(self, name)
+            if not isinstance(value, int):
+                raise ConfigurationError(f"{name}={value!r}: expected a whole number")
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise ConfigurationError(f"{name}={getattr(self, name)}: expected at least {bound}")
+        if self.total_frames < 1 and self.total_frames != -1:
+            raise ConfigurationError(f"total_frames={self.total_frames}: expected -1 or at least 1")
+
+    def _check_readiness(self) -> None:
+        readiness = self.readiness
+        if not isinstance(readiness, Readiness):
+            got = readiness.__name__ if isinstance(readiness, type) else repr(readiness)
+            raise ConfigurationError(
+                f"readiness={got}: pass an instance of WaitAll, FirstReady, Quorum or Preempt"
+            )
+        if readiness.cuts and (self.replay_buffer is not None or self.has_postproc):
+            raise ConfigurationError(
+                f"{readiness} cuts rollouts short and pads the batch: it goes neither with "
+                "replay_buffer= (use FirstReady(), which waits for nobody) nor with postproc="
+            )
+
+    def _check_trajectories(self) -> None:
+        """Refuse what makes no whole rollouts where trajectories would be put together."""
+        if self.trajs_per_batch is None and not self.split_trajs:
+            return
+        if self.trajs_per_batch is not None and (self.trajs_per_batch < 1 or self.split_trajs):
+            raise ConfigurationError(
+                f"trajs_per_batch={self.trajs_per_batch}, split_trajs={self.split_trajs}: expected "
+                "a number of at least 1, or split_trajs, not both"
+            )
+        names = ["postproc", "postproc_factory"]
+        if self.split_trajs:
+            names.append("replay_buffer")  # complete trajectories are put together on the workers
+        given = [name for name in names if getattr(self, name) is not None]
+        if given or self.readiness.cuts:
+            raise ConfigurationError(
+                f"trajs_per_batch= and split_trajs= need whole rollouts; they do not go with "
+                f"{', '.join(given) or self.readiness}"
+            )
+
+    def _check_results(self) -> None:
+        if self.track_policy_version not in (True, False):
+            raise ConfigurationError(
+                f"track_policy_version={self.track_policy_version!r}: expected a bool; the workers "
+                "stamp the versions themselves"
+            )
+        if self.cat_results not in (None, "stack", 0, 1, -1) or self.cat_results is True:
+            raise ConfigurationError(
+                f"cat_results={self.cat_results!r}: expected 'stack', or the dimension of [N, T] "
+                "along which the workers' rollouts are joined: 0, 1 or -1"
+            )
+        whole = self.trajs_per_batch is None and not self.split_trajs
+        if self.cat_results not in (None, 0) and not (whole and self.replay_buffer is None):
+            raise ConfigurationError(
+                f"cat_results={self.cat_results!r} is for batches of rollouts: it goes neither "
+                "with trajs_per_batch= nor with split_trajs= nor with replay_buffer="
+            )
+        if self.storing_device is not None and self.replay_buffer is not None:
+            if self.storing_device.type != "cpu":
+                raise ConfigurationError(
+                    f"storing_device={self.storing_device} does not go with replay_buffer=: the "
+                    "workers write host memory; a buffer's sample() may move batches to a device"
+                )
+
+    @property
+    def has_postproc(self) -> bool:
+        return self.postproc is not None or self.postproc_factory is not None
+
+    def check_workers(self, count: int) -> None:
+        """What depends on the number of workers."""
+        if self.min_workers > count:
+            raise ConfigurationError(
+                f"min_workers={self.min_workers}: expected 1 to {count}, the number of workers"
+            )
+
+    def check_frames(self, frames_per_batch: int) -> None:
+        """What depends on the frames that a batch really has."""
+        uneven = self.total_frames % frames_per_batch if self.total_frames > 0 else 0
+        if uneven and self.cat_results not in (None, 0):
+            raise ConfigurationError(
+                f"cat_results={self.cat_results!r} needs rollouts of one shape, and the last batch "
+                f"would have others: total_frames={self.total_frames} is no multiple of "
+                f"{frames_per_batch} frames per batch"
+            )
+
+
+_ANYTHING = object()
+_WEIGHTS = "weights reach all workers as one packed message: call update_policy_weights_()"
+_CPU = "the workers run on the CPU; storing_device= says where batches go"
+# What TorchRL's collectors take and this one does not: values that ask for nothing, and the reason.
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "weight_updater": ((None,), _WEIGHTS),
+    "weight_sync_schemes": ((None,), _WEIGHTS),
+    "weight_recv_schemes": ((None,), _WEIGHTS),
+    "policy_device": ((None, "cpu", torch.device("cpu")), _CPU),
+    "env_device": ((None, "cpu", torch.device("cpu")), _CPU),
+    "extend_buffer": ((True,), "rows go to the buffer by the rollout, as TorchRL advises"),
+    "interruptor": ((None,), "pass readiness=Preempt(...) or preemptive_threshold="),
+    "reset_when_done": ((True,), "an env that is done is reset"),
+    "return_same_td": ((False,), "a batch belongs to the caller"),
+    "track_traj_ids": ((True,), "reports and trajectories are made from the ids"),
+    "compact_obs": ((False,), "rows are whole transitions"),
+    "trajs_per_write": ((None,), "every complete trajectory is written at once"),
+    "auto_register_policy_transforms": (
+        (None, False),
+        "append InitTracker and the policy's primer to a TorchRL env in make_env",
+    ),
+    "backend": ((None,), "the session says where the workers are"),
+    "backend_options": ((None,), "the session says where the workers are"),
+    "num_collectors": ((None,), "pass a session with so many, or workers="),
+    "sync": ((None,), "pass readiness=WaitAll() or FirstReady()"),
+    "update_at_each_batch": ((False,), _WEIGHTS),
+    "worker_idx": ((None,), "workers are numbered by the collector"),
+    "use_buffers": ((_ANYTHING,), ""),
+    "trust_policy": ((_ANYTHING,), ""),
+    "no_cuda_sync": ((_ANYTHING,), ""),
+}
+
+
+def refuse(arguments: Mapping[str, Any]) -> None:
+    """Say why an argument of TorchRL's collectors has no meaning here, unless it asks for nothing.
+
+    Raises:
+        ConfigurationError: it asks for something.
+        TypeError: there is no such argument.
+    """
+    for name, value in arguments.items():
+        if name not in _REFUSED:
+            raise TypeError(f"RPCBatchedCollector got an unexpected keyword argument {name!r}")
+        harmless, reason = _REFUSED[name]
+        if _ANYTHING not in harmless and not any(value is h or value == h for h in harmless):
+            raise ConfigurationError(f"{name}={value!r} is not supported: {reason}")
+
+
+class GivenEnv:
+    """An env that was made already, for the only worker, in this process."""
+
+    def __init__(self, env: Any) -> None:
+        self._env = env
+
+    def __call__(self) -> Any:
+        return self._env
+
+
+def choose_envs(
+    make_env: Any, kwargs: Any, num_workers: int, *, here: bool, num_envs: int
+) -> tuple[str | Callable[[], Any], ...]:
+    """What makes the envs of each worker.
+
+    Args:
+        make_env: a gymnasium id, a callable, an env; or a sequence of these, one per worker.
+        kwargs: a dict for the callable, or one per worker.
+        here: whether the only worker is this process.
+
+    Raises:
+        ConfigurationError: something else, or another number of them.
+    """
+    each = list(make_env) if isinstance(make_env, list | tuple) else [make_env] * num_workers
+    options = list(kwargs) if isinstance(kwargs, list | tuple) else [kwargs] * num_workers
+    if len(each) != num_workers or len(options) != num_workers:
+        raise ConfigurationError(
+            f"got {len(each)} make_env and {len(options)} create_env_kwargs for {num_workers} "
+            "workers; a worker steps several envs with num_envs="
+        )
+    return tuple(
+        _choose_env(make, options_, here=here, num_envs=num_envs)
+        for make, options_ in zip(each, options, strict=True)
+    )
+
+
+def _choose_env(
+    make: Any, kwargs: Mapping[str, Any] | None, *, here: bool, num_envs: int
+) -> str | Callable[[], Any]:
+    if isinstance(make, EnvBase | gymnasium.Env | gymnasium.vector.VectorEnv):
+        if not here or num_envs > 1:
+            raise ConfigurationError(
+                f"make_env is an env, {type(make).__name__}, which can be stepped by one worker in "
+                "this process, with num_envs=1; pass a function that makes it"
+            )
+        make = GivenEnv(make)
+    if not isinstance(make, str) and not callable(make):
+        raise ConfigurationError(
+            f"make_env is {make!r}; expected a gymnasium id or a function that makes the "
+            "env on the worker, such as lambda: env_class()"
+        )
+    if not kwargs:
+        return make
+    if isinstance(make, GivenEnv):
+        raise ConfigurationError("create_env_kwargs= does not go with an env that was made already")
+    return partial(gymnasium.make if isinstance(make, str) else make, *_id(make), **kwargs)
+
+
+def _id(make: Any) -> tuple[str, ...]:
+    return (make,) if isinstance(make, str) else ()
+
+
+PolicyFactory = Callable[[int, int], Any]
+
+
+def choose_policy_factories(given: Any, num_workers: int) -> tuple[PolicyFactory, ...] | None:
+    """The factory of each worker, as called with ``(worker_index, num_workers)``. One that needs no
+    arguments, and has none of that name, is called without any, as by TorchRL.
+
+    Raises:
+        ConfigurationError: another number of them.
+    """
+    if given is None:
+        return None
+    each = list(given) if isinstance(given, list | tuple) else [given] * num_workers
+    if len(each) != num_workers or not all(callable(factory) for factory in each):
+        raise ConfigurationError(
+            f"policy_factory={given!r}: expected a callable, or one for each of {num_workers} "
+            "workers"
+        )
+    return tuple(f if _takes_two(f) else _WithoutArguments(f) for f in each)
+
+
+def _takes_two(factory: Callable) -> bool:
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # it does not tell
+        return True
+    if "worker_index" in signature.parameters:
+        return True
+    needed = [
+        p
+        for p in signature.parameters.values()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    return bool(needed)
+
+
+@dataclass(frozen=True)
+class _WithoutArguments:
+    factory: Callable[[], Any]
+
+    def __call__(self, worker_index: int, num_workers: int) -> Any:
+        return self.factory()
+
+
+def choose_storing_device(device: Any, storing_device: Any) -> torch.device | None:
+    """Where batches go. As with TorchRL, ``device`` is that of everything that has no other."""
+    for name, given in {"device": device, "storing_device": storing_device}.items():
+        try:
+            chosen = None if given is None else torch.device(given)
+        except (RuntimeError, TypeError) as error:
+            raise ConfigurationError(f"{name}={given!r}: expected a device") from error
+        if name == "device" and chosen is not None and chosen.type != "cpu":
+            raise ConfigurationError(f"device={given!r} is not supported: {_CPU}")
+    return torch.device(device) if chosen is None and device is not None else chosen
+
+
+def choose_readiness(
+    readiness: Readiness | None, preemptive_threshold: float | None, num_workers: int
+) -> Readiness:
+    if preemptive_threshold is None:
+        return WaitAll() if readiness is None else readiness
+    if readiness is not None:
+        raise ConfigurationError("pass preemptive_threshold= or readiness=, not both")
+    if not 0.0 <= preemptive_threshold <= 1.0:
+        raise ConfigurationError(
+            f"preemptive_threshold={preemptive_threshold}: expected a number from 0 to 1"
+        )
+    if preemptive_threshold == 1.0:
+        return WaitAll()
+    ready = max(1, int(num_workers * preemptive_threshold))
+    return Preempt(ready / num_workers, min_part=_ONE_STEP)

@@ -1,0 +1,514 @@
+"""The workers as the learner sees them: who is asked for what, who has delivered, who is lost.
+
+Where the policy lag allows it a worker has two requests at a time, so that it never idles for the
+time that an answer and the next request travel. Answers come in threads of the transport;
+everything here is guarded by one condition, on which the caller of :meth:`Crew.gather` sleeps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_futures
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from tensordict import TensorDict
+
+from torchrl_dist.collect.learner.budget import FrameBudget, Share
+from torchrl_dist.collect.learner.handles import Handle
+from torchrl_dist.collect.learner.readiness import Readiness
+from torchrl_dist.collect.worker.shared_block import PackedRows
+from torchrl_dist.collect.worker.worker import STOPPED_S, RolloutStats
+from torchrl_dist.errors import (
+    ConfigurationError,
+    DeadlineError,
+    PeerLostError,
+    RemoteError,
+)
+from torchrl_dist.weights import PackedWeights
+
+Delivery = tuple[RolloutStats, TensorDict | None]
+
+# A rollout has no deadline of its own: the wait for it has one, and what comes after that is kept
+# for the next batch. RPC wants a number all the same.
+_ROLLOUT_LIMIT_S = 7 * 24 * 3600.0
+_MAX_IN_FLIGHT = 2
+_GLANCE_S = 0.25  # how often a wait looks for a stop, of which a signal handler cannot notify it
+_BUILD_S = 120.0  # of a successor
+_WARN_AT_CALLER = 7  # frames between a warning here and the loop over the collector
+
+
+@dataclass(frozen=True)
+class Request:
+    number: int  # 0, 1, ... of this worker
+    round: int
+    share: Share
+    begun: float  # time.monotonic()
+
+
+Arrival = tuple[Request, RolloutStats, TensorDict | None]
+
+
+@dataclass
+class Worker:
+    """One worker. Guarded by the crew's condition."""
+
+    index: int
+    name: str
+    handle: Handle
+    num_envs: int
+    steps: int
+    max_ahead: int
+    specs: dict[str, str]
+    in_flight: list[Request] = field(default_factory=list)
+    requests: int = 0
+    settled: int = 0  # of all requests before this number it is known what came of them
+    early: dict[int, Arrival | None] = field(default_factory=dict)  # answers that overtook others
+    cut_through: int = -1  # requests up to this number were told to stop early
+    inbox: deque[Arrival] = field(default_factory=deque)
+    busy_since: float = 0.0  # time.monotonic() when the first request in flight began
+    given_up: int = 0  # requests in flight that nobody waits for any more
+    has_gap: bool = False  # rows of its episodes were dropped
+    failure: BaseException | None = None
+    lost: bool = False
+    weights: PackedWeights | None = None  # the newest that it is to have
+    sent_version: int = -1
+    frames: int = 0
+
+
+class Successors(Protocol):
+    """See :class:`torchrl_dist.collect.learner.start.Replacer`."""
+
+    def may_replace(self, lost: Worker) -> bool: ...
+
+    def replace(self, lost: Worker, limit_s: float) -> Worker: ...
+
+
+class Crew:
+    """Keeps every worker busy as far as the policy lag allows, and gathers what makes a batch.
+
+    Args:
+        workers: at least one.
+        names_of_unstarted: workers that were lost before they began.
+        min_workers: with fewer living ones, ``gather`` raises.
+        worker_timeout_s: a worker whose rollout takes longer counts as lost, until it answers.
+        replacer: makes successors of workers that died.
+        random_frames: so many frames, or more where rollouts are longer, are of random actions.
+        stopped: whether there are to be no more batches, as if all frames were delivered.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        names_of_unstarted: Sequence[str],
+        budget: FrameBudget,
+        readiness: Readiness,
+        min_workers: int,
+        worker_timeout_s: float | None = None,
+        random_frames: int = 0,
+        stopped: Callable[[], bool] | None = None,
+        replacer: Successors | None = None,
+    ) -> None:
+        self._replacer = replacer
+        self._replacing = 0
+        self._names_of_replaced: list[str] = []
+        self._random_frames = random_frames
+        self._stopped = stopped
+        self._worker_timeout_s = worker_timeout_s
+        self.workers = list(workers)
+        self._by_index = {worker.index: worker for worker in workers}
+        self.budget = budget
+        self._names_of_unstarted = list(names_of_unstarted)
+        self._readiness = readiness
+        self._min_workers = min_workers
+        self._cond = threading.Condition()
+        self._arrivals: list[int] = []
+        self._waiting = False
+        self._paused = 0
+        self._closed = False
+
+    @property
+    def lost(self) -> list[str]:
+        """Names of the workers that died so far."""
+        lost = [w.name for w in self.workers if w.lost]
+        return self._names_of_unstarted + self._names_of_replaced + lost
+
+    @property
+    def alive(self) -> int:
+        return sum(not worker.lost for worker in self.workers)
+
+    @property
+    def frames(self) -> dict[int, int]:
+        """Frames in batches so far, by worker index."""
+        return {worker.index: worker.frames for worker in self.workers}
+
+    def send_weights(self, packed: PackedWeights, only: Collection[int] | None = None) -> None:
+        """Every worker, or those with these indices, gets them with its next request."""
+        with self._cond:
+            for worker in self.workers:
+                if only is None or worker.index in only:
+                    worker.weights = packed
+
+    # ---- a batch
+
+    def gather(self, timeout_s: float) -> list[Delivery] | None:
+        """Wait until the readiness rule is content; None when all frames were delivered, or when
+        the job was told to stop.
+
+        Raises:
+            DeadlineError: not within ``timeout_s``; call again to go on.
+            PeerLostError: fewer than ``min_workers`` are alive.
+            RemoteError: a worker raised.
+        """
+        begun = time.monotonic()
+        with self._cond:
+            self._waiting = True
+            try:
+                while True:
+                    if self._stopped is not None and self._stopped():
+                        return None
+                    self.require_open()
+                    for worker in self.workers:
+                        self._request(worker)
+                    self._give_up_hanging()
+                    if self._note_failures():
+                        continue
+                    arrived, expected = self._standing()
+                    if not expected and not self._replacing:
+                        return None
+                    waited_s = time.monotonic() - begun
+                    chosen = expected and self._readiness.take(arrived, expected, waited_s)
+                    if chosen:
+                        return self._take(chosen)
+                    missing = set(expected) - set(arrived)
+                    self._cut_short(self._readiness.least_part(arrived, expected), missing)
+                    self._wait(waited_s, timeout_s, missing)
+            finally:
+                self._waiting = False
+                for worker in self.workers:
+                    self._request(worker)
+
+    def _wait(self, waited_s: float, timeout_s: float, missing: set[int]) -> None:
+        left_s = timeout_s - waited_s
+        rule_s = self._readiness.deadline_s
+        if rule_s is not None and waited_s < rule_s:
+            left_s = min(left_s, rule_s - waited_s)
+        if self._worker_timeout_s is not None and left_s > 0:
+            since = min((w.busy_since for w in self.workers if w.in_flight), default=None)
+            if since is not None:
+                hangs_in_s = since + self._worker_timeout_s - time.monotonic()
+                left_s = min(left_s, max(0.001, hangs_in_s))
+        if left_s <= 0:
+            now = time.monotonic()
+            names = ", ".join(
+                f"{w.name} (asked for {w.in_flight[0].share.steps} steps "
+                f"{now - w.in_flight[0].begun:.1f} s ago)"
+                for w in self.workers
+                if w.index in missing and w.in_flight
+            )
+            if self._replacing:
+                names += f"{', ' * bool(names)}{self._replacing} workers that are being replaced"
+            raise DeadlineError(
+                f"no batch within {timeout_s:g} s; waiting for {names or 'nobody'}. "
+                "Iterate again to go on waiting, or raise timeout_s"
+            )
+        if self._stopped is not None:
+            left_s = min(left_s, _GLANCE_S)
+        asked = time.monotonic()
+        self._cond.wait(left_s)
+        waited_s = time.monotonic() - asked
+        if waited_s > left_s + STOPPED_S:  # what has come meanwhile is still to be taken in
+            for worker in self.workers:
+                worker.busy_since += waited_s
+
+    def _standing(self) -> tuple[list[int], list[int]]:
+        """Workers that have delivered for this batch in order of arrival, and all that shall."""
+        if not self._readiness.in_rounds:
+            expected = [w.index for w in self.workers if w.inbox or w.in_flight]
+            return list(dict.fromkeys(self._arrivals)), expected
+        expected = self.budget.expected()
+        round_ = self.budget.round
+        here = {w.index for w in self.workers if w.inbox and w.inbox[0][0].round == round_}
+        arrived = dict.fromkeys(self._arrivals)  # a worker that is ahead is in it several times
+        return [index for index in arrived if index in here], expected
+
+    def _take(self, chosen: Sequence[int]) -> list[Delivery]:
+        taken = []
+        ready = [self._by_index[index] for index in chosen]
+        if not self._readiness.in_rounds:  # rollouts of several rounds: join those of one length
+            steps = ready[0].inbox[0][0].share.steps
+            ready = [w for w in ready if w.inbox[0][0].share.steps == steps]
+        for worker in ready:
+            _, stats, rows = worker.inbox.popleft()
+            self._arrivals.remove(worker.index)
+            worker.frames += stats.frames
+            taken.append((stats, rows))
+        if self._readiness.in_rounds:
+            self.budget.finish_round()
+        return taken
+
+    def _cut_short(self, least_part: float | None, missing: set[int]) -> None:
+        """Let those who are missing stop after that part of their rollouts, or at once."""
+        if least_part is None:
+            return
+        for worker in self.workers:
+            if worker.index not in missing or not worker.in_flight:
+                continue
+            request = worker.in_flight[0]
+            if request.number > worker.cut_through:
+                worker.cut_through = request.number
+                least = math.ceil(least_part * request.share.steps)
+                worker.handle.submit("cut", request.number, least)
+
+    def _give_up_hanging(self) -> None:
+        """Count workers as lost whose rollout takes too long, and free what they were to do."""
+        limit_s = self._worker_timeout_s
+        for worker in self.workers if limit_s is not None else ():
+            if worker.in_flight and time.monotonic() - worker.busy_since > limit_s:
+                worker.failure = PeerLostError(
+                    f"{worker.name}: no rollout within worker_timeout_s={limit_s:g} s"
+                )
+                worker.given_up += len(worker.in_flight)
+                for request in worker.in_flight:
+                    self.budget.give_back(worker.index, request.round, request.share)
+                    worker.early[request.number] = None
+                worker.in_flight.clear()
+                self._settle(worker)
+
+    # ---- requests
+
+    def _request(self, worker: Worker) -> None:
+        """Ask for rollouts as far as the policy lag allows; called with the condition held."""
+        ahead = worker.max_ahead + (1 if self._waiting else 0)
+        while (
+            not self._closed
+            and not self._paused
+            and not worker.lost
+            and worker.failure is None
+            and len(worker.in_flight) < _MAX_IN_FLIGHT
+            and len(worker.in_flight) + len(worker.early) + len(worker.inbox) < ahead
+            and self._send_request(worker)
+        ):
+            pass
+
+    def _send_request(self, worker: Worker) -> bool:
+        alive = {w.index: w.num_envs for w in self.workers if w.failure is None}
+        planned = self.budget.next_share(worker.index, alive, worker.steps)
+        if planned is None:
+            return False
+        round_, share = planned
+        weights = None
+        if worker.weights is not None and worker.weights.version > worker.sent_version:
+            weights = worker.weights
+            worker.sent_version = weights.version
+        request = Request(worker.requests, round_, share, time.monotonic())
+        try:
+            future = worker.handle.submit(
+                "collect",
+                steps=share.steps,
+                num_envs=share.num_envs,
+                weights=weights,
+                request=request.number,
+                anew=worker.has_gap,
+                at_random=self.budget.frames_before(round_, share) < self._random_frames,
+                timeout_s=_ROLLOUT_LIMIT_S,
+            )
+        except ConfigurationError as error:  # the session is closed; raised at the next batch
+            worker.failure = error
+            return False
+        worker.requests += 1
+        worker.has_gap = False
+        if not worker.in_flight:
+            worker.busy_since = request.begun
+        worker.in_flight.append(request)
+        future.add_done_callback(partial(self._arrived, worker, request))
+        return True
+
+    def _arrived(self, worker: Worker, request: Request, future: Future) -> None:
+        """Called in a thread of the transport when a rollout is here or has failed."""
+        with self._cond:
+            error = future.exception()
+            if request not in worker.in_flight:
+                self._arrived_late(worker, error)
+                return
+            worker.in_flight.remove(request)
+            worker.busy_since = time.monotonic()
+            worker.early[request.number] = None
+            if error is not None:
+                worker.failure = error
+                if isinstance(error, PeerLostError):
+                    self.budget.give_back(worker.index, request.round, request.share)
+            else:
+                rows, stats = future.result()
+                if isinstance(rows, PackedRows):
+                    rows = rows.unpack()
+                if stats.frames:  # else it was closed meanwhile
+                    worker.early[request.number] = (request, stats, rows)
+                    self.budget.return_frames(request.share.frames - stats.frames)
+            self._settle(worker)
+            self._request(worker)
+            self._cond.notify_all()
+
+    def _arrived_late(self, worker: Worker, error: BaseException | None) -> None:
+        """Others collect what this was to be: it is dropped, and its worker is welcome again."""
+        worker.given_up -= 1
+        worker.has_gap = True
+        if error is not None:
+            worker.failure = error
+            worker.lost = isinstance(error, PeerLostError)  # else it is raised
+        elif worker.given_up == 0:
+            worker.failure, worker.lost = None, False
+        self._cond.notify_all()
+
+    def _settle(self, worker: Worker) -> None:
+        """Move answers to the inbox in the order of their requests."""
+        while worker.settled in worker.early:
+            arrival = worker.early.pop(worker.settled)
+            worker.settled += 1
+            if arrival is not None:
+                worker.inbox.append(arrival)
+                self._arrivals.append(worker.index)
+
+    def _note_failures(self) -> bool:
+        """Turn new failures into a warning or an error; whether there were any."""
+        failed = [w for w in self.workers if w.failure is not None and not w.lost]
+        for worker in failed:
+            assert worker.failure is not None
+            if not isinstance(worker.failure, PeerLostError):
+                raise worker.failure
+            worker.lost = True
+            replaced = self._replace(worker)
+            left = sum(not w.lost for w in self.workers)
+            if left + self._replacing < self._min_workers:
+                raise PeerLostError(
+                    f"{left} workers are left, min_workers={self._min_workers}; lost: "
+                    f"{', '.join(w.name for w in self.workers if w.lost)}"
+                ) from worker.failure
+            warnings.warn(
+                f"collection goes on with {left} workers{', another one is built' * replaced}: "
+                f"{worker.failure}",
+                stacklevel=_WARN_AT_CALLER,
+            )
+        return bool(failed)
+
+    def _replace(self, lost: Worker) -> bool:
+        """Have a successor built, if that may be; called with the condition held."""
+        # A worker with requests that were given up may yet answer.
+        if self._replacer is None or lost.given_up or not self._replacer.may_replace(lost):
+            return False
+        self._replacing += 1
+        build = threading.Thread(
+            target=self._build_successor, args=(lost,), name="torchrl_dist-replace", daemon=True
+        )
+        build.start()
+        return True
+
+    def _build_successor(self, lost: Worker) -> None:
+        assert self._replacer is not None
+        new, error = None, None
+        try:
+            new = self._replacer.replace(lost, _BUILD_S)
+        except Exception as e:  # raised where the next batch is waited for
+            error = e
+        with self._cond:
+            self._replacing -= 1
+            if new is not None and not self._closed:
+                new.inbox, new.frames = lost.inbox, lost.frames
+                new.weights = lost.weights
+                self._names_of_replaced.append(lost.name)
+                self.workers[self.workers.index(lost)] = self._by_index[lost.index] = new
+                new = None
+                if self._waiting:
+                    self._request(self._by_index[lost.index])
+            elif error is not None:
+                lost.failure, lost.lost = error, False  # to be noted anew
+            self._cond.notify_all()
+        if new is not None:  # there is nothing left to do for it
+            new.handle.submit("close", step_limit_s=_BUILD_S, timeout_s=_BUILD_S)
+
+    # ---- all at once
+
+    @contextlib.contextmanager
+    def idle(self, timeout_s: float) -> Iterator[None]:
+        """Wait until no rollout is under way; none begins inside. What has come is kept.
+
+        Raises:
+            DeadlineError: not within ``timeout_s``.
+        """
+        with self._cond:
+            self._paused += 1
+        try:
+            with self._cond:
+                busy = [w for w in self.workers if not w.lost]
+                if not self._cond.wait_for(lambda: not any(w.in_flight for w in busy), timeout_s):
+                    names = ", ".join(w.name for w in busy if w.in_flight)
+                    raise DeadlineError(
+                        f"rollouts of {names} have not ended within {timeout_s:g} s"
+                    )
+            yield
+        finally:
+            with self._cond:
+                self._paused -= 1
+                for worker in self.workers if not self._closed else ():
+                    self._request(worker)
+
+    def ask_all(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        """Call a method of every living worker; blocks, with one deadline for all."""
+        self.require_open()
+        alive = [w for w in self.workers if not w.lost and w.failure is None]
+        futures = [w.handle.submit(method, *args, timeout_s=timeout_s) for w in alive]
+        results = []
+        for future in futures:  # each has the same deadline, from the same instant
+            try:
+                results.append(future.result(timeout_s + 1))
+            except PeerLostError:
+                continue  # the next request to it reports that
+        if len(results) < self._min_workers:
+            raise PeerLostError(f"{method}: {len(results)} workers answered")
+        return results
+
+    def require_open(self) -> None:
+        if self._closed:
+            raise ConfigurationError("this collector was shut down; build a new one")
+
+    def close(self, limit_s: float, close_env: bool = True) -> list[RemoteError]:
+        """Stop the rollouts in flight, close all envs, or let them be; blocks at most ``limit_s``.
+        Idempotent.
+
+        Returns:
+            what envs raised as they were closed.
+        """
+        with self._cond:
+            if self._closed:
+                return []
+            self._closed = True
+            alive = [w for w in self.workers if not isinstance(w.failure, PeerLostError)]
+            self._cond.notify_all()
+        futures: list[Future] = []
+        for worker in alive:
+            try:
+                futures.append(
+                    worker.handle.submit(
+                        "close", step_limit_s=limit_s, close_env=close_env, timeout_s=limit_s
+                    )
+                )
+            except ConfigurationError:
+                return []  # the session has ended, and its processes with it
+        wait_for_futures(futures, limit_s)
+        with self._cond:
+            for worker in self.workers:
+                worker.inbox.clear()
+        errors = [future.exception() for future in futures if future.done()]
+        return [
+            error
+            for error in errors
+            if isinstance(error, RemoteError) and not isinstance(error.__cause__, DeadlineError)
+        ]

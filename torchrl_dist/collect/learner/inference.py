@@ -1,0 +1,175 @@
+"""The policy at the learner: workers send observations and get actions, a step at a time.
+
+TorchRL's ``InferenceServer`` batches the requests of all workers over an RPC transport. Requests
+and answers are plain tensors by key: as TensorDicts they would cost more than the policy of a
+small network does, for every message.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import nn
+from torchrl.envs.utils import ExplorationType
+from torchrl.modules.inference_server import InferenceServer, InferenceTransport
+
+from torchrl_dist.collect.loop.one_thread import use_one_thread_if_small
+from torchrl_dist.collect.loop.policies import Compilation, Values
+from torchrl_dist.collect.loop.spaces import plain_key
+from torchrl_dist.errors import ConfigurationError, PeerLostError
+from torchrl_dist.runtime import Remote, Session
+from torchrl_dist.weights import PackedWeights, unpack
+
+_IDLE_S = 0.5  # how long the server's thread sleeps at most before it looks whether it is to end
+_MAX_BATCH = 256
+
+
+class RPCInferenceTransport(InferenceTransport):
+    """Requests of other processes, queued for the server of this one.
+
+    A ``submit`` call of a :class:`Remote` to it is a request, with the observations ``[n, ...]`` of
+    any number of envs; it is answered when the server has run the policy.
+    """
+
+    def __init__(self) -> None:
+        self._cond = threading.Condition()
+        self._queue: list[tuple[Values, Future, float]] = []
+        self._closed = False
+
+    def submit(self, values: Values) -> Future:
+        future: Future = Future()
+        with self._cond:
+            if self._closed:
+                future.set_exception(PeerLostError("the learner's inference has ended"))
+            else:
+                self._queue.append((values, future, time.monotonic()))
+                self._cond.notify()
+        return future
+
+    def drain_with_timing(self, max_items: int) -> tuple[list, list, list]:
+        """Up to so many requests, their futures, and when they came."""
+        with self._cond:
+            taken, self._queue = self._queue[:max_items], self._queue[max_items:]
+        inputs, futures, times = (list(x) for x in zip(*taken, strict=True)) if taken else ([],) * 3
+        return inputs, futures, times
+
+    def drain(self, max_items: int) -> tuple[list[Values], list[Future]]:
+        inputs, futures, _ = self.drain_with_timing(max_items)
+        return inputs, futures
+
+    def wait_for_work(self, timeout: float) -> None:
+        with self._cond:
+            self._cond.wait_for(lambda: self._queue or self._closed, timeout)
+
+    def resolve(self, callback: Future, result: Values) -> None:
+        callback.set_result(result)
+
+    def resolve_exception(self, callback: Future, exc: BaseException) -> None:
+        callback.set_exception(exc)
+
+    def close(self) -> None:
+        """Refuse what waits and what comes; idempotent."""
+        with self._cond:
+            self._closed = True
+            left, self._queue = self._queue, []
+            self._cond.notify_all()
+        for _, future, _ in left:
+            future.set_exception(PeerLostError("the learner's inference has ended"))
+
+
+class LearnerInference:
+    """The learner's side: a server with its own copy of the policy.
+
+    Attributes:
+        handle: goes to the workers.
+        inputs: what the policy reads of the observations.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        policy: nn.Module,
+        exploration_type: ExplorationType,
+        compilation: Compilation,
+    ) -> None:
+        outputs = {key if isinstance(key, str) else tuple(key) for key in policy.out_keys}
+        if any(isinstance(key, tuple) and key[0] == "next" for key in outputs):
+            raise ConfigurationError(
+                "inference='learner' does not carry the state of a recurrent policy: leave it out, "
+                "so that the workers have the policy"
+            )
+        self._policy = copy.deepcopy(policy).to("cpu")
+        self._calls = compilation.calls(self._policy, exploration_type)
+        self._outputs = [plain_key(key) for key in outputs]
+        self.inputs = tuple(plain_key(key) for key in policy.in_keys)
+        self._version = 0
+        self._lock = threading.Lock()
+        self._transport = RPCInferenceTransport()
+        self._server = InferenceServer(
+            self._run,
+            self._transport,
+            max_batch_size=_MAX_BATCH,
+            timeout=_IDLE_S,  # with batches of at least one it is no delay
+            collate_fn=_Requests,
+            policy_version_key=None,
+        )
+        self._server.start()
+        self.handle: Remote = session.remote(session.me, lambda: self._transport)
+
+    def _run(self, requests: _Requests) -> _Answers:
+        use_one_thread_if_small(self._policy)
+        values = requests.joined()
+        with self._lock, torch.no_grad():
+            self._calls.begin()
+            made = self._calls.on_values(dict(values), requests.rows)
+            out = {key: made[key] for key in self._outputs}
+            out["policy_version"] = torch.full((requests.rows,), self._version)
+        return _Answers(out, requests.sizes)
+
+    def take_weights(self, packed: PackedWeights) -> None:
+        """From the next batch of requests on."""
+        with self._lock:
+            unpack(packed, self._policy)
+            self._version = packed.version
+
+    def close(self, limit_s: float) -> None:
+        """End the server, if need be after the policy's current call; idempotent, blocks at most
+        ``limit_s``."""
+        self._transport.close()
+        self._server.shutdown(timeout=max(0.0, limit_s))
+
+
+class _Requests:
+    """What ``InferenceServer`` hands to the policy: requests of any sizes, side by side."""
+
+    def __init__(self, requests: Sequence[Values]) -> None:
+        self._requests = requests
+        self.sizes = [len(next(iter(values.values()))) for values in requests]
+        self.rows = sum(self.sizes)
+
+    def joined(self) -> Values:
+        if len(self._requests) == 1:
+            return self._requests[0]
+        keys = self._requests[0].keys()
+        return {key: torch.cat([values[key] for values in self._requests]) for key in keys}
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """The server looks for an interaction type; the learner's is the same for all."""
+        return default
+
+
+class _Answers:
+    """What the server divides among those who asked."""
+
+    def __init__(self, values: Values, sizes: Sequence[int]) -> None:
+        self._values, self._sizes = values, sizes
+
+    def unbind(self, dim: int) -> list[Values]:
+        parts = {key: value.split(self._sizes) for key, value in self._values.items()}
+        return [{key: part[i] for key, part in parts.items()} for i in range(len(self._sizes))]

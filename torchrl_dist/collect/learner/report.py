@@ -1,0 +1,93 @@
+"""What came of a batch, in numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torchrl_dist.collect.worker.worker import RolloutStats
+
+
+@dataclass(frozen=True)
+class CollectReport:
+    """What the collector says about a batch. With ``replay_buffer=`` this is what it yields.
+
+    Counts are of the whole job as the collector sees it, not per rank. Keys of the mappings are
+    worker indices: a worker's share of the frames and the lengths of its episodes show a bias
+    toward fast workers or short episodes.
+
+    Attributes:
+        frames: env steps in this batch.
+        total_frames: env steps so far, those before a resumed checkpoint included.
+        frames_by_worker, total_frames_by_worker: the same, divided.
+        episode_returns, episode_lengths: of the episodes that ended in this batch.
+        episode_lengths_by_worker: the same, divided.
+        policy_version: of the newest weights given to the collector.
+        policy_lag: how many versions behind the oldest transition of this batch is.
+        messages, data_bytes: rollouts in this batch and their size.
+        wait_s: how long the caller was blocked for this batch.
+        collect_s, write_s: seconds of stepping, and of postproc and writing, by worker.
+        lost_workers: names of the workers that died so far.
+        replaced: env processes that ended in this batch, and how; others have taken their places.
+    """
+
+    frames: int = 0
+    total_frames: int = 0
+    frames_by_worker: dict[int, int] = field(default_factory=dict)
+    total_frames_by_worker: dict[int, int] = field(default_factory=dict)
+    episode_returns: tuple[float, ...] = ()
+    episode_lengths: tuple[int, ...] = ()
+    episode_lengths_by_worker: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    policy_version: int = 0
+    policy_lag: int = 0
+    messages: int = 0
+    data_bytes: int = 0
+    wait_s: float = 0.0
+    collect_s: dict[int, float] = field(default_factory=dict)
+    write_s: dict[int, float] = field(default_factory=dict)
+    lost_workers: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
+
+    @property
+    def shares(self) -> dict[int, float]:
+        """Each worker's part of all frames so far; 1 / workers each where nobody is favoured."""
+        total = max(1, sum(self.total_frames_by_worker.values()))
+        return {worker: n / total for worker, n in self.total_frames_by_worker.items()}
+
+
+def summarize(
+    rollouts: Sequence[RolloutStats],
+    *,
+    total_frames: int,
+    total_frames_by_worker: Mapping[int, int],
+    policy_version: int,
+    wait_s: float,
+    lost_workers: Sequence[str],
+) -> CollectReport:
+    """Join the rollouts' statistics."""
+    frames, collect_s, write_s, lengths = {}, {}, {}, {}
+    for r in rollouts:
+        lengths[r.worker_index] = (*lengths.get(r.worker_index, ()), *r.episode_lengths)
+        frames[r.worker_index] = frames.get(r.worker_index, 0) + r.frames
+        collect_s[r.worker_index] = collect_s.get(r.worker_index, 0.0) + r.collect_s
+        write_s[r.worker_index] = write_s.get(r.worker_index, 0.0) + r.write_s
+    return CollectReport(
+        frames=sum(frames.values()),
+        total_frames=total_frames,
+        frames_by_worker=frames,
+        total_frames_by_worker=dict(total_frames_by_worker),
+        episode_returns=tuple(x for r in rollouts for x in r.episode_returns),
+        episode_lengths=tuple(n for r in rollouts for n in r.episode_lengths),
+        episode_lengths_by_worker=lengths,
+        policy_version=policy_version,
+        policy_lag=policy_version - min(r.oldest_version for r in rollouts),
+        messages=len(rollouts),
+        data_bytes=sum(r.data_bytes for r in rollouts),
+        wait_s=wait_s,
+        collect_s=collect_s,
+        write_s=write_s,
+        lost_workers=tuple(lost_workers),
+        replaced=tuple(
+            f"{what}, of worker {r.worker_index}" for r in rollouts for what in r.replaced
+        ),
+    )

@@ -1,0 +1,183 @@
+"""Builds the workers, all at once, and checks that they are alike."""
+
+from __future__ import annotations
+
+import statistics
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from torchrl_dist.collect.learner.crew import Worker
+from torchrl_dist.collect.learner.handles import Handle, LocalHandle
+from torchrl_dist.collect.node.node import make_worker
+from torchrl_dist.collect.worker.registrations import dump_registrations
+from torchrl_dist.collect.worker.specs import require_equal_specs
+from torchrl_dist.collect.worker.worker import WorkerConfig, WorkerInfo
+from torchrl_dist.errors import ConfigurationError, PeerLostError
+from torchrl_dist.runtime import Peer, Session
+
+# A message costs both sides together three milliseconds of CPU: less than a percent of this ...
+MESSAGE_S = 0.5
+# ... where a process has a core. Of many that share one, each has a few percent of it.
+_PROCESSES_PER_CORE = 4
+MESSAGE_BYTES = 8 << 20
+_WARN_AT_CALLER = 4  # frames between a warning here and who builds the collector
+
+
+def start_workers(
+    session: Session | None,
+    peers: Sequence[Peer],
+    config: WorkerConfig,
+    *,
+    max_ahead: int,
+    limit_s: float,
+) -> tuple[list[Worker], list[str], list[BaseException]]:
+    """Build a worker on every peer, or one here if there are none; blocks at most ``limit_s``.
+
+    Returns:
+        the workers that could be built, the names of those whose process is gone, and the errors
+        of the others.
+    """
+
+    def build(index: int) -> Worker:
+        own = config.of_worker(index)
+        ahead = max_ahead
+        if session is None or peers[index] == session.me:
+            handle: Handle = LocalHandle(own)
+            name = f"worker {index} (this process)"
+            ahead = max_ahead if config.env_processes else 0
+        else:
+            own = replace(own, own_process=True, packed=True, registrations=registrations)
+            handle = session.remote(peers[index], make_worker, own, timeout_s=limit_s)
+            name = peers[index].name
+        try:
+            info = handle.call("describe", timeout_s=limit_s)
+        except BaseException:
+            handle.submit("close", step_limit_s=limit_s, timeout_s=limit_s)
+            raise
+        infos.append(info)
+        return Worker(index, name, handle, info.num_envs, info.steps, ahead, _specs(info))
+
+    registrations = dump_registrations()
+    infos: list[WorkerInfo] = []
+    count = len(peers) or 1
+    with ThreadPoolExecutor(count) as pool:
+        builds = [pool.submit(build, index) for index in range(count)]
+    workers: list[Worker] = []
+    lost: list[str] = []
+    errors: list[BaseException] = []
+    for index, building in enumerate(builds):
+        error = building.exception()
+        if error is None:
+            workers.append(building.result())
+        elif isinstance(error, PeerLostError):
+            lost.append(peers[index].name)
+            warnings.warn(f"a worker is lost before it began: {error}", stacklevel=_WARN_AT_CALLER)
+        else:
+            errors.append(error)
+    if not errors and workers:
+        try:
+            require_equal_specs({worker.name: worker.specs for worker in workers})
+            if config.frames_per_rollout is None:
+                _set_steps(workers, infos, limit_s)
+        except (ConfigurationError, PeerLostError) as error:
+            errors.append(error)
+    return workers, lost, errors
+
+
+def _set_steps(workers: Sequence[Worker], infos: Sequence[WorkerInfo], limit_s: float) -> None:
+    # Medians: while the others start, the cores are not only for who is timed.
+    steps = steps_per_message(
+        statistics.median(info.step_s for info in infos),
+        statistics.median(info.step_bytes for info in infos),
+        seconds_per_message(infos),
+    )
+    answers = [worker.handle.submit("set_steps", steps, timeout_s=limit_s) for worker in workers]
+    for worker, answer in zip(workers, answers, strict=True):
+        answer.result(limit_s + 1)
+        worker.steps = steps
+
+
+def seconds_per_message(workers: Sequence[WorkerInfo]) -> float:
+    """How long a message may take to fill: longer where many processes share their node's cores."""
+    crowds: Counter[str] = Counter()
+    for worker in workers:
+        crowds[worker.host] += worker.processes / worker.cores
+    return MESSAGE_S * max(1.0, max(crowds.values()) / _PROCESSES_PER_CORE)
+
+
+def steps_per_message(step_s: float, step_bytes: float, message_s: float = MESSAGE_S) -> int:
+    """How many steps make a message that takes neither microseconds nor minutes to fill, and not
+    all memory: about ``message_s`` seconds, at most ``MESSAGE_BYTES`` bytes, at least a step."""
+    return max(1, int(min(message_s / step_s, MESSAGE_BYTES / step_bytes)))
+
+
+# Of one worker: whose processes die more often will not do better the next time.
+_MOST_REPLACED = 3
+_SEED_STRIDE = 1_000_003
+# Of a run's 32 bits of trajectory ids, those above this many tell a worker from its predecessors.
+_ID_BITS = 30
+
+
+class Replacer:
+    """Puts another worker in the place of one whose process has died: env processes of this
+    machine, forked anew, that this process speaks with.
+
+    Attributes:
+        config: what workers are built from.
+        trajectory_base: for ``RolloutWorker.set_trajectory_base``.
+
+    Raises:
+        ConfigurationError: the workers are not all of this machine.
+    """
+
+    def __init__(self, session: Session | None, config: WorkerConfig, max_ahead: int) -> None:
+        if session is None or session.world.launcher != "local":
+            raise ConfigurationError(
+                "replace_lost=True: workers can be replaced under local_cluster; other launchers "
+                "start processes themselves (torchrun --max-restarts restarts the job)"
+            )
+        self.config = config
+        self.trajectory_base = 0
+        self._max_ahead = max_ahead
+        self._replaced: Counter[int] = Counter()
+
+    def may_replace(self, lost: Worker) -> bool:
+        return self._replaced[lost.index] < _MOST_REPLACED
+
+    def replace(self, lost: Worker, limit_s: float) -> Worker:
+        """Blocks while the envs are built. It begins new episodes, of other seeds.
+
+        Raises:
+            RemoteError: they could not be built.
+            PeerLostError, DeadlineError: their processes died, or took too long.
+        """
+        self._replaced[lost.index] += 1
+        generation = self._replaced[lost.index]
+        own = self.config.of_worker(lost.index)
+        seed = own.seed
+        own = replace(
+            own,
+            env_processes=max(1, own.env_processes),
+            seed=None if seed is None else (seed + generation * _SEED_STRIDE) % 2**31,
+            frames_per_rollout=lost.steps * lost.num_envs,
+        )
+        handle = LocalHandle(own)
+        try:
+            info = handle.call("describe", timeout_s=limit_s)
+            require_equal_specs({lost.name: lost.specs, "its successor": _specs(info)})
+            base = self.trajectory_base + (generation << _ID_BITS)
+            handle.call("set_trajectory_base", base, timeout_s=limit_s)
+        except BaseException:
+            handle.submit("close", step_limit_s=limit_s, timeout_s=limit_s)
+            raise
+        name = f"worker {lost.index} (env processes of this process, in place of {lost.name})"
+        return Worker(
+            lost.index, name, handle, info.num_envs, info.steps, self._max_ahead, lost.specs
+        )
+
+
+def _specs(info: WorkerInfo) -> dict[str, str]:
+    return {"number of envs": str(info.num_envs), **info.specs}

@@ -1,0 +1,1 @@
+"""From a policy and environments to a rollout, in one process."""

@@ -1,0 +1,164 @@
+"""A worker's envs in groups, for a policy that runs elsewhere: double buffering.
+
+While one group waits for its actions the worker steps another, so that a round trip costs nothing
+that is shorter than a step of the other groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from tensordict import TensorDict
+
+from torchrl_dist.collect.loop.rollout import GymnasiumRollout, Values, make_rollout, never
+from torchrl_dist.collect.loop.spaces import Key
+from torchrl_dist.errors import ConfigurationError
+
+# Whoever answers keeps the deadline; this much later somebody notices that nobody does.
+_LATE_S = 5.0
+
+
+class Answer(Protocol):
+    def result(self, timeout: float) -> Values:
+        """Block for what the policy made of the observations."""
+
+
+class Learner(Protocol):
+    """A ``torchrl_dist.runtime.Remote`` to an ``RPCInferenceTransport``, or a stand-in for it."""
+
+    def submit(self, method: str, values: Values, *, timeout_s: float | None = None) -> Answer: ...
+
+
+@dataclass(frozen=True)
+class Inference:
+    """How a worker gets actions from the learner.
+
+    Attributes:
+        inputs: keys of the observations that the policy reads; only these are sent.
+        groups: the envs of a worker, or of an env process, are stepped in so many groups.
+        timeout_s: bounds the wait for actions.
+    """
+
+    learner: Learner
+    inputs: tuple[Key, ...]
+    groups: int
+    timeout_s: float
+
+
+class GroupedRollout:
+    """As :class:`~torchrl_dist.collect.loop.rollout.Rollout`. Not thread-safe, but for ``stop``."""
+
+    def __init__(self, groups: Sequence[GymnasiumRollout], inference: Inference) -> None:
+        self._groups = list(groups)
+        self._inference = inference
+        self.num_envs = sum(group.num_envs for group in groups)
+        self.steps = groups[0].steps
+        self.policy_version = 0  # of no use: the learner stamps its own
+        self.at_random = False  # never asked for
+
+    def seed(self, seeds: Sequence[int]) -> None:
+        first = 0
+        for group in self._groups:
+            group.seed(seeds[first : first + group.num_envs])
+            first += group.num_envs
+
+    def run(self, steps: int, enough: Callable[[int], bool] = never) -> TensorDict:
+        """As ``Rollout.run``, but ``enough`` is to be false always: the groups stay of one
+        length."""
+        loops: list[Generator[Values, Values, TensorDict]] = []
+        answers: list[Answer] = []
+        for group in self._groups:
+            loops.append(group.steps_one_by_one(steps, enough))
+            answers.append(self._ask(next(loops[-1])))
+        done: dict[int, TensorDict] = {}
+        while len(done) < len(loops):
+            for number, loop in enumerate(loops):
+                actions = answers[number].result(self._inference.timeout_s + _LATE_S)
+                try:
+                    answers[number] = self._ask(loop.send(actions))
+                except StopIteration as end:
+                    done[number] = end.value
+        return torch.cat([done[number] for number in range(len(loops))], 0)
+
+    def _ask(self, observations: Values) -> Answer:
+        values = {key: observations[key] for key in self._inference.inputs if key in observations}
+        inference = self._inference
+        return inference.learner.submit("submit", values, timeout_s=inference.timeout_s)
+
+    def reset(self, envs: Sequence[int] | None = None) -> None:
+        size = self._groups[0].num_envs
+        for number, group in enumerate(self._groups):
+            group.reset(
+                None if envs is None else [env % size for env in envs if env // size == number]
+            )
+
+    def resize(self, steps: int) -> None:
+        self.steps = steps
+        for group in self._groups:
+            group.resize(steps)
+
+    @property
+    def specs(self) -> dict[str, str]:
+        return self._groups[0].specs
+
+    @property
+    def one_seed_only(self) -> bool:
+        return any(group.one_seed_only for group in self._groups)
+
+    @property
+    def target(self) -> Any:
+        return [env for group in self._groups for env in group.target]
+
+    def stop(self) -> None:
+        for group in self._groups:
+            group.stop()
+
+    def close(self) -> None:
+        for group in self._groups:
+            group.close()
+
+
+def make_grouped_rollout(
+    make_env: str | Callable[[], Any],
+    inference: Inference,
+    *,
+    frames: int,
+    num_envs: int,
+    categorical_action_encoding: bool = False,
+) -> GroupedRollout:
+    """Build ``num_envs`` envs here, in groups of equal size.
+
+    Raises:
+        ConfigurationError: they cannot be divided so, or are stepped by TorchRL's loop, or drift
+            apart.
+    """
+    groups = inference.groups
+    if num_envs % groups:
+        raise ConfigurationError(f"num_envs={num_envs} cannot be divided into {groups} env_groups")
+    built = [
+        make_rollout(
+            make_env,
+            None,
+            frames=-(-frames // groups),
+            num_envs=num_envs // groups,
+            categorical_action_encoding=categorical_action_encoding,
+        )
+        for _ in range(groups)
+    ]
+    for rollout in built:
+        if not isinstance(rollout, GymnasiumRollout) or rollout.driver.valid is not None:
+            for each in built:
+                each.close()
+            raise ConfigurationError(
+                "inference='learner' takes gymnasium envs that do not reset in steps of their own "
+                "(no TorchRL env, no vector env with next-step autoreset)"
+            )
+    known = built[0].observed
+    if not any(key in known for key in inference.inputs):
+        raise ConfigurationError(
+            f"the policy reads {list(inference.inputs)}, and the envs give {sorted(known, key=str)}"
+        )
+    return GroupedRollout(built, inference)

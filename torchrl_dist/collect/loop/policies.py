@@ -1,0 +1,402 @@
+"""How a collector calls a policy: with a TensorDict, or past it where that is known to be the same.
+
+``TensorDictModule.__call__`` costs more than a small network does: argument dispatch and, for every
+tensor that it writes where pandas is not installed, a search of the disk for pandas
+(``TensorDictBase.from_any``, tensordict 0.14.3). :func:`act` therefore does itself what the few
+classes in this file do around the modules of a user, and only for these very classes, as they were
+imported and without hooks. Everything inside them and everything else is called as it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor, is_tensor_collection
+from tensordict.nn import (
+    CudaGraphModule,
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+    TensorDictModuleBase,
+    TensorDictSequential,
+    skip_existing,
+)
+from torch import Tensor, nn
+from torchrl import compile_with_warmup
+from torchrl.envs.utils import ExplorationType, exploration_type, set_exploration_type
+from torchrl.modules import (
+    Actor,
+    ProbabilisticActor,
+    QValueActor,
+    QValueModule,
+    SafeModule,
+    SafeProbabilisticModule,
+    SafeProbabilisticTensorDictSequential,
+    SafeSequential,
+)
+
+from torchrl_dist.collect.loop.spaces import Key, plain_key
+from torchrl_dist.errors import ConfigurationError
+
+Policy = Callable[[TensorDictBase], Any]
+Values = dict[Key, Any]  # tensors [N, ...], and non-tensor data
+
+# TorchRL's exploration type is one per process (tensordict 0.14.3), so the policies of a process
+# are called one at a time.
+_ONE_POLICY = threading.RLock()
+
+# ---- the classes that are known, as they were imported
+
+_WRITERS = (TensorDictModule, SafeModule, Actor)
+_CHAINS = (TensorDictSequential, SafeSequential, QValueActor)
+_PROBABILISTIC = (
+    ProbabilisticTensorDictSequential,
+    SafeProbabilisticTensorDictSequential,
+    ProbabilisticActor,
+)
+_SAMPLERS = (ProbabilisticTensorDictModule, SafeProbabilisticModule)  # called, but without options
+_METHODS = (
+    "__call__",
+    "__getattr__",
+    "_call_impl",
+    "forward",
+    "_call_module",
+    "_write_to_tensordict",
+    "_module_iter",
+    "_run_module",
+    "get_dist_params",
+    "det_part",
+)
+_q_values = inspect.unwrap(QValueModule.forward)
+
+
+def _methods(kind: type) -> tuple[Any, ...]:
+    return tuple(getattr(kind, name, None) for name in _METHODS)
+
+
+_AS_IMPORTED = {
+    kind: _methods(kind) for kind in (*_WRITERS, *_CHAINS, *_PROBABILISTIC, QValueModule)
+}
+
+
+def known_classes() -> frozenset[type]:
+    """Those whose methods nobody has replaced since, if modules are not told to skip what is there;
+    to be asked for once per rollout."""
+    if skip_existing() or not inspect.isfunction(_q_values):
+        return frozenset()
+    return frozenset(kind for kind, methods in _AS_IMPORTED.items() if methods == _methods(kind))
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether nothing was set on this object that changes what its class does when called."""
+    own = module.__dict__
+    return not (
+        own.get("_forward_hooks")
+        or own.get("_forward_pre_hooks")
+        or own.get("_backward_hooks")
+        or own.get("_backward_pre_hooks")
+        or own.get("_compiled_call_impl")
+        or "forward" in own
+        or "_call_impl" in own
+        or "_call_module" in own
+        or "_write_to_tensordict" in own
+        or "_module_iter" in own
+        or "_run_module" in own
+        or "get_dist_params" in own
+    )
+
+
+# ---- a call
+
+_EXPECTED = (
+    "the policy was called with a TensorDict, and is to return one. A module or function of "
+    "tensors names its arguments after the observations, or is wrapped: TensorDictModule(module, "
+    "in_keys=['observation'], out_keys=['action'])"
+)
+
+
+def act(policy: Policy, values: Values, n: int, known: Collection[type]) -> Values:
+    """What ``policy(td)`` leaves in a TensorDict ``[n]`` with these values, by key.
+
+    ``values`` may be changed. A TensorDict that the policy returns in place of its own adds to
+    that; so does a dict.
+
+    Args:
+        known: of :func:`known_classes`.
+    """
+    if torch.nn.modules.module._has_any_global_hook():
+        known = ()
+    out = _call(policy, values, n, known)
+    if out is not values:
+        values.update(out)
+    return values
+
+
+def _call(module: Any, values: Values, n: int, known: Collection[type]) -> Values:
+    """The values that it returned: ``values`` where it has changed those, as modules do."""
+    kind = type(module)
+    if kind in known and _is_plain(module):
+        if kind in _WRITERS:
+            if _writes_its_outputs(module):
+                inputs = [values.get(plain_key(key)) for key in module.in_keys]
+                if all(value is not None for value in inputs):
+                    inner = module._modules.get("module")  # a quarter of a look at the attribute
+                    made = (module.module if inner is None else inner)(*inputs)
+                    keys = module.out_keys
+                    if type(made) is Tensor and len(keys) == 1 and made.ndim and len(made) == n:
+                        values[plain_key(keys[0])] = made
+                    else:
+                        _write(keys, made, values, n)
+                    return values
+        elif kind is QValueModule:
+            if all(type(key) is str for key in (*module.in_keys, *module.out_keys)):
+                return _q_values(module, values)
+        elif (parts := _parts(module, kind)) is not None:
+            out = values
+            for part in parts:
+                out = _call(part, out, n, known)
+            if module.inplace is True and out is not values:
+                values.update({key: out[key] for key in module.out_keys if key in out})
+                return values
+            return out
+    return _call_with_tensordict(module, values, n)
+
+
+def _writes_its_outputs(module: TensorDictModule) -> bool:
+    """Whether it reads ``in_keys``, calls its module with them, writes ``out_keys``, no more."""
+    return (
+        module.inplace is True
+        and module._kwargs is None
+        and not module._get_kwargs
+        and module.method is None
+        and not module.method_kwargs
+        and module.out_keys == module.out_keys_source
+        and "_" not in module.out_keys
+    )
+
+
+def _parts(module: TensorDictSequential, kind: type) -> Iterable[nn.Module] | None:
+    """What it calls one after the other; None if it does more."""
+    if (
+        module.inplace not in (None, True)
+        or module.partial_tolerant
+        or module._select_before_return
+    ):
+        return None
+    if kind in _CHAINS:
+        return module._module_iter()
+    if (
+        module.return_composite
+        or module._requires_sample is not True
+        or exploration_type() is None
+        or type(module._last_module) not in _SAMPLERS
+    ):
+        return None
+    return module._det_part, module._last_module
+
+
+def _write(keys: Iterable[Key], made: Any, values: Values, n: int) -> None:
+    """As ``TensorDictModule`` does with what its module has returned."""
+    keys = list(keys)
+    if isinstance(made, (dict, TensorDictBase)) and all(key in made for key in keys):
+        made = tuple(made.get(key) for key in keys)
+    elif made is None:
+        made = ()
+    elif not isinstance(made, tuple):
+        made = (made,)
+    if len(made) != len(keys):
+        raise RuntimeError(
+            f"a module of the policy returned {len(made)} tensors for the out_keys {keys}"
+        )
+    for key, value in zip(keys, made, strict=True):
+        if type(value) is Tensor and value.ndim and len(value) == n:
+            values[plain_key(key)] = value
+        else:  # is converted, or refused
+            td = TensorDict(batch_size=[n])
+            td.set(key, TensorDict.from_any(value))
+            values.update(flat(td))
+
+
+def _call_with_tensordict(policy: Policy, values: Values, n: int) -> Values:
+    td = nested(values, [n])
+    try:
+        out = policy(td)
+    except (TypeError, AttributeError) as error:
+        if isinstance(policy, nn.Module) and not isinstance(policy, TensorDictModuleBase):
+            raise ConfigurationError(f"{_EXPECTED}; it raised {error!r}") from error
+        raise
+    values.clear()
+    values.update(flat(td))  # also where it returns another: both are TorchRL's to read
+    if out is td or out is None:
+        return values
+    if isinstance(out, dict):
+        out = TensorDict(out, batch_size=[n])
+    if not is_tensor_collection(out):
+        raise ConfigurationError(f"{_EXPECTED}; it returned {type(out).__name__}")
+    return flat(out)
+
+
+def flat(td: TensorDictBase) -> Values:
+    """Its leaves by key."""
+    return dict(td.items(True, True, is_leaf=is_leaf_nontensor))
+
+
+def nested(
+    data: Mapping[Key, Any], batch_size: list[int], names: list[str | None] | None = None
+) -> TensorDict:
+    """A TensorDict from flat keys and tensors that are known to begin with ``batch_size``.
+
+    Built past TensorDict's checks, which would take a good part of a short rollout's time.
+    """
+    size = torch.Size(batch_size)
+    root: dict[str, Any] = {}
+    deeper: dict[str, dict[Key, Any]] = {}
+    for key, value in data.items():
+        if isinstance(key, str):
+            root[key] = value
+        else:
+            first, *rest = key
+            deeper.setdefault(first, {})[plain_key(tuple(rest))] = value
+    for name, part in deeper.items():
+        root[name] = nested(part, batch_size, names)
+    return TensorDict._new_unsafe(root, batch_size=size, names=names)
+
+
+class PolicyCalls:
+    """A policy as a rollout calls it: with TorchRL's exploration type set, one call at a time in
+    this process.
+
+    ``clones``: what it returns may be overwritten by its next call.
+    """
+
+    def __init__(
+        self, policy: Policy, exploration_type: ExplorationType, clones: bool = False
+    ) -> None:
+        self._policy = policy
+        self._exploration = set_exploration_type(exploration_type)
+        self._clones = clones
+        self._known = known_classes()
+
+    def begin(self) -> None:
+        """A rollout begins."""
+        self._known = known_classes()
+
+    def on_values(self, values: Values, n: int) -> Values:
+        """See :func:`act`."""
+        with _ONE_POLICY, self._exploration:
+            out = act(self._policy, values, n, self._known)
+            return {key: value.clone() for key, value in out.items()} if self._clones else out
+
+    def exploring(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A call of something else that has policies inside."""
+
+        def exploring(*args: Any) -> Any:
+            with _ONE_POLICY, self._exploration:
+                return call(*args)
+
+        return exploring
+
+    def on_tensordict(self, td: TensorDictBase) -> TensorDictBase:
+        """The plain call."""
+        with _ONE_POLICY, self._exploration:
+            out = self._policy(td)
+            out = td if out is None else out
+            return out.clone() if self._clones else out
+
+
+# ---- what a user hands in
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """``compile_policy=`` and ``cudagraph_policy=`` of TorchRL's collectors: true, or arguments of
+    ``torch.compile`` (and ``warmup``, the number of plain calls before) and ``CudaGraphModule``."""
+
+    compile_policy: bool | Mapping[str, Any] | None = None
+    cudagraph_policy: bool | Mapping[str, Any] | None = None
+
+    def calls(self, policy: Policy, exploration_type: ExplorationType) -> PolicyCalls:
+        """The policy as it is to be called.
+
+        Raises:
+            ConfigurationError: a CUDA graph of a policy that is on the CPU, where there is a GPU.
+        """
+        compiles = self.compile_policy not in (None, False)
+        graphs = self.cudagraph_policy not in (None, False)
+        if graphs and torch.cuda.is_available() and (device := _device(policy)) != "cuda":
+            raise ConfigurationError(
+                f"cudagraph_policy={self.cudagraph_policy}: the policy of this worker is on "
+                f"{device!r}; expected 'cuda'. A graph holds what a GPU does, and nothing else"
+            )
+        if compiles:
+            policy = compile_with_warmup(policy, **_options(self.compile_policy))
+        if graphs:
+            options = _options(self.cudagraph_policy)
+            policy = CudaGraphModule(policy, in_keys=[], out_keys=[], **options)
+        return PolicyCalls(policy, exploration_type, clones=compiles or graphs)
+
+
+def _device(policy: Policy) -> str:
+    module = policy.policy if isinstance(policy, _OnTensors) else policy
+    parameters = module.parameters() if isinstance(module, nn.Module) else ()
+    return next((parameter.device.type for parameter in parameters), "cpu")
+
+
+def _options(given: bool | Mapping[str, Any] | None) -> dict[str, Any]:
+    return dict(given) if isinstance(given, Mapping) else {}
+
+
+def on_tensordicts(
+    policy: Policy, observed: Collection[Key], action_keys: list[Key] | None = None
+) -> Policy:
+    """The policy itself, or, as TorchRL's collectors do, one that calls it with tensors: if every
+    argument that it needs has the name of an observation. It then returns the action, or a tuple
+    of it and what becomes ``"output1"``, ``"output2"``, ...
+
+    Raises:
+        ConfigurationError: it is no policy.
+    """
+    if not callable(policy):
+        raise ConfigurationError(
+            f"policy={policy!r}: expected a module or a function of a TensorDict, or None"
+        )
+    if (
+        isinstance(policy, (TensorDictModuleBase, torch._dynamo.eval_frame.OptimizedModule))
+        or hasattr(policy, "in_keys")
+        or hasattr(policy, "out_keys")
+    ):
+        return policy
+    try:
+        found = inspect.signature(getattr(policy, "forward", policy)).parameters
+    except (TypeError, ValueError):  # not written in Python
+        return policy
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = {name: p for name, p in found.items() if p.kind in kinds}
+    needed = [name for name, p in named.items() if p.default is inspect.Parameter.empty]
+    takes = [name for name in named if name in observed]
+    if not takes or not set(needed) <= set(takes):
+        return policy
+    return _OnTensors(policy, takes, action_keys or ["action"])
+
+
+class _OnTensors:
+    """A policy of tensors, as one of a TensorDict."""
+
+    def __init__(self, policy: Callable[..., Any], names: list[str], action_keys: list[Key]):
+        self.policy = policy
+        self._names = names
+        self._action_keys = action_keys
+
+    def __call__(self, td: TensorDictBase) -> TensorDictBase:
+        made = self.policy(**{name: td.get(name) for name in self._names})
+        made = made if isinstance(made, tuple) else (made,)
+        surplus = range(1, len(made) - len(self._action_keys) + 1)
+        keys = [*self._action_keys, *(f"output{i}" for i in surplus)]
+        for key, value in zip(keys, made, strict=True):
+            td.set(key, TensorDict.from_any(value))
+        return td

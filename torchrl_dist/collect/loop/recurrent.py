@@ -1,0 +1,59 @@
+"""What a recurrent policy carries from one step to the next."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrl.modules import OrnsteinUhlenbeckProcessModule
+from torchrl.modules.utils import get_primers_from_module
+
+from torchrl_dist.collect.loop.spaces import Key, join_key, plain_key
+from torchrl_dist.errors import ConfigurationError
+
+IS_INIT = "is_init"
+
+
+def carried_state(policy: Any, num_envs: int) -> dict[Key, Tensor]:
+    """The state of ``num_envs`` new episodes, by key: what the policy reads at ``key`` and writes
+    at ``("next", key)``, as TorchRL's LSTMModule and GRUModule do; and ``"is_init"`` bool
+    ``[num_envs, 1]``, true, if it reads that, as Ornstein-Uhlenbeck noise does. Empty for
+    a policy without memory.
+
+    Raises:
+        ConfigurationError: no module of the policy says what the state of a new episode is.
+    """
+    reads = {plain_key(key) for key in getattr(policy, "in_keys", ())}
+    writes = {plain_key(key) for key in getattr(policy, "out_keys", ())}
+    keys = [key for key in reads if join_key("next", key) in writes]
+    state: dict[Key, Tensor] = {}
+    if keys and isinstance(policy, nn.Module):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is no primer, which is an error below
+            primer = get_primers_from_module(policy)
+        specs = {} if primer is None else dict(_leaves(primer))
+        state = {key: specs[key].zero((num_envs,)) for key in keys if key in specs}
+    if missing := [key for key in keys if key not in state]:
+        raise ConfigurationError(
+            f"the policy reads {missing} and writes their next values, but none of its modules has "
+            "make_tensordict_primer(), which says what they are when an episode begins"
+        )
+    noises = [m for m in _modules(policy) if isinstance(m, OrnsteinUhlenbeckProcessModule)]
+    if IS_INIT in reads or any(noise.is_init_key == IS_INIT for noise in noises):
+        state[IS_INIT] = torch.ones(num_envs, 1, dtype=torch.bool)
+    return state
+
+
+def _modules(policy: Any) -> list[nn.Module]:
+    return list(policy.modules()) if isinstance(policy, nn.Module) else []
+
+
+def _leaves(primer: Any) -> list[tuple[Key, Any]]:
+    transforms = getattr(primer, "transforms", [primer])
+    return [
+        (plain_key(key), spec)
+        for transform in transforms
+        for key, spec in transform.primers.items(True, True)
+    ]

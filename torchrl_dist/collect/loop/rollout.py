@@ -1,0 +1,801 @@
+"""T steps of N envs as one TensorDict ``[N, T]`` that looks like TorchRL's ``Collector`` made it.
+
+A step of a TorchRL env costs some 300 us whatever the env does; a gymnasium env goes through
+:class:`GymnasiumRollout` instead: one policy call per step for all envs, results written into
+preallocated tensors. TorchRL envs, and gymnasium envs with other spaces than those known here in
+TorchRL's wrapper, are stepped by :class:`TorchRLRollout`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor, nn
+from torchrl.envs import EnvBase, GymWrapper, SerialEnv
+from torchrl.envs.utils import ExplorationType, RandomPolicy
+from torchrl.modules.tensordict_module.exploration import set_exploration_modules_spec_from_env
+
+from torchrl_dist.collect.loop.drivers import EnvDriver, EnvListDriver, make_driver
+from torchrl_dist.collect.loop.policies import (
+    Compilation,
+    Policy,
+    PolicyCalls,
+    Values,
+    flat,
+    nested,
+    on_tensordicts,
+)
+from torchrl_dist.collect.loop.recurrent import IS_INIT, carried_state
+from torchrl_dist.collect.loop.spaces import (
+    Key,
+    ObservationLeaf,
+    UnknownSpaceError,
+    action_codec,
+    join_key,
+    observation_leaves,
+)
+from torchrl_dist.errors import ConfigurationError
+
+_DONE_KEYS = ("done", "terminated", "truncated")
+# With next-step autoreset envs drift apart, like a random walk if they are alike: slowly.
+_WARN_ROLLOUTS_AHEAD = 4
+_MAX_ROLLOUTS_AHEAD = 200
+_CHUNK = 256  # steps whose places in memory are looked up together
+_DRAWS = 64  # random actions of an env that are drawn together
+
+
+def never(_: int) -> bool:
+    return False
+
+
+class RolloutStopped(Exception):
+    """The rollout was told to stop; its steps are discarded. Never leaves the worker."""
+
+
+class Rollout(Protocol):
+    """N envs and a policy that yield rollouts on request.
+
+    ``policy_version`` is stamped on every transition at the moment it is made. With ``at_random``
+    the next one acts at random, and what the policy writes beside the action is zero.
+    """
+
+    num_envs: int
+    steps: int
+    policy_version: int
+    at_random: bool
+
+    def seed(self, seeds: Sequence[int]) -> None:
+        """Seed the envs (one seed per env) and start new episodes in all of them."""
+
+    def run(self, steps: int, enough: Callable[[int], bool] = never) -> TensorDict:
+        """``steps`` transitions of each env, ``[N, steps]``; continues where it left off.
+
+        Args:
+            steps: at most the ``steps`` of the rollout, its usual length.
+            enough: asked after every step with the number of transitions that each env has; true
+                ends the rollout there.
+
+        Raises:
+            RolloutStopped: :meth:`stop` was called from another thread.
+        """
+
+    def reset(self, envs: Sequence[int] | None = None) -> None:
+        """Start new episodes in all envs, or in these.
+
+        Raises:
+            ConfigurationError: they cannot be reset one by one.
+        """
+
+    def resize(self, steps: int) -> None:
+        """Make this the usual length of a rollout."""
+
+    @property
+    def specs(self) -> dict[str, str]:
+        """What all workers of a job must agree in, in words."""
+
+    @property
+    def target(self) -> Any:
+        """The envs, as :func:`torchrl_dist.collect.loop.access.visit` takes them."""
+
+    def stop(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Episodes:
+    """Follows the episodes of N envs through consecutive rollouts. Pure bookkeeping.
+
+    Trajectory ids are ``base + k * stride + offset`` for k = 0, 1, ...: with the number of workers
+    as the stride and a worker's index as the offset, no two workers give out the same id.
+    """
+
+    num_envs: int
+    offset: int = 0
+    stride: int = 1
+    base: int = 0
+    numbered: int = 0
+    _current: np.ndarray = field(init=False)
+    _returns: np.ndarray = field(init=False)
+    _lengths: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.restart()
+
+    def restart(self, envs: Sequence[int] | None = None) -> list[int]:
+        """New episodes begin in all envs, or in these; the running ones are abandoned.
+
+        Returns:
+            the ids of those, if only some.
+        """
+        if envs is not None:
+            abandoned = self._current[envs].tolist()
+            self._current[envs] = self._take(len(envs))
+            self._returns[envs], self._lengths[envs] = 0.0, 0
+            return abandoned
+        self._current = self._take(self.num_envs)
+        self._returns = np.zeros(self.num_envs)
+        self._lengths = np.zeros(self.num_envs, dtype=np.int64)
+        return []
+
+    def split(self) -> None:
+        """The running episodes go on as other trajectories; their returns count as a whole."""
+        self._current = self._take(self.num_envs)
+
+    def count_steps(self, done: np.ndarray) -> np.ndarray:
+        """Steps of the episode before each step of the next rollout, ``done [N, T]``: ``[N, T]``.
+        To be called before it is taken in."""
+        steps = np.arange(done.shape[1])
+        begun = np.zeros(done.shape, np.int64)
+        begun[:, 1:] = np.where(done[:, :-1], steps[1:], 0)
+        begun = np.maximum.accumulate(begun, 1)
+        return steps - begun + np.where(begun > 0, 0, self._lengths[:, None])
+
+    def _take(self, n: int) -> np.ndarray:
+        taken = np.arange(self.numbered, self.numbered + n, dtype=np.int64)
+        self.numbered += n
+        return self.base + taken * self.stride + self.offset
+
+    def advance(
+        self, reward: np.ndarray, done: np.ndarray
+    ) -> tuple[np.ndarray, list[float], list[int]]:
+        """Take in a rollout, ``reward [N, T]`` and ``done [N, T]``.
+
+        Returns:
+            trajectory ids ``[N, T]``, and the returns and lengths of the episodes that ended.
+        """
+        ends = np.argwhere(done).tolist()  # env by env
+        numbers = self._take(len(ends))
+        ids = np.repeat(self._current[:, None], done.shape[1], 1)
+        if ends:
+            ended = (np.cumsum(done) - done.ravel()).reshape(done.shape)  # so far, in all envs
+            anew = ended > ended[:, :1]
+            ids[anew] = numbers[ended[anew] - 1]
+        total = np.cumsum(reward, 1, dtype=np.float64)
+        # Where the running episodes began: before this rollout, if not after an end in it.
+        sum_before, steps_before = -self._returns, -self._lengths
+        returns: list[float] = []
+        lengths: list[int] = []
+        for (i, t), number in zip(ends, numbers.tolist(), strict=True):
+            returns.append(float(total[i, t] - sum_before[i]))
+            lengths.append(int(t + 1 - steps_before[i]))
+            sum_before[i], steps_before[i] = total[i, t], t + 1
+            self._current[i] = number
+        self._returns = total[:, -1] - sum_before
+        self._lengths = done.shape[1] - steps_before
+        return ids, returns, lengths
+
+
+class _Given:
+    """What the policy sees of its envs in a rollout: a place in memory for every step."""
+
+    def __init__(self, leaves: Sequence[ObservationLeaf], n: int, steps: int) -> None:
+        self._keys: list[Key] = [leaf.key for leaf in leaves] + list(_DONE_KEYS)
+        self.observations = [np.empty((steps + 1, n, *leaf.shape), leaf.dtype) for leaf in leaves]
+        # The root is always an observation after a reset or in mid-episode.
+        ends = [np.zeros((steps, n, 1), bool) for _ in _DONE_KEYS]
+        self._blocks = [torch.from_numpy(array) for array in (*self.observations, *ends)]
+        self._views: list[tuple[Key, tuple[Tensor, ...]]] = []
+        self._size = (n, steps)
+
+    def values(self, t: int) -> Values:
+        """To be asked for in the order of the steps."""
+        i = t % _CHUNK
+        if i == 0:
+            self._views = [
+                (key, block[t : t + _CHUNK].unbind(0))
+                for key, block in zip(self._keys, self._blocks, strict=True)
+            ]
+        return {key: views[i] for key, views in self._views}
+
+    def places(self, t: int) -> Values:
+        """The same for a step of the last chunk."""
+        return {key: views[t % _CHUNK] for key, views in self._views}
+
+    def share_changes(self, following: Sequence[np.ndarray], done: np.ndarray) -> None:
+        """What the policy has changed in place was also the next observation of the step before,
+        as in TorchRL, unless an env was reset between the two."""
+        _, steps = self._size
+        for block, after in zip(self._blocks, following, strict=False):
+            if block._version:
+                for t in range(1, steps):
+                    if not done[:, t - 1].any():
+                        after[:, t - 1] = block[t].numpy()
+
+    def recorded(self, without: Collection[Key]) -> dict[Key, Tensor]:
+        """A copy ``[N, T, ...]``, by key."""
+        _, steps = self._size
+        return {
+            key: block[:steps].transpose(0, 1).clone(memory_format=torch.contiguous_format)
+            for key, block in zip(self._keys, self._blocks, strict=True)
+            if key not in without
+        }
+
+
+class _Made:
+    """What the policy makes in a rollout: room for everything that it wrote in the first step.
+
+    Attributes:
+        actions: NumPy array ``[T, N, ...]``.
+        carried: keys that it finds again in the next step, beside what comes from its env.
+        overwritten: keys of observations that it replaces.
+    """
+
+    def __init__(self, out: Values, given: _Given, n: int, steps: int) -> None:
+        first = given.places(0)
+        self._given = given
+        self._keys = len(out)
+        self._kept: list[Key] = []
+        self._stores: dict[Key, Tensor] = {}
+        self._parts: dict[Key, list[Any]] = {}
+        self.overwritten: set[Key] = set()
+        for key, value in out.items():
+            if key in first and value is first[key]:
+                self._kept.append(key)
+            elif _is_private(key):
+                continue
+            elif isinstance(value, Tensor):
+                if key in first:
+                    self.overwritten.add(key)
+                self._stores[key] = torch.empty((n, steps, *value.shape[1:]), dtype=value.dtype)
+            else:
+                self._parts[key] = []
+        self._slots: list[tuple[Key, tuple[Tensor, ...]]] = []
+        self.actions = self._stores["action"].numpy().swapaxes(0, 1)
+        self.carried = [key for key in out if key not in first and _of_root(key)]
+
+    def record(self, t: int, out: Values) -> None:
+        if len(out) != self._keys:
+            raise ConfigurationError(
+                f"the policy left {sorted(map(str, out))} in step {t} of a rollout, and other keys "
+                f"in the first: {sorted(map(str, self._expected()))}; expected the same in each"
+            )
+        i = t % _CHUNK
+        if i == 0:
+            self._slots = [
+                (key, store[:, t : t + _CHUNK].unbind(1)) for key, store in self._stores.items()
+            ]
+        for key, views in self._slots:
+            views[i].copy_(out[key])
+        if self._kept:
+            places = self._given.places(t)
+            for key in self._kept:
+                if out[key] is not places[key]:
+                    places[key].copy_(out[key])
+        for key, parts in self._parts.items():
+            parts.append(out[key])
+
+    def _expected(self) -> list[Key]:
+        return [*self._stores, *self._parts, *self._kept]
+
+    def recorded(self) -> dict[Key, Any]:
+        parts = {key: torch.stack(parts, 1) for key, parts in self._parts.items()}
+        return self._stores | parts
+
+
+def _like(mask: Tensor, value: Tensor) -> Tensor:
+    """``mask [N]`` with as many dimensions as ``value``."""
+    return mask.reshape(-1, *[1] * (value.ndim - 1))
+
+
+def _unwritten(given: Values, made: Values) -> Values:
+    """Zeros for what a policy adds to its input."""
+    added = {key: value for key, value in made.items() if key not in given}
+    return {key: torch.zeros_like(v) for key, v in added.items() if isinstance(v, Tensor)}
+
+
+def _is_private(key: Key) -> bool:
+    """As in TorchRL: for the policy, not for the batch."""
+    return any(name.startswith("_") for name in ((key,) if isinstance(key, str) else key))
+
+
+def _of_root(key: Key) -> bool:
+    return isinstance(key, str) or key[0] != "next"
+
+
+class GymnasiumRollout:
+    """The fast loop over gymnasium envs. Not thread-safe, but for :meth:`stop`.
+
+    What the policy is given in a step is its own: nobody writes there again, so that it may keep
+    it, and what it changes in place is in the rollout, as with TorchRL's ``Collector``.
+    """
+
+    def __init__(
+        self,
+        driver: EnvDriver,
+        policy: Policy | None,
+        frames: int,
+        *,
+        exploration_type: ExplorationType = ExplorationType.RANDOM,
+        categorical_action_encoding: bool = False,
+        compilation: Compilation | None = None,
+    ) -> None:
+        self.driver = driver
+        self.num_envs = n = driver.num_envs
+        self.steps = -(-frames // n)
+        leaves = observation_leaves(driver.single_observation_space, categorical_action_encoding)
+        driver.leaves = leaves
+        self._leaves = leaves
+        self._codec = action_codec(driver.single_action_space, categorical_action_encoding)
+        self._rngs = [np.random.default_rng() for _ in range(n)]
+        self._draws: list[Tensor] = []
+        self._new_state = carried_state(policy, n)
+        self._inputs = {leaf.key for leaf in leaves} | {*_DONE_KEYS} | {*self._new_state}
+        compilation = compilation or Compilation()
+        self._policy: PolicyCalls | None = None
+        if policy is not None:
+            takes_tensordicts = on_tensordicts(policy, [leaf.key for leaf in leaves])
+            self._policy = compilation.calls(takes_tensordicts, exploration_type)
+        self.policy_version = 0
+        self.at_random = False
+        self._unwritten: Values | None = None
+        self._stop = False
+        # What goes on from one rollout to the next: the observations, in the order of the leaves,
+        # the state of a policy with memory, and whatever else it wrote.
+        self._current = [np.zeros((n, *leaf.shape), leaf.dtype) for leaf in leaves]
+        self._state = dict(self._new_state)
+        self._others: Values = {}
+        self._surplus: list[TensorDict | None] = [None] * n
+        self._started = False
+        self._warned = False
+
+    def _act(self, values: Values) -> Values:
+        if self._policy is None:
+            values["action"] = self._draw()
+            return values
+        if not self.at_random:
+            return self._policy.on_values(values, self.num_envs)
+        if self._unwritten is None:  # rows have the same keys, whoever chose the action
+            asked = {key: value.clone() for key, value in values.items()}
+            self._unwritten = _unwritten(values, self._policy.on_values(asked, self.num_envs))
+        return self._unwritten | values | {"action": self._draw()}
+
+    def _draw(self) -> Tensor:
+        if not self._draws:  # by env, so that each one's follow from its own seed
+            by_env = [self._codec.sample(rng, _DRAWS) for rng in self._rngs]
+            self._draws = list(torch.stack(by_env, 1).unbind(0))
+        return self._draws.pop()
+
+    def seed(self, seeds: Sequence[int]) -> None:
+        """As TorchRL does it: the episodes begin with a reset after the one that takes the seed."""
+        self._reset(seeds)
+        self._reset(None)
+        # With the seed alone, an env of gymnasium's has the same generator.
+        self._rngs = [np.random.default_rng([seed, 1]) for seed in seeds]
+        self._draws = []
+        self._started = True
+
+    def _reset(self, seeds: Sequence[int] | None) -> None:
+        self.driver.reset(seeds, self._current)
+        self._surplus = [None] * self.num_envs
+        self._others = {}
+        self._state = dict(self._new_state)
+
+    def _carry_on(self, out: Values, carried: Sequence[Key], begins: np.ndarray) -> None:
+        """Hand the policy's state and what else it wrote to its next step. Where an episode
+        ``begins`` the state is a new one, and all else is zero, as with TorchRL's batched envs."""
+        self._others = {key: out[key] for key in carried}
+        if 1 in begins.tobytes():  # a tenth of any()
+            kept = torch.from_numpy(~begins)
+            for key, value in self._others.items():
+                if isinstance(value, Tensor):
+                    self._others[key] = torch.where(_like(kept, value), value, 0)
+        if not self._new_state:
+            return
+        first = torch.from_numpy(begins)
+        for key, new in self._new_state.items():
+            if key == IS_INIT:
+                self._state[key] = first.reshape(-1, 1).clone()
+                continue
+            after = out.get(join_key("next", key), self._state[key])
+            self._state[key] = torch.where(_like(first, new), new, after)
+
+    def reset(self, envs: Sequence[int] | None = None) -> None:
+        if envs is None or not self._started:
+            self._started = False
+            return
+        self.driver.reset_some(envs, self._current)
+        first = torch.zeros(self.num_envs, dtype=torch.bool)
+        first[list(envs)] = True
+        for key, new in self._new_state.items():
+            begins = first.reshape(-1, *[1] * (new.ndim - 1))
+            new = begins if key == IS_INIT else new
+            self._state[key] = torch.where(begins, new, self._state[key])
+
+    def resize(self, steps: int) -> None:
+        self.steps = steps
+
+    @property
+    def specs(self) -> dict[str, str]:
+        return {
+            "observation space": repr(self.driver.single_observation_space),
+            "action space": repr(self.driver.single_action_space),
+        }
+
+    @property
+    def target(self) -> Any:
+        return self.driver.target
+
+    @property
+    def one_seed_only(self) -> bool:
+        """Whether the envs cannot be seeded one by one."""
+        return self.driver.one_seed_only
+
+    @property
+    def observed(self) -> set[Key]:
+        """Keys of what the policy sees."""
+        return self._inputs
+
+    def stop(self) -> None:
+        self._stop = True
+
+    def close(self) -> None:
+        self.driver.close()
+
+    def run(self, steps: int, enough: Callable[[int], bool] = never) -> TensorDict:
+        self._begin()
+        with torch.no_grad():
+            if self.driver.valid is None:
+                return self._run(steps, enough)[0]
+            return self._run_ragged(steps, enough)
+
+    def steps_one_by_one(
+        self, steps: int, enough: Callable[[int], bool] = never
+    ) -> Generator[Values, Values, TensorDict]:
+        """As ``run``, for a policy elsewhere: yields the observations ``[N, ...]`` of each step, is
+        sent what a policy makes of them, and returns the rollout."""
+        self._begin()
+        return (yield from self._loop(steps, enough))[0]
+
+    def _begin(self) -> None:
+        if not self._started:
+            self._reset(None)
+            self._started = True
+        if self._policy is not None:
+            self._policy.begin()
+
+    def _run(
+        self, steps: int, enough: Callable[[int], bool]
+    ) -> tuple[TensorDict, np.ndarray | None]:
+        loop, act = self._loop(steps, enough), self._act
+        values = next(loop)
+        try:
+            while True:
+                values = loop.send(act(values))
+        except StopIteration as end:
+            return end.value
+
+    def _loop(
+        self, steps: int, enough: Callable[[int], bool]
+    ) -> Generator[Values, Values, tuple[TensorDict, np.ndarray | None]]:
+        """Yields what the policy is to see, ``steps`` times, and is sent what it made of that."""
+        n, driver, to_env = self.num_envs, self.driver, self._codec.to_env
+        given = _Given(self._leaves, n, steps)
+        following = [np.empty((n, steps, *leaf.shape), leaf.dtype) for leaf in self._leaves]
+        reward = np.empty((n, steps, 1), np.float32)
+        terminated = np.empty((n, steps, 1), bool)
+        truncated = np.empty((n, steps, 1), bool)
+        valid = None if driver.valid is None else np.empty((n, steps), bool)
+        # By step, [T, N, ...]: a plain index is found in half the time of one with a slice.
+        step = driver.step
+        nexts = [array.swapaxes(0, 1) for array in following]
+        rewards, ends, cuts = (array[:, :, 0].T for array in (reward, terminated, truncated))
+        for block, now in zip(given.observations, self._current, strict=True):
+            block[0] = now
+        made: _Made | None = None
+        for t in range(steps):
+            out = yield given.values(t) | self._others | self._state
+            if made is None:
+                made = _Made(self._checked(out), given, n, steps)
+            made.record(t, out)
+            # The copy, not the policy's own tensor, which it may reuse.
+            self._current = [block[t + 1] for block in given.observations]
+            rewards[t], done, cut = step(
+                to_env(made.actions[t]), [array[t] for array in nexts], self._current
+            )
+            ends[t] = done
+            cuts[t] = cut
+            if valid is not None:
+                valid[:, t] = driver.valid
+            self._carry_on(out, made.carried, done | cut if valid is None else ~driver.valid)
+            if self._stop:
+                raise RolloutStopped
+            if enough(t + 1 if valid is None else int(valid[:, : t + 1].sum(1).min())):
+                break
+        assert made is not None
+        self._current = [now.copy() for now in self._current]
+        done = terminated | truncated
+        given.share_changes(following, done)
+        data = given.recorded(made.overwritten)
+        for leaf, after in zip(self._leaves, following, strict=True):
+            data[join_key("next", leaf.key)] = torch.from_numpy(after)
+        data |= made.recorded()
+        if IS_INIT in self._state:  # as InitTracker: only a root can be the first of its episode
+            data["next", IS_INIT] = torch.zeros(n, steps, 1, dtype=torch.bool)
+        data |= {
+            ("next", "reward"): torch.from_numpy(reward),
+            ("next", "terminated"): torch.from_numpy(terminated),
+            ("next", "truncated"): torch.from_numpy(truncated),
+            ("next", "done"): torch.from_numpy(done),
+        }
+        if "policy_version" not in data:  # else the policy's owner has stamped it
+            data["policy_version"] = torch.full((n, steps), self.policy_version)
+        rollout = nested(data, [n, steps], names=[None, "time"])
+        return (rollout if t + 1 == steps else rollout[:, : t + 1]), valid
+
+    def _checked(self, out: Values) -> Values:
+        """What the policy wrote, if it can be recorded; once per rollout."""
+        action = out.get("action")
+        expected = (self.num_envs, *self._codec.shape)
+        if not isinstance(action, Tensor) or tuple(action.shape) != expected:
+            got, hint = "nothing", "; it is called with a TensorDict of the observations"
+            if action is not None:
+                got, hint = f"shape {tuple(action.shape)}", self._codec.hint
+            raise ConfigurationError(
+                f"the policy wrote {got} as 'action'; expected {expected} for "
+                f"{self.driver.single_action_space} and {self.num_envs} envs{hint}"
+            )
+        for key, value in out.items():
+            if tuple(value.shape[:1]) != (self.num_envs,):
+                raise ConfigurationError(
+                    f"the policy wrote {key!r} with shape {tuple(value.shape)}; expected "
+                    f"[{self.num_envs}, ...], a row for each env"
+                )
+        return out
+
+    def _run_ragged(self, steps: int, enough: Callable[[int], bool]) -> TensorDict:
+        """Drop the calls that only reset an env, and step on until each env has its transitions.
+
+        Envs that reset less often get ahead; what they have beyond ``steps`` opens their next
+        rollout, so that no transition is lost.
+        """
+        have = [0 if part is None else part.shape[0] for part in self._surplus]
+        while (ahead := min(have)) < steps and not enough(ahead):
+            chunk, valid = self._run(steps - ahead, lambda done, a=ahead: enough(a + done))
+            for i in range(self.num_envs):
+                rows = chunk[i][torch.from_numpy(valid[i, : chunk.shape[1]])]
+                before = self._surplus[i]
+                self._surplus[i] = rows if before is None else torch.cat([before, rows], 0)
+                have[i] = self._surplus[i].shape[0]
+        steps = min(steps, *have)
+        out = torch.stack([part[:steps] for part in self._surplus], 0)
+        self._surplus = [part[steps:].clone() for part in self._surplus]
+        out.names = [None, "time"]
+        self._check_surplus(max(have) - steps)
+        return out
+
+    def _check_surplus(self, rows: int) -> None:
+        ahead = rows / self.steps
+        advice = (
+            f"{self.driver} resets its envs in steps of their own (next-step autoreset), and the "
+            f"envs that end episodes least often are {rows} steps ahead of the others: their rows "
+            f"wait for {ahead:.0f} rollouts. Build the vector env with same-step autoreset, or "
+            "with autoreset disabled, if it can"
+        )
+        if ahead > _MAX_ROLLOUTS_AHEAD:
+            raise ConfigurationError(advice)
+        if ahead > _WARN_ROLLOUTS_AHEAD and not self._warned:
+            self._warned = True
+            warnings.warn(advice, stacklevel=2)
+
+
+class TorchRLRollout:
+    """A TorchRL env, stepped as TorchRL's ``Collector`` does."""
+
+    def __init__(
+        self,
+        env: EnvBase,
+        policy: Policy | None,
+        frames: int,
+        *,
+        exploration_type: ExplorationType = ExplorationType.RANDOM,
+        compilation: Compilation | None = None,
+    ) -> None:
+        self.env = env
+        self.num_envs = max(1, env.batch_size.numel())
+        self.steps = -(-frames // self.num_envs)
+        self.policy_version = 0
+        self.at_random = False
+        self._unwritten: Values | None = None
+        if policy is None:
+            policy = RandomPolicy(env.full_action_spec)
+        elif isinstance(policy, RandomPolicy):
+            policy.set_action_spec_from_env(env)
+        if isinstance(policy, nn.Module):
+            set_exploration_modules_spec_from_env(policy, env)
+        compilation = compilation or Compilation()
+        takes_tensordicts = on_tensordicts(
+            policy, list(env.observation_spec.keys(True, True)), list(env.action_keys)
+        )
+        self._policy = compilation.calls(takes_tensordicts, exploration_type)
+        # Policies inside an env, in its transforms, want the exploration type as well.
+        inside = any(isinstance(module, TensorDictModuleBase) for module in env.modules())
+        self._step = (
+            self._policy.exploring(env.step_and_maybe_reset)
+            if inside
+            else (env.step_and_maybe_reset)
+        )
+        self._carrier: TensorDictBase | None = None
+        self._stop = False
+
+    def resize(self, steps: int) -> None:
+        self.steps = steps
+
+    def seed(self, seeds: Sequence[int]) -> None:
+        static = len(set(seeds)) == 1 and len(seeds) > 1
+        self.env.set_seed(seeds[0], static_seed=static)
+        self._carrier = None
+
+    def run(self, steps: int, enough: Callable[[int], bool] = never) -> TensorDict:
+        rows: list[TensorDictBase] = []
+        with torch.no_grad():
+            if self._carrier is None:
+                self._carrier = self._without_device(self.env.reset())
+            for t in range(steps):
+                carrier = self._carrier
+                self._act(carrier)
+                row, following = self._step(carrier)
+                if row is not carrier:
+                    carrier.set("next", row.get("next"))
+                rows.append(self._without_device(carrier))
+                self._carrier = self._without_device(following)
+                if self._stop:
+                    raise RolloutStopped
+                if enough(t + 1):
+                    break
+            batch = TensorDict.maybe_dense_stack(rows, dim=-1)
+        private = [key for key in batch.keys(True) if _is_private(key)]
+        batch = batch.exclude(*private).reshape(self.num_envs, len(rows))
+        batch.names = [None, "time"]
+        batch.set("policy_version", torch.full(batch.shape, self.policy_version))
+        return batch
+
+    def _act(self, carrier: TensorDictBase) -> None:
+        if self.at_random:
+            if self._unwritten is None:
+                made = self._policy.on_tensordict(carrier.clone())
+                self._unwritten = _unwritten(flat(carrier), flat(made))
+            for key, value in self._unwritten.items():
+                carrier.set(key, value)
+            self.env.rand_action(carrier)
+            return
+        made = self._policy.on_tensordict(carrier)
+        if made is not carrier:
+            carrier.update(made)
+
+    @staticmethod
+    def _without_device(td: TensorDictBase) -> TensorDictBase:
+        return td if td.device is None else td.clear_device_()
+
+    def reset(self, envs: Sequence[int] | None = None) -> None:
+        carrier, env = self._carrier, self.env
+        if envs is None or carrier is None or self.num_envs == 1:
+            self._carrier = None
+            return
+        for reset_key, done_keys in zip(env.reset_keys, env.done_keys_groups, strict=True):
+            mask = torch.zeros(env.full_done_spec[done_keys[0]].shape, dtype=torch.bool)
+            mask.view(self.num_envs, -1)[list(envs)] = True
+            carrier.set(reset_key, mask)
+        carrier.update(env.reset(carrier, select_reset_only=True))
+        self._carrier = carrier.exclude(*env.reset_keys)
+
+    @property
+    def specs(self) -> dict[str, str]:
+        env = self.env
+        return {
+            "observation spec": repr(env.observation_spec),
+            "action spec": repr(env.full_action_spec),
+            "reward spec": repr(env.full_reward_spec),
+        }
+
+    @property
+    def target(self) -> Any:
+        return self.env
+
+    def stop(self) -> None:
+        self._stop = True
+
+    def close(self) -> None:
+        if not self.env.is_closed:
+            self.env.close()
+
+
+def make_rollout(
+    make_env: str | Callable[[], Any],
+    policy: Policy | None,
+    *,
+    frames: int = 1,
+    num_envs: int = 1,
+    exploration_type: ExplorationType = ExplorationType.RANDOM,
+    categorical_action_encoding: bool = False,
+    compilation: Compilation | None = None,
+) -> Rollout:
+    """Build the envs here, in this process, and the loop that fits them.
+
+    ``frames`` per rollout are divided among the envs, rounded up; ``resize`` changes that.
+
+    Raises:
+        ConfigurationError: ``make_env`` gives no env, or one whose spaces are not supported.
+    """
+    first = make_env if isinstance(make_env, str) else make_env()
+    if isinstance(first, EnvBase):
+        if num_envs > 1:
+            first.close()
+            first = SerialEnv(num_envs, make_env)
+        return TorchRLRollout(
+            first, policy, frames, exploration_type=exploration_type, compilation=compilation
+        )
+    driver = make_driver(first, make_env, num_envs)
+    try:
+        if isinstance(driver, EnvListDriver) and _has_reward_space(driver.envs[0]):
+            raise UnknownSpaceError(f"{driver.envs[0]} has a reward space")
+        return GymnasiumRollout(
+            driver,
+            policy,
+            frames,
+            exploration_type=exploration_type,
+            categorical_action_encoding=categorical_action_encoding,
+            compilation=compilation,
+        )
+    except UnknownSpaceError as error:
+        if not isinstance(driver, EnvListDriver):
+            driver.close()
+            raise
+        env = _wrapped(driver.envs, categorical_action_encoding, error)
+    return TorchRLRollout(
+        env, policy, frames, exploration_type=exploration_type, compilation=compilation
+    )
+
+
+def _has_reward_space(env: Any) -> bool:
+    try:
+        return env.get_wrapper_attr("reward_space") is not None
+    except AttributeError:
+        return False
+
+
+def _wrapped(envs: Sequence[Any], categorical: bool, reason: UnknownSpaceError) -> EnvBase:
+    """TorchRL's own wrapper around gymnasium envs."""
+    try:
+        wrapped = [GymWrapper(env, categorical_action_encoding=categorical) for env in envs]
+        env = (
+            wrapped[0]
+            if len(wrapped) == 1
+            else SerialEnv(len(wrapped), [lambda env=env: env for env in wrapped])
+        )
+        env.reset()
+    except Exception as error:
+        for env in envs:
+            env.close()
+        raise ConfigurationError(
+            f"{reason}. TorchRL's GymWrapper does not take it either ({type(error).__name__}: "
+            f"{error})"
+        ) from error
+    return env

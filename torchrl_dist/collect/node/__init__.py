@@ -1,0 +1,1 @@
+"""The env processes of one node, which fill one rollout in shared memory."""

@@ -1,0 +1,212 @@
+"""One of a node worker's env processes: the same rollout worker, in a process of its own.
+
+It is told what to do over a socket and answers there; its rows go to memory that it shares with
+the node worker, its policy's weights come from there, and it counts its steps there, so that one
+who hangs can be told from one who works.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+import numpy as np
+from tensordict import TensorDictBase
+
+from torchrl_dist.collect.node.relay import NodeLearner, is_answer
+from torchrl_dist.collect.worker.registrations import Registrations, adopt_registrations
+from torchrl_dist.collect.worker.shared_block import (
+    BlockRows,
+    RolloutLayout,
+    WeightsTicket,
+    WeightsView,
+    attach,
+)
+from torchrl_dist.collect.worker.worker import (
+    RolloutStats,
+    RolloutWorker,
+    WorkerConfig,
+    require_module,
+)
+from torchrl_dist.runtime.surroundings import Surroundings
+
+_SEED_STRIDE = 1_000_003
+# int64 words of the control block, ahead of one word of progress per process
+CUT_REQUEST, CUT_LEAST, STOP, FIRST_PROGRESS = range(4)
+
+
+@dataclass(frozen=True)
+class RowsTicket:
+    """Where a process writes its rows: from ``first_env`` on, in a block with this layout."""
+
+    path: str
+    layout: RolloutLayout
+    first_env: int
+
+
+@dataclass(frozen=True)
+class EnvProcess:
+    """What processes are started with; crosses as a pickle.
+
+    Attributes:
+        address, token: where the node worker listens, and what it wants to hear first.
+        registrations: of :func:`dump_registrations`.
+        config: the node worker's, pickled.
+        control: path of the control block.
+        trajectory_base: for ``RolloutWorker.set_trajectory_base``.
+        generation: how many predecessors the process has had in its place.
+        numbered: trajectories that they have numbered.
+    """
+
+    address: str
+    token: str
+    surroundings: Surroundings
+    registrations: Registrations
+    config: bytes
+    control: str
+    trajectory_base: int = 0
+    generation: int = 0
+    numbered: int = 0
+
+    def run(self, index: int, ready: Callable[[], None]) -> None:
+        """The life of the process, in a fresh fork of the server."""
+        self.surroundings.adopt()
+        adopt_registrations(self.registrations)
+        with socket.socket(socket.AF_UNIX) as link:
+            link.connect(self.address)
+            connection = Connection(link.detach())
+        with connection, contextlib.suppress(EOFError, ConnectionError):  # the node worker is gone
+            connection.send((self.token, index, self.generation))
+            self._serve(index, connection, ready)
+
+    def _serve(self, index: int, connection: Connection, ready: Callable[[], None]) -> None:
+        part: _Part | None = None
+        learner: NodeLearner | None = None
+
+        def build() -> Any:
+            nonlocal part, learner
+            words = attach(self.control).numpy().view(np.int64)
+            config = config_of_part(cloudpickle.loads(self.config), index, self.generation)
+            if config.inference is not None:
+                learner = _learner(config, connection, words[FIRST_PROGRESS + index :])
+                config = replace(config, inference=replace(config.inference, learner=learner))
+            part = _Part(config, words, index)
+            if self.trajectory_base or self.numbered:
+                part.worker.set_trajectory_base(self.trajectory_base, self.numbered)
+            ready()
+            return part.worker.describe()
+
+        _answer(connection, build)
+        while part is not None:
+            if learner is not None and learner.calls:
+                message = learner.calls.popleft()
+            else:
+                message = cloudpickle.loads(connection.recv_bytes())
+            if is_answer(message):
+                continue
+            method, args, kwargs = message
+            target = part if method == "collect" else part.worker
+            _answer(connection, lambda: getattr(target, method)(*args, **kwargs))  # noqa: B023
+            if method == "close":
+                return
+
+
+def config_of_part(config: WorkerConfig, index: int, generation: int) -> WorkerConfig:
+    """The config of one process of a node worker: its place in the job is that of a worker among
+    as many workers as there are processes."""
+    seed, frames = config.seed, config.frames_per_rollout
+    if seed is not None and generation:  # not to repeat the episodes of who died
+        seed = (seed + generation * _SEED_STRIDE) % 2**31
+    return replace(
+        config,
+        frames_per_rollout=None if frames is None else -(-frames // config.env_processes),
+        worker_index=config.worker_index * config.env_processes + index,
+        num_workers=config.num_workers * config.env_processes,
+        shown_index=config.worker_index,
+        own_process=True,
+        packed=False,
+        env_processes=0,
+        seed=seed,
+    )
+
+
+def _learner(config: WorkerConfig, connection: Connection, progress: np.ndarray) -> NodeLearner:
+    def beat() -> None:
+        progress[0] += 1
+
+    beat_s = None if config.step_timeout_s is None else config.step_timeout_s / 4
+    return NodeLearner(connection, beat, beat_s)
+
+
+def _answer(connection: Connection, call: Callable[[], Any]) -> None:
+    try:
+        answer = (True, call())
+    except Exception as error:
+        summary = traceback.format_exception_only(error)[-1].strip()
+        answer = (False, (summary, "".join(traceback.format_exception(error)), error))
+        with contextlib.suppress(Exception):
+            connection.send_bytes(cloudpickle.dumps(answer))
+            return
+        answer = (False, (*answer[1][:2], None))  # the exception itself does not pickle
+    connection.send_bytes(cloudpickle.dumps(answer))
+
+
+class _Part:
+    """The process's share of the node worker's envs."""
+
+    def __init__(self, config: WorkerConfig, words: np.ndarray, index: int) -> None:
+        self.worker = _Watched(config, words, FIRST_PROGRESS + index)
+        self._blocks: dict[str, BlockRows] = {}
+
+    def collect(
+        self,
+        steps: int,
+        num_envs: int,
+        request: int,
+        weights: WeightsTicket | None,
+        rows: RowsTicket | None,
+        anew: bool,
+        at_random: bool,
+    ) -> tuple[TensorDictBase | None, RolloutStats]:
+        """As ``RolloutWorker.collect``; rows that fit the ticket stay in its block, and None is
+        answered in their place."""
+        data, stats = self.worker.collect(steps, num_envs, weights, request, anew, at_random)
+        if data is None or rows is None:
+            return data, stats
+        if data.shape != (stats.num_envs, stats.frames // stats.num_envs):
+            return data, stats  # a postproc's: the node worker would look for all steps
+        if rows.path not in self._blocks:
+            self._blocks[rows.path] = BlockRows(rows.layout, attach(rows.path))
+        return (None if self._blocks[rows.path].write(data, rows.first_env) else data), stats
+
+
+class _Watched(RolloutWorker):
+    """Counts its steps where the node worker sees it, is cut and stopped from there, and uses the
+    weights that lie there."""
+
+    def __init__(self, config: WorkerConfig, words: np.ndarray, progress: int) -> None:
+        self._words, self._progress = words, progress
+        self._weights = WeightsView()
+        super().__init__(config)
+        self._turns.open()  # the node worker asks in order, but not from 0 on
+
+    def _take_weights(self, ticket: WeightsTicket) -> None:
+        self._weights.take(ticket, require_module(self.policy))
+        self._rollout.policy_version = ticket.version
+
+    def _watch(self, request: int) -> Callable[[int], bool]:
+        words, progress = self._words, self._progress
+
+        def enough(done: int) -> bool:
+            words[progress] += 1
+            if words[STOP]:
+                self._rollout.stop()
+            return bool(words[CUT_REQUEST] >= request and done >= words[CUT_LEAST])
+
+        return enough

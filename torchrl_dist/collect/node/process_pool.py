@@ -1,0 +1,350 @@
+"""The env processes of a node worker: forked, spoken to, and replaced when they end.
+
+They connect to a socket of the node worker's, who alone speaks with them, in one thread at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import selectors
+import signal
+import socket
+import struct
+import time
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+
+from torchrl_dist.collect.node.env_process import CUT_REQUEST, FIRST_PROGRESS, STOP, EnvProcess
+from torchrl_dist.collect.node.relay import Question, Relay
+from torchrl_dist.collect.worker.registrations import dump_registrations
+from torchrl_dist.collect.worker.shared_block import SharedBlock
+from torchrl_dist.collect.worker.worker import WorkerConfig, WorkerInfo
+from torchrl_dist.errors import DeadlineError, PeerLostError, RemoteError
+from torchrl_dist.runtime import ForkServer
+from torchrl_dist.runtime.surroundings import Surroundings
+
+_GLANCE_S = 0.2  # how often a death is looked for that no socket tells
+_START_S = 120.0  # of one process, its envs included
+_CALL_S = 60.0
+CLOSE_S = 10.0
+_MAX_DEATHS_IN_A_ROW = 3
+_WORD_BYTES = 8
+
+
+@dataclass
+class Process:
+    """One env process as the node worker sees it."""
+
+    index: int
+    connection: Connection | None = None
+    ready: bool = False
+    generation: int = 0
+    forked_at: float = field(default_factory=time.monotonic)
+    deaths: int = 0  # since its last rollout
+    numbered: int = 0
+    steps_seen: int = 0
+    seen_at: float = 0.0
+
+
+class ProcessPool:
+    """``config.env_processes`` processes, which :meth:`start` forks.
+
+    Args:
+        config: the node worker's.
+        server: to fork from; None: one of its own, which costs the seconds of its imports.
+        selector: the connections of processes that are ready are registered here, with the
+            :class:`Process` as their data.
+        relay: where questions for the learner go.
+
+    Attributes:
+        processes: by index.
+        words: int64, memory that all processes see, by the columns of ``env_process``.
+        job: what the next process is started with.
+        numbers_at_stake: trajectories that a process may have numbered since its last answer.
+        replaced: what became of processes that ended, until somebody empties it.
+        children: their pids and ends, from the server.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        server: ForkServer | None,
+        selector: selectors.BaseSelector,
+        relay: Relay | None,
+    ) -> None:
+        self._count = config.env_processes
+        self._worker_index = config.worker_index
+        self._step_timeout_s = config.step_timeout_s
+        self._selector = selector
+        self._relay = relay
+        self._control = SharedBlock(_WORD_BYTES * (FIRST_PROGRESS + self._count))
+        self.words = self._control.data.numpy().view(np.int64)
+        self.words[CUT_REQUEST] = -1
+        self.job = EnvProcess(
+            address=f"\0torchrl_dist-{secrets.token_hex(8)}",
+            token=secrets.token_hex(16),
+            surroundings=Surroundings.of_this_process(torch.get_num_threads()),
+            registrations=dump_registrations(),
+            config=cloudpickle.dumps(config),
+            control=self._control.path,
+        )
+        self.numbers_at_stake = 0
+        self.replaced: list[str] = []
+        self.processes = [Process(index) for index in range(self._count)]
+        self._own_server = server is None
+        self._server = ForkServer() if server is None else server
+        self._listener = socket.socket(socket.AF_UNIX)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the processes were told to stop."""
+        return bool(self.words[STOP])
+
+    # ---- start
+
+    def start(self) -> list[WorkerInfo]:
+        """Fork all processes; blocks until every one has built its envs, in the order of indices.
+
+        Raises:
+            RemoteError: a process could not build its envs.
+            PeerLostError, DeadlineError: it died, or took too long.
+        """
+        self._listener.bind(self.job.address)
+        self._listener.listen(self._count)
+        self.children = self._server.start(self.job, range(self._count))
+        deadline = time.monotonic() + _START_S
+        infos: dict[int, WorkerInfo] = {}
+        while len(infos) < self._count:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise DeadlineError(
+                    f"{self._count - len(infos)} of {self._count} env processes did not start "
+                    f"within {_START_S:g} s"
+                )
+            waiting = [p for p in self.processes if p.connection and not p.ready]
+            relay = self._relay
+            sources: list[Any] = [self._listener, *(p.connection for p in waiting)]
+            readable = wait([*sources, relay] if relay else sources, min(left_s, _GLANCE_S))
+            if self._listener in readable:
+                self._accept()
+            for process in waiting:
+                if process.connection in readable:
+                    answer = self._first_answer(process)
+                    if relay is not None and isinstance(answer, Question):
+                        relay.ask(process.connection, answer)  # it times its steps
+                    else:
+                        infos[process.index] = answer
+                        self._make_ready(process)
+            if relay is not None:
+                if relay in readable:
+                    relay.deliver()
+                relay.flush(most=1)
+            self._raise_for_failed_start()
+        return [infos[index] for index in range(self._count)]
+
+    def _first_answer(self, process: Process) -> Any:
+        try:
+            return self.receive(process)
+        except EOFError:
+            with self.children.changed:
+                state = self.children.states[process.index]
+                self.children.changed.wait_for(lambda: state.exit is not None, CLOSE_S)
+            how = state.exit or "it closed its connection"
+            raise PeerLostError(f"env process {process.index} died at start-up: {how}") from None
+
+    def _raise_for_failed_start(self) -> None:
+        with self.children.changed:
+            for index, state in self.children.states.items():
+                if state.failure:
+                    raise self._error(index, *state.failure, None)
+                if state.exit and not self.processes[index].ready:
+                    raise PeerLostError(f"env process {index} died at start-up: {state.exit}")
+
+    def _accept(self) -> None:
+        link, _ = self._listener.accept()
+        if (limit_s := self._step_timeout_s) is not None:  # in the middle of a message
+            limit = struct.pack("ll", int(limit_s), int(limit_s % 1 * 1e6))
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        uid = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+        connection = Connection(link.detach())
+        token, index, generation = "", 0, 0
+        if uid == os.getuid() and connection.poll(CLOSE_S):  # who may do with us what he wants
+            with contextlib.suppress(Exception):  # it died meanwhile, or is a stranger
+                token, index, generation = connection.recv()
+        if token == self.job.token and generation == self.processes[index].generation:
+            self.processes[index].connection = connection
+        else:
+            connection.close()
+
+    def _make_ready(self, process: Process) -> None:
+        process.ready = True
+        self._selector.register(process.connection, selectors.EVENT_READ, process)
+
+    # ---- messages
+
+    def send(self, process: Process, method: str, *args: Any, **kwargs: Any) -> None:
+        """Have a process that is ready call a method; does not wait for its answer."""
+        assert process.connection is not None
+        with contextlib.suppress(OSError):  # its death is seen when the answer is awaited
+            process.connection.send_bytes(cloudpickle.dumps((method, args, kwargs)))
+
+    def receive(self, process: Process) -> Any:
+        """The next answer of a process; blocks.
+
+        Raises:
+            EOFError: it died, or stopped in the middle of the answer, which the message says.
+            RemoteError: the call raised there.
+        """
+        assert process.connection is not None
+        try:
+            fine, content = cloudpickle.loads(process.connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            raise EOFError from None
+        except BlockingIOError:
+            limit_s = self._step_timeout_s
+            raise EOFError(f"stopped for {limit_s:g} s in the middle of an answer") from None
+        if not fine:
+            raise self._error(process.index, *content)
+        return content
+
+    def _error(
+        self, index: int, summary: str, trace: str, cause: BaseException | None
+    ) -> RemoteError:
+        error = RemoteError(
+            summary,
+            peer=f"env process {index} of worker {self._worker_index}",
+            host=socket.gethostname(),
+            remote_traceback=trace,
+        )
+        error.__cause__ = cause
+        return error
+
+    def ask(self, asked: list[Process], method: str, *args: Any) -> dict[int, Any]:
+        """Call a method in processes that are ready and idle; blocks until they have answered. An
+        error that it raises there is an answer. Those that end are replaced, and have none.
+
+        Raises:
+            PeerLostError: a process ended for the third time in a row.
+        """
+        for process in asked:
+            self.send(process, method, *args)
+        deadline = time.monotonic() + _CALL_S
+        answers: dict[int, Any] = {}
+        ended: list[tuple[Process, str]] = []
+        for process in asked:  # each is read, or it would be taken for the next one's
+            try:
+                answers[process.index] = self._await_answer(process, method, deadline)
+            except EOFError as error:
+                ended.append((process, str(error)))
+            except RemoteError as error:
+                answers[process.index] = error
+        for process, reason in ended:
+            self.replace(process, reason)
+        return answers
+
+    def _await_answer(self, process: Process, method: str, deadline: float) -> Any:
+        assert process.connection is not None
+        if not process.connection.poll(max(0.0, deadline - time.monotonic())):
+            raise EOFError(f"did not answer {method} within {_CALL_S:g} s")
+        return self.receive(process)
+
+    # ---- ends
+
+    def hangs(self, process: Process, limit_s: float) -> bool:
+        """Whether a busy process has made no step for so long."""
+        made, now = int(self.words[FIRST_PROGRESS + process.index]), time.monotonic()
+        if made != process.steps_seen:
+            process.steps_seen, process.seen_at = made, now
+        return now - process.seen_at > limit_s
+
+    def replace(self, process: Process, reason: str) -> None:
+        """Kill what is left of a process and fork another; does not wait for its envs.
+
+        Args:
+            reason: if it is known; else the way in which the process ended.
+
+        Raises:
+            PeerLostError: it is not the first in a row.
+        """
+        index = process.index
+        if process.connection is not None:
+            if process.ready:
+                self._selector.unregister(process.connection)
+            process.connection.close()
+        state = self.children.states[index]
+        with self.children.changed:
+            if state.exit is None and state.pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(state.pid, signal.SIGKILL)
+            self.children.changed.wait_for(lambda: state.exit is not None, CLOSE_S)
+        what = f"env process {index} (pid {state.pid}): {reason or state.exit}"
+        self.replaced.append(what)
+        process.connection, process.ready = None, False
+        process.deaths += 1
+        if self.stopped:
+            return
+        if process.deaths >= _MAX_DEATHS_IN_A_ROW:
+            raise PeerLostError(f"{what}; it is the {process.deaths}rd in a row to end like this")
+        process.generation += 1
+        process.forked_at = time.monotonic()
+        process.numbered += self.numbers_at_stake
+        job = replace(self.job, generation=process.generation, numbered=process.numbered)
+        self._server.restart(job, index)
+
+    def welcome(self, everybody: bool = False) -> None:
+        """Take in replaced processes that are ready by now; block until one is, or all are.
+
+        Raises:
+            RemoteError: one could not build its envs.
+            PeerLostError: a process ended for the third time in a row.
+        """
+        while newcomers := [p for p in self.processes if not p.ready]:
+            if self.stopped:
+                return
+            enough = not everybody and len(newcomers) < self._count
+            connections = [p.connection for p in newcomers if p.connection is not None]
+            readable = wait([self._listener, *connections], 0.0 if enough else _GLANCE_S)
+            if self._listener in readable:
+                self._accept()
+            for process in newcomers:
+                if process.connection in readable:
+                    self._take_in(process)
+                elif process.connection is None and self.children.states[process.index].exit:
+                    self.replace(process, "")  # before it could say anything
+                elif not readable and time.monotonic() - process.forked_at > _START_S:
+                    self.replace(process, f"was not ready within {_START_S:g} s")
+            if enough and not readable:
+                return
+
+    def _take_in(self, process: Process) -> None:
+        try:
+            self.receive(process)
+        except EOFError as error:
+            self.replace(process, str(error))
+        else:
+            self._make_ready(process)
+
+    def close(self) -> None:
+        """End all processes, whatever they do. Idempotent; nothing works after it."""
+        if self._own_server:
+            self._server.close()
+        else:
+            self._server.kill_children()
+        self._listener.close()
+        for process in self.processes:
+            if process.connection is not None:
+                process.connection.close()
+
+    def forget(self) -> None:
+        """Let go of memory and of what the job refers to: no other process is started."""
+        self.words = self.words.copy()
+        del self._control
+        self.job = replace(self.job, config=b"")

@@ -1,0 +1,264 @@
+"""Env processes that get their actions from the learner through their node worker.
+
+A message between nodes costs a millisecond of CPU whatever it carries, more than all that sixteen
+questions cost by themselves. The node worker therefore sends the observations of all processes that
+wait at that moment in one message. Where a process has other envs to step meanwhile, it also waits
+for more questions, as long as their answers still come in time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import pickle
+import select
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from torchrl_dist.collect.loop.groups import Inference
+from torchrl_dist.collect.loop.rollout import Values
+from torchrl_dist.collect.loop.spaces import Key
+from torchrl_dist.collect.node.bell import Bell
+from torchrl_dist.errors import DeadlineError, PeerLostError
+
+# With a second message under way, its requests need not wait for the first one's answer.
+_MAX_IN_FLIGHT = 2
+
+# Of the time that a process needs to step its other envs, at most this part may pass before its
+# question is sent, and less where that and the message together would take more than half of it.
+_WAITING_PART = 1 / 3
+_SMOOTHING = 0.1
+
+
+class Array(NamedTuple):
+    """An array ``[n, ...]`` as it crosses a socket: NumPy's own pickles take five times as long."""
+
+    key: Key
+    dtype: str
+    shape: tuple[int, ...]
+    content: bytes
+
+    @classmethod
+    def of(cls, key: Key, array: np.ndarray) -> Array:
+        return cls(key, array.dtype.str, array.shape, array.tobytes())
+
+    def tensor(self) -> torch.Tensor:
+        array = np.frombuffer(bytearray(self.content), self.dtype)
+        return torch.from_numpy(array.reshape(self.shape))
+
+
+class Question(NamedTuple):
+    """A process wants to know what the policy makes of these observations."""
+
+    number: int
+    values: list[Array]
+
+    @property
+    def rows(self) -> int:
+        return self.values[0].shape[0]
+
+
+def _joined(questions: list[Question]) -> Values:
+    """All observations side by side, by key."""
+    rows = sum(question.rows for question in questions)
+    return {
+        first.key: Array(
+            first.key,
+            first.dtype,
+            (rows, *first.shape[1:]),
+            b"".join(question.values[i].content for question in questions),
+        ).tensor()
+        for i, first in enumerate(questions[0].values)
+    }
+
+
+class Window:
+    """For how long a question may wait for others. Pure arithmetic.
+
+    A process that asks every d seconds and has g groups of envs needs an answer (g - 1) d seconds
+    after its question. Where it is late all envs of the process wait: on a busy machine, where
+    messages take long, questions do not wait for others.
+    """
+
+    def __init__(self, groups: int) -> None:
+        self._other_groups = groups - 1
+        self._asked: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
+        self._between_s = 0.0
+        self._message_s = 0.0
+
+    def note_question(self, asker: Any, now_s: float) -> None:
+        before = self._asked.get(asker)
+        self._asked[asker] = now_s
+        if before is not None:
+            self._between_s += _SMOOTHING * (now_s - before - self._between_s)
+
+    def note_answer(self, took_s: float) -> None:
+        """A message has been answered after so many seconds."""
+        self._message_s += _SMOOTHING * (took_s - self._message_s)
+
+    @property
+    def length_s(self) -> float:
+        needed_in_s = self._other_groups * self._between_s
+        return max(0.0, min(_WAITING_PART * needed_in_s, needed_in_s / 2 - self._message_s))
+
+
+class NodeLearner:
+    """The learner as an env process sees it: the other end of its connection.
+
+    Used by one thread. Calls that come while it waits for an answer are kept in ``calls``.
+
+    Args:
+        beat: called every ``beat_s`` seconds (None: never) while an answer is awaited, so that who
+            waits can be told from who hangs.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        beat: Callable[[], None] = lambda: None,
+        beat_s: float | None = None,
+    ) -> None:
+        self.calls: deque[tuple] = deque()
+        self._connection = connection
+        self._readable = select.poll()  # ``connection.poll`` builds one for each call
+        self._readable.register(connection.fileno(), select.POLLIN)
+        self._beat, self._beat_s = beat, math.inf if beat_s is None else beat_s
+        self._asked = 0
+        self._answers: dict[int, list[Array] | BaseException] = {}
+
+    def submit(self, method: str, values: Values, *, timeout_s: float | None = None) -> NodeAnswer:
+        """As ``Remote.submit``."""
+        number = self._asked
+        self._asked += 1
+        question = Question(number, [Array.of(key, v.numpy()) for key, v in values.items()])
+        self._connection.send_bytes(pickle.dumps((True, question)))
+        return NodeAnswer(self, number)
+
+    def wait_for(self, number: int, timeout_s: float) -> Values:
+        """Block for the answer to that question."""
+        deadline = time.monotonic() + timeout_s
+        while number not in self._answers:
+            left_s = deadline - time.monotonic()
+            if self._readable.poll(1000 * max(0.0, min(left_s, self._beat_s))):
+                message = pickle.loads(self._connection.recv_bytes())
+                if is_answer(message):
+                    _, answered, content = message
+                    self._answers[answered] = content
+                else:
+                    self.calls.append(message)
+            elif left_s <= 0:
+                raise DeadlineError(f"the node worker had no actions within {timeout_s:g} s")
+            else:
+                self._beat()
+        answer = self._answers.pop(number)
+        if isinstance(answer, BaseException):
+            raise answer
+        return {array.key: array.tensor() for array in answer}
+
+
+@dataclass(frozen=True)
+class NodeAnswer:
+    learner: NodeLearner
+    number: int
+
+    def result(self, timeout: float) -> Values:
+        return self.learner.wait_for(self.number, timeout)
+
+
+_Asked = tuple[Connection, Question]
+
+
+def is_answer(message: tuple) -> bool:
+    """Whether a message to a process is an answer to a question of its, and no call. Between two
+    calls it comes too late: for a rollout that has failed."""
+    return message[0] is None
+
+
+class Relay:
+    """The node worker's side. ``fileno`` is readable when answers have come; everything else is
+    called by the thread that reads and writes the processes' connections."""
+
+    def __init__(self, inference: Inference) -> None:
+        self._inference = inference
+        self._bell = Bell()
+        self._waiting: list[_Asked] = []
+        self._answers: deque[tuple[list[_Asked], Future, float]] = deque()
+        self._in_flight = 0
+        self._window = Window(inference.groups)
+        self._oldest_s = 0.0  # when the first of those that wait came
+
+    def fileno(self) -> int:
+        return self._bell.fileno()
+
+    def ask(self, connection: Connection, question: Question) -> None:
+        """To be sent by a ``flush``; the answer goes to the connection, if it is open."""
+        now_s = time.monotonic()
+        self._window.note_question(connection, now_s)
+        if not self._waiting:
+            self._oldest_s = now_s
+        self._waiting.append((connection, question))
+
+    def flush(self, most: int) -> float:
+        """Send what waits if it is time to, and the messages under way allow it; does not block.
+
+        Args:
+            most: with so many waiting questions there is nobody left to wait for.
+
+        Returns:
+            seconds until the next call is due, which is infinite before somebody asks or answers.
+        """
+        if not self._waiting or self._in_flight >= _MAX_IN_FLIGHT:
+            return math.inf
+        left_s = self._oldest_s + self._window.length_s - time.monotonic()
+        if left_s > 0 and len(self._waiting) < most:
+            return left_s
+        asked, self._waiting = self._waiting, []
+        values = _joined([question for _, question in asked])
+        self._in_flight += 1
+        begun_s = time.monotonic()
+        inference = self._inference
+        future = inference.learner.submit("submit", values, timeout_s=inference.timeout_s)
+        future.add_done_callback(lambda done: self._arrived(asked, done, begun_s))
+        return math.inf
+
+    def _arrived(self, asked: list[_Asked], done: Future, begun_s: float) -> None:
+        self._answers.append((asked, done, begun_s))
+        self._bell.ring()
+
+    def deliver(self) -> None:
+        """Pass on the answers that have come."""
+        self._bell.quiet()
+        while self._answers:
+            asked, done, begun_s = self._answers.popleft()
+            self._in_flight -= 1
+            self._window.note_answer(time.monotonic() - begun_s)
+            error = done.exception()
+            outputs = {} if error else {k: v.numpy() for k, v in done.result().items()}
+            first = 0
+            for connection, question in asked:
+                last = first + question.rows
+                part = [Array.of(key, array[first:last]) for key, array in outputs.items()]
+                first = last
+                _tell(connection, question.number, error or part)
+
+    def close(self) -> None:
+        """Nothing is asked or delivered any more; idempotent."""
+        self._bell.close()
+
+
+def _tell(connection: Connection, number: int, content: list[Array] | BaseException) -> None:
+    try:
+        message = pickle.dumps((None, number, content))
+    except Exception as error:  # of a cause that does not pickle
+        message = pickle.dumps((None, number, PeerLostError(f"{content} ({error})")))
+    with contextlib.suppress(OSError):  # it died, which is seen elsewhere, or was replaced
+        connection.send_bytes(message)

@@ -1,0 +1,271 @@
+"""Memory that the processes of a node share, without a name that could be left behind.
+
+The owner's block is an anonymous file; the others open it through the owner's entry in ``/proc``,
+as its own user may. It lives as long as a tensor over it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
+from torch import Tensor, nn
+
+from torchrl_dist.collect.loop.rollout import nested
+from torchrl_dist.collect.loop.spaces import Key, plain_key
+from torchrl_dist.weights import PackedWeights, find_target, named_tensors, untied
+
+_ALIGN_BYTES = 64
+_PLACES = 2  # of weights
+_DTYPES = {
+    name: torch.from_numpy(np.empty(0, name)).dtype
+    for name in "bool uint8 int8 int16 int32 int64 float16 float32 float64 complex64".split()
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class SharedBlock:
+    """``data``: uint8 ``[size_bytes]``. The owner must live when others attach."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._fd = os.memfd_create("torchrl_dist", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, max(1, size_bytes))
+        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        self.data = attach(self.path)
+
+    def close(self) -> None:
+        """Nobody can attach any more; idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            self.close()
+
+
+def attach(path: str) -> Tensor:
+    """The bytes of a block, in memory that is shared with all who attached."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return torch.frombuffer(mmap.mmap(fd, 0), dtype=torch.uint8)
+    finally:
+        os.close(fd)
+
+
+@dataclass(frozen=True)
+class RolloutLayout:
+    """Where the tensors of a rollout ``[num_envs, steps]`` lie in a block.
+
+    ``entries``: key, NumPy's name of the dtype, shape behind ``[num_envs, steps]``.
+    """
+
+    num_envs: int
+    steps: int
+    entries: tuple[tuple[Key, str, tuple[int, ...]], ...]
+
+    @classmethod
+    def of(cls, rows: TensorDictBase, num_envs: int, steps: int) -> RolloutLayout:
+        """Room for rollouts with the keys of ``rows [n, t]``, which are :func:`packable`."""
+        items = sorted(rows.items(True, True), key=lambda item: str(item[0]))
+        entries = tuple(
+            (plain_key(key), _NAMES[value.dtype], tuple(value.shape[2:])) for key, value in items
+        )
+        return cls(num_envs, steps, entries)
+
+    def _places(self) -> tuple[list[int], int]:
+        places, offset = [], 0
+        for _, dtype, shape in self.entries:
+            places.append(offset)
+            size = math.prod((self.num_envs, self.steps, *shape)) * np.dtype(dtype).itemsize
+            offset += -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
+        return places, offset
+
+    @property
+    def size_bytes(self) -> int:
+        return self._places()[1]
+
+    def view(self, data: Tensor) -> TensorDict:
+        """The block as a TensorDict of views."""
+        tensors = {key: torch.from_numpy(array) for key, array in self._arrays(data)}
+        return nested(tensors, [self.num_envs, self.steps], [None, "time"])
+
+    def write(self, data: Tensor, rows: TensorDictBase) -> None:
+        """Copy rows ``[num_envs, steps]`` into the block."""
+        for key, array in self._arrays(data):
+            array[...] = rows.get(key).numpy()
+
+    def _arrays(self, data: Tensor) -> Iterator[tuple[Key, np.ndarray]]:
+        # NumPy makes a view of part of a block in a quarter of torch's time.
+        block, size = data.numpy(), (self.num_envs, self.steps)
+        for (key, dtype, shape), offset in zip(self.entries, self._places()[0], strict=True):
+            yield key, np.ndarray((*size, *shape), dtype, block, offset)
+
+
+class BlockRows:
+    """A block that several write to, each the rows of some envs of a rollout."""
+
+    def __init__(self, layout: RolloutLayout, data: Tensor) -> None:
+        self._arrays = dict(layout._arrays(data))
+        self._entries = {key: (_DTYPES[name], shape) for key, name, shape in layout.entries}
+        self._size = layout.num_envs, layout.steps
+
+    def write(self, rows: TensorDictBase, first_env: int) -> bool:
+        """Write rows ``[n, t]`` from that env on; false, and nothing, if they do not fit."""
+        if rows.ndim != 2 or first_env + rows.shape[0] > self._size[0]:
+            return False
+        n, t = rows.shape
+        found = dict(rows.items(True, True, is_leaf=is_leaf_nontensor))
+        if t > self._size[1] or found.keys() != self._entries.keys():
+            return False
+        for key, value in found.items():
+            if not _is_plain(value) or (value.dtype, value.shape[2:]) != self._entries[key]:
+                return False
+        for key, value in found.items():
+            self._arrays[key][first_env : first_env + n, :t] = value.numpy()
+        return True
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Rows ``[n, t]`` as one tensor: between processes a tensor costs some 30 us however small it
+    is, and tensors of several dtypes over one block would be copied apart.
+
+    Attributes:
+        layout: of the block that the rows are the beginning of.
+        data: the block.
+        shape: ``(n, t)``.
+    """
+
+    layout: RolloutLayout
+    data: Tensor
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, rows: TensorDictBase) -> PackedRows:
+        """A copy of the rows."""
+        layout = RolloutLayout.of(rows, *rows.shape)
+        data = torch.empty(layout.size_bytes, dtype=torch.uint8)
+        layout.write(data, rows)
+        return cls(layout, data, (rows.shape[0], rows.shape[1]))
+
+    def unpack(self) -> TensorDict:
+        """The rows, as views of the block."""
+        rows = self.layout.view(self.data)
+        return rows if rows.shape == self.shape else rows[: self.shape[0], : self.shape[1]]
+
+
+def packable(rows: TensorDictBase) -> bool:
+    """Whether the rows are tensors ``[n, t, ...]``, and NumPy can read them all."""
+    return rows.ndim == 2 and all(
+        _is_plain(value) for value in rows.values(True, True, is_leaf=is_leaf_nontensor)
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    return (
+        type(value) is Tensor
+        and value.layout is torch.strided
+        and value.dtype in _NAMES
+        and value.device.type == "cpu"
+        and not (value.requires_grad or value.is_conj() or value.is_neg())
+    )
+
+
+class SharedWeights:
+    """The owner's side: one copy of a policy's weights for all processes of the node.
+
+    Two places take turns, so that processes may use the last weights while new ones are written.
+    """
+
+    def __init__(self) -> None:
+        self._places: deque[tuple[WeightsTicket, SharedBlock]] = deque()  # the latest at the end
+        self._made = 0
+
+    def write(self, packed: PackedWeights) -> None:
+        """Nobody may use the weights before the last ones meanwhile."""
+        ticket, block = self._places.popleft() if len(self._places) == _PLACES else (None, None)
+        layout = (packed.entries, packed.aliases)
+        if ticket is None or block is None or (ticket.entries, ticket.aliases) != layout:
+            block = SharedBlock(packed.size_bytes)
+            ticket = WeightsTicket(
+                packed.version, packed.entries, packed.aliases, block.path, self._made
+            )
+            self._made += 1
+        block.data[: packed.size_bytes].copy_(packed.data)
+        self._places.append((replace(ticket, version=packed.version), block))
+
+    @property
+    def ticket(self) -> WeightsTicket | None:
+        """What a process needs to use the last weights."""
+        return self._places[-1][0] if self._places else None
+
+
+@dataclass(frozen=True)
+class WeightsTicket:
+    """What a process needs to use weights. ``block``: no two blocks of an owner have one number,
+    whereas paths come again."""
+
+    version: int
+    entries: tuple
+    aliases: tuple
+    path: str
+    block: int
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A module's tensors, and the shared ones that stand for them."""
+
+    parameters: Sequence[tuple[Tensor, Tensor]]
+    buffers: Sequence[tuple[Tensor, Tensor]]
+
+
+class WeightsView:
+    """A process's side: its module's parameters become views of the shared copy."""
+
+    def __init__(self) -> None:
+        self._used = -1
+        self._places: dict[int, _Place] = {}
+
+    def take(self, ticket: WeightsTicket, module: nn.Module) -> None:
+        """Make the module, or the part that they fit, use these weights.
+
+        Parameters share the memory, so that later updates cost this process nothing. Buffers are
+        copied: a module may write to its own.
+
+        Raises:
+            ConfigurationError: they fit nothing.
+        """
+        place = self._places.get(ticket.block)
+        if place is None:
+            place = self._places[ticket.block] = _place(ticket, module)
+            while len(self._places) > _PLACES:
+                del self._places[min(self._places)]
+        if ticket.block != self._used:
+            self._used = ticket.block
+            for own, shared in place.parameters:
+                own.data = shared
+        for own, shared in place.buffers:
+            own.copy_(shared)
+
+
+def _place(ticket: WeightsTicket, module: nn.Module) -> _Place:
+    packed = PackedWeights(ticket.version, ticket.entries, attach(ticket.path), ticket.aliases)
+    target, shared = find_target(packed, module), packed.tensors()
+    own = named_tensors(target)
+    shared.update({alias: shared[name] for alias, name in untied(packed, target).items()})
+    pairs = [(tensor, shared[name]) for name, tensor in own.items() if name in shared]
+    return _Place(
+        [pair for pair in pairs if isinstance(pair[0], nn.Parameter)],
+        [pair for pair in pairs if not isinstance(pair[0], nn.Parameter)],
+    )

@@ -1,0 +1,614 @@
+"""One worker: its envs, its copy of the policy, and where its rollouts go.
+
+A plain local object. The collector holds a handle to it in another process, or in this one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+from torchrl._utils import seed_generator
+from torchrl.envs.utils import ExplorationType
+
+from torchrl_dist.collect.loop.access import visit
+from torchrl_dist.collect.loop.batches import ends_of, rewards_of, set_truncated, truncate_last
+from torchrl_dist.collect.loop.groups import Inference, make_grouped_rollout
+from torchrl_dist.collect.loop.policies import Compilation
+from torchrl_dist.collect.loop.rollout import (
+    Episodes,
+    Rollout,
+    RolloutStopped,
+    TorchRLRollout,
+    make_rollout,
+    nested,
+)
+from torchrl_dist.collect.loop.time_limit import make_limited
+from torchrl_dist.collect.loop.trajectories import TrajectoryAssembler
+from torchrl_dist.collect.worker.registrations import Registrations
+from torchrl_dist.collect.worker.shared_block import PackedRows, packable
+from torchrl_dist.errors import ConfigurationError, DeadlineError
+from torchrl_dist.weights import PackedWeights, unpack
+
+Postproc = Callable[[TensorDictBase], TensorDictBase]
+Hooks = tuple[Callable[[], Any] | None, Callable[[TensorDictBase], Any] | None]
+
+# Stepping to know what a step takes: until it has lasted so long, or for so many steps.
+_MEASURED_S = 0.02
+_MOST_MEASURED = 64
+# A wait that lasts so much longer than was asked for: this process was stopped meanwhile.
+STOPPED_S = 1.0
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """Everything that a worker is built from. Travels by cloudpickle, so callables may be lambdas.
+
+    Attributes:
+        policy: used as it is given (hand in a copy); ``None`` with no factory: random actions.
+        policy_factory: ``(worker_index, num_workers) -> module``, called on the worker.
+        frames_per_rollout: T is this over the number of envs, rounded up. None: T is 1, and a
+            step is timed, until ``set_steps``.
+        seed: of the whole job; the envs of all workers take consecutive seeds of TorchRL's chain.
+        seed_given: by the user, who expects each env to have its own.
+        keep_env_seeds: TorchRL envs stay seeded as ``make_env`` left them.
+        replay_buffer: if given, rollouts are written there and ``collect`` returns no data.
+        postproc: rollout ``[N, T]`` -> rows. ``postproc_factory(policy)`` makes one on the worker.
+        own_process: the worker may seed this process' global random generators.
+        packed: rows are returned as ``PackedRows``, for the way to another process.
+        env_processes: 0, or the number of processes in which the worker's envs run.
+        step_timeout_s: an env process that makes no step for so long is replaced.
+        inference: if the policy stays at the learner.
+        compilation: of the policy.
+        reset_at_each_iter, max_frames_per_traj, set_truncated: as TorchRL's; 0: no limit.
+        stamp_version: rows say which version of the policy made them.
+        whole_trajectories: the replay buffer gets complete trajectories, one after the other.
+        hooks: called before and behind each rollout; the latter with the rows.
+        make_envs, policy_factories: of each worker, if they differ; see :meth:`of_worker`.
+        shown_index: of the worker that this one is a part of, for data and statistics.
+        registrations: gymnasium environments that the worker's process is to know.
+    """
+
+    make_env: str | Callable[[], Any]
+    policy: Callable[[TensorDictBase], Any] | None = None
+    policy_factory: Callable[[int, int], nn.Module] | None = None
+    frames_per_rollout: int | None = 1
+    num_envs: int = 1
+    worker_index: int = 0
+    num_workers: int = 1
+    seed: int | None = None
+    keep_env_seeds: bool = False
+    exploration_type: ExplorationType = ExplorationType.RANDOM
+    categorical_action_encoding: bool = False
+    replay_buffer: Any = None
+    postproc: Postproc | None = None
+    postproc_factory: Callable[[Any], Postproc] | None = None
+    seed_given: bool = False
+    own_process: bool = False
+    packed: bool = False
+    env_processes: int = 0
+    step_timeout_s: float | None = None
+    shown_index: int | None = None
+    inference: Inference | None = None
+    compilation: Compilation = field(default_factory=Compilation)
+    registrations: Registrations = field(default_factory=dict)
+    reset_at_each_iter: bool = False
+    max_frames_per_traj: int = 0
+    set_truncated: bool = False
+    stamp_version: bool = True
+    whole_trajectories: bool = False
+    hooks: Hooks = (None, None)
+    make_envs: tuple[str | Callable[[], Any], ...] = ()
+    policy_factories: tuple[Callable[[int, int], Any], ...] = ()
+
+    def of_worker(self, index: int) -> WorkerConfig:
+        """What that worker is built from; of what differs from worker to worker only its own."""
+        return replace(
+            self,
+            worker_index=index,
+            make_env=self.make_envs[index] if self.make_envs else self.make_env,
+            policy_factory=(
+                self.policy_factories[index] if self.policy_factories else self.policy_factory
+            ),
+            make_envs=(),
+            policy_factories=(),
+        )
+
+    def without_parts(self) -> WorkerConfig:
+        """What a closed worker keeps: nothing that takes memory."""
+        return replace(
+            self,
+            make_env="",
+            policy=None,
+            policy_factory=None,
+            replay_buffer=None,
+            postproc=None,
+            postproc_factory=None,
+            hooks=(None, None),
+        )
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """What the collector must know before the first rollout.
+
+    ``processes``: that step envs, and ``cores`` that they may use; ``step_s``, ``step_bytes``: what
+    a step of all envs takes, if the config leaves T open.
+    """
+
+    num_envs: int
+    steps: int
+    host: str
+    pid: int
+    specs: dict[str, str]
+    processes: int = 1
+    cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    step_s: float = 0.0
+    step_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class RolloutStats:
+    """What came of one rollout, whether or not its data travel.
+
+    Attributes:
+        frames: env steps in it (0: the worker was closed meanwhile).
+        oldest_version, newest_version: of the policy that made its transitions.
+        collect_s, write_s: seconds of stepping, and of postproc and writing.
+        data_bytes: size of the rollout.
+        num_envs: whose steps they are.
+        next_trajectory: how many trajectories the worker has numbered.
+        replaced: what became of env processes whose part is missing.
+    """
+
+    worker_index: int
+    frames: int
+    oldest_version: int = 0
+    newest_version: int = 0
+    episode_returns: list[float] = field(default_factory=list)
+    episode_lengths: list[int] = field(default_factory=list)
+    collect_s: float = 0.0
+    write_s: float = 0.0
+    data_bytes: int = 0
+    next_trajectory: int = 0
+    num_envs: int = 0
+    replaced: tuple[str, ...] = ()
+
+
+def env_seeds(seed: int, first: int, count: int, static_seed: bool = False) -> list[int]:
+    """Seeds of the job's envs ``first .. first + count - 1``, as TorchRL's batched envs chain them.
+
+    They depend on the env's number in the job alone, not on how the envs are split into workers.
+    """
+    if static_seed:
+        return [seed] * count
+    for _ in range(first):
+        seed = seed_generator(seed)
+    seeds = []
+    for _ in range(count):
+        seeds.append(seed)
+        seed = seed_generator(seed)
+    return seeds
+
+
+def require_module(policy: Any) -> nn.Module:
+    """Refuse weights for a policy that cannot take any."""
+    if not isinstance(policy, nn.Module):
+        raise ConfigurationError(
+            f"the worker's policy is {type(policy).__name__}, which has no weights to set"
+        )
+    return policy
+
+
+def _size_bytes(rows: TensorDictBase) -> int:
+    return sum(value.nbytes for value in rows.values(True, True))
+
+
+def wait_free(lock: threading.Lock, timeout_s: float) -> bool:
+    """Block until nobody holds the lock, at most so long; whether that is so."""
+    if not lock.acquire(timeout=timeout_s):
+        return False
+    lock.release()
+    return True
+
+
+class Turns:
+    """Lets numbered calls in one by one, in the order of their numbers, whenever they come."""
+
+    def __init__(self) -> None:
+        self._cond = threading.Condition()
+        self._next = 0
+        self._open = False
+
+    @contextlib.contextmanager
+    def wait_for(self, number: int | None) -> Iterator[None]:
+        """Block until all calls with smaller numbers are over; None does not wait."""
+        with self._cond:
+            self._cond.wait_for(lambda: number is None or self._open or self._next >= number)
+        try:
+            yield
+        finally:
+            if number is not None:
+                with self._cond:
+                    self._next = number + 1
+                    self._cond.notify_all()
+
+    def open(self) -> None:
+        """Let everybody in."""
+        with self._cond:
+            self._open = True
+            self._cond.notify_all()
+
+
+class RolloutWorker:
+    """Runs rollouts on request, one at a time; calls from several threads wait for each other.
+
+    Raises:
+        ConfigurationError: the env cannot be used, see
+            :func:`~torchrl_dist.collect.loop.rollout.make_rollout`.
+    """
+
+    def __init__(self, config: WorkerConfig) -> None:
+        if config.postproc is not None and config.postproc_factory is not None:
+            raise ConfigurationError("pass postproc or postproc_factory, not both")
+        self.config = config
+        self._lock = threading.Lock()
+        self._shown_index = (
+            config.worker_index if config.shown_index is None else config.shown_index
+        )
+        self._closed = False
+        self._turns = Turns()
+        self._cut = (-1, 0)
+        self._seed_process(config.seed)
+        self.policy = config.policy
+        if config.policy_factory is not None:
+            self.policy = config.policy_factory(config.worker_index, config.num_workers)
+        self._hooks = config.hooks
+        self._trajectories = TrajectoryAssembler()
+        make_env = config.make_env
+        if config.max_frames_per_traj:
+            make_env = partial(make_limited, make_env, config.max_frames_per_traj)
+        self._postproc = config.postproc
+        if config.postproc_factory is not None:
+            self._postproc = config.postproc_factory(self.policy)
+        # T is fixed by the number of envs, which a vector env knows and the collector does not.
+        self._rollout: Rollout
+        if config.inference is not None:
+            self._rollout = make_grouped_rollout(
+                make_env,
+                config.inference,
+                frames=config.frames_per_rollout or 1,
+                num_envs=config.num_envs,
+                categorical_action_encoding=config.categorical_action_encoding,
+            )
+        else:
+            self._rollout = make_rollout(
+                make_env,
+                self.policy,
+                frames=config.frames_per_rollout or 1,
+                num_envs=config.num_envs,
+                exploration_type=config.exploration_type,
+                categorical_action_encoding=config.categorical_action_encoding,
+                compilation=config.compilation,
+            )
+        self.num_envs = self._rollout.num_envs
+        self.steps = self._rollout.steps
+        self._episodes = Episodes(
+            self.num_envs, offset=config.worker_index, stride=config.num_workers
+        )
+        if config.seed_given:
+            self._require_a_seed_per_env()
+        self._seed_envs()
+
+    def describe(self) -> WorkerInfo:
+        """Blocks for a few steps if a step is to be timed; ``set_steps`` comes next."""
+        specs = self._rollout.specs
+        info = WorkerInfo(self.num_envs, self.steps, socket.gethostname(), os.getpid(), specs)
+        return info if self.config.frames_per_rollout is not None else self._with_step_time(info)
+
+    def _with_step_time(self, info: WorkerInfo) -> WorkerInfo:
+        steps, taken_s, step_s = 1, 0.0, math.inf
+        with self._lock:
+            self._rollout.resize(_MOST_MEASURED)
+            self._rollout.run(1)  # whatever is done once is done here
+            while taken_s < _MEASURED_S and steps < _MOST_MEASURED:
+                steps *= 2
+                begun = time.perf_counter()
+                rows = self._rollout.run(steps)
+                taken_s = time.perf_counter() - begun
+                # While many start the cores are not only for this one: the best is what counts.
+                step_s = min(step_s, taken_s / steps)
+        return replace(info, step_s=step_s, step_bytes=_size_bytes(rows) / steps)
+
+    def set_steps(self, steps: int) -> None:
+        """Make this T. The episodes begin anew, from the config's seed."""
+        with self._lock:
+            self.steps = steps
+            self._rollout.resize(steps)
+            self.config = replace(self.config, frames_per_rollout=steps * self.num_envs)
+        self.reset()
+        self._seed_envs()
+
+    def _seed_envs(self) -> None:
+        kept = self.config.keep_env_seeds and isinstance(self._rollout, TorchRLRollout)
+        if self.config.seed is not None and not kept:
+            self._set_seed(self.config.seed)
+
+    def set_weights(self, packed: PackedWeights) -> None:
+        """Take newer weights from the next step on; an older version than the current is ignored.
+
+        Raises:
+            ConfigurationError: there is no module here that they fit.
+        """
+        with self._lock:
+            self._take_weights(packed)
+
+    def _take_weights(self, packed: PackedWeights) -> None:
+        policy = require_module(self.policy)
+        if packed.version >= self._rollout.policy_version:
+            unpack(packed, policy)
+            self._rollout.policy_version = packed.version
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed this worker's envs by their numbers in the job and start new episodes.
+
+        Returns:
+            the seed that comes after all envs of the job.
+
+        Raises:
+            ConfigurationError: its envs cannot be seeded one by one.
+        """
+        self._require_a_seed_per_env()
+        return self._set_seed(seed, static_seed)
+
+    def _require_a_seed_per_env(self) -> None:
+        if getattr(self._rollout, "one_seed_only", False):
+            raise ConfigurationError(
+                f"{self._rollout.target} takes one seed for its {self.num_envs} envs, so that what "
+                "they do would depend on how the job is divided into workers; leave seed= out, or "
+                "let make_env return single envs, or a SyncVectorEnv or AsyncVectorEnv of them"
+            )
+
+    def _set_seed(self, seed: int, static_seed: bool = False) -> int:
+        with self._lock:
+            total = self.num_envs * self.config.num_workers
+            first = self.num_envs * self.config.worker_index
+            self._rollout.seed(env_seeds(seed, first, self.num_envs, static_seed))
+            self._seed_process(seed)
+            self._episodes.restart()
+            return env_seeds(seed, total, 1, static_seed)[0]
+
+    def visit_envs(
+        self, index: int | None, what: str, name: str, args: tuple, kwargs: dict
+    ) -> list[Any]:
+        """See :func:`torchrl_dist.collect.loop.access.visit`; between two rollouts."""
+        with self._lock:
+            return visit(self._rollout.target, index, what, name, args, kwargs)
+
+    def set_hooks(self, hooks: Hooks) -> None:
+        """From the next rollout on."""
+        self._hooks = hooks
+
+    def reset(self, envs: Sequence[int] | None = None) -> list[int]:
+        """Start new episodes in all envs, or in these, before the next rollout.
+
+        Returns:
+            the ids of the trajectories that have ended so, if only some.
+
+        Raises:
+            ConfigurationError: the envs cannot be reset one by one.
+        """
+        with self._lock:
+            if envs is None:
+                self._begin_anew()
+                return []
+            self._rollout.reset(envs)
+            abandoned = self._episodes.restart(envs)
+            self._trajectories.forget_parts(abandoned)
+            return abandoned
+
+    def _begin_anew(self) -> None:
+        self._rollout.reset()
+        self._episodes.restart()
+        self._trajectories.forget_parts()
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Block until no rollout is under way, at most so long; whether that is so."""
+        return wait_free(self._lock, timeout_s)
+
+    def _seed_process(self, seed: int | None) -> None:
+        """Processes from one fork server would otherwise explore with identical numbers."""
+        if not self.config.own_process:
+            return
+        spawn_key = (self.config.worker_index,)
+        state = np.random.SeedSequence(entropy=seed, spawn_key=spawn_key).generate_state(1)
+        torch.manual_seed(int(state[0]))
+        np.random.seed(int(state[0]))
+        random.seed(int(state[0]))
+
+    def set_trajectory_base(self, base: int, numbered: int = 0) -> None:
+        """Number the trajectories that begin from now on from ``base`` upwards, as if ``numbered``
+        had been there before."""
+        with self._lock:
+            self._episodes.base = base
+            self._episodes.numbered = max(self._episodes.numbered, numbered)
+            self._episodes.restart()
+
+    def collect(
+        self,
+        steps: int | None = None,
+        num_envs: int | None = None,
+        weights: PackedWeights | None = None,
+        request: int | None = None,
+        anew: bool = False,
+        at_random: bool = False,
+    ) -> tuple[TensorDict | PackedRows | None, RolloutStats]:
+        """One rollout: blocks while the envs step.
+
+        Args:
+            steps: transitions per env, at most (default) the T of this worker.
+            num_envs: keep only the first so many envs of the rollout (the last of a job).
+            weights: taken before the first step, if newer than those here.
+            request: 0, 1, ...: calls that come at the same time run in this order.
+            anew: begin new episodes first.
+            at_random: with random actions; whatever else the policy writes is zero.
+
+        Returns:
+            the rows (``None`` if they went to the replay buffer or the worker was closed), stats.
+            After a ``cut`` there are fewer than ``steps``, and the last ones are truncated.
+        """
+        index = self._shown_index
+        with self._turns.wait_for(request), self._lock:
+            if self._closed:
+                return None, RolloutStats(index, 0)
+            if weights is not None:
+                self._take_weights(weights)
+            before, behind = self._hooks
+            if before is not None:
+                before()
+            if anew or self.config.reset_at_each_iter:
+                self._begin_anew()
+            begun = time.perf_counter()
+            asked = self.steps if steps is None else steps
+            self._rollout.at_random = at_random
+
+            try:
+                rollout = self._rollout.run(asked, self._watch(request or 0))
+            except RolloutStopped:
+                self._shut()  # whoever wanted to close it may have given up waiting
+                return None, RolloutStats(index, 0)
+            kept = self.num_envs if num_envs is None else num_envs
+            returns, lengths = self._stamp(rollout, kept)
+            if kept < self.num_envs:
+                rollout = rollout[:kept]
+                self._begin_anew()  # should there be a next one: the other envs have a gap here
+            if rollout.shape[1] < asked:
+                truncate_last(rollout)
+                self._episodes.split()
+            if self.config.set_truncated:
+                set_truncated(rollout)
+            stepped = time.perf_counter()
+            versions = rollout.get("policy_version")
+            if not self.config.stamp_version:
+                rollout = rollout.exclude("policy_version")
+            data, size_bytes = self._deliver(rollout, behind)
+            return data, RolloutStats(
+                index,
+                rollout.numel(),
+                int(versions.min()),
+                int(versions.max()),
+                returns,
+                lengths,
+                stepped - begun,
+                time.perf_counter() - stepped,
+                size_bytes,
+                self._episodes.numbered,
+                kept,
+            )
+
+    def _watch(self, request: int) -> Callable[[int], bool]:
+        """Called once per rollout; the result after every step, with the steps done."""
+
+        def enough(done: int) -> bool:
+            number, least = self._cut
+            return number >= request and done >= least
+
+        return enough
+
+    def cut(self, request: int, least: int) -> None:
+        """Let the rollout of that request, and of earlier ones, end when each env has made
+        ``least`` steps, or now if it has. It may run, have ended, or not have begun."""
+        self._cut = (request, least)
+
+    def _stamp(self, rollout: TensorDict, kept: int) -> tuple[list[float], list[int]]:
+        shape = rollout.shape
+        following = rollout.get("next")
+        reward = rewards_of(following).numpy()
+        ended = ends_of(following).numpy()
+        ended[kept:] = False
+        if self.config.max_frames_per_traj and "step_count" not in rollout.keys():
+            self._set_step_count(rollout, ended)
+        ids, returns, lengths = self._episodes.advance(reward, ended)
+        collector = {
+            "traj_ids": torch.from_numpy(ids),
+            "worker_index": torch.full(shape, self._shown_index),
+        }
+        rollout.set("collector", nested(collector, list(shape), rollout.names))
+        return returns, lengths
+
+    def _set_step_count(self, rollout: TensorDict, ended: np.ndarray) -> None:
+        """As TorchRL's ``StepCounter`` writes it."""
+        count = torch.from_numpy(self._episodes.count_steps(ended)).unsqueeze(-1)
+        rollout.set("step_count", count)
+        rollout.set(("next", "step_count"), count + 1)
+
+    def _deliver(
+        self, rollout: TensorDict, hook: Callable[[TensorDictBase], Any] | None
+    ) -> tuple[TensorDict | PackedRows | None, int]:
+        rows = rollout
+        if self._postproc is not None:
+            with torch.no_grad():
+                rows = self._postproc(rollout)
+        size_bytes = _size_bytes(rows)
+        if hook is not None:
+            hook(rows)
+        if self.config.replay_buffer is None:
+            if self.config.packed and packable(rows):
+                return PackedRows.of(rows), size_bytes
+            return rows, size_bytes
+        parts = [rows.reshape(-1)]
+        if self.config.whole_trajectories:
+            self._trajectories.add(rows)
+            parts = self._trajectories.take_all()
+        for part in parts:
+            if part.numel():
+                self.config.replay_buffer.extend(part)
+        return None, size_bytes
+
+    def close(self, step_limit_s: float = 10.0, close_env: bool = True) -> None:
+        """Stop a running rollout after its current step, then close the envs, unless they are to
+        stay open. Idempotent.
+
+        Raises:
+            DeadlineError: that step lasts longer than ``step_limit_s``; the envs are closed when
+                it ends.
+        """
+        if self._closed:
+            return
+        self._rollout.stop()
+        self._turns.open()
+        if not self._lock.acquire(timeout=step_limit_s):
+            raise DeadlineError(
+                f"worker {self.config.worker_index}: a rollout did not stop within "
+                f"{step_limit_s:g} s"
+            )
+        try:
+            self._shut(close_env)
+        finally:
+            self._lock.release()
+
+    def _shut(self, close_env: bool = True) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        rollout = self._rollout
+        # The session keeps this object until it ends; what it refers to may go.
+        del self._rollout
+        self._postproc = self.policy = None
+        self._hooks = (None, None)
+        self.config = self.config.without_parts()
+        if close_env:
+            rollout.close()

@@ -1,0 +1,1 @@
+"""The same parts over RPC: rows in processes that host shards, clients that use them."""

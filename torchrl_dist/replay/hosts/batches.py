@@ -1,0 +1,321 @@
+"""Batches of rows that lie on other nodes, drawn ahead of their use.
+
+The law is the plain sampler's with one shard; with several, each batch is an exact draw by the
+masses that the shards' replies to it report (``shard_law``).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.replay.hosts.client import ReplayClient
+from torchrl_dist.replay.hosts.link import Answer, Rows
+from torchrl_dist.replay.law.shard_law import (
+    KnownMasses,
+    ShardRequest,
+    choose_shards,
+    number_rows,
+    split_index,
+)
+from torchrl_dist.replay.node.directory import RowSpec
+from torchrl_dist.replay.parts.sampler import EMPTY
+from torchrl_dist.replay.parts.storage import NoRowsError
+
+Uniforms = Callable[[int], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of one batch: int64 ``index`` (global) and ``generation``, float64 ``leaf``, [n] each;
+    ``tensors`` [n, ...] in the order of ``spec``; ``minimum``: the smallest mass of any row of the
+    buffer at the draw."""
+
+    spec: RowSpec
+    index: torch.Tensor
+    generation: torch.Tensor
+    leaf: torch.Tensor
+    tensors: list[torch.Tensor]
+    minimum: float
+
+
+@dataclass(frozen=True)
+class _Round:
+    """Draws that were asked for: ``count`` rows in all, a future per shard."""
+
+    count: int
+    request: ShardRequest | None
+    futures: list[Any]
+
+
+class BatchSource:
+    """Draws batches through a client, ``prefetch`` ahead, ``batches_per_call`` or more in a call.
+
+    A prefetched batch was drawn before what this process wrote since: with ``prefetch=n`` and
+    ``batches_per_call=b`` an operation shows at the latest ``n + b`` batches later; with
+    ``prefetch=0`` the next batch reflects all of them.
+
+    Args:
+        uniforms: random numbers for the choice of shards.
+    """
+
+    def __init__(
+        self,
+        client: ReplayClient,
+        *,
+        prioritized: bool,
+        prefetch: int,
+        batches_per_call: int,
+        uniforms: Uniforms,
+    ) -> None:
+        self._client = client
+        self._prioritized = prioritized
+        self._prefetch = prefetch
+        self._per_call = min(batches_per_call, max(1, prefetch))
+        self._uniforms = uniforms
+        self._known = KnownMasses(len(client.links))
+        self._batch_size = 0
+        self._ready: deque[Batch] = deque()
+        self._rounds: deque[_Round] = deque()
+        self._dropped: dict[Any, int] = {}
+        """Futures of draws that came too late to be used, and their shards."""
+        self._lock = threading.Lock()
+
+    def next(self, batch_size: int) -> Batch:
+        """The next batch. Blocks until it is there, at most the client's deadline for each round of
+        messages; a second one is rare.
+
+        Raises:
+            RuntimeError: no row is published.
+            DeadlineError, PeerLostError: a host, or too many of several, do not answer.
+        """
+        self._client.check()
+        if batch_size < 1:
+            raise ConfigurationError(f"batch_size={batch_size}: expected at least 1")
+        with self._lock:
+            if batch_size != self._batch_size:
+                self._drop()
+                self._batch_size = batch_size
+            if not self._ready:
+                self._return_dropped()
+                if not self._rounds:
+                    self._rounds.append(self._start(1))
+                try:
+                    self._top_up(about_to_use=1)
+                    batches = self._finish(self._rounds[0])
+                except Exception:
+                    self._drop()  # what was asked for since failed for the same reason
+                    raise
+                self._rounds.popleft()
+                if not batches:
+                    self._drop()
+                    raise NoRowsError(EMPTY)
+                self._ready.extend(batches)
+            batch = self._ready.popleft()
+            self._top_up(about_to_use=0)
+            return batch
+
+    def drop(self) -> None:
+        """Forget prefetched batches, after a change that they must not outlive."""
+        with self._lock:
+            self._drop()
+
+    def rows_ahead(self) -> int:
+        """Rows that are here, drawn and not returned yet. Does not block."""
+        here = [
+            round_.count
+            for round_ in list(self._rounds)
+            if all(future is None or future.done() for future in round_.futures)
+        ]
+        return len(self._ready) * self._batch_size + sum(here)
+
+    def _answers(self, futures: list[Any]) -> list[Answer | None]:
+        answers: list[Answer | None] = [None] * len(futures)
+        try:
+            answers = self._client.answers(futures)
+        finally:
+            if self._client.counts_draws:  # what comes too late is given back
+                self._give_up(
+                    future if answer is None else None
+                    for future, answer in zip(futures, answers, strict=True)
+                )
+        return answers
+
+    def _give_up(self, futures: Iterable[Any]) -> None:
+        """Nobody waits for these any more, one per shard; those not sent yet are not drawn."""
+        for shard, future in enumerate(futures):
+            if future is not None and not future.cancel():
+                self._dropped[future] = shard
+
+    def _drop(self) -> None:
+        for batch in self._ready if self._client.counts_draws else ():
+            shards, slots = split_index(batch.index.numpy(), self._client.shard_capacity)
+            for shard in np.unique(shards).tolist():
+                part = torch.from_numpy(np.flatnonzero(shards == shard))
+                self._client.return_draws(
+                    shard,
+                    torch.from_numpy(slots)[part],
+                    batch.generation[part],
+                    batch.leaf[part],
+                )
+        self._ready.clear()
+        for round_ in self._rounds:
+            self._give_up(round_.futures)
+        self._rounds.clear()
+        self._return_dropped()
+
+    def _return_dropped(self) -> None:
+        """Give back the draws of dropped rounds that have come by now."""
+        for future in [each for each in self._dropped if each.done()]:
+            shard = self._dropped.pop(future)
+            if future.exception() is None:
+                rows = future.result().rows
+                if rows is not None:
+                    self._client.return_draws(shard, rows.slot, rows.generation, rows.leaf)
+
+    def _top_up(self, about_to_use: int) -> None:
+        """Ask for more once less than half is left, so that one call brings several batches."""
+        ahead = len(self._ready) - about_to_use
+        ahead += sum(round_.count for round_ in self._rounds) // self._batch_size
+        if 2 * ahead < self._prefetch:
+            missing = self._prefetch - ahead
+            self._rounds.append(self._start(-(-missing // self._per_call) * self._per_call))
+
+    # --- one round ---------------------------------------------------------------------------
+
+    def _start(self, batches: int) -> _Round:
+        count = batches * self._batch_size
+        client = self._client
+        if len(client.links) == 1:
+            return _Round(count, None, client.ask([count], self._prioritized))
+        if not self._known.has_mass:
+            states = client.answers(client.ask([0] * len(client.links), self._prioritized))
+            self._known.learn(self._masses(states))
+            if not self._known.has_mass:
+                raise NoRowsError(EMPTY)
+        request = self._known.plan(count, self._uniforms)
+        return _Round(count, request, client.ask(request.rows.tolist(), self._prioritized))
+
+    @staticmethod
+    def _masses(answers: list[Answer | None]) -> np.ndarray:
+        return np.array([0.0 if answer is None else answer.state.mass for answer in answers])
+
+    def _finish(self, round_: _Round) -> list[Batch]:
+        """As many whole batches as there are rows for; the other rows are given back."""
+        answers = self._answers(round_.futures)
+        present = [answer for answer in answers if answer is not None]
+        self._client.note_states([answer and answer.state for answer in answers])
+        if round_.request is None:
+            answer = present[0]
+            if answer.rows is None:
+                raise NoRowsError(EMPTY)
+            rows = answer.rows
+            self._client.learn_spec(rows.spec)
+            batches = self._split(rows, rows.slot, answer.state.minimum)
+            rest = slice(len(batches) * self._batch_size, None)
+            self._client.return_draws(0, rows.slot[rest], rows.generation[rest], rows.leaf[rest])
+            return batches
+        masses = self._masses(answers)
+        self._known.learn(masses, round_.request)
+        if not self._known.has_mass:
+            raise NoRowsError(EMPTY)
+        shards = round_.request.correct(masses, self._uniforms)
+        return self._assemble(shards, masses, answers)
+
+    def _assemble(
+        self, shards: np.ndarray, masses: np.ndarray, answers: list[Answer | None]
+    ) -> list[Batch]:
+        """Give each draw its row, after further rounds where the spare rows did not suffice."""
+        found: list[list[Rows]] = [[] for _ in answers]
+        minimum = np.inf
+        while True:
+            for shard, answer in enumerate(answers):
+                if answer is not None:
+                    minimum = min(minimum, answer.state.minimum)
+                    if answer.rows is not None:
+                        found[shard].append(answer.rows)
+            received = np.array([sum(rows.slot.numel() for rows in part) for part in found])
+            row, missing = number_rows(shards, received)
+            if not missing.any():
+                break
+            asked = [int(count) if count else None for count in missing]
+            answers = self._answers(self._client.ask(asked, self._prioritized))
+            for shard in np.flatnonzero(missing):
+                answer = answers[shard]
+                if answer is None or answer.rows is None:  # lost or emptied in this instant
+                    masses = np.where(np.arange(masses.size) == shard, 0.0, masses)
+            gone = np.flatnonzero((row < 0) & (masses[shards] == 0))
+            if gone.size:
+                if not masses.any():
+                    if not self._client.counts_draws:
+                        raise NoRowsError(EMPTY)
+                    break
+                shards = shards.copy()
+                shards[gone] = choose_shards(masses, gone.size, self._uniforms)
+        if not received.any():
+            return []
+        rows = _concatenate([each for part in found for each in part])
+        self._client.learn_spec(rows.spec)
+        first = np.cumsum(received) - received
+        if self._client.counts_draws:
+            drawn = np.flatnonzero(row >= 0)
+            drawn = drawn[: drawn.size // self._batch_size * self._batch_size]
+            shards, row = shards[drawn], row[drawn]
+            spare = first + np.bincount(shards, minlength=received.size)
+            for shard, (start, stop) in enumerate(zip(spare, first + received, strict=True)):
+                self._client.return_draws(
+                    shard, rows.slot[start:stop], rows.generation[start:stop], rows.leaf[start:stop]
+                )
+        select = torch.from_numpy(first[shards] + row)
+        rows = Rows(
+            rows.spec,
+            rows.slot.index_select(0, select),
+            rows.generation.index_select(0, select),
+            rows.leaf.index_select(0, select),
+            [tensor.index_select(0, select) for tensor in rows.tensors],
+        )
+        index = rows.slot + torch.from_numpy(shards * self._client.shard_capacity)
+        return self._split(rows, index, float(minimum))
+
+    def _split(self, rows: Rows, index: torch.Tensor, minimum: float) -> list[Batch]:
+        size = self._batch_size
+        batches = []
+        for start in range(0, index.numel() - size + 1, size):
+            part = rows.part(start, start + size)
+            batches.append(
+                Batch(
+                    rows.spec,
+                    index[start : start + size],
+                    part.generation,
+                    part.leaf,
+                    part.tensors,
+                    minimum,
+                )
+            )
+        return batches
+
+
+def _concatenate(parts: list[Rows]) -> Rows:
+    spec = parts[0].spec
+    for part in parts[1:]:
+        if part.spec != spec:
+            raise ConfigurationError(
+                f"the shards hold different rows: {spec} and {part.spec}; every writer of a "
+                "buffer must write the same keys, shapes and dtypes"
+            )
+    if len(parts) == 1:
+        return parts[0]
+    return Rows(
+        spec,
+        torch.cat([part.slot for part in parts]),
+        torch.cat([part.generation for part in parts]),
+        torch.cat([part.leaf for part in parts]),
+        [torch.cat(column) for column in zip(*(part.tensors for part in parts), strict=True)],
+    )

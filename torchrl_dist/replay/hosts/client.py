@@ -1,0 +1,556 @@
+"""A process's side of a replay buffer on other nodes: where rows and priorities go, who is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
+from torchrl_dist.replay.hosts.link import SHORTEST_CALL_S, Answer, Link, await_answer
+from torchrl_dist.replay.hosts.messages import (
+    CountSamples,
+    HostState,
+    Operation,
+    ReturnDraws,
+    SetPriorities,
+    SetWrittenPriorities,
+    Write,
+)
+from torchrl_dist.replay.hosts.totals import TotalsGate
+from torchrl_dist.replay.law.limiter import Counts, RateLimiter
+from torchrl_dist.replay.law.shard_law import global_index, largest_priority, split_index
+from torchrl_dist.replay.node.directory import RowSpec
+from torchrl_dist.replay.parts.sampler import RecentGenerations
+from torchrl_dist.replay.row import rows
+from torchrl_dist.replay.row.packing import pack, spec_from_text
+
+_FEW_BYTES = 2**10  # what an operation costs beside its arrays, in a queue
+
+
+@dataclass
+class _PendingWrite:
+    """Rows whose slots were not known when they were handed over.
+
+    Attributes:
+        index: the tensor that the caller has.
+        slots, generations: once they are known.
+    """
+
+    index: torch.Tensor
+    shard: int
+    number: int
+    slots: np.ndarray | None = None
+    generations: np.ndarray | None = None
+
+    def with_priorities(self, priority: np.ndarray) -> Operation:
+        """For the rows; called when everything before was sent."""
+        if self.slots is None:  # they go with this very message
+            return SetWrittenPriorities(self.number, priority)
+        return SetPriorities(self.slots, self.generations, priority)
+
+
+class ReplayClient:
+    """One buffer's connection to its hosts. Thread-safe.
+
+    Operations are queued per host and applied in the order in which they were queued. What goes
+    wrong with them is raised by a later call. With several hosts one that is lost, or does not
+    answer, is reported once by a warning, and the others go on, as long as ``min_shards`` answer.
+
+    Args:
+        links: one per shard.
+        shard_capacity: slots of each; ``index = shard * shard_capacity + slot``.
+        own_shard: the shard that rows are written to; None: all in turn.
+        first_shard: where turns begin.
+        limiter: of the buffer.
+        min_shards: with fewer that answer, calls raise.
+        timeout_s: deadline of every wait.
+    """
+
+    def __init__(
+        self,
+        links: Sequence[Link],
+        shard_capacity: int,
+        *,
+        own_shard: int | None,
+        first_shard: int,
+        min_shards: int,
+        timeout_s: float,
+        limiter: RateLimiter | None = None,
+    ) -> None:
+        self.links = tuple(links)
+        self.gate = None if limiter is None else TotalsGate(self, limiter)
+        self.counts_draws = limiter is not None and limiter.max_times_sampled is not None
+        for link in self.links:
+            link.limited = limiter is not None
+        self.shard_capacity = shard_capacity
+        self.timeout_s = timeout_s
+        self._largest: dict[int, float] = {}
+        """Of several shards, the largest priority that this client knows of, by era."""
+        self.recent = RecentGenerations()
+        self._own_shard = own_shard
+        self._turn = itertools.count(first_shard)
+        self._min_shards = min_shards
+        self._numbers = itertools.count(1)
+        self._spec: RowSpec | None = None
+        self._pending: dict[int, _PendingWrite] = {}  # by the identity of the index
+        self._reported: dict[int, int] = {}  # replies that the shard had sent when it failed
+        self._lock = threading.Lock()
+        self._closed = False
+        self._pid = os.getpid()
+
+    # --- who answers -------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise what went wrong with earlier operations, one error per call; also if too few
+        shards answer, or this process can make no calls."""
+        if self._closed:
+            raise ConfigurationError("this buffer was closed in this process; build it again")
+        if os.getpid() != self._pid:
+            raise ConfigurationError(
+                f"process {os.getpid()} was forked from {self._pid}, whose connections it does not "
+                "have: start it by spawn or a fork server, in the session, and pickle the buffer"
+            )
+        for shard, link in enumerate(self.links):
+            if link.fine and shard not in self._reported:
+                continue
+            problem = link.problem
+            if problem is not None:
+                if len(self.links) > 1:  # a call of this client need not have met it
+                    self.note_trouble(shard, problem)
+            elif link.replies > self._reported.get(shard, link.replies):
+                with self._lock:
+                    self._reported.pop(shard, None)
+                warnings.warn(f"replay shard {shard} ({link.name}) answers again", stacklevel=3)
+            error = link.failure()
+            if isinstance(error, (DeadlineError, PeerLostError)):
+                self.note_trouble(shard, error)
+            elif error is not None:
+                raise error
+
+    def note_trouble(self, shard: int, error: Exception) -> None:
+        """A host did not answer: report it, or raise if too few are left."""
+        answering = sum(
+            link.problem is None and link.replies > self._reported.get(other, -1)
+            for other, link in enumerate(self.links)
+            if other != shard
+        )
+        if len(self.links) == 1 or answering < self._min_shards:
+            raise error.with_traceback(None)  # it may be raised by many calls
+        with self._lock:
+            new = shard not in self._reported
+            self._reported.setdefault(shard, self.links[shard].replies)
+        if new:
+            warnings.warn(
+                f"replay shard {shard} ({self.links[shard].name}) is left out, the other "
+                f"{answering} go on: {error}",
+                stacklevel=3,
+            )
+
+    def answers(self, futures: Sequence[Any]) -> list[Answer | None]:
+        """Wait for one answer per shard; None for those that were not asked or did not answer."""
+        begin = time.monotonic()
+        found: list[Answer | None] = []
+        for shard, future in enumerate(futures):
+            answer = None
+            if future is not None:
+                try:
+                    answer = await_answer(future, self.links[shard], begin, self.timeout_s)
+                except (DeadlineError, PeerLostError) as error:
+                    self.note_trouble(shard, error)
+            found.append(answer)
+        return found
+
+    def ask(self, counts: Sequence[int | None], prioritized: bool | None) -> list[Any]:
+        """One future per shard; None where ``counts`` is, and where nobody answers."""
+        futures: list[Any] = []
+        for shard, (link, count) in enumerate(zip(self.links, counts, strict=True)):
+            future = None
+            if count is not None and self.answers_now(shard):
+                try:
+                    future = link.ask(int(count), prioritized)
+                except PeerLostError as error:
+                    self.note_trouble(shard, error)
+            futures.append(future)
+        return futures
+
+    def states(self) -> list[HostState]:
+        """Of the hosts that answer, after all operations of this client. Blocks for one call.
+        Their masses may be those of uniform draws."""
+        return [state for state in self.states_by_shard() if state is not None]
+
+    def states_by_shard(self) -> list[HostState | None]:
+        """As ``states``, None for a host that does not answer."""
+        self.check()
+        found = self.answers(self.ask([0] * len(self.links), None))
+        return [answer and answer.state for answer in found]
+
+    def flush(self) -> None:
+        """Block until everything queued was applied.
+
+        Raises:
+            DeadlineError: a host did not answer in time.
+            PeerLostError: a host, or too many of them, are gone.
+            RemoteError: an operation failed there.
+        """
+        if self._closed:
+            return  # which has flushed
+        self.check()
+        self.answers(self.ask_applied())
+        self.check()
+
+    def ask_applied(self) -> list[Any]:
+        """A future per shard that is there when what was queued for it is applied."""
+        futures: list[Any] = []
+        for shard, link in enumerate(self.links):
+            try:
+                futures.append(link.ask(None, None) if self.answers_now(shard) else None)
+            except PeerLostError as error:
+                futures.append(None)
+                self.note_trouble(shard, error)
+        return futures
+
+    def answers_now(self, shard: int) -> bool:
+        """Whether calls to the shard are worth a try; a single one always is."""
+        return len(self.links) == 1 or self.links[shard].problem is None
+
+    def count_samples(self, index: torch.Tensor) -> None:
+        """Queue, for the rate limiter, that rows were returned by a sample. Does not block."""
+        shards = index.numpy() // self.shard_capacity
+        for shard, count in enumerate(np.bincount(shards).tolist()):
+            if count and self.answers_now(shard):
+                with contextlib.suppress(PeerLostError):  # it counts no more
+                    self.links[shard].put(CountSamples(count), urgent=False)
+
+    def return_draws(
+        self, shard: int, slot: torch.Tensor, generation: torch.Tensor, leaf: torch.Tensor
+    ) -> None:
+        """Queue, for a limiter with ``max_times_sampled``, that drawn rows will not be used."""
+        if self.counts_draws and slot.numel() and self.answers_now(shard):
+            drawn = ReturnDraws(slot.numpy(), generation.numpy(), leaf.numpy())
+            with contextlib.suppress(PeerLostError, DeadlineError):  # then there is no such row
+                size = _FEW_BYTES + 3 * drawn.leaf.nbytes
+                self.links[shard].put(drawn, size=size, urgent=False)
+
+    def counts(self) -> Counts | None:
+        """Sums over the shards, as far as this process knows, for the rate limiter; None before
+        each that answers has done so once, and where none does."""
+        known = []
+        for shard, link in enumerate(self.links):
+            counts = link.counts()
+            if counts is not None:
+                known.append(counts)
+            elif self.answers_now(shard):
+                return None
+        return Counts(*map(sum, zip(*known, strict=True))) if known else None
+
+    def call(self, shard: int, method: str, *args: Any) -> Any:
+        """A method of one host that changes nothing, after all operations of this client there.
+        Blocks."""
+        return self.call_each(method, [(shard, args)])[0]
+
+    def call_each(self, method: str, calls: Sequence[tuple[int, tuple]]) -> list[Any]:
+        """A method of several hosts at once that changes nothing, ``(shard, arguments)`` each,
+        after all operations of this client there. Blocks, in all not longer than one call.
+
+        Raises:
+            DeadlineError, PeerLostError, RemoteError: one of them did not answer, or raised.
+        """
+        self.check()
+        begin = time.monotonic()
+        links = [self.links[shard] for shard, _ in calls]
+        for link, future in [(link, link.ask(None, None)) for link in links]:
+            await_answer(future, link, begin, self.timeout_s)
+        left = max(SHORTEST_CALL_S, begin + self.timeout_s - time.monotonic())
+        futures = [
+            link.submit(method, *args, timeout_s=left)
+            for link, (_, args) in zip(links, calls, strict=True)
+        ]
+        begin = time.monotonic()
+        # the transport keeps the deadline
+        return [
+            await_answer(future, link, begin, left + SHORTEST_CALL_S)
+            for link, future in zip(links, futures, strict=True)
+        ]
+
+    def order(self, shard: int, method: str, *args: Any, size: int = 0) -> Any:
+        """A method of one host, in order with the operations of this client there. Blocks."""
+        return self.order_each(method, [(shard, args, size)])[0]
+
+    def order_each(self, method: str, calls: Sequence[tuple[int, tuple, int]]) -> list[Any]:
+        """A method of several hosts at once, ``(shard, arguments, bytes)`` each, in order with the
+        operations of this client there. Blocks, in all not longer than one call.
+
+        Raises:
+            DeadlineError: one of them did not answer. If it had not been sent, it is not called;
+                else it is, before whatever this client asks next.
+            PeerLostError, RemoteError: one of them is lost, or raised.
+        """
+        self.check()
+        begin = time.monotonic()
+        links = [self.links[shard] for shard, _, _ in calls]
+        futures = [
+            link.order(method, *args, size=_FEW_BYTES + size)
+            for link, (_, args, size) in zip(links, calls, strict=True)
+        ]
+        return [
+            await_answer(future, link, begin, self.timeout_s)
+            for link, future in zip(links, futures, strict=True)
+        ]
+
+    def apply_everywhere(self, operation: Operation) -> None:
+        """Have every host apply this; one that does not answer applies it before whatever it is
+        asked on its return. Does not block unless a queue is full.
+
+        Raises:
+            DeadlineError, PeerLostError: as ``flush``.
+        """
+        self.check()
+        for shard, link in enumerate(self.links):
+            try:
+                link.put(operation, size=_FEW_BYTES)
+            except (DeadlineError, PeerLostError) as error:
+                self.note_trouble(shard, error)
+
+    def close(self) -> None:
+        """Flush, say goodbye to the hosts that answer. Problems are warned about, also those of
+        earlier operations that no call has raised. Idempotent."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        close_links(self.links, self.timeout_s)
+
+    # --- writing -----------------------------------------------------------------------------
+
+    def learn_spec(self, spec: RowSpec) -> None:
+        """The row spec that the hosts have; rows that differ are refused at the call."""
+        self._spec = spec
+
+    def write(
+        self, data: TensorDictBase, priority: np.ndarray | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queue rows, copied, for one shard. Does not block unless the queue is full.
+
+        Returns:
+            ``(index, generation)``, int64 [n], -1 until the host has answered, which fills them.
+        """
+        self.check()
+        spec = self.agreed_spec(data)
+        count = data.batch_size[0]
+        packed = pack(rows.matching_leaves(data, spec), copy=True)
+        # filled through NumPy: the caller may be in inference mode, the filling thread is not
+        index, generation = np.full(count, -1, np.int64), np.full(count, -1, np.int64)
+        handed = torch.from_numpy(index), torch.from_numpy(generation)
+        identity = id(handed[0])
+        pending = _PendingWrite(handed[0], -1, next(self._numbers))
+
+        def written(slots: np.ndarray, generations: np.ndarray) -> None:
+            kept = slots >= 0
+            pending.slots, pending.generations = slots, generations
+            generation[:] = generations
+            index[kept] = global_index(pending.shard, slots[kept], self.shard_capacity)
+            if kept.any():
+                self._spec = spec
+                self.recent.remember(*handed, written=True)
+            # last: at every instant the index is pending, or its generations are known
+            self._pending.pop(identity, None)
+
+        size = _FEW_BYTES + sum(tensor.nbytes for tensor in packed)
+        # copied: they are sent later, and the caller may go on with its tensors
+        own = None if priority is None else priority.copy()
+        write = Write(spec.text, count, packed, own, ((pending.number, count),))
+        while True:
+            pending.shard = self._shard_to_write()
+            self._pending[identity] = pending
+            try:
+                self.links[pending.shard].put(write, size=size, written=written)
+            except BaseException as error:
+                self._pending.pop(identity, None)
+                if not self._is_left_out(pending.shard, error):
+                    raise
+            else:
+                break
+        if priority is not None:
+            self._note_max_priority(priority, self.links[pending.shard].era)
+        return handed
+
+    def agreed_spec(self, data: TensorDictBase) -> RowSpec:
+        """The row spec of the buffer: if nobody has written yet, that of ``data``, from now on.
+
+        With several hosts it blocks for two calls until this process knows the spec, and all that
+        answer have it afterwards: processes that write their first rows at the same time all ask
+        the first host first. A single host decides when the rows come.
+
+        Raises:
+            ConfigurationError: hosts that could not reach each other's writers have different ones.
+            DeadlineError, PeerLostError, RemoteError: too few shards answer, or one has no room.
+        """
+        if self._spec is not None:
+            return self._spec
+        spec = rows.spec_of(data)
+        if len(self.links) == 1:
+            return spec
+        shards = [shard for shard in range(len(self.links)) if self.answers_now(shard)]
+        first = None
+        while shards and first is None:
+            first = self._agree(shards[:1], spec)[0]
+            shards = shards[1:]
+        if first is None:
+            raise self._nobody()
+        agreed = spec_from_text(first)
+        for shard, text in zip(shards, self._agree(shards, agreed), strict=True):
+            if text not in (None, first):
+                raise ConfigurationError(
+                    f"replay shard {shard} ({self.links[shard].name}) holds other rows than the "
+                    f"shards before: {text}, not {first}; every writer of a buffer must write the "
+                    "same keys, shapes and dtypes"
+                )
+        self._spec = agreed
+        return agreed
+
+    def _agree(self, shards: Sequence[int], spec: RowSpec) -> list[str | None]:
+        """What these hosts' rows are; None for one that does not answer."""
+        begin = time.monotonic()
+        found: list[str | None] = []
+        futures: list[Any] = []
+        for shard in shards:
+            try:
+                futures.append(self.links[shard].order("agree_on_rows", spec.text))
+            except PeerLostError as error:
+                futures.append(None)
+                self.note_trouble(shard, error)
+        for shard, future in zip(shards, futures, strict=True):
+            text = None
+            if future is not None:
+                try:
+                    text = await_answer(future, self.links[shard], begin, self.timeout_s)
+                except (DeadlineError, PeerLostError) as error:
+                    self.note_trouble(shard, error)
+            found.append(text)
+        return found
+
+    def _is_left_out(self, shard: int, error: BaseException) -> bool:
+        """Whether the others go on without a shard that has not taken an operation; reports it."""
+        if not isinstance(error, (DeadlineError, PeerLostError)) or self.answers_now(shard):
+            return False
+        self.note_trouble(shard, error)
+        return True
+
+    def _shard_to_write(self) -> int:
+        own = self._own_shard
+        if own is not None and self.answers_now(own):
+            return own
+        for _ in self.links:
+            shard = next(self._turn) % len(self.links)
+            if self.answers_now(shard):
+                return shard
+        raise self._nobody()
+
+    def _nobody(self) -> PeerLostError:
+        problems = "; ".join(str(link.problem) for link in self.links)
+        return PeerLostError(f"no replay shard answers: {problems}")
+
+    # --- priorities --------------------------------------------------------------------------
+
+    def set_priorities(
+        self, index: torch.Tensor, generation: torch.Tensor | None, priority: np.ndarray
+    ) -> None:
+        """Queue priorities, float64 [n], for rows; entries of -1 are skipped.
+
+        Without ``generation`` the rows are matched with this process's recent draws and writes.
+        """
+        self.check()
+        if generation is None:
+            pending = self._find_pending(index)
+            if pending is not None:
+                own = priority.copy()
+                self._put(pending.shard, lambda: pending.with_priorities(own), priority)
+                return
+            generation = self.recent.recall(index)
+        # copied: they are sent later, and the caller may go on with its tensors
+        priority, where = priority.copy(), index.numpy().copy()
+        capacity = self.shard_capacity * len(self.links)
+        if where.max(initial=-1) >= capacity:
+            raise IndexError(f"slot {where.max()} is beyond the capacity {capacity}")
+        stamps = None if generation is None else generation.numpy().copy()
+        if len(self.links) == 1:
+            self._put(0, SetPriorities(where, stamps, priority), priority)
+            return
+        shards, slots = split_index(where, self.shard_capacity)
+        for shard in np.unique(shards[shards >= 0]).tolist():
+            part = np.flatnonzero(shards == shard)
+            stamp = None if stamps is None else stamps[part]
+            self._put(shard, SetPriorities(slots[part], stamp, priority[part]), priority)
+
+    def _find_pending(self, index: torch.Tensor) -> _PendingWrite | None:
+        pending = self._pending.get(id(index))
+        return pending if pending is not None and pending.index is index else None
+
+    def _put(
+        self, shard: int, operation: Operation | Callable[[], Operation], priority: np.ndarray
+    ) -> None:
+        """Queue priorities; those for rows of a shard that does not answer are dropped."""
+        if not self.answers_now(shard):
+            return
+        self._note_max_priority(priority, self.links[shard].era)
+        size = _FEW_BYTES + 3 * priority.nbytes
+        try:
+            self.links[shard].put(operation, size=size, urgent=False)
+        except (DeadlineError, PeerLostError) as error:
+            if not self._is_left_out(shard, error):
+                raise
+
+    def _note_max_priority(self, seen: float | np.ndarray, era: int) -> None:
+        """What new rows get in every shard of that era; a single host knows it by itself."""
+        if len(self.links) == 1 or era < 0:
+            return
+        known = self._largest.get(era, math.nan)
+        largest = largest_priority(known, seen)
+        if largest != known:
+            self._largest[era] = largest
+            for link in self.links:
+                if link.era == era:
+                    link.max_priority = largest
+
+    def note_states(self, states: Sequence[HostState | None]) -> None:
+        """Take over what draws have told about the shards, None for one that did not answer."""
+        for link, state in zip(self.links, states, strict=True):
+            if state is not None:
+                if link.era != state.era:
+                    link.max_priority = self._largest.get(state.era, math.nan)
+                    link.era = state.era
+                self._note_max_priority(state.max_priority, state.era)
+        eras = {link.era for link in self.links}
+        self._largest = {era: each for era, each in self._largest.items() if era in eras}
+
+
+def close_links(links: Sequence[Link], timeout_s: float) -> None:
+    """What :meth:`ReplayClient.close` does, for links whose client is no more. Idempotent."""
+    begin = time.monotonic()
+    for link in links:
+        with contextlib.suppress(PeerLostError):
+            link.ask(None, None)  # all at once
+    for link in links:
+        problems: list[Exception] = []
+        try:
+            # one that hangs is not waited for again after another
+            left = max(0.0, begin + timeout_s - time.monotonic())
+            left = max(left, link.answered_at + timeout_s - time.monotonic())
+            link.close(left if len(links) == 1 or link.problem is None else 0.0)
+        except (DeadlineError, PeerLostError, RemoteError) as error:
+            problems.append(error)
+        while (failed := link.failure()) is not None:
+            problems.append(failed)
+        for problem in problems:
+            warnings.warn(f"closing the client of {link.name}: {problem}", stacklevel=4)

@@ -1,0 +1,384 @@
+"""The process that keeps a replay directory for clients on other nodes: a plain local object.
+
+A client sends :class:`Request` after :class:`Request`, each with operations and a draw, and gets a
+:class:`Reply` to each. The host applies the operations in order, then it draws, so the rows reflect
+all operations of the same request: a client reads its own writes. The host knows nothing of its
+clients. That everything is applied in order and once follows from what they do: a client sends a
+request when it has the reply to the one before, and none twice.
+
+One host serves a buffer by itself, or keeps one shard of a larger one; it does not know which.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.replay.hosts.merging import parts_of
+from torchrl_dist.replay.hosts.messages import (
+    CountSamples,
+    Empty,
+    Failure,
+    HostState,
+    Invoke,
+    Operation,
+    Reply,
+    Request,
+    ReturnDraws,
+    SetAlpha,
+    SetPriorities,
+    UsePriorities,
+    Write,
+)
+from torchrl_dist.replay.node.directory import Word, array_of
+from torchrl_dist.replay.node.priorities import update
+from torchrl_dist.replay.node.times_sampled import TooFewDrawsError, give_back
+from torchrl_dist.replay.parts.sampler import Drawn, SharedPrioritizedSampler, SharedRandomSampler
+from torchrl_dist.replay.parts.storage import SharedMemmapStorage
+from torchrl_dist.replay.row.packing import columns_of, pack, spec_from_text, unpack
+from torchrl_dist.replay.saving.disk import RowFiles
+from torchrl_dist.replay.saving.snapshot import Chunk, Head, save_chunk
+
+_Written = dict[int, tuple[np.ndarray, np.ndarray]]
+"""Slots and generations of a request's writes, by their numbers."""
+
+
+@contextlib.contextmanager
+def _listed(failures: list[Failure], position: int) -> Iterator[None]:
+    """An exception becomes an entry of the list."""
+    try:
+        yield
+    except Exception as error:
+        message = traceback.format_exception_only(error)[-1].strip()
+        failures.append(Failure(position, message, traceback.format_exc()))
+
+
+class ReplayHost:
+    """Serves one replay directory. All methods may be called by any thread.
+
+    Args:
+        storage: the directory's storage in this process; closed by ``close``.
+    """
+
+    def __init__(self, storage: SharedMemmapStorage) -> None:
+        self._storage = storage
+        (self._shard,) = storage.shards()
+        self._uniform = SharedRandomSampler()
+        self._prioritized: SharedPrioritizedSampler | None = None
+
+    @property
+    def storage(self) -> SharedMemmapStorage:
+        return self._storage
+
+    def use_priorities(self, alpha: float, eps: float) -> None:
+        """Prepare prioritized draws; every prioritized client calls it once, before them.
+
+        Raises:
+            ConfigurationError: others use another ``alpha`` or ``eps``.
+        """
+        sampler = SharedPrioritizedSampler(self._storage.max_size, alpha, 0.0, eps)
+        sampler.attach(self._storage)
+        self._prioritized = sampler
+
+    def serve(self, request: Request) -> Reply:
+        """Apply the operations, then draw. Blocks for the directory's lock only.
+
+        Operations that fail are listed in the reply.
+        """
+        failures: list[Failure] = []
+        if not math.isnan(request.max_priority):
+            with _listed(failures, -1):
+                self._raise_max_priority(request.max_priority, request.era)
+        known: _Written = {}
+        written, results = [], []
+        for position, operation in enumerate(request.operations):
+            result = self._try(operation, known, failures, position)
+            if isinstance(operation, Write):
+                written.append(result)
+            elif isinstance(operation, Invoke):
+                results.append(result)
+        answer: tuple[Any, ...] = ()
+        if request.draw is not None:
+            with _listed(failures, -1):
+                answer = self._draw_packed(request.draw, request.prioritized)
+        return Reply(tuple(written), tuple(results), tuple(failures), *answer)
+
+    def _try(
+        self, operation: Operation, known: _Written, failures: list[Failure], position: int
+    ) -> Any:
+        """What :meth:`_apply` returns; for a ``Write`` that failed, handles of -1."""
+        parts: list[Operation] = []
+        with _listed(failures, position):
+            try:
+                return self._apply(operation, known)
+            except ConfigurationError:  # nothing was applied, because of one part perhaps
+                parts = parts_of(operation)
+                if len(parts) == 1:
+                    raise
+        if parts[1:]:
+            found = [self._try(part, known, failures, position) for part in parts]
+            if isinstance(operation, Write):
+                return tuple(np.concatenate(column) for column in zip(*found, strict=True))
+        elif isinstance(operation, Write):
+            lost = np.full(operation.count, -1, dtype=np.int64)
+            return lost, lost
+        return None
+
+    def apply(self, operation: Operation, *, max_priority: float = math.nan, era: int = 0) -> Any:
+        """Apply one operation of a client in this very process; raises what it raises.
+
+        Returns:
+            For a ``Write`` slot and generation, int64 [n] each; for an ``Invoke`` its result.
+        """
+        if not math.isnan(max_priority):
+            self._raise_max_priority(max_priority, era)
+        return self._apply(operation, {})
+
+    def _apply(self, operation: Operation, known: _Written) -> Any:
+        if isinstance(operation, Write):
+            return self._write(operation, known)
+        if isinstance(operation, Invoke):
+            return getattr(self, operation.method)(*operation.args)
+        if isinstance(operation, SetAlpha):
+            self._sampler().alpha = operation.alpha
+            return None
+        if isinstance(operation, UsePriorities):
+            self.use_priorities(operation.alpha, operation.eps)
+            return None
+        if isinstance(operation, Empty):
+            with self._new_era(operation.era):
+                self._storage.empty(reset_write_count=operation.reset_write_count)
+            return None
+        if isinstance(operation, CountSamples):
+            if self._storage.directory.gate is not None:
+                self._storage.directory.gate.count_samples(operation.rows)
+            return None
+        if isinstance(operation, ReturnDraws):
+            directory = self._storage.directory
+            if directory.draws is not None and directory.gate is not None:
+                give_back(directory, operation.slot, operation.generation, operation.leaf)
+                directory.gate.ring()
+            return None
+        if isinstance(operation, SetPriorities):
+            slot, generation = operation.slot, operation.generation
+        elif operation.number in known:
+            slot, generation = known[operation.number]
+        else:  # the rows were refused
+            self._storage.directory.count(Word.STALE_UPDATES, operation.priority.size)
+            return None
+        self._sampler()  # or an error
+        update(self._storage.directory, slot, operation.priority, generation)
+        return None
+
+    def _write(self, write: Write, known: _Written) -> tuple[np.ndarray, np.ndarray]:
+        spec = spec_from_text(write.spec)
+        tensors = unpack(write.packed, columns_of(spec, write.count))
+        index, generation = self._storage.append_leaves(
+            spec, list(map(array_of, tensors)), write.priority, limited=False
+        )
+        slots, generations = index.numpy(), generation.numpy()
+        start = 0
+        for number, count in write.parts:
+            known[number] = slots[start : start + count], generations[start : start + count]
+            start += count
+        return slots, generations
+
+    def _sampler(self) -> SharedPrioritizedSampler:
+        if self._prioritized is None:
+            raise ConfigurationError("no client of this buffer samples by priority")
+        return self._prioritized
+
+    @contextlib.contextmanager
+    def _new_era(self, era: int) -> Iterator[None]:
+        """While the rows are dropped, no largest priority goes to other shards, or comes."""
+        words = self._storage.directory.words
+        words[Word.ERA] = -1
+        try:
+            yield
+        finally:
+            words[Word.ERA] = era
+
+    def _raise_max_priority(self, value: float, era: int) -> None:
+        directory = self._storage.directory
+        if not directory.get_float(Word.MAX_PRIORITY) >= value:
+            with directory.lock():
+                known = directory.get_float(Word.MAX_PRIORITY)
+                if directory.words[Word.ERA] == era and not known >= value:
+                    directory.set_float(Word.MAX_PRIORITY, value)
+                    directory.words[Word.MAX_SLOT] = -1
+
+    def draw(
+        self, count: int, prioritized: bool, max_priority: float = math.nan, era: int = 0
+    ) -> tuple[HostState, Drawn | None]:
+        """``count`` rows for a client in this very process, and the state they were drawn from;
+        fewer, or None, as in a :class:`Reply`."""
+        if not math.isnan(max_priority):
+            self._raise_max_priority(max_priority, era)
+        return self._draw(count, prioritized)
+
+    def _draw(self, count: int, prioritized: bool) -> tuple[HostState, Drawn | None]:
+        directory = self._storage.directory
+        words = directory.words
+        sampler = self._sampler() if prioritized else self._uniform
+        drawn = None
+        while count and drawn is None and directory.length:
+            try:
+                drawn = sampler.draw(self._storage, count)
+            except TooFewDrawsError as error:
+                count = error.left  # no thread of the host waits for the limiter: what there is
+            except RuntimeError:
+                if directory.length:
+                    raise
+        if drawn is not None:
+            mass, minimum = drawn.mass, drawn.minimum
+        elif prioritized:
+            with directory.lock():
+                directory.tree.refresh()
+                mass, minimum = directory.tree.total, directory.tree.minimum
+        else:
+            used_up = directory.draws is not None
+            mass, minimum = float(words[Word.AVAILABLE] if used_up else directory.length), 1.0
+        era = words[Word.ERA]  # before the largest priority, which may be of a later one then
+        state = HostState(
+            directory.length,
+            directory.high,
+            int(words[Word.CURSOR]),
+            int(words[Word.WRITE_COUNT]),
+            mass,
+            minimum,
+            directory.get_float(Word.MAX_PRIORITY),
+            directory.get_float(Word.ALPHA),
+            era,
+            *(() if directory.gate is None else directory.gate.counts()),
+        )
+        return state, drawn
+
+    def _draw_packed(self, count: int, prioritized: bool) -> tuple[Any, ...]:
+        """The last fields of a reply."""
+        state, drawn = self._draw(count, prioritized)
+        return state, *(self._pack(drawn) if drawn is not None else ())
+
+    def _pack(self, drawn: Drawn) -> tuple[int, str, list[torch.Tensor]]:
+        spec = self._storage.directory.rows
+        assert spec is not None
+        handles = [drawn.index.numpy(), drawn.generation.numpy(), drawn.leaf]
+        # not copied: nobody else has these tensors
+        packed = pack([*handles, *map(array_of, drawn.tensors)], copy=False)
+        return drawn.index.numel(), spec.text, packed
+
+    # --- reading and replacing; what changes something is called by an ``Invoke`` --------------
+
+    def read(self, slots: torch.Tensor) -> tuple[int, str, list[torch.Tensor]]:
+        """Rows at slots, int64 [n]: their number, the spec as text, and the leaves, packed. This
+        process need not know the classes that they are of."""
+        count, leaves = self._storage.leaves_at(slots.numpy())
+        assert self._storage.directory.rows is not None
+        return count, self._storage.directory.rows.text, pack(leaves, copy=False)
+
+    def generations_of(self, slots: np.ndarray) -> np.ndarray:
+        """int64 [n]; -1 where no row is published."""
+        return self._storage.generations_of(torch.from_numpy(slots)).numpy()
+
+    def agree_on_rows(self, spec: str) -> str:
+        """Make the files for rows of this spec, unless there are some; the spec that the rows have.
+
+        Raises:
+            DirectoryError: no room for them.
+        """
+        directory = self._storage.directory
+        directory.create_rows(spec_from_text(spec))
+        assert directory.rows is not None
+        return directory.rows.text
+
+    def write_at(self, slots: torch.Tensor, data: TensorDictBase) -> torch.Tensor:
+        """As ``SharedMemmapStorage.write_at``; returns the new generations, int64 [n]."""
+        return self._storage.write_at(slots, data)
+
+    # --- saving; see ``snapshot`` ------------------------------------------------------------
+
+    def head(self) -> Head:
+        """The directory's state but for the rows."""
+        return self._shard.head()
+
+    def save_chunk(
+        self, cursor: int, alpha: float | None, start: int, stop: int
+    ) -> tuple[Chunk, list[torch.Tensor]]:
+        """The rows in a range of slots, copied and packed; see ``snapshot.save_chunk``."""
+        copied: list[np.ndarray] = []
+
+        def copy(arrays: list[np.ndarray]) -> None:
+            copied[:] = [array.copy() for array in arrays]
+
+        directory = self._storage.directory
+        chunk = save_chunk(directory, cursor, alpha, start, stop, copy)
+        return chunk, pack(copied, copy=False)
+
+    def reaches(self, folder: str) -> bool:
+        """Whether this process sees the files of a shard that are being written there, and may
+        write to them. No other folder has that name: a part of it is random."""
+        with contextlib.ExitStack() as steps:
+            try:
+                RowFiles(Path(folder), self._storage.directory.rows, steps)
+            except OSError:
+                return False
+            return True
+
+    def save_chunks_to(
+        self,
+        folder: str,
+        row: int,
+        cursor: int,
+        alpha: float | None,
+        ranges: Sequence[tuple[int, int]],
+    ) -> list[Chunk]:
+        """Write the rows in ranges of slots to the files of a shard, behind ``row`` rows.
+
+        Blocks until they are on the disk. Nothing goes on here that is not asked for by a call.
+
+        Raises:
+            OSError: the disk is full, or the files are gone.
+        """
+        directory = self._storage.directory
+        chunks = []
+        with contextlib.ExitStack() as steps:
+            files = RowFiles(Path(folder), directory.rows, steps)
+            for start, stop in ranges:
+                write = functools.partial(files.write, row)
+                chunk = save_chunk(directory, cursor, alpha, start, stop, write)
+                chunks.append(chunk._replace(sums=files.sums))
+                row += chunks[-1].leaf.size
+            files.end(row)
+        return chunks
+
+    def begin_restore(self, head: Head, era: int) -> int:
+        """Empty the directory; see ``snapshot.begin_restore``."""
+        with self._new_era(era):
+            return self._shard.begin_restore(head)
+
+    def restore_rows(
+        self, since: int, slot: int, version: int, leaf: np.ndarray, packed: list[torch.Tensor]
+    ) -> None:
+        """Publish saved rows; see ``snapshot.restore_rows``."""
+        spec = self._storage.directory.rows
+        assert spec is not None
+        tensors = unpack(packed, columns_of(spec, leaf.size))
+        arrays = [array_of(tensor) for tensor in tensors]
+        self._shard.restore_rows(since, slot, version, leaf, arrays)
+
+    def counters(self) -> dict[str, int]:
+        """``directory.counters``."""
+        return self._storage.directory.counters
+
+    def close(self, clean: bool = True) -> None:
+        """Leave the directory; ``clean``: remove it if this was its last process. Idempotent."""
+        self._storage.close(clean=clean)

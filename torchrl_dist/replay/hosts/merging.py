@@ -1,0 +1,125 @@
+"""Many small operations of a client as few: messages and the host's work cost by the operation.
+
+Pure functions. Only neighbours are merged, so the order of operations stays, and only where the
+merged one does what they would do one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import cast
+
+import numpy as np
+
+from torchrl_dist.replay.hosts.messages import CountSamples, Operation, SetPriorities, Write
+from torchrl_dist.replay.node.directory import array_of
+from torchrl_dist.replay.row.packing import columns_of, pack, spec_from_text, unpack
+
+_MOST_ENTRIES = 4096  # of merged updates of priorities
+
+
+def merged(operations: Sequence[Operation], most_rows: int) -> list[tuple[Operation, int]]:
+    """The same in fewer operations, and how many of the given ones each stands for.
+
+    Args:
+        most_rows: of a merged ``Write``: what one reservation of the host may take, so that it is
+            written as a whole or not at all.
+    """
+    if len(operations) < 2:
+        return [(operation, 1) for operation in operations]
+    found = []
+    run: list[Operation] = []
+    kind: Hashable = None
+    entries = 0
+    slots: set[int] = set()
+    for operation in operations:
+        own_kind, size = _kind(operation)
+        own_slots = operation.slot.tolist() if isinstance(operation, SetPriorities) else []
+        if (
+            not run
+            or own_kind is None
+            or own_kind != kind
+            or entries + size > (most_rows if isinstance(operation, Write) else _MOST_ENTRIES)
+            # of two priorities of a row the last one counts: in one update both would
+            or not slots.isdisjoint(own_slots)
+        ):
+            if run:
+                found.append((_joined(run), len(run)))
+            run, kind, entries, slots = [], own_kind, 0, set()
+        run.append(operation)
+        entries += size
+        slots.update(own_slots)
+    found.append((_joined(run), len(run)))
+    return found
+
+
+def _kind(operation: Operation) -> tuple[Hashable, int]:
+    """What it may be merged with, None for nothing, and how many entries it has."""
+    if isinstance(operation, Write):
+        return (operation.spec, operation.priority is None), operation.count
+    if isinstance(operation, SetPriorities):
+        return operation.generation is None, operation.slot.size
+    if isinstance(operation, CountSamples):
+        return CountSamples, 0
+    return None, 0
+
+
+def _joined(run: list[Operation]) -> Operation:
+    first = run[0]
+    if len(run) == 1:
+        return first
+    if isinstance(first, Write):
+        writes = cast(list[Write], run)
+        spec = spec_from_text(first.spec)
+        rows = [unpack(each.packed, columns_of(spec, each.count)) for each in writes]
+        arrays = [
+            np.concatenate([array_of(part) for part in leaf]) for leaf in zip(*rows, strict=True)
+        ]
+        return Write(
+            first.spec,
+            sum(each.count for each in writes),
+            pack(arrays, copy=False),
+            _concatenated([each.priority for each in writes]),
+            tuple(part for each in writes for part in each.parts),
+        )
+    if isinstance(first, SetPriorities):
+        updates = cast(list[SetPriorities], run)
+        return SetPriorities(
+            np.concatenate([each.slot for each in updates]),
+            _concatenated([each.generation for each in updates]),
+            np.concatenate([each.priority for each in updates]),
+            tuple(each.slot.size for each in updates),
+        )
+    return CountSamples(sum(each.rows for each in cast(list[CountSamples], run)))
+
+
+def _concatenated(arrays: list[np.ndarray | None]) -> np.ndarray | None:
+    """None if the first is None, as all are then."""
+    return None if arrays[0] is None else np.concatenate(cast(list[np.ndarray], arrays))
+
+
+def parts_of(operation: Operation) -> list[Operation]:
+    """What was merged to this operation."""
+    if isinstance(operation, SetPriorities) and operation.parts:
+        ends = np.cumsum(operation.parts).tolist()
+        return [
+            SetPriorities(
+                operation.slot[start:stop],
+                None if operation.generation is None else operation.generation[start:stop],
+                operation.priority[start:stop],
+            )
+            for start, stop in zip([0, *ends[:-1]], ends, strict=True)
+        ]
+    if isinstance(operation, Write) and len(operation.parts) > 1:
+        columns = columns_of(spec_from_text(operation.spec), operation.count)
+        arrays = [array_of(tensor) for tensor in unpack(operation.packed, columns)]
+        found: list[Operation] = []
+        start = 0
+        for number, count in operation.parts:
+            rows = slice(start, start + count)
+            packed = pack([array[rows] for array in arrays], copy=False)
+            priority = None if operation.priority is None else operation.priority[rows]
+            found.append(Write(operation.spec, count, packed, priority, ((number, count),)))
+            start += count
+        return found
+    return [operation]

@@ -1,0 +1,162 @@
+"""The rate limiter of a buffer that other processes keep: totals over its shards.
+
+*One definition for one owner and for many shards.* Inserts, samples and size are sums over the
+shards. Each shard counts the rows published there; the rows of a batch count at the shards that
+they came from, when the batch is returned to its caller, not when it is drawn ahead. The counts
+travel with every reply, and the processes that sample and write decide by them; the shards hold up
+nothing, so no thread of theirs ever waits.
+
+*How fresh.* A process adds what it has done itself since a shard's last reply, so with one process
+that samples and one that writes the limiter is exact. Beside others it goes by what they had done
+when the shards last answered. So the difference may leave its range: downwards by what each other
+process returned since, at most the batches that it has in hand (``prefetch + batches_per_call + 1``
+of them); upwards by one ``extend`` of each other process. Who must wait asks the shards again,
+after 2 ms, then with pauses up to 50 ms, so none waits for what is no longer so.
+
+``max_times_sampled`` is each shard's own business, exact there: a row counts when it is drawn, so
+all processes together never return it more often. What a process has drawn ahead it may still
+return, so these rows are part of the size that it goes by. What was drawn to spare, or ahead and
+then dropped, is given back with the next message to the shard. So a row is returned less often than
+it may be only where a process died, or ended, with draws in hand: those of at most ``prefetch +
+batches_per_call`` batches, and spare ones.
+
+Of a lost shard the last known counts go on counting.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torchrl.data.replay_buffers.storages import Storage
+
+from torchrl_dist.errors import RateLimitError
+from torchrl_dist.replay.law.limiter import Counts, RateLimiter
+from torchrl_dist.replay.node.gate import process_ends
+from torchrl_dist.replay.parts.storage import NoRowsError
+from torchrl_dist.replay.row import _torchrl
+
+if TYPE_CHECKING:
+    from torchrl_dist.replay.hosts.batches import Batch, BatchSource
+    from torchrl_dist.replay.hosts.client import ReplayClient
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-3, 5e-2
+
+
+class TotalsGate:
+    """What a client of the hosts waits at. Thread-safe."""
+
+    def __init__(self, client: ReplayClient, limiter: RateLimiter) -> None:
+        self.limiter = limiter
+        self._client = client
+        self._admitted = 0  # rows of samples that are not counted at their shards yet
+        self._lock = threading.RLock()
+
+    def counts(self) -> Counts | None:
+        """As far as this process knows; None before all shards have answered once."""
+        with self._lock:
+            counts = self._client.counts()
+            return counts and counts._replace(samples=counts.samples + self._admitted)
+
+    def can_sample(self, count: int, source: BatchSource) -> bool:
+        """Whether a sample of that many rows would begin at once. Blocks for one call."""
+        self._client.states()
+        with self._lock:
+            return self._missing_inserts(count, source) is None
+
+    def sample(self, count: int, source: BatchSource, storage: Storage) -> Batch:
+        """The next batch of that many rows, once it is admitted.
+
+        Raises:
+            RateLimitError: it was not, within the client's deadline, or others had the last draws
+                of the rows each time.
+            NoRowsError: the shards that answer are empty, and the limiter is not the reason.
+            ConfigurationError: samples of that many rows could wait for ever.
+        """
+        self.limiter.check_batch(count)
+        _torchrl.fetch_one_by_one(storage)
+        deadline = time.monotonic() + self._client.timeout_s
+
+        def admit() -> str | None:
+            missing = self._missing_inserts(count, source)
+            if missing is None:
+                self._admitted += count
+            return missing
+
+        while True:
+            self._wait(admit, deadline, storage)
+            batch = None
+            try:
+                batch = source.next(count)
+                return batch
+            except NoRowsError as error:  # others drew since the shards replied, or emptied them
+                no_rows = error
+            finally:
+                with self._lock:  # in one step, or others would see these rows twice
+                    self._admitted -= count
+                    if batch is not None:
+                        self._client.count_samples(batch.index)
+            with _torchrl.locks_given_back(storage):
+                if not self.can_sample(count, source):
+                    continue
+                if self.limiter.max_times_sampled is None:
+                    raise no_rows
+                if time.monotonic() > deadline:
+                    raise self._error("draws of rows that other processes do not take first")
+                time.sleep(_LONGEST_PAUSE_S)
+
+    def wait_to_write(self, storage: Storage) -> None:
+        """Block until a write may begin, and earlier ones of this process are answered.
+
+        Raises:
+            RateLimitError: not within the client's deadline; nothing was written.
+        """
+        if self.limiter.samples_per_insert is None:
+            return
+        self._client.answers(self._client.ask_applied())
+        deadline = time.monotonic() + self._client.timeout_s
+        self._wait(self._missing_samples, deadline, storage)
+
+    def _missing_inserts(self, batch_size: int, source: BatchSource) -> str | None:
+        counts = self.counts()
+        if counts is None:
+            return "an answer of the shards"
+        if self.limiter.max_times_sampled is not None:
+            counts = counts._replace(size=counts.size + source.rows_ahead())
+        missing = self.limiter.missing_inserts(counts, batch_size)
+        return f"{missing} more rows to be written before the next sample" if missing else None
+
+    def _missing_samples(self) -> str | None:
+        counts = self.counts()
+        if counts is None:
+            return "an answer of the shards"
+        missing = self.limiter.missing_samples(counts)
+        return f"{missing} more rows to be sampled before the next write" if missing else None
+
+    def _wait(self, missing: Callable[[], str | None], deadline: float, storage: Storage) -> None:
+        with self._lock:
+            if missing() is None:
+                return
+        pause = _FIRST_PAUSE_S
+        with _torchrl.locks_given_back(storage):
+            while True:
+                self._client.states()
+                with self._lock:
+                    text = missing()
+                if text is None:
+                    return
+                left = deadline - time.monotonic()
+                if left <= 0 or process_ends.is_set():
+                    raise self._error(text)
+                time.sleep(min(pause, left))
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _error(self, missing: str) -> RateLimitError:
+        return RateLimitError(
+            f"waited {self._client.timeout_s:g} s for {missing} in the buffer of "
+            f"{', '.join(link.name for link in self._client.links)}: {self.counts()}; "
+            f"{self.limiter}. Are the processes gone that do so, or do they wait, too? "
+            "A thread that does both itself asks can_sample() first"
+        )

@@ -1,0 +1,251 @@
+"""A sum and minimum tree over plain NumPy arrays, updated and drawn from in batches.
+
+The law is proportional prioritization (Schaul et al. 2016, "Prioritized Experience Replay",
+eq. 1): slot ``i`` is drawn with probability ``leaf[i] / sum(leaf)``, where the caller stores
+``leaf = (priority + eps) ** alpha``. A leaf of 0 is never drawn and is left out of the minimum.
+
+Every node has 32 children. Three decisions carry the speed and the safety:
+
+- *Lazy*: a write stores leaves and marks their blocks; :meth:`PriorityTree.refresh`, called
+  before a draw, recomputes the marked blocks and their ancestors once, however many writes fell
+  into them.
+- *Recomputed, never adjusted*: a parent is the sum of its children, so no rounding error builds
+  up however long the job runs.
+- *Marks first, cleared last*: a process killed anywhere in here leaves the marks of whatever is
+  unfinished, and the next refresh completes it.
+
+The arrays may lie in shared memory; the caller holds the lock.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torchrl_dist.replay.law.kernel import address, find_kernel
+
+FANOUT = 32
+_SHIFT = 5
+_TOP_SIZE = 1024  # a level of at most this many nodes is scanned by one cumulative sum
+
+
+def level_sizes(capacity: int) -> list[int]:
+    """Nodes per level, leaves first, each but the top padded to whole blocks of 32."""
+    sizes = [-(-capacity // FANOUT) * FANOUT]
+    while sizes[-1] > _TOP_SIZE or len(sizes) == 1:
+        nodes = sizes[-1] // FANOUT
+        sizes.append(nodes if nodes <= _TOP_SIZE else -(-nodes // FANOUT) * FANOUT)
+    return sizes
+
+
+def tree_bytes(capacity: int) -> int:
+    """Bytes of the buffer that :class:`PriorityTree` needs."""
+    sizes = level_sizes(capacity)
+    return 8 * (sizes[0] + 2 * sum(sizes[1:])) + _mark_bytes(sizes)
+
+
+def _mark_bytes(sizes: list[int]) -> int:
+    return -(-sizes[1] // 8) * 8
+
+
+class PriorityTree:
+    """The tree over ``capacity`` slots, in a zeroed byte buffer that may be shared memory.
+
+    Args:
+        capacity: number of slots.
+        buffer: writable buffer of :func:`tree_bytes` bytes; an own one if left out. A buffer
+            that is all zeros is an empty tree.
+    """
+
+    def __init__(self, capacity: int, buffer: memoryview | bytearray | None = None) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity must be at least 1, got {capacity}")
+        self.capacity = capacity
+        sizes = level_sizes(capacity)
+        raw = np.frombuffer(
+            bytearray(tree_bytes(capacity)) if buffer is None else buffer, dtype=np.uint8
+        )
+        self._sums: list[np.ndarray] = []
+        self._minima: list[np.ndarray | None] = []
+        offset = 0
+        for level, size in enumerate(sizes):
+            for wanted in (self._sums, self._minima):
+                if level == 0 and wanted is self._minima:
+                    wanted.append(None)  # the leaves serve as their own minima
+                    continue
+                wanted.append(raw[offset : offset + 8 * size].view(np.float64))
+                offset += 8 * size
+        marks = raw[offset : offset + _mark_bytes(sizes)]
+        self._marks = marks[: sizes[0] // FANOUT]
+        self._padded_leaves = self._sums[0]
+        self.kernel = find_kernel()
+        if self.kernel is not None:
+            # a process that shares the buffer has it at another address: tables are per process
+            self._tables = (
+                _addresses(self._sums),
+                _addresses(self._minima),
+                np.empty(self._marks.size, dtype=np.int64),
+            )
+            sums, minima, scratch = map(address, self._tables)
+            levels, blocks = len(self._sums), self._marks.size
+            self._refresh_arguments = (
+                sums, minima, levels, address(self._marks), blocks, scratch
+            )  # fmt: skip
+            self._draw_arguments = (sums, levels, self._sums[-1].size, capacity)
+            self._summary = np.empty(2)
+            self._summary_address = address(self._summary)
+            self.update_arguments = (address(self._sums[0]), address(self._marks), capacity)
+            """Leaves, marks and capacity, for ``priorities.update``."""
+        self.leaves: np.ndarray = self._padded_leaves[:capacity]
+        """float64 [capacity]; read freely, write through the methods."""
+
+    # --- writing -----------------------------------------------------------------------------
+
+    def set(self, slots: np.ndarray, values: np.ndarray | float) -> None:
+        """Store leaves at ``slots`` (int64 [n]); of a slot named twice the last value stays."""
+        self._marks[slots >> _SHIFT] = 1
+        self.leaves[slots] = values
+
+    def set_range(self, start: int, stop: int, values: np.ndarray | float) -> None:
+        """Store the leaves ``start`` to ``stop``; one value or ``stop - start`` of them."""
+        self._marks[start >> _SHIFT : ((stop - 1) >> _SHIFT) + 1] = 1
+        self.leaves[start:stop] = values
+
+    def mark_all(self) -> None:
+        """Have the next refresh recompute every node from the leaves."""
+        self._marks[:] = 1
+
+    def refresh(self) -> None:
+        """Recompute what was written since the last call. Cost: the blocks touched."""
+        if self.kernel is not None:
+            self.kernel.torchrl_dist_refresh(*self._refresh_arguments)
+            return
+        marked = blocks = np.flatnonzero(self._marks)
+        if not blocks.size:
+            return
+        for level in range(1, len(self._sums)):
+            children = _children(self._sums[level - 1], blocks)
+            self._sums[level][blocks] = np.einsum("ij->i", children)  # half the time of sum(1)
+            if level > 1:
+                children = _children(self._minima[level - 1], blocks)
+            # 0: a leaf without a row, or a padding node, which is never computed
+            np.putmask(children, children <= 0, np.inf)
+            self._minima[level][blocks] = children.min(1)
+            parents = blocks >> _SHIFT
+            first = np.ones(parents.size, dtype=bool)
+            np.not_equal(parents[1:], parents[:-1], out=first[1:])
+            blocks = parents[first]
+        self._marks[marked] = 0
+
+    # --- reading (after refresh) -------------------------------------------------------------
+
+    @property
+    def total(self) -> float:
+        """Sum of all leaves."""
+        return float(self._sums[-1].sum())
+
+    @property
+    def minimum(self) -> float:
+        """Smallest leaf above 0; ``inf`` if there is none."""
+        minima = self._minima[-1]
+        positive = minima[minima > 0]
+        return float(positive.min()) if positive.size else float("inf")
+
+    def draw(self, uniforms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Slots at the given quantiles.
+
+        Args:
+            uniforms: float64 [n] in [0, 1).
+
+        Returns:
+            ``(slots, leaves)``, int64 [n] and float64 [n]. A leaf of 0 in the answer (rounding
+            at the edge of a node, about one draw in 1e15) is to be drawn again.
+
+        Raises:
+            ValueError: if all leaves are 0.
+        """
+        if self.kernel is not None:
+            return self._draw_c(uniforms)
+        cumulative = np.cumsum(self._sums[-1])
+        if not cumulative[-1] > 0:
+            raise ValueError("cannot draw: no leaf is above 0")
+        mass = uniforms * cumulative[-1]
+        node = np.minimum(np.searchsorted(cumulative, mass, side="right"), cumulative.size - 1)
+        mass -= cumulative[node] - self._sums[-1][node]
+        row = np.arange(node.size)
+        for level in range(len(self._sums) - 2, -1, -1):
+            children = _children(self._sums[level], node)
+            running = _cumulative(children)
+            running[:, -1] = np.inf  # the last child, if rounding leaves more than all of them have
+            child = (running > mass[:, None]).argmax(1)
+            mass -= np.where(child > 0, running[row, child - 1], 0.0)
+            node = (node << _SHIFT) + child
+        slots = np.minimum(node, self.capacity - 1)
+        return slots, self.leaves[slots]
+
+    def sample(self, uniforms: np.ndarray) -> tuple[np.ndarray, np.ndarray, float, float]:
+        """Refresh and draw.
+
+        Args:
+            uniforms: float64 [n] in [0, 1).
+
+        Returns:
+            ``(slots, leaves, minimum, total)``: int64 [n], float64 [n], and the properties of
+            these names. As in :meth:`draw`, a leaf of 0 is to be drawn again.
+
+        Raises:
+            ValueError: if all leaves are 0.
+        """
+        if self.kernel is None:
+            self.refresh()
+            slots, leaves = self.draw(uniforms)
+            return slots, leaves, self.minimum, self.total
+        uniforms = np.ascontiguousarray(uniforms, dtype=np.float64)
+        count = uniforms.size
+        out = np.empty(2 * count)
+        _, _, top, capacity = self._draw_arguments
+        zeros = self.kernel.torchrl_dist_sample(
+            *self._refresh_arguments, top, capacity,
+            address(uniforms), count, address(out), self._summary_address,
+        )  # fmt: skip
+        if zeros < 0:
+            raise ValueError("cannot draw: no leaf is above 0")
+        return out[:count].view(np.int64), out[count:], *self._summary.tolist()
+
+    def _draw_c(self, uniforms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        uniforms = np.ascontiguousarray(uniforms, dtype=np.float64)
+        slots = np.empty(uniforms.size, dtype=np.int64)
+        leaves = np.empty(uniforms.size, dtype=np.float64)
+        failed = self.kernel.torchrl_dist_draw(
+            *self._draw_arguments,
+            address(uniforms),
+            uniforms.size,
+            address(slots),
+            address(leaves),
+        )
+        if failed:
+            raise ValueError("cannot draw: no leaf is above 0")
+        return slots, leaves
+
+
+_UPPER = np.triu(np.ones((FANOUT, FANOUT)))
+_BLAS_ROWS = 256  # more, and BLAS may wake threads for it
+
+
+def _children(level: np.ndarray, nodes: np.ndarray) -> np.ndarray:
+    """A copy [n, 32] of the nodes below ``nodes``, int64 [n]."""
+    return level.reshape(-1, FANOUT).take(nodes, 0)
+
+
+def _cumulative(children: np.ndarray) -> np.ndarray:
+    """Cumulative sums along the rows of [n, 32]; half the time of ``cumsum``."""
+    if len(children) <= _BLAS_ROWS:
+        return children @ _UPPER
+    running = np.empty_like(children)
+    for start in range(0, len(children), _BLAS_ROWS):
+        part = slice(start, start + _BLAS_ROWS)
+        np.matmul(children[part], _UPPER, out=running[part])
+    return running
+
+
+def _addresses(levels: list[np.ndarray | None]) -> np.ndarray:
+    return np.array([0 if level is None else address(level) for level in levels], np.uint64)

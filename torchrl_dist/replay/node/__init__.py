@@ -1,0 +1,1 @@
+"""What the processes of one node share about a buffer, in a directory, under one lock."""

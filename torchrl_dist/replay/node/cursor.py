@@ -1,0 +1,633 @@
+"""Who may write which slots: reserve, publish, abandon, and the repair after a kill.
+
+The life of a row::
+
+    reserve   under the lock: tickets are taken, a claim names the owner, the slots' versions
+              become odd, their leaves 0, and they no longer count as published
+    (copy)    outside the lock: only the claim's owner writes these slots
+    publish   under the lock: versions become even, leaves positive, the claim ends
+
+The order of the stores inside each step is what :func:`repair` relies on.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import NamedTuple
+
+import numpy as np
+
+from torchrl_dist.errors import DeadlineError
+from torchrl_dist.replay.law.kernel import address
+from torchrl_dist.replay.law.placement import first_free_ticket, largest_reservation, slot_ranges
+from torchrl_dist.replay.node.directory import (
+    CLAIM_COUNT,
+    CLAIM_DISCARDED,
+    CLAIM_FIRST,
+    CLAIM_MEMBER,
+    CLAIM_PUBLISHING,
+    CLAIM_STATE,
+    CLAIM_WRITING,
+    FLOAT_WORDS,
+    USER_UNRETURNED,
+    ReplayDirectory,
+    Word,
+)
+from torchrl_dist.replay.node.priorities import (
+    cover_leaves,
+    default_leaf,
+    finish_rescaling,
+    leaves_of_new,
+    track_maximum,
+)
+from torchrl_dist.replay.node.times_sampled import exhausted, set_times_sampled
+
+_RETRY_S = 1e-3
+# whose functions return before the rows are there
+_MODULES = (__name__, "torchrl_dist.replay.node.gate")
+
+Ranges = Sequence[tuple[int, int]]
+"""Slot ranges ``(start, stop)``."""
+
+
+class Reservation(NamedTuple):
+    """Slots that this process may write until it publishes or abandons them."""
+
+    row: int
+    first_ticket: int
+    count: int
+    ranges: tuple[tuple[int, int], ...]
+    """Slot ranges ``(start, stop)`` in the order of the tickets: one, or two at the wrap."""
+
+    def slots(self) -> np.ndarray:
+        """int64 [count], in the order of the tickets."""
+        runs = [np.arange(start, stop) for start, stop in self.ranges]
+        return runs[0] if len(runs) == 1 else np.concatenate(runs)
+
+
+class SharedCursor:
+    """The shared write position of a replay directory.
+
+    All methods may be called by any process and thread, and block only for the directory's
+    lock (``DeadlineError`` after its timeout).
+    """
+
+    def __init__(self, directory: ReplayDirectory) -> None:
+        self._directory = directory
+
+    @property
+    def directory(self) -> ReplayDirectory:
+        """The directory whose cursor this is."""
+        return self._directory
+
+    def reserve(self, count: int) -> Reservation:
+        """Take the next ``count`` slots that nobody is writing.
+
+        Rows that were published in them are gone from here on. Slots that a live process is
+        still writing are passed over; those of a dead one are taken.
+
+        Raises:
+            DeadlineError: if live writers hold so many slots that no run of ``count`` is free.
+        """
+        directory = self._directory
+        limit = largest_reservation(directory.capacity)
+        if not 0 < count <= limit:
+            raise ValueError(f"a reservation takes 1 to {limit} rows, got {count}")
+        deadline = time.monotonic() + directory.timeout_s
+        while True:
+            with directory.lock():
+                reservation = self.try_reserve(count)
+            if reservation is not None:
+                return reservation
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"no {count} free slots in {directory.path} within "
+                    f"{directory.timeout_s:g} s: other processes hold reservations over the "
+                    f"whole ring of {directory.capacity}; use a larger capacity or fewer writers"
+                )
+            time.sleep(_RETRY_S)
+
+    def try_reserve(self, count: int) -> Reservation | None:
+        """:meth:`reserve` under the lock; None if others are in the way."""
+        directory = self._directory
+        words, capacity = directory.words, directory.capacity
+        ticket, row = words[Word.CURSOR], self._free_row()
+        if row is not None and directory.tree.kernel is not None and directory.draws is None:
+            reservation = Reservation(
+                row, ticket, count, tuple(slot_ranges(ticket, count, capacity))
+            )
+            self._hold(reservation)
+            in_the_way = directory.tree.kernel.torchrl_dist_reserve(
+                *directory.kernel_arguments, words[Word.CLAIM_ROWS], row, count, directory.member
+            )
+            if not in_the_way:
+                return reservation
+            self._forget(reservation)
+        if self._live_claims(slot_ranges(ticket, count, capacity)):
+            free = first_free_ticket(ticket, count, self._live_claims(), capacity)
+            if free is None:
+                return None
+            ticket = free
+        if row is None:
+            return None
+        reservation = Reservation(row, ticket, count, tuple(slot_ranges(ticket, count, capacity)))
+        self._hold(reservation)
+        directory.begin()
+        words[Word.CURSOR] = ticket + count
+        self._claim(reservation)
+        directory.commit()
+        return reservation
+
+    def _claim(self, reservation: Reservation) -> None:
+        """Make the slots this process's own. Called under the lock, after ``begin``."""
+        directory = self._directory
+        claim = directory.claims[reservation.row]
+        claim[CLAIM_FIRST] = reservation.first_ticket
+        claim[CLAIM_MEMBER] = directory.member
+        claim[CLAIM_STATE] = CLAIM_WRITING
+        claim[CLAIM_COUNT] = reservation.count  # last: the claim holds from here on
+        for start, stop in reservation.ranges:
+            _unpublish(directory, start, stop)
+
+    def publish(self, reservation: Reservation, priority: np.ndarray | None = None) -> np.ndarray:
+        """Make the written rows visible to every process, all or (for a lost claim) none.
+
+        Args:
+            reservation: from :meth:`reserve`; its rows are written.
+            priority: float64 [count], checked, before alpha and eps; without it the rows get the
+                largest priority seen.
+
+        Returns:
+            The generation of each row, int64 [count]; -1 if the buffer was emptied since the
+            reservation, which drops these rows too.
+        """
+        directory = self._directory
+        words, tree = directory.words, directory.tree
+        published: list[np.ndarray] = []
+        with directory.lock():
+            if tree.kernel is not None and priority is None and directory.draws is None:
+                generations = np.empty(reservation.count, dtype=np.int64)
+                row, first, count, _ = reservation
+                not_ours = tree.kernel.torchrl_dist_publish(
+                    *directory.kernel_arguments, row, first, count, directory.member,
+                    default_leaf(directory), address(generations),
+                )  # fmt: skip
+                if not not_ours:
+                    self._forget(reservation)
+                    return generations
+            if not self._still_ours(reservation):
+                return np.full(reservation.count, -1, dtype=np.int64)
+            claim = directory.claims[reservation.row]
+            leaf: float | np.ndarray
+            if priority is None:
+                leaf = default_leaf(directory)
+            else:
+                leaf = leaves_of_new(directory, priority)
+            directory.begin()
+            done = 0  # leaves first: repair knows a priority by them alone
+            for start, stop in reservation.ranges:
+                if isinstance(leaf, np.ndarray):
+                    tree.set_range(start, stop, leaf[done : done + stop - start])
+                else:
+                    tree.set_range(start, stop, leaf)
+                done += stop - start
+            if priority is not None:
+                track_maximum(directory, reservation.slots(), priority)
+            words[Word.NEXT_WRITE_COUNT] = words[Word.WRITE_COUNT] + reservation.count
+            claim[CLAIM_STATE] = CLAIM_PUBLISHING  # from here on repair publishes them
+            for start, stop in reservation.ranges:
+                versions = directory.versions[start:stop]
+                versions += 1
+                published.append(versions >> 1)
+            words[Word.LENGTH] += reservation.count
+            if directory.draws is not None:
+                words[Word.AVAILABLE] += reservation.count
+            words[Word.WRITE_COUNT] = words[Word.NEXT_WRITE_COUNT]
+            claim[CLAIM_COUNT] = 0
+            directory.commit()
+        self._forget(reservation)
+        return published[0] if len(published) == 1 else np.concatenate(published)
+
+    def skip(self, count: int) -> None:
+        """Pass over ``count`` tickets as if their rows had been written and overwritten."""
+        directory = self._directory
+        words = directory.words
+        with directory.lock():
+            directory.begin()
+            # inserts are counted from there: nobody can ever sample these rows
+            moved = (Word.CURSOR, Word.WRITE_COUNT, Word.INSERT_BASE)
+            directory.store_all({word: words[word] + count for word in moved})
+            directory.commit()
+
+    def abandon(self, reservation: Reservation) -> None:
+        """Give the slots back unwritten: they stay unpublished until the ring comes round."""
+        directory = self._directory
+        with directory.lock():
+            if self._owns(reservation) and not directory.holds_its_equal(reservation):
+                directory.claims[reservation.row, CLAIM_COUNT] = 0
+        self._forget(reservation)
+
+    def drop_interrupted(self) -> None:
+        """Abandon what an interrupt (Ctrl-C) between two instructions left of this thread.
+
+        Called before a write begins. A write that goes on below this one on the stack, since a
+        signal handler interrupted it, keeps its slots.
+        """
+        for reservation in self._directory.interrupted_writes():
+            self.abandon(reservation)
+
+    def _hold(self, reservation: Reservation) -> None:
+        """Note that this thread is writing, before the claim: an interrupt may come between."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_globals["__name__"] in _MODULES:
+            frame = frame.f_back
+        assert frame is not None
+        self._directory.hold(reservation, frame)
+
+    def _forget(self, reservation: Reservation) -> None:
+        self._directory.let_go(reservation)
+
+    def claim_slots(self, slots: np.ndarray) -> list[Reservation]:
+        """Reserve given slots for writing them in place; they keep their position in the ring.
+
+        Args:
+            slots: distinct slots, int64 [n]. Published ones stay unpublished until the write is
+                published again, as in any write.
+
+        Returns:
+            One reservation per run of neighbouring slots.
+
+        Raises:
+            DeadlineError: if other processes keep writing one of them.
+        """
+        directory = self._directory
+        runs = np.split(slots, np.flatnonzero(np.diff(slots) != 1) + 1)
+        deadline = time.monotonic() + directory.timeout_s
+        taken: list[Reservation] = []
+        try:
+            for run in runs:
+                while True:
+                    reservation = self._claim_run(int(run[0]), run.size)
+                    if reservation is not None:
+                        taken.append(reservation)
+                        break
+                    self._await_slots(run[0], run[-1], deadline)
+        except BaseException:
+            for reservation in taken:
+                self.abandon(reservation)
+            raise
+        return taken
+
+    def _claim_run(self, start: int, count: int) -> Reservation | None:
+        # Apart from the loop: a frame that has the lock must not be one that cleans up after an
+        # interrupt, see ``FairLock``.
+        with self._directory.lock():
+            return self._try_claim_run(start, count)
+
+    def _await_slots(self, first: int, last: int, deadline: float) -> None:
+        """Pause before another try to claim them."""
+        directory = self._directory
+        if time.monotonic() > deadline:
+            raise DeadlineError(
+                f"slots {first} to {last} of {directory.path} were being written by others for "
+                f"{directory.timeout_s:g} s"
+            )
+        time.sleep(_RETRY_S)
+
+    def _try_claim_run(self, start: int, count: int) -> Reservation | None:
+        directory = self._directory
+        ranges = ((start, start + count),)
+        row = self._free_row()
+        if row is None or self._live_claims(ranges):
+            return None
+        reservation = Reservation(row, start, count, ranges)
+        self._hold(reservation)
+        directory.begin()
+        if start + count > directory.high:  # written in place before the ring came there
+            directory.words[Word.IN_PLACE] = start + count
+        self._claim(reservation)
+        directory.commit()
+        return reservation
+
+    def wait_for_rows(self, deadline: float) -> bool:
+        """Wait until a row is published, as long as a live process is writing some.
+
+        Args:
+            deadline: on ``time.monotonic``.
+
+        Returns:
+            False if no row is published, and nobody is writing one.
+
+        Raises:
+            DeadlineError: naming the writers.
+        """
+        directory = self._directory
+        self.drop_interrupted()
+        while True:
+            with directory.lock():
+                if directory.length:
+                    return True
+                writers = {
+                    directory.pid_of(member)
+                    for count, _, member, state in directory.claims.tolist()
+                    if count and state != CLAIM_DISCARDED and directory.is_alive(member)
+                }
+            if not writers:
+                return False
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"waited {directory.timeout_s:g} s for a row of {directory.path}: all rows are "
+                    f"being written, by processes {sorted(writers)}; are they stopped? Continue or "
+                    "kill them (what a killed one was writing is given up), or allow more with "
+                    "timeout_s"
+                )
+            time.sleep(_RETRY_S)
+
+    # --- what a checkpoint gives back; see ``snapshot`` ------------------------------------------
+
+    def start_over(
+        self,
+        cursor: int,
+        high: int,
+        values: Mapping[Word, float],
+        limiter: list[float] | None,
+        length: int,
+    ) -> int:
+        """Empty the directory, then set words and the cursor.
+
+        Args:
+            cursor: a ticket of the saved directory. Tickets do not go back: the next one is the
+                first beyond both that falls on the same slot.
+            high: slots in use.
+            values: other words to set.
+            limiter: the limiter's counts, see ``Gate.set_state``.
+            length: rows that are going to be published.
+
+        Returns:
+            The next ticket.
+        """
+        directory = self._directory
+        words = directory.words
+        with directory.lock():
+            directory.begin()
+            words[Word.EMPTYING] = _WITH_COUNTS  # what a kill in here leaves is an empty buffer
+            empty_locked(directory)
+            now = words[Word.CURSOR]
+            words[Word.CURSOR] = max(cursor, now + (cursor - now) % directory.capacity)
+            lap = directory.capacity if high == directory.capacity else cursor % directory.capacity
+            words[Word.BASE] = words[Word.CURSOR] - lap
+            words[Word.IN_PLACE] = high
+            words[Word.RESTORES] += 1
+            for word, value in values.items():
+                if word in FLOAT_WORDS:
+                    directory.set_float(word, value)
+                else:
+                    words[word] = int(value)
+            if directory.gate is not None:
+                directory.gate.set_state(limiter, length)
+            words[Word.EMPTYING] = 0
+            directory.commit()
+            return words[Word.CURSOR]
+
+    def claim_unless_passed(self, slot: int, count: int, since: int) -> Reservation | None:
+        """Reserve the slots from ``slot`` on, but for those reserved since the ticket ``since``.
+
+        The latter are the first ones of the run. ``None`` if that is all of them. Blocks while
+        other processes write in the others.
+
+        Raises:
+            DeadlineError: they did so all the time.
+        """
+        directory = self._directory
+        position = (slot - since) % directory.capacity
+        deadline = time.monotonic() + directory.timeout_s
+        while True:
+            with directory.lock():
+                passed = max(0, directory.words[Word.CURSOR] - since - position)
+                if passed >= count:
+                    return None
+                reservation = self._try_claim_run(slot + passed, count - passed)
+            if reservation is not None:
+                return reservation
+            self._await_slots(slot, slot + count - 1, deadline)
+
+    def publish_saved(self, reservation: Reservation, version: int, leaf: np.ndarray) -> None:
+        """Make rows visible that are written, with the masses ``leaf``, float64 [count].
+
+        Their version is ``version``, or the next of their slot if that is larger.
+        """
+        directory = self._directory
+        words = directory.words
+        with directory.lock():
+            if not self._still_ours(reservation):
+                return
+            claim = directory.claims[reservation.row]
+            directory.begin()
+            ((start, stop),) = reservation.ranges
+            versions = directory.versions[start:stop]
+            used_up = leaf == 0  # see ``draws``; the others' counts begin anew
+            if directory.draws is None:
+                leaf = np.where(used_up, default_leaf(directory), leaf)
+            directory.tree.set_range(start, stop, leaf)
+            words[Word.NEXT_WRITE_COUNT] = words[Word.WRITE_COUNT]
+            # odd still: repair goes on from here, since the leaves are there
+            versions[:] = np.maximum(versions, version - 1)
+            claim[CLAIM_STATE] = CLAIM_PUBLISHING
+            if directory.draws is not None:
+                most = directory.words[Word.MAX_TIMES_SAMPLED]
+                used_up_slots = start + np.flatnonzero(used_up)
+                set_times_sampled(directory, used_up_slots, most, published=False)
+                words[Word.AVAILABLE] += np.count_nonzero(leaf)
+            versions += 1
+            words[Word.LENGTH] += reservation.count
+            claim[CLAIM_COUNT] = 0
+            directory.commit()
+        self._forget(reservation)
+
+    def rows_under_way(self) -> int:
+        """Rows that live processes are writing. Called under the lock."""
+        return sum(count for _, count in self._live_claims())
+
+    def being_written(self, slots: np.ndarray) -> np.ndarray:
+        """Whether a live process is going to publish a row in each slot, bool [n]. Called under
+        the lock."""
+        directory = self._directory
+        found = np.zeros(slots.shape, dtype=bool)
+        for count, first, member, state in directory.claims[
+            : directory.words[Word.CLAIM_ROWS]
+        ].tolist():
+            if count and state != CLAIM_DISCARDED and directory.is_alive(member):
+                for start, stop in slot_ranges(first, count, directory.capacity):
+                    found |= (slots >= start) & (slots < stop)
+        return found
+
+    def _live_claims(self, ranges: Ranges | None = None) -> list[tuple[int, int]]:
+        """``(first ticket, count)`` of the claims that share a slot with ``ranges``, or of all.
+
+        Those of dead members end here, since their slots are unpublished, and free without a
+        claim. Called under the lock.
+        """
+        directory = self._directory
+        claims = directory.claims[: directory.words[Word.CLAIM_ROWS]]
+        live = []
+        for row, (count, first, member, _) in enumerate(claims.tolist()):
+            if not count or (
+                ranges is not None
+                and not _share_a_slot(slot_ranges(first, count, directory.capacity), ranges)
+            ):
+                continue
+            if directory.is_alive(member):
+                live.append((first, count))
+            else:
+                claims[row, CLAIM_COUNT] = 0
+                directory.count(Word.TAKEN_OVER_CLAIMS)
+        return live
+
+    def _free_row(self) -> int | None:
+        """A row of the claim table that nobody uses. Called under the lock."""
+        claims, words = self._directory.claims, self._directory.words
+        used = words[Word.CLAIM_ROWS]
+        for row, count in enumerate(claims[:used, CLAIM_COUNT].tolist()):
+            if not count:
+                return row
+        if used < len(claims):
+            words[Word.CLAIM_ROWS] = used + 1
+            return used
+        self._live_claims()  # ends those of dead members
+        free = np.flatnonzero(claims[:, CLAIM_COUNT] == 0)
+        return int(free[0]) if free.size else None
+
+    def _still_ours(self, reservation: Reservation) -> bool:
+        """Whether the reservation may be published. Called under the lock.
+
+        False if the buffer was emptied since, which ends the reservation.
+
+        Raises:
+            RuntimeError: others took it over although this process lives.
+        """
+        directory = self._directory
+        if not self._owns(reservation):
+            raise RuntimeError(
+                f"the reservation of tickets {reservation.first_ticket} to "
+                f"{reservation.first_ticket + reservation.count - 1} in {directory.path} was "
+                "taken over: this process's locks on the directory were dropped. Did some "
+                "code close descriptors that are not its own?"
+            )
+        claim = directory.claims[reservation.row]
+        if claim[CLAIM_STATE] != CLAIM_DISCARDED:
+            return True
+        claim[CLAIM_COUNT] = 0
+        self._forget(reservation)
+        return False
+
+    def _owns(self, reservation: Reservation) -> bool:
+        count, first, member, _ = self._directory.claims[reservation.row].tolist()
+        return (count, first, member) == (
+            reservation.count,
+            reservation.first_ticket,
+            self._directory.member,
+        )
+
+
+def _share_a_slot(ranges: Ranges, others: Ranges) -> bool:
+    return any(low < stop and start < high for start, stop in ranges for low, high in others)
+
+
+def empty(directory: ReplayDirectory, *, reset_write_count: bool = True) -> None:
+    """Unpublish every row. Generations go on, so handles from before are stale for ever."""
+    with directory.lock():
+        directory.begin()
+        directory.words[Word.EMPTYING] = _WITH_COUNTS if reset_write_count else _ROWS_ONLY
+        finish_emptying(directory)
+        directory.commit()
+    if directory.gate is not None:
+        directory.gate.ring()
+
+
+_ROWS_ONLY, _WITH_COUNTS = 1, 2  # of Word.EMPTYING
+
+
+def finish_emptying(directory: ReplayDirectory) -> None:
+    """Empty the buffer as EMPTYING says; from whatever store on at which one was killed who did
+    so. Called under the lock."""
+    words = directory.words
+    empty_locked(directory)
+    if words[Word.EMPTYING] == _WITH_COUNTS:
+        words[Word.WRITE_COUNT] = 0
+    words[Word.INSERT_BASE] = words[Word.WRITE_COUNT]
+    words[Word.SAMPLED] = 0
+    if words[Word.LIMITED] == 1:
+        unreturned = directory.users[:, USER_UNRETURNED]
+        unreturned[unreturned != 0] = 0
+    words[Word.EMPTYING] = 0
+
+
+def empty_locked(directory: ReplayDirectory) -> None:
+    """The body of :func:`empty`, for a caller that holds the lock and has begun a change."""
+    words, claims = directory.words, directory.claims
+    claims[claims[:, CLAIM_COUNT] > 0, CLAIM_STATE] = CLAIM_DISCARDED
+    _unpublish(directory, 0, directory.capacity)
+    lap = -words[Word.CURSOR] % directory.capacity
+    words[Word.CURSOR] += lap  # the next row goes to slot 0
+    words[Word.BASE] = words[Word.CURSOR]
+    words[Word.IN_PLACE] = 0
+    directory.set_float(Word.MAX_PRIORITY, float("nan"))
+    words[Word.MAX_SLOT] = -1
+
+
+def _unpublish(directory: ReplayDirectory, start: int, stop: int) -> None:
+    """Take the slots ``start`` to ``stop`` out of the buffer. Called under the lock."""
+    versions = directory.versions[start:stop]
+    # published: even and not 0
+    published = np.count_nonzero(versions) - np.count_nonzero(versions & 1)
+    directory.words[Word.LENGTH] -= published
+    if directory.draws is not None:
+        directory.words[Word.AVAILABLE] -= np.count_nonzero(directory.tree.leaves[start:stop])
+    versions |= 1
+    directory.tree.set_range(start, stop, 0.0)
+    if start <= directory.words[Word.MAX_SLOT] < stop:
+        directory.words[Word.MAX_SLOT] = -1
+
+
+def repair(directory: ReplayDirectory) -> None:
+    """Bring the state in order after a holder of the lock was killed. Called under the lock.
+
+    A publication that had begun is completed, since its rows are whole, also that of a live
+    process that was interrupted; other claims of dead members lapse. Then leaves and length follow
+    from the versions, and the tree from the leaves. Before that, a change that was written down to
+    be made as a whole is made.
+    """
+    claims, versions, tree = directory.claims, directory.versions, directory.tree
+    if directory.words[Word.JOURNAL]:
+        directory.finish_storing()
+    if directory.words[Word.RESCALING]:
+        finish_rescaling(directory)
+    if directory.words[Word.EMPTYING]:
+        finish_emptying(directory)
+    for row in np.flatnonzero(claims[:, CLAIM_COUNT]).tolist():
+        count, first, member, state = claims[row].tolist()
+        if state == CLAIM_PUBLISHING:
+            for start, stop in slot_ranges(first, count, directory.capacity):
+                versions[start:stop] += versions[start:stop] & 1
+            directory.words[Word.WRITE_COUNT] = directory.words[Word.NEXT_WRITE_COUNT]
+        elif directory.is_alive(member):
+            continue
+        claims[row, CLAIM_COUNT] = 0
+        directory.count(Word.TAKEN_OVER_CLAIMS)
+    published = (versions & 1 == 0) & (versions > 0)
+    available = published
+    if directory.draws is not None:
+        available = published & ~exhausted(directory, slice(None))
+    tree.leaves[~available] = 0.0
+    tree.leaves[available & ~(tree.leaves > 0)] = default_leaf(directory)
+    tree.mark_all()
+    tree.refresh()
+    words = directory.words
+    words[Word.LENGTH] = np.count_nonzero(published)
+    words[Word.AVAILABLE] = np.count_nonzero(available)
+    cover_leaves(directory)
+    directory.count(Word.REPAIRS)
+    directory.commit()

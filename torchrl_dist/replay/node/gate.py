@@ -1,0 +1,402 @@
+"""A replay directory's rate limiter: shared counters, and how its processes wait for them.
+
+The counters are words of the directory and change under its lock. A write is admitted and gets its
+slots in one hold of the lock, and rows that others are writing count as inserts there, so writers
+who wake up together do not all pass. A sample is admitted and counted in one hold, too. Nobody
+waits under a lock: neither the directory's, nor those of TorchRL's buffers, which are given back
+meanwhile.
+
+A process that is killed between the admission of a sample and its return has noted how many rows
+these are: they count no more as soon as somebody would have to wait. For ``max_times_sampled`` a
+row counts when it is drawn, whoever gets it.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures.thread  # noqa: F401
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import astuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import numpy as np
+
+from torchrl_dist.errors import ConfigurationError, RateLimitError
+from torchrl_dist.replay.law.limiter import Counts, RateLimiter
+from torchrl_dist.replay.node.directory import (
+    MAX_MEMBERS,
+    USER_MEMBER,
+    USER_RUNG,
+    USER_STUCK,
+    USER_THREADS,
+    USER_UNRETURNED,
+    ReplayDirectory,
+    Word,
+)
+from torchrl_dist.replay.node.futex import Bell
+from torchrl_dist.replay.node.times_sampled import TooFewDrawsError
+from torchrl_dist.replay.row import _torchrl
+
+if TYPE_CHECKING:
+    from torchrl_dist.replay.node.cursor import Reservation, SharedCursor
+    from torchrl_dist.replay.parts.storage import SharedMemmapStorage
+
+_LOOK_AGAIN_S = 0.5  # nobody rings when a process is killed, or ends
+
+_T = TypeVar("_T")
+
+process_ends = threading.Event()
+# At its end a process first joins the threads that fetch batches ahead, also those that wait here.
+# What is registered last is called first, hence the import before; atexit comes too late.
+threading._register_atexit(process_ends.set)  # type: ignore[attr-defined]
+
+
+class Missing(NamedTuple):
+    """Why somebody must wait. ``for_what``: ends the sentence "waited for"."""
+
+    for_what: str
+
+
+class _Thread(threading.local):
+    """What this thread has done with the buffer, as which member (-1: nothing yet)."""
+
+    member = -1
+    sampled = False
+    takes_turns = False
+    """It has written after it had sampled."""
+
+
+class Gate:
+    """The limiter of one directory in this process; ``directory.gate``.
+
+    Args:
+        limiter: as the directory has it.
+    """
+
+    def __init__(self, directory: ReplayDirectory, limiter: RateLimiter) -> None:
+        self.limiter = limiter
+        self._directory = directory
+        self._bell = Bell(
+            directory.words, Word.BELL_WAITED, Word.BELL_RUNG, directory.words_address
+        )
+        self._thread = _Thread()
+
+    # --- counters ----------------------------------------------------------------------------
+
+    def counts(self, under_way: int = 0) -> Counts:
+        """At this moment; ``under_way``: rows to be counted as if they were published."""
+        directory = self._directory
+        words = directory.words
+        inserts = words[Word.WRITE_COUNT] - words[Word.INSERT_BASE] + under_way
+        if directory.draws is None:
+            size = min(inserts, directory.capacity)
+        else:
+            size = words[Word.AVAILABLE] + under_way
+        return Counts(inserts, words[Word.SAMPLED], size)
+
+    def count_samples(self, rows: int) -> None:
+        """Add to the samples."""
+        directory = self._directory
+        with directory.lock():
+            directory.words[Word.SAMPLED] += rows
+        self.ring()
+
+    def set_samples(self, rows: int) -> None:
+        """Begin to count anew; what is under way counts as of before. Called under the lock."""
+        self._directory.words[Word.SAMPLED] = rows
+        unreturned = self._directory.users[:, USER_UNRETURNED]
+        unreturned[unreturned != 0] = 0
+
+    def state(self) -> list[float]:
+        """The limiter and its counts, for :meth:`set_state`."""
+        counts = self.counts()
+        return [*_numbers(self.limiter), counts.inserts, counts.samples]
+
+    def set_state(self, state: list[float] | None, rows: int) -> None:
+        """Go on with these counts, if they are of an equal limiter. Called under the lock.
+
+        Otherwise the ``rows`` in the buffer count as inserts, as many as a first sample waits for.
+        """
+        words = self._directory.words
+        inserts, samples = min(rows, self.limiter.min_size_to_sample), 0
+        if state is not None and state[:-2] == _numbers(self.limiter):
+            inserts, samples = map(int, state[-2:])
+        words[Word.INSERT_BASE] = words[Word.WRITE_COUNT] - inserts
+        self.set_samples(samples)
+
+    def ring(self) -> None:
+        """Wake who waits, after a change of what it waits for."""
+        self._bell.ring()
+
+    # --- writing -----------------------------------------------------------------------------
+
+    def reserve(
+        self, cursor: SharedCursor, count: int, storage: SharedMemmapStorage
+    ) -> Reservation:
+        """Slots for the first rows of a write, once it is admitted.
+
+        Raises:
+            RateLimitError: it was not, within the directory's ``timeout_s``; nothing is written.
+        """
+
+        def attempt() -> Reservation | Missing:
+            missing = self._missing_samples(cursor)
+            reservation = cursor.try_reserve(count) if missing is None else None
+            return reservation or missing or Missing("others to finish: they write the whole ring")
+
+        thread = self._this_thread()
+        thread.takes_turns |= thread.sampled
+        return self._admit(attempt, thread, storage)
+
+    def wait_to_write(self, cursor: SharedCursor, storage: SharedMemmapStorage) -> None:
+        """As :meth:`reserve`, without slots yet: others may be admitted before they are taken."""
+        thread = self._this_thread()
+        thread.takes_turns |= thread.sampled
+        self._admit(lambda: self._missing_samples(cursor) or True, thread, storage)
+
+    def _missing_samples(self, cursor: SharedCursor) -> Missing | None:
+        missing = self.limiter.missing_samples(self.counts(cursor.rows_under_way()))
+        if not missing:
+            return None
+        return Missing(f"{missing} more rows to be sampled before the next write")
+
+    # --- sampling ----------------------------------------------------------------------------
+
+    def can_sample(self, count: int) -> bool:
+        """Whether a sample of that many rows would begin at once."""
+        if not self.limiter.missing_inserts(self.counts(), count):
+            return True
+        with self._directory.lock():
+            self._forget_unreturned()
+        return not self.limiter.missing_inserts(self.counts(), count)
+
+    def draw(self, count: int, draw: Callable[[], _T], storage: SharedMemmapStorage) -> _T:
+        """What ``draw()`` returns, ``count`` rows, once that sample is admitted.
+
+        Raises:
+            RateLimitError: it was not, within the directory's ``timeout_s``.
+            ConfigurationError: samples of that many rows could wait for ever.
+        """
+        self.limiter.check_batch(count)
+        _torchrl.fetch_one_by_one(storage)
+
+        def attempt() -> Missing | bool:
+            missing = self.limiter.missing_inserts(self.counts(), count)
+            if missing:
+                return Missing(f"{missing} more rows to be written before the next sample")
+            self._count_unreturned(self._own_row(), count)
+            return True
+
+        thread = self._this_thread()
+        while True:
+            self._admit(attempt, thread, storage)
+            try:
+                drawn = draw()
+            except BaseException as error:
+                self._note_end(count, returned=False)
+                if not isinstance(error, TooFewDrawsError):
+                    raise
+            else:
+                thread.sampled = True
+                self._note_end(count, returned=True)
+                return drawn
+
+    def _note_end(self, count: int, *, returned: bool) -> None:
+        """Of a sample that was admitted; one that was not returned does not count."""
+        with self._directory.lock():
+            row = self._own_row()
+            count = min(count, int(row[USER_UNRETURNED]))  # 0 if the counts began anew meanwhile
+            if returned:
+                row[USER_UNRETURNED] -= count
+            else:
+                self._count_unreturned(row, -count)
+        self.ring()
+
+    def _forget_unreturned(self) -> None:
+        """Samples of processes that ended before they returned them count no more. Called under
+        the lock."""
+        users = self._directory.users
+        for row in np.flatnonzero(users[:, USER_UNRETURNED]).tolist():
+            if not self._directory.is_alive(int(users[row, USER_MEMBER])):
+                self._count_unreturned(users[row], -int(users[row, USER_UNRETURNED]))
+
+    def _count_unreturned(self, row: np.ndarray, rows: int) -> None:
+        """Add to the samples, and to those of a row of the user table that were not returned.
+        Called under the lock."""
+        directory = self._directory
+        at = int(row[USER_MEMBER]) % MAX_MEMBERS
+        directory.begin()
+        directory.store_all(
+            {
+                Word.SAMPLED: directory.words[Word.SAMPLED] + rows,
+                directory.cell(at, USER_UNRETURNED): int(row[USER_UNRETURNED]) + rows,
+            }
+        )
+        directory.commit()
+
+    # --- waiting -----------------------------------------------------------------------------
+
+    def _admit(
+        self,
+        attempt: Callable[[], _T | Missing],
+        thread: _Thread,
+        storage: SharedMemmapStorage,
+    ) -> _T:
+        """What ``attempt``, called under the lock, returns instead of ``Missing``."""
+        directory = self._directory
+        with directory.lock():
+            result = attempt()
+        if not isinstance(result, Missing):
+            return result
+        directory.count(Word.LIMITER_WAITS)
+        deadline = time.monotonic() + directory.timeout_s
+        stuck_at = None
+        with _torchrl.locks_given_back(storage):
+            while True:
+                with directory.lock():
+                    self._forget_unreturned()
+                    result = attempt()
+                    armed = self._bell.arm()
+                    if stuck_at is not None:
+                        self._note_stuck(-1, stuck_at)
+                    if not isinstance(result, Missing):
+                        return result
+                    stuck_at = armed
+                    self._note_stuck(1, stuck_at)
+                    nobody = thread.takes_turns and self._everybody_is_stuck()
+                left = deadline - time.monotonic()
+                if nobody or left <= 0 or process_ends.is_set():
+                    with directory.lock():
+                        self._note_stuck(-1, stuck_at)
+                    raise self._error(result, nobody, left <= 0)
+                self._bell.wait(armed, min(left, _LOOK_AGAIN_S))
+
+    def _error(self, missing: Missing, nobody: bool, late: bool) -> RateLimitError:
+        directory = self._directory
+        counts = self.counts()
+        state = (
+            f"{counts.inserts} rows were written and {counts.samples} sampled so far, "
+            f"{counts.size} may be sampled; {self.limiter}"
+        )
+        if nobody:
+            return RateLimitError(
+                f"waiting for {missing.for_what} in {directory.path} would last for ever: this "
+                "thread both writes and samples, and all others that use the buffer wait, too. "
+                f"Write and sample in the limiter's proportion, or ask can_sample() first ({state})"
+            )
+        if not late:
+            return RateLimitError(f"this process ends; it waited for {missing.for_what}")
+        others = [
+            directory.pid_of(member)
+            for member in directory.live_members()
+            if member != directory.member
+        ]
+        return RateLimitError(
+            f"waited {directory.timeout_s:g} s for {missing.for_what} in {directory.path}: "
+            f"{state}. Other processes that share it: {others or 'none is left'}. Are they stuck "
+            "or gone? If this thread does both itself, have it ask can_sample() first"
+        )
+
+    # --- who takes turns ---------------------------------------------------------------------
+
+    def _this_thread(self) -> _Thread:
+        """Registered as one that uses the buffer."""
+        thread = self._thread
+        if thread.member != self._directory.member:  # new, or that of a forked child
+            with self._directory.lock():
+                self._own_row()[USER_THREADS] += 1
+                thread.member = self._directory.member
+            thread.sampled = thread.takes_turns = False
+        return thread
+
+    def _own_row(self) -> np.ndarray:
+        """Of the user table. Called under the lock."""
+        directory = self._directory
+        row = directory.users[directory.member % MAX_MEMBERS]
+        if row[USER_MEMBER] != directory.member:
+            self._forget_unreturned()
+            row[:] = 0
+            row[USER_MEMBER] = directory.member
+        return row
+
+    def _note_stuck(self, change: int, rung: int) -> None:
+        """Count this thread in or out, as stuck at that ring of the bell. Called under the lock."""
+        row = self._own_row()
+        if row[USER_RUNG] != rung:
+            if change < 0:
+                return  # another thread of this process has looked again since the bell rang
+            row[USER_STUCK], row[USER_RUNG] = 0, rung
+        row[USER_STUCK] += change
+
+    def _everybody_is_stuck(self) -> bool:
+        """Whether each live process uses the buffer, with threads only that found since the last
+        ring that they must wait. Called under the lock."""
+        directory = self._directory
+        for member in directory.live_members():
+            owner, threads, stuck, rung = directory.users[member % MAX_MEMBERS, :4].tolist()
+            if owner != member or not threads or stuck < threads or rung != self._bell.rung:
+                return False
+        return True
+
+
+def set_limiter(directory: ReplayDirectory, limiter: RateLimiter | None) -> None:
+    """Have the directory limited, for all processes; called when a storage attaches.
+
+    Args:
+        limiter: None: whatever the others use.
+
+    Raises:
+        ConfigurationError: the others use another one.
+    """
+    words = directory.words
+    with directory.lock():
+        known = read_limiter(directory)
+        if limiter is None and not words[Word.LIMITED]:
+            words[Word.LIMITED] = 2
+        if limiter is not None and known != limiter:
+            others = [m for m in directory.live_members() if m != directory.member]
+            if words[Word.LIMITED] and (others or directory.used_more_than_once):
+                raise ConfigurationError(
+                    f"the processes that share {directory.path} use {known or 'no limiter'}, this "
+                    f"one asks for {limiter}: pass the same limiter everywhere"
+                )
+            _store_limiter(directory, limiter)
+        elif known is not None and directory.gate is None:
+            directory.map_limiter_tables()  # another process may have stored it a moment ago
+            directory.gate = Gate(directory, known)
+
+
+def read_limiter(directory: ReplayDirectory) -> RateLimiter | None:
+    """What the directory has; to be called under the lock."""
+    words = directory.words
+    if words[Word.LIMITED] != 1:
+        return None
+    ratio, margin = (directory.get_float(w) for w in (Word.SAMPLES_PER_INSERT, Word.ERROR_BUFFER))
+    return RateLimiter(
+        words[Word.MIN_SIZE_TO_SAMPLE],
+        ratio or None,
+        margin or None,
+        words[Word.MAX_TIMES_SAMPLED] or None,
+    )
+
+
+def _store_limiter(directory: ReplayDirectory, limiter: RateLimiter) -> None:
+    """Called under the lock, when no other process uses the directory."""
+    words = directory.words
+    words[Word.LIMITED] = 0  # until all is there
+    size, ratio, margin, times = _numbers(limiter)
+    words[Word.MIN_SIZE_TO_SAMPLE] = int(size)
+    directory.set_float(Word.SAMPLES_PER_INSERT, ratio)
+    directory.set_float(Word.ERROR_BUFFER, margin)
+    words[Word.MAX_TIMES_SAMPLED] = int(times)
+    words[Word.AVAILABLE] = directory.length
+    directory.create_limiter_tables()
+    directory.gate = Gate(directory, limiter)
+    directory.gate.set_state(None, directory.length)
+    words[Word.LIMITED] = 1
+
+
+def _numbers(limiter: RateLimiter) -> list[float]:
+    """0 for None."""
+    return [float(value or 0) for value in astuple(limiter)]

@@ -1,0 +1,272 @@
+"""From priorities to leaves of the tree, and the largest priority that new rows start with.
+
+``leaf = (priority + eps) ** alpha`` (Schaul et al. 2016, "Prioritized Experience Replay", section
+3.3), with the ``alpha`` and ``eps`` of the directory.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+
+from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.replay.law.kernel import address
+from torchrl_dist.replay.node.directory import ReplayDirectory, Word
+from torchrl_dist.replay.node.times_sampled import hide_exhausted
+
+_LARGEST_LEAF = 1e200  # sums of these stay finite
+_SMALLEST_LEAF = sys.float_info.min  # a row with a leaf of 0 is never drawn
+
+
+def check_priorities(raw: np.ndarray) -> None:
+    """Raises ``ConfigurationError`` unless all are finite and >= 0."""
+    if not ((raw >= 0).all() and (raw <= _LARGEST_LEAF).all()):  # NaN fails too
+        wrong = raw[~((raw >= 0) & (raw <= _LARGEST_LEAF))]
+        raise ConfigurationError(
+            f"priorities must be finite and >= 0, got {wrong[:4].tolist()} among {raw.size}; "
+            "none was applied"
+        )
+
+
+def leaves_of(directory: ReplayDirectory, raw: np.ndarray) -> np.ndarray:
+    """Tree values of priorities, float64 [n]; called under the lock, since alpha is shared.
+
+    Raises:
+        ConfigurationError: if one is too large for the tree's sums.
+    """
+    alpha = directory.get_float(Word.ALPHA)
+    with np.errstate(over="ignore"):
+        leaves = (raw + directory.get_float(Word.EPS)) ** alpha
+    if leaves.size and not leaves.max() <= _LARGEST_LEAF:
+        raise _too_large(raw.max(), alpha)
+    return np.maximum(leaves, _SMALLEST_LEAF)
+
+
+def check_new(directory: ReplayDirectory, raw: np.ndarray, rows: int) -> None:
+    """Raises ``ConfigurationError`` unless new rows may have these priorities, one each."""
+    if raw.shape != (rows,):
+        raise ConfigurationError(f"got priorities {list(raw.shape)} for {rows} rows; pass one each")
+    check_priorities(raw)
+    leaves_of(directory, raw)
+
+
+def leaves_of_new(directory: ReplayDirectory, raw: np.ndarray) -> np.ndarray:
+    """:func:`leaves_of` after :func:`check_new`. Where another process has changed alpha since, a
+    priority that is too large now counts as the largest that is not: others of the same batch may
+    have been published."""
+    with np.errstate(over="ignore"):
+        leaves = (raw + directory.get_float(Word.EPS)) ** directory.get_float(Word.ALPHA)
+    return np.clip(leaves, _SMALLEST_LEAF, _LARGEST_LEAF)
+
+
+def check_rescaling(leaves: np.ndarray, power: float) -> None:
+    """Raises ``ConfigurationError`` if :func:`rescaled` would give too large leaves."""
+    if leaves.size and float(leaves.max()) > _LARGEST_LEAF ** (1 / max(power, 1.0)):
+        raise ConfigurationError(
+            f"alpha {power:g} times as large makes the largest tree value, {leaves.max():g}, too "
+            "large; scale priorities down, or keep alpha"
+        )
+
+
+def rescaled(leaves: np.ndarray, power: float) -> np.ndarray:
+    """Leaves as they are with an alpha that is ``power`` times as large; those of 0 stay."""
+    return np.where(leaves > 0, np.maximum(leaves**power, _SMALLEST_LEAF), 0.0)
+
+
+def set_alpha(directory: ReplayDirectory, alpha: float) -> None:
+    """Change the exponent, and the leaves with it. Called under the lock.
+
+    Raises:
+        ConfigurationError: that makes leaves too large; nothing was changed.
+    """
+    old = directory.get_float(Word.ALPHA)
+    if alpha == old:
+        return
+    check_rescaling(directory.tree.leaves, _power(old, alpha))
+    directory.begin()
+    directory.set_float(Word.NEXT_ALPHA, alpha)
+    directory.words[Word.RESCALING] = 1  # from here on repair ends it
+    finish_rescaling(directory)
+    directory.commit()
+
+
+def finish_rescaling(directory: ReplayDirectory) -> None:
+    """Raise the leaves to the power that NEXT_ALPHA asks for; from whatever store on at which one
+    was killed who did so.
+
+    A leaf that is done carries a minus sign until all are, and until ALPHA says so.
+    """
+    leaves = directory.tree.leaves
+    directory.tree.mark_all()
+    old, new = directory.get_float(Word.ALPHA), directory.get_float(Word.NEXT_ALPHA)
+    if new != old:
+        todo = leaves > 0
+        leaves[todo] = -rescaled(leaves[todo], _power(old, new))
+        directory.set_float(Word.ALPHA, new)
+    np.abs(leaves, out=leaves)
+    directory.words[Word.RESCALING] = 0
+
+
+def _power(old: float, new: float) -> float:
+    return new / old if old > 0 else 1.0  # what alpha 0 made 1 is not to be known again
+
+
+def cover_leaves(directory: ReplayDirectory) -> None:
+    """After a kill between the stores of leaves and of the largest priority: have the latter no
+    smaller than that of a row that is there. Called under the lock."""
+    words, alpha = directory.words, directory.get_float(Word.ALPHA)
+    words[Word.MAX_SLOT] = -1  # with MAX_WITHIN the next update looks for it
+    if not (words[Word.ALPHA_SET] and alpha > 0 and directory.length):
+        return
+    largest = directory.get_float(Word.MAX_PRIORITY)
+    with np.errstate(over="ignore"):
+        raw = float(directory.tree.leaves.max() ** (1 / alpha)) - directory.get_float(Word.EPS)
+    if 1e-9 < raw / (1.0 if largest != largest else max(largest, 1e-300)) - 1 < float("inf"):
+        directory.set_float(Word.MAX_PRIORITY, raw)
+
+
+def _too_large(raw: float, alpha: float) -> ConfigurationError:
+    return ConfigurationError(
+        f"priority {raw:g} ** alpha {alpha:g} is too large; scale priorities down"
+    )
+
+
+def default_leaf(directory: ReplayDirectory) -> float:
+    """Tree value of a new row: the largest priority seen, so that it is soon drawn once.
+
+    Before any sampler has set alpha the largest priority is 1, whose power is 1 for every alpha.
+    """
+    if not directory.words[Word.ALPHA_SET]:
+        return 1.0
+    raw = directory.get_float(Word.MAX_PRIORITY)
+    if raw != raw:
+        raw = 1.0
+    try:
+        leaf = (raw + directory.get_float(Word.EPS)) ** directory.get_float(Word.ALPHA)
+    except OverflowError:  # the priority was given under a smaller alpha
+        leaf = _LARGEST_LEAF
+    return min(max(leaf, _SMALLEST_LEAF), _LARGEST_LEAF)
+
+
+def update(
+    directory: ReplayDirectory, slots: np.ndarray, raw: np.ndarray, generation: np.ndarray | None
+) -> None:
+    """Give rows new priorities, but for those whose slot holds another row by now.
+
+    Args:
+        slots: int64 [n]; entries below 0 are skipped.
+        raw: float64 [n], priorities.
+        generation: int64 [n], of the rows meant; None updates whatever row is published there.
+
+    Raises:
+        ConfigurationError: a priority is negative, not finite or too large, or the lengths differ;
+            none was applied.
+        IndexError: a slot is beyond the capacity; none was applied.
+    """
+    slots = np.ascontiguousarray(slots, dtype=np.int64)
+    raw = np.ascontiguousarray(raw, dtype=np.float64)
+    if generation is not None:
+        generation = np.ascontiguousarray(generation, dtype=np.int64)
+    if any(other is not None and other.shape != slots.shape for other in (raw, generation)):
+        raise ConfigurationError(
+            f"got {raw.size} priorities and {0 if generation is None else generation.size} "
+            f"generations for {slots.size} slots; pass one per slot"
+        )
+    store = _store if directory.tree.kernel is None else _store_c
+    with directory.lock():
+        stale, best, moved = store(directory, slots, raw, generation)
+        if generation is None:
+            directory.count(Word.UNVERIFIED_UPDATES, int(np.count_nonzero(slots >= 0)))
+        elif stale:
+            directory.count(Word.STALE_UPDATES, stale)
+        if best is not None:
+            _track(directory, int(slots[best]), float(raw[best]), moved)
+            if directory.draws is not None:
+                hide_exhausted(directory, slots)
+            directory.commit()
+
+
+Stored = tuple[int, int | None, bool]
+"""Rows skipped as stale, position of the largest priority that was stored, and whether the slot
+with the largest priority of all got another one."""
+
+
+def _store(
+    directory: ReplayDirectory, slots: np.ndarray, raw: np.ndarray, generation: np.ndarray | None
+) -> Stored:
+    """Check, then begin a change and store leaves, under the lock; the caller commits."""
+    check_priorities(raw)
+    if slots.size and slots.max() >= directory.capacity:
+        raise IndexError(f"slot {slots.max()} is beyond the capacity {directory.capacity}")
+    valid = slots >= 0
+    versions = directory.versions[np.where(valid, slots, 0)]
+    fresh = (versions & 1 == 0) & (versions > 0) & valid
+    if generation is not None:
+        fresh &= versions >> 1 == generation
+    stored = np.flatnonzero(fresh)
+    stale = int(np.count_nonzero(valid)) - stored.size
+    if not stored.size:
+        return stale, None, False
+    leaves = leaves_of(directory, raw[stored])
+    directory.begin()
+    directory.tree.set(slots[stored], leaves)
+    moved = bool((slots[stored] == directory.words[Word.MAX_SLOT]).any())
+    return stale, int(stored[raw[stored].argmax()]), moved
+
+
+def _store_c(
+    directory: ReplayDirectory, slots: np.ndarray, raw: np.ndarray, generation: np.ndarray | None
+) -> Stored:
+    """:func:`_store` in one call."""
+    tree, count = directory.tree, slots.size
+    scratch = np.empty(count + 3)
+    result = scratch[count:].view(np.int64)
+    at = address(scratch)
+    wrong = tree.kernel.torchrl_dist_update(
+        address(slots),
+        address(raw),
+        None if generation is None else address(generation),
+        count,
+        directory.versions_address,
+        *tree.update_arguments,
+        directory.get_float(Word.ALPHA),
+        directory.get_float(Word.EPS),
+        _LARGEST_LEAF,
+        directory.words_address,
+        directory.words[Word.MAX_SLOT],
+        at,
+        at + 8 * count,
+    )
+    stale, best, moved = result.tolist()
+    if not wrong:
+        return stale, None if best < 0 else best, bool(moved)
+    check_priorities(raw)
+    if wrong == 2:
+        raise IndexError(f"slot {slots[best]} is beyond the capacity {directory.capacity}")
+    raise _too_large(raw[best], directory.get_float(Word.ALPHA))
+
+
+def track_maximum(directory: ReplayDirectory, slots: np.ndarray, raw: np.ndarray) -> None:
+    """Note the largest of the priorities just given to ``slots``.
+
+    Called under the lock, after the leaves were stored.
+    """
+    best = int(raw.argmax())
+    moved = bool((slots == directory.words[Word.MAX_SLOT]).any())
+    _track(directory, int(slots[best]), float(raw[best]), moved)
+
+
+def _track(directory: ReplayDirectory, slot: int, raw: float, moved: bool) -> None:
+    """``slot`` got the largest priority ``raw`` of a batch; ``moved``: one was the largest's."""
+    current, words = directory.get_float(Word.MAX_PRIORITY), directory.words
+    if not current >= raw:
+        directory.set_float(Word.MAX_PRIORITY, raw)
+        words[Word.MAX_SLOT] = slot
+    elif words[Word.MAX_WITHIN] and (moved or words[Word.MAX_SLOT] < 0):
+        alpha, eps = directory.get_float(Word.ALPHA), directory.get_float(Word.EPS)
+        if alpha > 0:
+            top = int(directory.tree.leaves.argmax())
+            value = max(0.0, float(directory.tree.leaves[top]) ** (1 / alpha) - eps)
+            directory.set_float(Word.MAX_PRIORITY, value)
+            words[Word.MAX_SLOT] = top

@@ -1,0 +1,126 @@
+"""How often rows were sampled, and which were sampled as often as they may be.
+
+``directory.draws`` holds the generation of a row and its count in one number, so a new row in the
+slot begins at 0 without a store. A row whose count is full keeps its slot, with a leaf of 0. All
+functions are for a directory with ``max_times_sampled``, and called under its lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from torchrl_dist.replay.law.limiter import MOST_TIMES
+from torchrl_dist.replay.node.directory import ReplayDirectory, Word
+
+_BITS = MOST_TIMES.bit_length()
+
+DrawMore = Callable[[int], tuple[np.ndarray, np.ndarray]]
+"""Slots, int64 [n], drawn among those with a leaf above 0, and one number for each."""
+
+
+class TooFewDrawsError(RuntimeError):
+    """The rows that may still be sampled do not have that many draws ``left``."""
+
+    def __init__(self, message: str, left: int = 0) -> None:
+        super().__init__(message)
+        self.left = left
+
+
+def times_sampled(directory: ReplayDirectory, slots: np.ndarray | slice) -> np.ndarray:
+    """Of the rows that are in the slots now, int64 [n]."""
+    assert directory.draws is not None
+    drawn = directory.draws[slots]
+    same = drawn >> _BITS == directory.versions[slots] >> 1
+    return np.where(same, drawn & MOST_TIMES, 0)
+
+
+def set_times_sampled(
+    directory: ReplayDirectory,
+    slots: np.ndarray,
+    times: np.ndarray | int,
+    *,
+    published: bool = True,
+) -> None:
+    """Of the rows that are in the slots now, or are published there next; of a slot named twice
+    the last one stays."""
+    assert directory.draws is not None
+    versions = directory.versions[slots] + (not published)
+    directory.draws[slots] = versions >> 1 << _BITS | times
+
+
+def exhausted(directory: ReplayDirectory, slots: np.ndarray | slice) -> np.ndarray:
+    """Whether the rows in the slots were sampled as often as they may be, bool [n]."""
+    return times_sampled(directory, slots) >= directory.words[Word.MAX_TIMES_SAMPLED]
+
+
+def hide_exhausted(directory: ReplayDirectory, slots: np.ndarray) -> None:
+    """Take back the leaves that such rows have just been given; entries below 0 are skipped."""
+    slots = slots[slots >= 0]
+    directory.tree.set(slots[exhausted(directory, slots)], 0.0)
+
+
+def count_draws(
+    directory: ReplayDirectory, slots: np.ndarray, extra: np.ndarray, draw_more: DrawMore
+) -> None:
+    """Count each of the drawn slots, and put others in place of those that are drawn too often.
+
+    Args:
+        slots, extra: what ``draw_more`` returned; changed in place.
+
+    Raises:
+        TooFewDrawsError: too few draws are left; none was counted.
+    """
+    words, tree, most = directory.words, directory.tree, directory.words[Word.MAX_TIMES_SAMPLED]
+    if words[Word.AVAILABLE] < slots.size:
+        rows = np.flatnonzero(tree.leaves > 0)
+        left = int(rows.size * most - times_sampled(directory, rows).sum())
+        if left < slots.size:
+            raise TooFewDrawsError(
+                f"the {rows.size} rows that may still be sampled do not have {slots.size} draws "
+                f"left, with max_times_sampled={most}",
+                left,
+            )
+    directory.begin()
+    todo = np.arange(slots.size)
+    while todo.size:
+        todo = todo[np.argsort(slots[todo], kind="stable")]
+        drawn = slots[todo]
+        times = times_sampled(directory, drawn) + 1
+        times += np.arange(drawn.size) - np.searchsorted(drawn, drawn)  # earlier in this batch
+        set_times_sampled(directory, drawn[times <= most], times[times <= most])
+        full = drawn[times == most]
+        tree.set(full, 0.0)
+        words[Word.AVAILABLE] -= full.size
+        todo = todo[times > most]
+        if todo.size:
+            tree.refresh()
+            slots[todo], extra[todo] = draw_more(todo.size)
+    directory.commit()
+
+
+def give_back(
+    directory: ReplayDirectory, slots: np.ndarray, generation: np.ndarray, leaves: np.ndarray
+) -> None:
+    """Draws that were counted, and that nobody is going to use. Takes the lock itself.
+
+    A row that may be sampled again has the leaf of that draw again: a priority that it was given
+    while it might not be sampled is lost, and so is a change of alpha.
+
+    Args:
+        slots, generation: int64 [n], one per draw; rows that are gone are passed over.
+        leaves: float64 [n].
+    """
+    with directory.lock():
+        fresh = directory.versions[slots] == 2 * generation
+        slots, first, counts = np.unique(slots[fresh], return_index=True, return_counts=True)
+        times = times_sampled(directory, slots)
+        left = np.maximum(times - counts, 0)  # a restore lets the counts begin anew
+        again = exhausted(directory, slots) & (left < times)
+        directory.begin()
+        # leaves first: repair takes them back while the counts are full
+        directory.tree.set(slots[again], leaves[fresh][first[again]])
+        set_times_sampled(directory, slots, left)
+        directory.words[Word.AVAILABLE] += int(np.count_nonzero(again))
+        directory.commit()

@@ -1,0 +1,1 @@
+"""The parts that plug into TorchRL's replay buffer, for the processes of one node."""

@@ -1,0 +1,285 @@
+"""TorchRL's TensorDict buffer for shared parts: exact handles, no lock of its own around writes."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDictBase
+from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
+from torchrl.data.replay_buffers.samplers import PrioritizedSampler
+
+from torchrl_dist.errors import CheckpointError, ConfigurationError
+from torchrl_dist.replay.parts.sampler import SharedRandomSampler, exponents_in
+from torchrl_dist.replay.parts.writer import SharedCursorWriter
+from torchrl_dist.replay.row import _torchrl
+from torchrl_dist.replay.saving.disk import MANIFEST, read_dump
+
+
+class SharedReplayBuffer(TensorDictReplayBuffer):
+    """``TensorDictReplayBuffer`` whose handles are exact; same constructor arguments.
+
+    Over a :class:`SharedMemmapStorage` with a :class:`SharedCursorWriter`, it differs in this:
+
+    - A priority goes to the row it was computed for, or to none: ``update_tensordict_priority``
+      passes ``"index_generation"`` of the batch along, whether the batch is the sample itself, a
+      clone, or a part of it. What came too late is dropped and counted
+      (``storage.directory.counters["stale_updates"]``).
+    - ``extend`` and ``add`` publish rows together with the priorities under ``priority_key``
+      (reduced per row as the sampler's ``reduction`` says). Rows with a bad priority are refused
+      before any is written.
+    - ``extend``, ``add`` and ``update_priority`` do not take the buffer's lock, which TorchRL's
+      buffer holds while it samples: another thread's sampling or prefetching does not delay them.
+      They block for the directory's lock only.
+
+    Without ``sampler=`` it samples uniformly, without ``writer=`` it builds the writer itself.
+
+    Raises:
+        ConfigurationError: for another kind of writer, or data without handles.
+    """
+
+    def __init__(self, *, priority_key: str = "td_error", **kwargs: Any) -> None:
+        kwargs["writer"] = kwargs.get("writer") or SharedCursorWriter
+        kwargs["sampler"] = kwargs.get("sampler") or SharedRandomSampler
+        super().__init__(priority_key=priority_key, **kwargs)
+
+    def _init(self) -> None:
+        super()._init()
+        if not isinstance(self._writer, SharedCursorWriter):
+            raise ConfigurationError(
+                f"{type(self).__name__} writes through a SharedCursorWriter, got "
+                f"{type(self._writer).__name__}; leave writer= out"
+            )
+
+    def extend(
+        self, tensordicts: TensorDictBase, *, update_priority: bool | None = None
+    ) -> torch.Tensor:
+        """Write a batch and publish it.
+
+        Args:
+            tensordicts: ``[n, ...]``; TorchRL's inverse transforms are applied first.
+            update_priority: ``False``: new rows get the largest priority seen, whatever the
+                batch holds under ``priority_key``.
+
+        Returns:
+            The slots, int64 [n]; -1 for rows that did not fit (an extend longer than the ring).
+        """
+        return self._write(tensordicts, update_priority is not False)
+
+    def add(self, data: TensorDictBase) -> torch.Tensor:
+        """Write one row, batch size []; see :meth:`extend`.
+
+        Returns:
+            Its slot, int64 [].
+        """
+        rows = data.unsqueeze(0) if isinstance(data, TensorDictBase) else data  # refused there
+        index = self._write(rows, True)
+        return index[0] if index.numel() else index
+
+    def _write(self, data: TensorDictBase, with_priority: bool) -> torch.Tensor:
+        _torchrl.initialize(self)
+        if not isinstance(data, TensorDictBase):
+            raise ConfigurationError(
+                f"{type(self).__name__} stores TensorDicts, got {type(data).__name__}; of a list "
+                "of rows pass torch.stack(rows); for rows of a tensorclass build TorchRL's "
+                "ReplayBuffer over the same parts, or pass .to_tensordict()"
+            )
+        if self._transform is not None and len(self._transform):
+            data = self._transform.inv(data)
+            if data is None:
+                return torch.zeros((0, 1), dtype=torch.long)  # as TorchRL does
+        priority = None
+        if with_priority and isinstance(self._sampler, PrioritizedSampler):
+            if data.get(self.priority_key, None) is not None:
+                vector = self._priority_per_row(data)
+                priority = vector.detach().to("cpu", torch.float64).numpy()
+        return self._writer.extend(data, priority=priority)
+
+    # --- saving ------------------------------------------------------------------------------
+
+    def dumps(self, path: str | os.PathLike[str]) -> None:
+        """Write a checkpoint of the buffer to a folder: rows with priorities and generations,
+        cursor, counters, alpha, beta, the state of transforms and of ``set_rng``.
+
+        The whole checkpoint takes the place of an earlier one at once; see the storage's ``dumps``,
+        also for what it blocks and raises. Batches drawn ahead are not saved. Nothing is pickled.
+
+        Raises:
+            ConfigurationError: the state of a transform holds other things than tensors, numbers,
+                strings, lists and dictionaries.
+        """
+        _torchrl.initialize(self)
+        rng = self._rng
+        extra = {
+            "batch_size": self._batch_size,
+            "sampler": self._sampler.state_dict(),
+            "transforms": self._transform.state_dict(),
+            "rng": None if rng is None else {"device": str(rng.device), "state": rng.get_state()},
+        }
+        self._storage.dumps(path, extra)
+
+    def loads(self, path: str | os.PathLike[str]) -> None:
+        """Restore what :meth:`dumps` wrote, or the rows of what ``TensorDictReplayBuffer.dumps``
+        did over such a storage; see the storage's ``loads``.
+
+        Raises:
+            CheckpointError: there is no checkpoint, or it is damaged or of other transforms; the
+                buffer is unchanged. Also what the storage's ``loads`` raises.
+        """
+        _torchrl.initialize(self)
+        if not Path(path, MANIFEST).exists() and Path(path, "storage", MANIFEST).exists():
+            path = Path(path, "storage")
+        saved, extra = read_dump(Path(path))
+        own = self._checked(extra)
+        transforms = copy.deepcopy(self._transform.state_dict())
+        try:
+            if own.transforms:
+                try:
+                    self._transform.load_state_dict(own.transforms)
+                except (RuntimeError, KeyError, TypeError, ValueError) as error:
+                    raise CheckpointError(
+                        f"the checkpoint {path} is of other transforms: {error}"
+                    ) from error
+            self._storage.restore(saved)
+        except BaseException:
+            self._transform.load_state_dict(transforms)
+            raise
+        _torchrl.drop_prefetched(self)
+        self._batch_size = own.batch_size
+        if own.sampler:
+            self._sampler.load_state_dict(own.sampler)
+        if own.rng is not None:
+            self.set_rng(own.rng)
+
+    def _checked(self, extra: dict[str, Any]) -> _Own:
+        """What :meth:`dumps` added to the rows.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        batch_size = extra.get("batch_size", self._batch_size)
+        sampler, rng = extra.get("sampler") or {}, extra.get("rng")
+        transforms = extra.get("transforms") or {}
+        try:
+            if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
+                raise ValueError(f"its batch size is {batch_size!r}")
+            if sampler:
+                exponents_in(sampler)
+            if rng is not None:
+                generator = torch.Generator(rng["device"])
+                generator.set_state(rng["state"])
+                rng = generator
+            return _Own(batch_size, dict(sampler), dict(transforms), rng)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(
+                f"the checkpoint does not fit or is damaged: {error}; the buffer is unchanged"
+            ) from error
+
+    # TorchRL's other names for the same
+    save = dump = dumps
+    load = loads
+
+    def _priority_per_row(self, data: TensorDictBase) -> torch.Tensor:
+        priority = data.get(self.priority_key, None)
+        if priority is not None and priority.numel() == data.shape[0]:
+            return priority.reshape(-1)  # nothing to reduce; a reduction costs more than the update
+        return self._get_priority_vector(data)
+
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        include_info: bool | None = None,
+    ) -> Any:
+        """A batch with ``"index"``, ``"index_generation"`` and what the sampler adds; without these
+        if ``include_info`` is False. With ``return_info`` they come as a dictionary as well."""
+        if return_info or include_info is not None:
+            data, info = super().sample(batch_size, True, include_info)
+            if include_info is False:
+                data = data.exclude(*info)
+            return (data, info) if return_info else data
+        return ReplayBuffer.sample(self, batch_size)  # _sample has put the handles in
+
+    def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
+        if self._pin_memory or self._sample_unit is not None or len(self._transform or ()):
+            data, info = super()._sample(batch_size)
+        else:
+            with self._replay_lock, self._write_lock:
+                index, info = self._sampler.sample(self._storage, batch_size)
+                info["index"] = index
+                info["index_generation"] = self._writer.generations_of(index)
+                data = self._collate_fn(self._storage.get(index))
+        _torchrl.add_columns(data, info)
+        return data, info
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """Set the priorities of a batch, or of parts of one, from ``data[priority_key]``.
+
+        Rows that were overwritten since they were sampled are skipped and counted.
+
+        Args:
+            data: holds ``"index"``, and ``"index_generation"`` as every sample does; without the
+                latter rows are matched as in :meth:`update_priority`.
+        """
+        _torchrl.initialize(self)
+        if not isinstance(self._sampler, PrioritizedSampler):
+            return
+        index, generation = data.get("index", None), data.get("index_generation", None)
+        if index is None:
+            raise ConfigurationError(
+                f"the data holds no 'index', only {sorted(map(str, data.keys()))}: pass a "
+                "sample of this buffer"
+            )
+        if data.ndim:
+            priority = self._priority_per_row(data)
+        else:
+            priority = torch.as_tensor(self._get_priority_item(data))
+        self.update_priority(
+            _per_row(index, priority),
+            priority,
+            generation=None if generation is None else _per_row(generation, priority),
+        )
+
+    def update_priority(
+        self,
+        index: int | torch.Tensor | tuple[torch.Tensor, ...],
+        priority: float | torch.Tensor,
+        *,
+        generation: torch.Tensor | None = None,
+    ) -> None:
+        """Set the priority of rows, unless they were overwritten.
+
+        Args:
+            index: slots, int64 [n]; entries of -1 are skipped.
+            priority: >= 0, one or [n].
+            generation: int64 [n], ``"index_generation"`` of these rows. Without it they are
+                matched with recent samples and extends of this process; slots that match none
+                are updated whatever they hold now, and counted (``"unverified_updates"``).
+        """
+        _torchrl.initialize(self)
+        if isinstance(index, tuple):
+            index = torch.stack(index, -1)
+        index = torch.as_tensor(index)
+        if index.ndim == 2 and index.shape[-1] == 1:
+            index = index.squeeze(-1)
+        more: dict[str, Any] = {} if generation is None else {"generation": generation}
+        self._sampler.update_priority(index, priority, storage=self._storage, **more)
+
+
+def _per_row(values: torch.Tensor, priority: torch.Tensor) -> torch.Tensor:
+    """One handle per priority: TorchRL repeats them over further batch dimensions of a sample."""
+    while values.ndim > priority.ndim:
+        values = values[..., 0]
+    return values
+
+
+class _Own(NamedTuple):
+    """What a buffer adds to the rows of a checkpoint."""
+
+    batch_size: int | None
+    sampler: dict[str, Any]
+    transforms: dict[str, Any]
+    rng: torch.Generator | None

@@ -1,0 +1,285 @@
+"""Sampling without replacement over a replay directory: who draws a row, draws it for all.
+
+A *pass* visits the rows that were published when it began, each at most once, whichever process
+draws it:
+
+- A row that is overwritten before its turn is left out. Rows written since wait for the next pass.
+- A pass begins with the first draw that finds nothing left of the one before; so also after
+  ``empty`` and ``loads``, which leave none of its rows.
+- Rows that a process drew count as drawn, whatever becomes of it: after ``kill -9`` up to one batch
+  (and what it had fetched ahead) is missing in that pass.
+- The pass is in the directory: a restarted job goes on with it. It is not part of checkpoints.
+
+``pass.bin`` holds three counters, an order of slots, and the versions that these had. A draw is one
+store, to the counter of rows that were passed; a new order counts once its length is stored, last.
+So a process may be killed anywhere in here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
+from torchrl.data.replay_buffers.storages import Storage
+
+from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.replay.node.directory import ORDERED_LOADS, ReplayDirectory
+from torchrl_dist.replay.parts.sampler import EMPTY, Drawn, SharedSampler
+from torchrl_dist.replay.parts.storage import _REDRAWS, NoRowsError, SharedMemmapStorage
+from torchrl_dist.replay.row import rows
+
+# the first words of pass.bin: the pass, counted from 1; entries of its order that were passed, and
+# how many there are
+_NUMBER, _PASSED, _COUNT = range(3)
+_HEAD_WORDS = 8
+_LOOK_AHEAD = 256
+
+
+class Passes:
+    """The pass of one directory. Every method is called under the directory's lock."""
+
+    def __init__(self, directory: ReplayDirectory) -> None:
+        self._directory = directory
+        table = directory.map_pass_table(8 * (_HEAD_WORDS + 2 * directory.capacity))
+        self._head = table[:_HEAD_WORDS]
+        self._slots, self._versions = table[_HEAD_WORDS:].reshape(2, directory.capacity)
+
+    @property
+    def number(self) -> int:
+        """Of the pass, counted from 1; 0 before the first."""
+        return int(self._head[_NUMBER])
+
+    @property
+    def left(self) -> int:
+        """Rows that are still to be drawn, at most: some may have been overwritten."""
+        return int(self._head[_COUNT] - self._head[_PASSED])
+
+    def begin(self, order: Any) -> None:
+        """Begin a pass over the rows that are published now.
+
+        Args:
+            order: ``order(n)`` gives the order of ``n`` rows, int64 [n]; None: by their slots.
+        """
+        versions = self._directory.versions
+        slots = np.flatnonzero((versions & 1 == 0) & (versions > 0))
+        if order is not None:
+            slots = slots[order(slots.size)]
+        self._head[_COUNT] = 0
+        self._head[_PASSED] = 0
+        self._slots[: slots.size] = slots
+        self._versions[: slots.size] = versions[slots]
+        self._head[_NUMBER] += 1
+        self._head[_COUNT] = slots.size
+
+    def take(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """The next rows of the pass, slots and versions, int64 [n], ``n <= count``: fewer where no
+        more are left."""
+        passed = max(0, int(self._head[_PASSED]))
+        stop = min(int(self._head[_COUNT]), self._directory.capacity)
+        parts = []
+        missing = count
+        while missing and passed < stop:
+            part = slice(passed, min(passed + missing, stop))
+            slots, versions = self._slots[part], self._versions[part]
+            there = self._directory.versions[slots] == versions
+            parts.append((slots[there], versions[there]))
+            missing -= parts[-1][0].size
+            passed = part.stop
+        while passed < stop:  # so that ``left`` is 0 once nothing but overwritten rows is
+            part = slice(passed, min(passed + _LOOK_AHEAD, stop))
+            there = self._directory.versions[self._slots[part]] == self._versions[part]
+            passed += int(there.argmax()) if there.any() else there.size
+            if there.any():
+                break
+        self._head[_PASSED] = passed
+        if not parts:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        slots, versions = map(np.concatenate, zip(*parts, strict=True))
+        return slots, versions
+
+
+class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
+    """Uniform sampling without replacement, over all processes of the node together.
+
+    Takes the place of ``SamplerWithoutReplacement``: in a *pass* each row is drawn at most once,
+    whichever process draws it. A pass visits the rows that were published when it began: rows that
+    are overwritten before their turn are left out, and rows written since wait for the next pass,
+    which begins with the first sample that finds nothing left of this one, also after ``empty()``
+    and ``loads()``. What a process drew counts as drawn even if it is killed. The pass is kept in
+    the replay directory; a restarted job goes on with it.
+
+    The last batch of a pass is shorter if the rows do not fill it. ``for batch in buffer`` ends
+    with the pass, in each process that iterates.
+
+    Example:
+        >>> buffer = TensorDictReplayBuffer(
+        ...     storage=SharedMemmapStorage(10_000, scratch_dir="/dev/shm/epochs"),
+        ...     sampler=SharedSamplerWithoutReplacement(drop_last=True),
+        ...     writer=SharedCursorWriter(),
+        ...     batch_size=256,
+        ... )
+
+    Args:
+        drop_last: leave out the last batch of a pass if it is not full.
+        shuffle: ``False``: in the order of the slots.
+
+    Raises:
+        ConfigurationError: the storage has a limiter with ``max_times_sampled``; or
+            ``drop_last=True`` and fewer rows in the buffer than a batch has.
+        RuntimeError: from ``sample``, if no row is published, and none is being written.
+    """
+
+    def __init__(self, drop_last: bool = False, shuffle: bool = True) -> None:
+        SamplerWithoutReplacement.__init__(self, drop_last, shuffle)
+        self._setup()
+
+    def _setup(self) -> None:
+        super()._setup()
+        self._passes: Passes | None = None
+        self._pass: int | None = None  # that this process drew from last
+        self._batch_size = 1
+
+    def attach(self, storage: Storage) -> ReplayDirectory:
+        if self._directory is not None and self._passes is not None:
+            return self._directory
+        directory = super().attach(storage)
+        if directory.draws is not None:
+            self._directory = None
+            raise ConfigurationError(
+                f"{type(self).__name__} counts by itself how often rows are drawn: use a limiter "
+                "without max_times_sampled"
+            )
+        with directory.lock():
+            self._passes = Passes(directory)
+        return directory
+
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        """Whether ``sample`` would begin at once."""
+        enough = not self.drop_last or len(storage) >= batch_size
+        return enough and super().can_sample(storage, batch_size)
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict]:
+        """Returns slots, int64 [batch_size], fewer at the end of a pass, and no further
+        information."""
+        gate = self.attach(storage).gate
+        if gate is None:
+            drawn = self.draw(storage, batch_size)
+        else:
+            drawn = gate.draw(batch_size, lambda: self.draw(storage, batch_size), storage)
+            if drawn.index.numel() < batch_size:
+                gate.count_samples(drawn.index.numel() - batch_size)
+        storage.hand_over(drawn.index, drawn.generation, drawn.tensors)
+        return drawn.index, {}
+
+    def draw(self, storage: Storage, count: int) -> Drawn:
+        """What ``sample`` does, with all that is known about the rows, and without waiting for a
+        limiter; ``mass`` is the number of rows."""
+        directory = self.attach(storage)
+        assert isinstance(storage, SharedMemmapStorage)
+        slots, versions, leaves = storage.once_rows_are_published(
+            lambda: self._draw_rows(storage, count)
+        )
+        return Drawn(
+            torch.from_numpy(slots),
+            torch.from_numpy(versions >> 1),
+            np.ones(slots.size),
+            rows.tensors(leaves, directory.rows),
+            1.0,
+            float(directory.length),
+        )
+
+    def _draw_rows(
+        self, storage: SharedMemmapStorage, count: int
+    ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+        """Slots, versions and copied rows of one pass, at least one."""
+        directory, passes = storage.directory, self._passes
+        assert passes is not None
+        self._batch_size = count
+        parts: list[tuple[np.ndarray, np.ndarray, list[np.ndarray]]] = []
+        missing, number = count, None
+        for attempt in range(_REDRAWS + 1):
+            with directory.lock():
+                if number is None:
+                    slots, versions = self._begin(directory, passes, count)
+                    self._pass = number = passes.number
+                elif passes.number == number:
+                    slots, versions = passes.take(missing)
+                else:  # others went on to the next one
+                    break
+                locked = not ORDERED_LOADS or attempt == _REDRAWS
+                leaves = storage.copy_arrays(slots) if locked else []
+            leaves = leaves or storage.copy_arrays(slots)
+            whole = directory.versions[slots] == versions
+            if locked or whole.all():
+                parts.append((slots, versions, leaves))
+            else:  # overwritten during the copy
+                parts.append((slots[whole], versions[whole], [leaf[whole] for leaf in leaves]))
+            missing -= parts[-1][0].size
+            if not missing or slots.size == 0 or (whole.all() and slots.size < count):
+                break
+        if missing == count or (self.drop_last and missing):
+            return self._draw_rows(storage, count)  # all of them were overwritten meanwhile
+        if len(parts) == 1:
+            return parts[0]
+        slots, versions, copies = zip(*parts, strict=True)
+        leaves = [np.concatenate(leaf) for leaf in zip(*copies, strict=True)]
+        return np.concatenate(slots), np.concatenate(versions), leaves
+
+    def _begin(
+        self, directory: ReplayDirectory, passes: Passes, count: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The first rows of a batch, from the pass, or from a new one. Called under the lock."""
+        if not directory.length:
+            raise NoRowsError(EMPTY)
+        if self.drop_last and directory.length < count:
+            raise ConfigurationError(
+                f"drop_last=True and a batch of {count} rows, but the buffer holds "
+                f"{directory.length}: no pass has a full batch"
+            )
+        slots, versions = passes.take(count)
+        if not slots.size or (self.drop_last and slots.size < count):
+            passes.begin((lambda n: self._uniforms(n).argsort()) if self.shuffle else None)
+            slots, versions = passes.take(count)
+        return slots, versions
+
+    # --- iteration ---------------------------------------------------------------------------
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether the pass that this process drew from last is over, whoever drew its last row."""
+        passes = self._passes
+        if self._pass is None or passes is None:
+            return False
+        least = self._batch_size if self.drop_last else 1
+        return passes.number != self._pass or passes.left < least
+
+    @ran_out.setter
+    def ran_out(self, value: bool) -> None:
+        if not value:
+            self._pass = None
+
+    @property
+    def _remaining_batches(self) -> int:
+        """Batches that TorchRL's prefetching may draw ahead."""
+        left = 0 if self._passes is None else self._passes.left
+        return left // self._batch_size if self.drop_last else -(left // -self._batch_size)
+
+    def _empty(self) -> None:
+        self._pass = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._pass = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        for name in ("_passes", "_pass"):
+            state.pop(name, None)
+        return state
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(drop_last={self.drop_last}, shuffle={self.shuffle})"

@@ -1,0 +1,692 @@
+"""Samplers over a replay directory: prioritized and uniform, for every process of the node."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torchrl.data.replay_buffers.samplers import PrioritizedSampler, RandomSampler, Sampler
+from torchrl.data.replay_buffers.storages import Storage
+
+from torchrl_dist.errors import CheckpointError, ConfigurationError
+from torchrl_dist.forks import now_and_in_children
+from torchrl_dist.replay.law.placement import as_slots
+from torchrl_dist.replay.node.directory import ReplayDirectory, Word
+from torchrl_dist.replay.node.priorities import set_alpha, update
+from torchrl_dist.replay.node.times_sampled import TooFewDrawsError, count_draws
+from torchrl_dist.replay.parts.storage import NoRowsError, SharedMemmapStorage
+from torchrl_dist.replay.row import _torchrl, rows
+
+EMPTY = "Cannot sample from an empty storage."
+_RECENT_ROWS = 2**19  # 8 MiB of slots and generations
+_ROWS_PER_BATCH = 64  # what a batch takes beside its rows, in memory and to be hashed, as rows
+_SAME_VALUES = 4
+
+
+class RecentGenerations:
+    """Which generations recent index tensors of this process referred to.
+
+    TorchRL's ``update_priority`` receives slots without generations. The slots of a batch that
+    was drawn or written here are recognised by the tensor itself, or by its values, since
+    batches are often cloned or sent to another device and back.
+
+    The values are copied into rings. Kept alive, the small tensors of thousands of batches would
+    lie between large ones, and hinder the allocator in using their memory again.
+
+    A signal handler may use this while the thread that it interrupted does: it then leaves its
+    batches aside for whoever comes next, and looks for what it asks without changing anything.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._clear()
+        now_and_in_children(self, RecentGenerations._renew)
+
+    def _clear(self) -> None:
+        self._slots = np.empty(_RECENT_ROWS, np.int64)
+        self._generations = np.empty(_RECENT_ROWS, np.int64)
+        self._next = 0  # position in the rings, counted on beyond their end
+        self._batches: deque[_Batch] = deque()  # the oldest first
+        self._by_identity: dict[int, _Batch] = {}
+        # Hashing a batch costs as much as the lock: left to the first index that is not the tensor.
+        self._unhashed: deque[_Batch] = deque()
+        self._by_values: dict[bytes, deque[_Batch]] = {}
+        self._aside: deque[tuple[torch.Tensor, torch.Tensor, bool]] = deque()
+
+    def _renew(self) -> None:
+        if not self._lock.acquire(blocking=False):  # a thread that is not here was changing them
+            self._clear()
+        self._lock = threading.RLock()
+
+    def remember(self, index: torch.Tensor, generation: torch.Tensor, *, written: bool) -> None:
+        """Both int64 [n]."""
+        if self._lock._is_owned():  # type: ignore[attr-defined]
+            self._aside.append((index, generation.clone(), written))
+            return
+        with self._lock:
+            while self._aside:
+                self._remember(*self._aside.popleft())
+            self._remember(index, generation, written)
+
+    def _remember(self, index: torch.Tensor, generation: torch.Tensor, written: bool) -> None:
+        slots, generations = index.numpy(), generation.numpy()
+        count = slots.size
+        takes = min(_ROWS_PER_BATCH + count, _RECENT_ROWS)
+        start = self._next
+        at = start % _RECENT_ROWS
+        if at + takes > _RECENT_ROWS:  # in one piece
+            start, at = start + _RECENT_ROWS - at, 0
+        self._next = start + takes
+        while self._batches and self._batches[0].start < self._next - _RECENT_ROWS:
+            self._forget(self._batches.popleft())
+        if count <= takes:
+            mine = slice(at, at + count)
+            self._slots[mine], self._generations[mine] = slots, generations
+            slots, generations = self._slots[mine], self._generations[mine]
+        else:
+            slots, generations = slots.copy(), generations.copy()
+        batch = _Batch(weakref.ref(index), slots, generations, start, written, id(index))
+        self._batches.append(batch)
+        self._by_identity[id(index)] = batch
+        self._unhashed.append(batch)
+
+    def _forget(self, batch: _Batch) -> None:
+        if self._by_identity.get(batch.identity) is batch:
+            del self._by_identity[batch.identity]
+        if self._unhashed and self._unhashed[0] is batch:  # in the order of _batches, too
+            self._unhashed.popleft()
+            return
+        same = self._by_values.get(batch.digest)
+        if same and same[0] is batch:
+            same.popleft()
+            if not same:
+                del self._by_values[batch.digest]
+
+    def recall(self, index: int | torch.Tensor) -> torch.Tensor | None:
+        """The generations meant, if known.
+
+        Of several draws with the values of a cloned index, the oldest: rather drop a priority
+        than give it to a row that it was not computed for. What was drawn before this process
+        itself wrote these slots again is gone in any case.
+        """
+        if self._lock._is_owned():  # type: ignore[attr-defined]
+            return self._look_for(index)
+        with self._lock:
+            while self._aside:
+                self._remember(*self._aside.popleft())
+            known = self._by_identity.get(id(index))
+            if known is not None and known.index() is index:
+                return torch.from_numpy(known.generations.copy())
+            while self._unhashed:
+                batch = self._unhashed.popleft()
+                batch.digest = _digest(batch.slots)
+                self._by_values.setdefault(batch.digest, deque(maxlen=_SAME_VALUES)).append(batch)
+            return _oldest_of(self._by_values.get(_digest(_slots_of(index)), ()))
+
+    def _look_for(self, index: int | torch.Tensor) -> torch.Tensor | None:
+        """:meth:`recall` for a signal handler that interrupted a change: nothing is changed."""
+        for kept, generation, _ in self._aside:
+            if kept is index:
+                return generation.clone()
+        wanted = _slots_of(index)
+        same = [batch for batch in list(self._batches) if np.array_equal(batch.slots, wanted)]
+        same += [
+            _Batch(weakref.ref(kept), wanted, generation.numpy(), 0, written, id(kept))
+            for kept, generation, written in self._aside
+            if np.array_equal(kept.numpy(), wanted)
+        ]
+        for batch in same:
+            if batch.index() is index:
+                return torch.from_numpy(batch.generations.copy())
+        return _oldest_of(same[-_SAME_VALUES:])
+
+
+def _slots_of(index: int | torch.Tensor) -> np.ndarray:
+    return as_slots(index).numpy()
+
+
+def _oldest_of(batches: Iterable[_Batch]) -> torch.Tensor | None:
+    """The smallest generations among batches of the same slots, the oldest first, since this
+    process last wrote them."""
+    candidates: list[np.ndarray] = []
+    for batch in reversed(list(batches)):
+        candidates.append(batch.generations)
+        if batch.written:
+            break
+    return torch.from_numpy(np.minimum.reduce(candidates)) if candidates else None
+
+
+@dataclass(eq=False)
+class _Batch:
+    index: weakref.ref[torch.Tensor]
+    slots: np.ndarray
+    generations: np.ndarray
+    start: int
+    """Position in the rings."""
+    written: bool
+    identity: int
+    digest: bytes = b""
+
+
+def _digest(slots: np.ndarray) -> bytes:
+    return hashlib.blake2b(np.ascontiguousarray(slots), digest_size=16).digest()
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Rows that were drawn and copied.
+
+    Attributes:
+        index, generation: int64 [n], slot and generation of each row.
+        leaf: float64 [n], the mass of each row: ``p ** alpha``, 1 in uniform sampling.
+        tensors: the rows, one tensor [n, ...] per leaf of the row spec.
+        minimum: the smallest mass of a row in the directory at the time.
+        mass: the sum over all rows of the directory at the time of the first draw.
+    """
+
+    index: torch.Tensor
+    generation: torch.Tensor
+    leaf: np.ndarray
+    tensors: list[torch.Tensor]
+    minimum: float
+    mass: float
+
+
+class SharedSampler(Sampler):
+    """What both samplers have in common: the directory behind the storage, and the random numbers.
+
+    Random numbers come from a generator of the process, seeded by the operating system, so that
+    ranks with equal seeds draw different batches; ``ReplayBuffer.set_rng`` replaces it.
+    """
+
+    _directory: ReplayDirectory | None
+
+    def _setup(self) -> None:
+        self._directory = None
+        self._random = np.random.default_rng()
+        self._random_pid = os.getpid()
+
+    def attach(self, storage: Storage) -> ReplayDirectory:
+        """Bind to the storage's directory; called when the buffer is built. Idempotent."""
+        if not isinstance(storage, SharedMemmapStorage):
+            raise ConfigurationError(
+                f"{type(self).__name__} samples from a SharedMemmapStorage, got "
+                f"{type(storage).__name__}"
+            )
+        self._directory = storage.directory
+        return storage.directory
+
+    def note_written(self, index: torch.Tensor, generation: torch.Tensor) -> None:
+        """Called by the writer of this process after it published rows."""
+
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        """Whether ``sample`` would begin at once."""
+        directory = self.attach(storage)
+        if directory.gate is not None and not directory.gate.can_sample(batch_size):
+            return False
+        return directory.length > 0
+
+    def _uniforms(self, count: int) -> np.ndarray:
+        """float64 [count] in [0, 1)."""
+        if self._rng is not None:
+            device = self._rng.device
+            drawn = torch.rand(count, generator=self._rng, dtype=torch.float64, device=device)
+            return drawn.cpu().numpy()
+        if self._random_pid != os.getpid():  # a forked child must not repeat its parent's draws
+            self._random, self._random_pid = np.random.default_rng(), os.getpid()
+        return self._random.random(count)
+
+    def _empty(self) -> None:
+        pass  # the directory is emptied by the writer
+
+    # Priorities are saved with the rows, by the storage. What is left is this process's.
+
+    def dumps(self, path: str | Path) -> None:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        Path(path, "sampler.json").write_text(json.dumps(self.state_dict()))
+
+    def loads(self, path: str | Path) -> None:
+        self.load_state_dict(json.loads(Path(path, "sampler.json").read_text()))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # PrioritizedSampler refuses to be spawned: its trees would be copies, ours are shared
+        state = Sampler.__getstate__(self)
+        for name in ("_directory", "_random", "_random_pid", "_recent"):
+            state.pop(name, None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._setup()
+
+
+class SharedRandomSampler(SharedSampler, RandomSampler):
+    """Uniform sampling with replacement among the rows that are published at the time.
+
+    TorchRL's ``RandomSampler`` draws from ``0 .. len``, which misses rows and hits unfinished ones
+    while others write. Takes no lock unless the rows it copies keep changing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._setup()
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict]:
+        """Returns slots, int64 [batch_size], and no further information.
+
+        Raises:
+            RuntimeError: if no row is published, and none is being written.
+        """
+        gate = self.attach(storage).gate
+        if gate is None:
+            drawn = self.draw(storage, batch_size)
+        else:
+            drawn = gate.draw(batch_size, lambda: self.draw(storage, batch_size), storage)
+        storage.hand_over(drawn.index, drawn.generation, drawn.tensors)
+        return drawn.index, {}
+
+    def draw(self, storage: Storage, count: int) -> Drawn:
+        """What ``sample`` does, with all that is known about the rows, and without waiting for a
+        limiter; ``mass`` is the number of rows."""
+        directory = self.attach(storage)
+        assert isinstance(storage, SharedMemmapStorage)
+        mass = directory.length
+
+        def draw_counted(count: int, locked: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+            def draw_more(count: int) -> tuple[np.ndarray, np.ndarray]:
+                available = np.flatnonzero(directory.tree.leaves)
+                if not available.size:
+                    raise TooFewDrawsError(EMPTY)
+                drawn = available[(self._uniforms(count) * available.size).astype(np.int64)]
+                return drawn, directory.tree.leaves[drawn]
+
+            nonlocal mass
+            with nullcontext() if locked else directory.lock():
+                if not directory.length:
+                    raise NoRowsError(EMPTY)
+                mass = directory.words[Word.AVAILABLE]
+                slots, leaves = draw_more(count)
+                count_draws(directory, slots, leaves, draw_more)
+                return slots, directory.versions[slots], leaves
+
+        def draw(count: int, locked: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+            slots = np.empty(count, dtype=np.int64)
+            versions = np.empty(count, dtype=np.int64)
+            todo = np.arange(count)
+            for _ in range(100):
+                high = directory.high
+                if not directory.length or not high:
+                    raise NoRowsError(EMPTY)
+                slots[todo] = (self._uniforms(todo.size) * high).astype(np.int64)
+                versions[todo] = directory.versions[slots[todo]]
+                now = versions[todo]
+                todo = todo[(now & 1 == 1) | (now == 0)]
+                if not todo.size:
+                    return slots, versions, np.ones(count)
+            # nearly every slot is being rewritten: choose among those that are not
+            now = directory.versions.copy()
+            published = np.flatnonzero((now & 1 == 0) & (now > 0))
+            if not published.size:
+                raise NoRowsError(EMPTY)
+            slots[todo] = published[(self._uniforms(todo.size) * published.size).astype(np.int64)]
+            versions[todo] = now[slots[todo]]
+            return slots, versions, np.ones(count)
+
+        law = draw if directory.draws is None else draw_counted
+        slots, generation, leaf, leaves = storage.read_drawn(law, count)
+        tensors = rows.tensors(leaves, directory.rows)
+        return Drawn(
+            torch.from_numpy(slots), torch.from_numpy(generation), leaf, tensors, 1.0, float(mass)
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+
+class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
+    """Proportional prioritized sampling from one tree that all processes of the node share.
+
+    Same law, importance weights and defaults as TorchRL's ``PrioritizedSampler``: row ``i`` is
+    drawn with probability ``p_i / sum(p)``, where ``p_i = (priority_i + eps) ** alpha``, and has
+    the weight ``(p_i / min(p)) ** -beta`` (Schaul et al. 2016, "Prioritized Experience Replay",
+    section 3.4 and eq. 1). New rows get the largest priority seen so far.
+
+    A priority for a row that was overwritten meanwhile is dropped and counted
+    (``storage.directory.counters["stale_updates"]``).
+
+    Args:
+        max_capacity: the storage's capacity, in rows.
+        alpha: priority exponent, >= 0; shared by all processes, which must agree on it. Setting
+            ``sampler.alpha`` later changes it for all of them.
+        beta: exponent of the importance weights, >= 0; belongs to this process.
+        eps: added to every priority, so that none is 0.
+        reduction: how ``TensorDictReplayBuffer`` reduces priorities of several elements per row.
+        max_priority_within_buffer: new rows get the largest priority among the rows present
+            instead of the largest ever seen; shared by all processes, like alpha.
+        device: ``None`` or the CPU.
+
+    Raises:
+        ConfigurationError: another alpha or eps than the directory's, a wrong capacity, or
+            priorities that are negative or not finite (none of them is applied then).
+        RuntimeError: from ``sample``, if no row is published, and none is being written.
+    """
+
+    def __init__(
+        self,
+        max_capacity: int,
+        alpha: float,
+        beta: float,
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float,
+        reduction: str = "max",
+        max_priority_within_buffer: bool = False,
+        *,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if device is not None and torch.device(device).type != "cpu":
+            raise ConfigurationError(
+                f"priorities that processes share lie in host memory, got device={device}: leave "
+                "it out"
+            )
+        self._alpha, self._beta, self._eps = checked_exponents(alpha, beta, eps)
+        # PrioritizedSampler.__init__ would build process-local trees
+        self._max_capacity = max_capacity
+        self.dtype = dtype
+        self.reduction = reduction
+        self._max_priority_within_buffer = bool(max_priority_within_buffer)
+        self._setup()
+
+    def _setup(self) -> None:
+        super()._setup()
+        self._recent = RecentGenerations()
+
+    # --- parameters --------------------------------------------------------------------------
+
+    def attach(self, storage: Storage) -> ReplayDirectory:
+        if self._directory is not None:
+            return self._directory
+        directory = super().attach(storage)
+        if storage.max_size != self._max_capacity:
+            self._directory = None
+            raise ConfigurationError(
+                f"the sampler has capacity {self._max_capacity}, its storage {storage.max_size}"
+            )
+        with directory.lock():
+            words = directory.words
+            if not words[Word.ALPHA_SET]:
+                directory.begin()
+                directory.set_float(Word.ALPHA, self._alpha)
+                directory.set_float(Word.EPS, self._eps)
+                words[Word.MAX_WITHIN] = self._max_priority_within_buffer
+                words[Word.ALPHA_SET] = 1
+                directory.commit()
+            shared = directory.get_float(Word.ALPHA), directory.get_float(Word.EPS)
+            within = bool(words[Word.MAX_WITHIN])
+        if (*shared, within) != (self._alpha, self._eps, self._max_priority_within_buffer):
+            self._directory = None
+            raise ConfigurationError(
+                f"the sampler has alpha={self._alpha}, eps={self._eps}, max_priority_within_buffer="
+                f"{self._max_priority_within_buffer}; the processes that share {directory.path} "
+                f"use alpha={shared[0]}, eps={shared[1]}, max_priority_within_buffer={within}: "
+                "pass these, and set sampler.alpha afterwards to change it for all of them"
+            )
+        return directory
+
+    @property
+    def alpha(self) -> float:
+        """The priority exponent, shared by all processes; setting it rebuilds the tree once.
+
+        As in TorchRL, priorities cannot be recovered from ``alpha == 0``: rows keep their uniform
+        tree value then until their priority is next updated. An alpha that makes a row's tree value
+        too large is refused with ``ConfigurationError``, and changes nothing.
+        """
+        if self._directory is not None:
+            self._alpha = self._directory.get_float(Word.ALPHA)
+        return self._alpha
+
+    @alpha.setter
+    def alpha(self, value: float) -> None:
+        if value < 0 or not math.isfinite(value):
+            raise ConfigurationError(f"alpha must be >= 0, got {value}")
+        directory = self._directory
+        if directory is not None:
+            with directory.lock():
+                set_alpha(directory, float(value))
+        self._alpha = float(value)
+
+    @property
+    def beta(self) -> float:
+        """Exponent of the importance weights; of this process."""
+        return self._beta
+
+    @beta.setter
+    def beta(self, value: float) -> None:
+        self._beta = value
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def _max_priority(self) -> tuple[float | None, int | None]:
+        directory = self._directory
+        if directory is None:
+            return None, None
+        raw, slot = directory.get_float(Word.MAX_PRIORITY), directory.words[Word.MAX_SLOT]
+        return (None if raw != raw else raw), (None if slot < 0 else slot)
+
+    @property
+    def default_priority(self) -> float:
+        """The largest priority seen (or present, see the constructor); 1 before any."""
+        raw = self._max_priority[0]
+        return 1.0 if raw is None else raw
+
+    def _maybe_init_from_storage(self, storage: Storage | None) -> None:
+        if storage is not None:
+            self.attach(storage)
+
+    # --- drawing -----------------------------------------------------------------------------
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict]:
+        """Returns ``(index, {"priority_weight": weight})``: int64 and float32, [batch_size]."""
+        gate = self.attach(storage).gate
+        if gate is None:
+            drawn = self.draw(storage, batch_size)
+        else:
+            drawn = gate.draw(batch_size, lambda: self.draw(storage, batch_size), storage)
+        storage.hand_over(drawn.index, drawn.generation, drawn.tensors)
+        self._recent.remember(drawn.index, drawn.generation, written=False)
+        weight = ((drawn.leaf / drawn.minimum) ** -float(self._beta)).astype(np.float32)
+        return drawn.index, {"priority_weight": torch.from_numpy(weight)}
+
+    def draw(self, storage: Storage, count: int) -> Drawn:
+        """What ``sample`` does, with all that is known about the rows, and without waiting for a
+        limiter."""
+        directory = self.attach(storage)
+        assert isinstance(storage, SharedMemmapStorage)
+        smallest, mass = math.inf, math.nan
+
+        def draw_more(count: int) -> tuple[np.ndarray, np.ndarray]:
+            slots, leaves = directory.tree.draw(self._uniforms(count))
+            while not leaves.all():  # rounding at the edge of a node
+                again = np.flatnonzero(leaves == 0)
+                slots[again], leaves[again] = directory.tree.draw(self._uniforms(again.size))
+            return slots, leaves
+
+        def draw_locked(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+            nonlocal smallest, mass
+            if not directory.length:
+                raise NoRowsError(EMPTY)
+            limited = directory.draws is not None
+            if limited and not directory.words[Word.AVAILABLE]:
+                raise TooFewDrawsError(EMPTY)
+            slots, leaves, minimum, total = directory.tree.sample(self._uniforms(count))
+            again = () if leaves.all() else np.flatnonzero(leaves == 0)
+            if len(again):  # rounding at the edge of a node
+                slots[again], leaves[again] = draw_more(again.size)
+            if limited:
+                count_draws(directory, slots, leaves, draw_more)
+            smallest = min(smallest, minimum)
+            if mass != mass:
+                mass = total
+            return slots, directory.versions[slots], leaves
+
+        def draw(count: int, locked: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+            if locked:
+                return draw_locked(count)
+            with directory.lock():
+                return draw_locked(count)
+
+        slots, generation, leaf, leaves = storage.read_drawn(draw, count)
+        tensors = rows.tensors(leaves, directory.rows)
+        return Drawn(
+            torch.from_numpy(slots), torch.from_numpy(generation), leaf, tensors, smallest, mass
+        )
+
+    # --- priorities --------------------------------------------------------------------------
+
+    def note_written(self, index: torch.Tensor, generation: torch.Tensor) -> None:
+        self._recent.remember(index, generation, written=True)
+
+    def add(self, index: torch.Tensor | int) -> None:
+        pass  # publishing did it
+
+    def extend(self, index: torch.Tensor | tuple) -> None:
+        pass
+
+    @torch.no_grad()
+    def update_priority(
+        self,
+        index: int | torch.Tensor,
+        priority: float | torch.Tensor,
+        *,
+        storage: Storage | None = None,
+        generation: torch.Tensor | None = None,
+    ) -> None:
+        """Set the priority of rows, unless they were overwritten since they were drawn.
+
+        Args:
+            index: slots, int64 [n]; entries of -1 are skipped.
+            priority: >= 0, one or [n], before ``alpha`` and ``eps``.
+            storage: the buffer's storage; needed until the sampler has been used once.
+            generation: int64 [n], ``"index_generation"`` of the sample. Without it the rows are
+                matched with this process's recent draws and extends; those that match none are
+                updated whatever they hold now, and counted (``"unverified_updates"``).
+        """
+        if self._directory is None:
+            if storage is None:
+                raise ConfigurationError(
+                    "the sampler is not bound to a storage yet: update priorities through the "
+                    "replay buffer, or pass storage="
+                )
+            self.attach(storage)
+        if storage is not None and any(
+            _torchrl.sampler_of(buffer) is self and _torchrl.is_being_built(buffer)
+            for buffer in _torchrl.buffers_over(storage)
+        ):
+            return  # a process that joins must not reset what the others share
+        if generation is None:
+            generation = self._recent.recall(index)
+        index = as_slots(index)
+        assert self._directory is not None
+        update(
+            self._directory,
+            index.reshape(-1).numpy(),
+            priorities_for(index, priority),
+            None if generation is None else generation.detach().cpu().reshape(-1).numpy(),
+        )
+
+    def mark_update(self, index: int | torch.Tensor, *, storage: Storage | None = None) -> None:
+        """Give rows the default priority, as after a change of their content."""
+        self.update_priority(index, self.default_priority, storage=storage)
+
+    # --- state: priorities are saved with the rows, by the storage ----------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"_alpha": self.alpha, "_beta": self._beta, "_eps": self._eps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        alpha, beta = exponents_in(state_dict)
+        self.alpha = alpha
+        self._beta = beta
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(alpha={self.alpha}, beta={self._beta}, eps={self._eps}, "
+            f"reduction={self.reduction!r})"
+        )
+
+
+def checked_exponents(alpha: float, beta: float, eps: float) -> tuple[float, float, float]:
+    """``(alpha, beta, eps)`` as floats.
+
+    Raises:
+        ConfigurationError: one of them is out of its range.
+    """
+    if alpha < 0 or beta < 0 or not math.isfinite(alpha) or not math.isfinite(beta):
+        raise ConfigurationError(f"alpha and beta must be >= 0, got {alpha} and {beta}")
+    if eps <= 0:
+        raise ConfigurationError(f"eps must be above 0, got {eps}")
+    return float(alpha), float(beta), float(eps)
+
+
+def exponents_in(state_dict: dict[str, Any]) -> tuple[float, float]:
+    """Alpha and beta of a sampler's state.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    try:
+        return checked_exponents(*(state_dict[name] for name in ("_alpha", "_beta", "_eps")))[:2]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the sampler's state is damaged: {error!r}") from error
+
+
+def priorities_for(index: torch.Tensor, priority: float | torch.Tensor) -> np.ndarray:
+    """One priority per slot, float64 [n].
+
+    Raises:
+        ConfigurationError: there are neither that many nor a single one.
+    """
+    values = torch.as_tensor(priority).detach().to("cpu", torch.float64).reshape(-1)
+    if values.numel() not in (1, index.numel()):
+        raise ConfigurationError(
+            f"got {values.numel()} priorities for {index.numel()} slots; pass one per slot or a "
+            "single one"
+        )
+    return values.expand(index.numel()).numpy()
+
+
+def anneal_beta(
+    sampler: PrioritizedSampler, step: int, *, start: float = 0.4, end: float = 1.0, steps: int
+) -> float:
+    """Set beta by the *job's* step, so that it anneals once for the job and not once per rank.
+
+    Linear from ``start`` at step 0 to ``end`` at step ``steps``, then constant. Each rank calls it
+    with a count that all ranks share, such as the global update number or
+    ``replay_buffer.write_count``. TorchRL's schedulers count their own calls, or multiply the
+    value they find, and so advance once per rank and call.
+
+    Returns:
+        The value set.
+    """
+    if steps < 1:
+        raise ConfigurationError(f"steps must be at least 1, got {steps}")
+    fraction = min(1.0, max(0.0, step / steps))
+    sampler.beta = start + (end - start) * fraction
+    return sampler.beta

@@ -1,0 +1,598 @@
+"""Slices of trajectories out of a ring that many processes write."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NestedKey, TensorDict, unravel_key
+from torchrl.data.replay_buffers.samplers import PrioritizedSliceSampler, SliceSampler
+from torchrl.data.replay_buffers.storages import Storage
+
+from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.replay.law.placement import slot_ranges
+from torchrl_dist.replay.node.directory import ORDERED_LOADS, STREAM, ReplayDirectory, Word
+from torchrl_dist.replay.parts.sampler import EMPTY, SharedPrioritizedSampler, SharedSampler
+from torchrl_dist.replay.parts.storage import _REDRAWS, NoRowsError, SharedMemmapStorage
+
+_USUAL_KEYS = (("collector", "traj_ids"), ("episode",))
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """Stretches of rows that are consecutive steps of one trajectory, at one moment.
+
+    Attributes:
+        state: what the directory counted then; other counts, other rows.
+        boundaries: first position, last position, int64 [runs, 1], and length, int64 [runs].
+        slots: the slot of each position, int64 [n]; None where they are the same.
+    """
+
+    state: tuple[int, ...]
+    boundaries: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    slots: torch.Tensor | None = None
+
+    def remaining(self, capacity: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """By slot: how many rows its run has from there on, 0 without a row; its position; and
+        whether it is the first of its run. int64, int64 and bool, [capacity]."""
+        start, length = self.boundaries[0][:, 0].numpy(), self.boundaries[2].numpy()
+        begin = np.cumsum(length) - length
+        offset = np.arange(length.sum()) - np.repeat(begin, length)
+        position = np.repeat(start, length) + offset
+        if self.slots is None:
+            position %= capacity
+            slots = position
+        else:
+            slots = self.slots.numpy()[position]
+        left, where = np.zeros(capacity, np.int64), np.zeros(capacity, np.int64)
+        first = np.zeros(capacity, dtype=bool)
+        left[slots], where[slots] = np.repeat(length, length) - offset, position
+        first[slots[begin]] = True
+        return left, where, first
+
+
+class _NoColumnError(ConfigurationError):
+    """The rows do not have that key."""
+
+
+class _Columns:
+    """This process's copy of versions and trajectory ids, brought up to date slot by slot.
+
+    Args:
+        directory: with rows.
+        columns: numbers per slot in shared memory: trajectory ids, and steps if rows are to be
+            ordered by them; with ``ends``, streams.
+        ends: flags per slot: after a row with one of them another trajectory begins.
+    """
+
+    def __init__(
+        self,
+        directory: ReplayDirectory,
+        columns: list[np.ndarray],
+        ends: Sequence[np.ndarray] | None = None,
+    ) -> None:
+        capacity = directory.capacity
+        self.directory = directory
+        self._columns = columns
+        self._end_columns = ends
+        self._ends = np.zeros(capacity, dtype=bool)
+        self.versions = np.zeros(capacity, dtype=np.int64)
+        self._copies = [np.zeros(capacity, dtype=column.dtype) for column in columns]
+        self._published = np.zeros(capacity, dtype=bool)
+        # whether a row continues the one in the slot before, which of slot 0 is the last
+        self._follows = np.zeros(capacity, dtype=bool)
+
+    def refresh(self, cursor: int) -> None:
+        """Read what changed.
+
+        Args:
+            cursor: the ticket counter, read under the lock: no reservation was half made then.
+        """
+        directory, capacity = self.directory, self.directory.capacity
+        changed = np.flatnonzero(directory.versions != self.versions)
+        versions = directory.versions[changed]
+        for copy, column in zip(self._copies, self._columns, strict=True):
+            copy[changed] = column[changed]
+        if self._end_columns is not None:
+            self._ends[changed] = np.any([column[changed] for column in self._end_columns], 0)
+        settled = directory.versions[changed] == versions
+        self.versions[changed] = np.where(settled, versions, -1)  # -1: look again
+        self._published[changed] = settled & (versions & 1 == 0) & (versions > 0)
+        # Old rows in slots that were reserved meanwhile may have been seen before that. Beside
+        # new rows of the same trajectory they would look like its continuation.
+        reserved = min(int(directory.words[Word.CURSOR]) - cursor, capacity)
+        for start, stop in slot_ranges(cursor, reserved, capacity):
+            self.versions[start:stop] = -1
+            self._published[start:stop] = False
+            changed = np.concatenate([changed, np.arange(start, stop)])
+        touched = np.concatenate([changed, (changed + 1) % capacity])
+        before = touched - 1  # of slot 0: the last one
+        ids = self._copies[0]
+        self._follows[touched] = (
+            self._published[touched] & self._published[before] & (ids[touched] == ids[before])
+        )
+        if self._end_columns is not None:  # 0: nobody knows what was written before it
+            self._follows[touched] &= (ids[touched] != 0) & ~self._ends[before]
+
+    def runs_by_position(self, state: tuple[int, ...], cursor: int) -> _Runs:
+        """Runs of neighbouring slots; the oldest row of the ring, at the cursor, begins one."""
+        newest_to_oldest = self._follows[cursor]
+        self._follows[cursor] = False
+        start = np.flatnonzero(self._published & ~self._follows)
+        stop = np.flatnonzero(self._published & ~np.roll(self._follows, -1))
+        self._follows[cursor] = newest_to_oldest
+        if start.size and stop[0] < start[0]:  # runs over the end of the ring
+            start = np.roll(start, 1)
+        length = (stop - start) % self.directory.capacity + 1
+        return _Runs(state, _as_boundaries(start, stop, length))
+
+    def runs_by_step(self, state: tuple[int, ...], step_key: NestedKey) -> _Runs:
+        """Runs of consecutive steps of a trajectory, wherever they lie."""
+        slots = np.flatnonzero(self._published)
+        ids, steps = (copy[slots] for copy in self._copies)
+        order = np.lexsort((steps, ids))
+        slots, ids, steps = slots[order], ids[order], steps[order]
+        same = ids[1:] == ids[:-1]
+        twice = np.flatnonzero(same & (steps[1:] == steps[:-1]))
+        if twice.size:
+            at = int(twice[0])
+            raise ConfigurationError(
+                f"slots {slots[at]} and {slots[at + 1]} both hold step {steps[at]} ({step_key!r}) "
+                f"of trajectory {ids[at]}: trajectory ids must be unique in the job"
+            )
+        first = np.ones(slots.size, dtype=bool)
+        first[1:] = ~(same & (steps[1:] == steps[:-1] + 1))
+        start = np.flatnonzero(first)
+        stop = np.append(start[1:], slots.size)[: start.size] - 1
+        return _Runs(state, _as_boundaries(start, stop, stop - start + 1), torch.from_numpy(slots))
+
+
+def _as_boundaries(
+    start: np.ndarray, stop: np.ndarray, length: np.ndarray
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    first, last, count = map(torch.from_numpy, (start, stop, length))
+    return first[:, None], last[:, None], count
+
+
+class _View:
+    """What ``SliceSampler`` asks of a storage (seen in torchrl 0.14.1), answered from the runs."""
+
+    ndim = 1
+
+    def __init__(self, storage: SharedMemmapStorage, runs: _Runs) -> None:
+        self._storage = storage
+        self._slots = runs.slots
+        self.boundaries = runs.boundaries
+        self.shape = torch.Size([storage.max_size if runs.slots is None else len(runs.slots)])
+        self.slots: torch.Tensor = torch.empty(0, dtype=torch.int64)
+        self.leaves: list[torch.Tensor] = []
+
+    def __len__(self) -> int:
+        return len(self.boundaries[0])
+
+    def __getitem__(self, positions: tuple[torch.Tensor, ...]) -> TensorDict:
+        """The rows of a draw; they are copied once and kept for the buffer."""
+        self.slots = positions[0] if self._slots is None else self._slots[positions[0]]
+        self.leaves = self._storage.copy_rows(self.slots.numpy())
+        return self._storage.as_rows(self.leaves, raw=True)  # not known to be whole yet
+
+
+class SharedSliceSampler(SharedSampler, SliceSampler):
+    """TorchRL's ``SliceSampler`` over rows that many processes write.
+
+    Takes the place of ``SliceSampler(traj_key=..., ...)`` and means the same by its arguments. It
+    sees the trajectories of every process, and a slice holds whole rows, one after the other, of
+    one trajectory: it does not run over rows that are being written, nor from the newest row of
+    the ring to the oldest. Trajectory ids must be unique in the job (as those of
+    ``RPCBatchedCollector`` are): equal ids of two writers look like one trajectory.
+
+    Writers that extend by turns cut each other's trajectories into short stretches of
+    neighbouring rows. Either extend whole trajectories, or number the steps and pass
+    ``fragmented=True``: then slices follow ``step_key`` wherever the rows lie.
+
+    A draw after a write looks through the versions of the whole ring, as TorchRL's looks through
+    its trajectory ids; ``fragmented`` sorts all rows by trajectory and step.
+
+    Args:
+        num_slices, slice_len: exactly one of them; see ``SliceSampler``.
+        traj_key: integer or float, one per row. Default: ``("collector", "traj_ids")`` or
+            ``"episode"``, whichever the rows have.
+        step_key: integer, one per row; used with ``fragmented`` only.
+        end_key, end_keys: flags, one per row, after which another trajectory begins, for rows
+            without a trajectory id; not used beside ``traj_key``. A slice then holds rows that one
+            thread of one process wrote one after the other, so each ``extend`` must hold
+            consecutive steps. Give the buffers of all processes this sampler, also of those that
+            only write: rows remember their writer from the first one on. Rows that came by RPC
+            are not joined.
+        cache_values: makes no difference: trajectories are looked up again when rows have changed.
+        fragmented, truncated_key, init_key, strict_length, pad_output, span: as in
+            ``SliceSampler``.
+
+    Raises:
+        ConfigurationError: for what cannot be right over a shared buffer: ``ends``,
+            ``trajectories``, ``compile`` and ``use_gpu``; ``fragmented`` without
+            trajectory ids; rows without the keys, or that were written before anybody asked for
+            ``end_key``.
+        RuntimeError: from ``sample``, if there is no row and none is being written, or no run that
+            is long enough.
+    """
+
+    def __init__(
+        self,
+        *,
+        traj_key: NestedKey | None = None,
+        end_key: NestedKey | None = None,
+        end_keys: Sequence[NestedKey] | None = None,
+        step_key: NestedKey = "step_count",
+        fragmented: bool = False,
+        **options: Any,
+    ) -> None:
+        options.pop("cache_values", None)  # what was found holds until the rows change, anyway
+        for name in ("ends", "trajectories", "compile", "use_gpu"):
+            given = options.pop(name, None)
+            if given is not None and given is not False:
+                raise ConfigurationError(
+                    f"{type(self).__name__} does not support {name}={given!r}: other processes "
+                    "change the rows between two samples; leave it out"
+                )
+        self._by_end = traj_key is None and (end_key is not None or end_keys is not None)
+        if self._by_end and fragmented:
+            raise ConfigurationError(
+                "fragmented=True needs a traj_key: flags at the ends do not say to which "
+                "trajectory a row belongs that another one's follows"
+            )
+        if self._by_end:
+            options |= {"end_key": end_key, "end_keys": end_keys}
+        SliceSampler.__init__(self, traj_key=traj_key, **options)
+        self.step_key = step_key
+        self._by_step = fragmented
+        self._setup()
+
+    def _setup(self) -> None:
+        super()._setup()
+        self._columns: _Columns | None = None
+        self._runs: _Runs | None = None
+        self._own_rng: torch.Generator | None = None
+        self._given_rng: torch.Generator | None = None
+
+    @property
+    def _rng(self) -> torch.Generator:
+        """TorchRL's draws take their randomness from here."""
+        if self._given_rng is not None:
+            return self._given_rng
+        if self._own_rng is None or self._random_pid != os.getpid():
+            self._own_rng, self._random_pid = torch.Generator(), os.getpid()
+            self._own_rng.seed()
+        return self._own_rng
+
+    @_rng.setter
+    def _rng(self, generator: torch.Generator | None) -> None:
+        self._given_rng = generator
+
+    def sample(
+        self, storage: Storage, batch_size: int
+    ) -> tuple[tuple[torch.Tensor, ...], dict[NestedKey, torch.Tensor]]:
+        """Returns the slots, int64 [batch_size] in a tuple of one, and the flags of the slices."""
+        gate = self.attach(storage).gate
+        assert isinstance(storage, SharedMemmapStorage)
+
+        def draw() -> tuple[tuple[torch.Tensor, ...], dict[NestedKey, torch.Tensor]]:
+            return storage.once_rows_are_published(lambda: self._sample(storage, batch_size))
+
+        return draw() if gate is None else gate.draw(batch_size, draw, storage)
+
+    def attach(self, storage: Storage) -> ReplayDirectory:
+        if self._directory is not None and self._directory is getattr(storage, "directory", None):
+            return self._directory
+        directory = super().attach(storage)
+        if self._by_end:
+            try:
+                directory.ask_for_streams()
+            except ConfigurationError:
+                self._directory = None
+                raise
+        if directory.draws is not None:
+            self._directory = None
+            raise ConfigurationError(
+                f"{type(self).__name__} takes rows as they lie in their trajectories, whatever "
+                "their counts: use a limiter without max_times_sampled"
+            )
+        return directory
+
+    def _sample(
+        self, storage: SharedMemmapStorage, batch_size: int
+    ) -> tuple[tuple[torch.Tensor, ...], dict[NestedKey, torch.Tensor]]:
+        directory = storage.directory
+        if ORDERED_LOADS:
+            for attempt in range(_REDRAWS):
+                try:
+                    drawn = self._draw(storage, batch_size, fresh=attempt > 0, locked=False)
+                except RuntimeError:
+                    break  # too few rows, perhaps for this moment only
+                if drawn is not None:
+                    return drawn
+            directory.count(Word.LOCKED_READS)
+        with directory.lock():
+            drawn = self._draw(storage, batch_size, fresh=True, locked=True)
+        assert drawn is not None, "rows changed under the lock"
+        return drawn
+
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        """Whether a run is long enough."""
+        directory = self.attach(storage)
+        assert isinstance(storage, SharedMemmapStorage)
+        if not super().can_sample(storage, batch_size):
+            return False
+        with nullcontext() if ORDERED_LOADS else directory.lock():
+            runs = self._read_runs(directory, fresh=False, locked=not ORDERED_LOADS)
+        view = _View(storage, runs)
+        return SliceSampler.can_sample(self, view, batch_size)
+
+    def _draw(
+        self, storage: SharedMemmapStorage, batch_size: int, *, fresh: bool, locked: bool
+    ) -> tuple[tuple[torch.Tensor, ...], dict[NestedKey, torch.Tensor]] | None:
+        """One batch, or None if one of its rows was rewritten before it was copied."""
+        directory = storage.directory
+        runs = self._read_runs(directory, fresh=fresh, locked=locked)
+        view = _View(storage, runs)
+        if not len(view):
+            raise NoRowsError(EMPTY)
+        _, info = self._draw_slices(view, runs, batch_size, locked=locked)
+        slots = view.slots.numpy()
+        assert self._columns is not None
+        versions = self._columns.versions[slots]
+        changed = np.count_nonzero(directory.versions[slots] != versions)
+        if changed:
+            directory.count(Word.REREAD_ROWS, changed)
+            return None
+        storage.hand_over(view.slots, torch.from_numpy(versions // 2), view.leaves)
+        return (view.slots,), info
+
+    def _draw_slices(
+        self, view: _View, runs: _Runs, batch_size: int, *, locked: bool
+    ) -> tuple[Any, dict[NestedKey, torch.Tensor]]:
+        """TorchRL's draw; the view keeps its slots and rows."""
+        return SliceSampler.sample(self, view, batch_size)
+
+    def _get_stop_and_length(
+        self, storage: _View, fallback: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Where TorchRL's ``SliceSampler`` gets its trajectories from."""
+        return storage.boundaries
+
+    def _read_runs(self, directory: ReplayDirectory, *, fresh: bool, locked: bool) -> _Runs:
+        words = directory.words
+        with nullcontext() if locked else directory.lock():
+            ticket = int(words[Word.CURSOR])
+            state = (ticket, *(int(words[w]) for w in (Word.WRITE_COUNT, Word.LENGTH, Word.BASE)))
+        if self._runs is not None and self._runs.state == state and not fresh:
+            return self._runs
+        if self._columns is None or self._columns.directory is not directory:
+            if self._by_end:
+                stream = _column(directory, STREAM.key)
+                self._columns = _Columns(directory, [stream], self._end_flags(directory))
+            else:
+                keys = [self._key_of_trajectory(directory)] + [self.step_key] * self._by_step
+                self._columns = _Columns(directory, [_column(directory, key) for key in keys])
+        self._columns.refresh(ticket)
+        if self._by_step:
+            self._runs = self._columns.runs_by_step(state, self.step_key)
+        else:
+            self._runs = self._columns.runs_by_position(state, ticket % directory.capacity)
+        return self._runs
+
+    def _end_flags(self, directory: ReplayDirectory) -> list[np.ndarray]:
+        if self.end_keys is None:
+            return [_column(directory, self.end_key)]
+        found = []
+        for key in self.end_keys:  # as in TorchRL one of them will do
+            with suppress(_NoColumnError):
+                found.append(_column(directory, key))
+        return found or [_column(directory, self.end_keys[0])]
+
+    def _key_of_trajectory(self, directory: ReplayDirectory) -> NestedKey:
+        if self.traj_key is None:
+            stored = {leaf.key for leaf in directory.rows.leaves} if directory.rows else set()
+            if not stored:
+                raise RuntimeError(EMPTY)
+            found = next((key for key in _USUAL_KEYS if key in stored), None)
+            if found is None:
+                raise ConfigurationError(
+                    f"the rows have no trajectory id under {' or '.join(map(str, _USUAL_KEYS))}; "
+                    "pass traj_key=, or end_key= in the buffers of all processes"
+                )
+            self.traj_key = unravel_key(found)
+        return self.traj_key
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace("fragmented=False", f"fragmented={self._by_step}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        for name in ("_columns", "_runs", "_own_rng", "_given_rng"):
+            state.pop(name, None)
+        return state
+
+
+class SharedPrioritizedSliceSampler(
+    SharedSliceSampler, SharedPrioritizedSampler, PrioritizedSliceSampler
+):
+    """TorchRL's ``PrioritizedSliceSampler`` over rows that many processes write.
+
+    Takes the place of ``PrioritizedSliceSampler(capacity, alpha, beta, ...)``. The first row ``i``
+    of a slice is drawn with probability ``p_i / sum(p)`` over the rows that may begin one, where
+    ``p_i = (priority_i + eps) ** alpha`` comes from the tree that all processes share; all rows of
+    the slice have the weight ``(p_i / min(p)) ** -beta``, with the minimum over all rows of the
+    buffer. A row may begin a slice if its run goes on for ``slice_len`` rows; with ``span`` (to the
+    right) fewer will do, and with ``strict_length=False`` the first row of a run always may. What a
+    run is, :class:`SharedSliceSampler` says; ``fragmented=True`` works, too.
+
+    Priorities belong to rows: a row within a slice may have a low one. Late priorities are dropped
+    as by :class:`SharedPrioritizedSampler`.
+
+    Example:
+        >>> sampler = SharedPrioritizedSliceSampler(
+        ...     1_000_000, alpha=0.6, beta=0.4, slice_len=8, traj_key="episode"
+        ... )
+
+    Args:
+        max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer: as in
+            :class:`SharedPrioritizedSampler`.
+        options: those of :class:`SharedSliceSampler` but ``pad_output``. A ``span`` to the left is
+            turned off with a warning, as by TorchRL's class.
+
+    Raises:
+        ConfigurationError: as both.
+        RuntimeError: from ``sample``, as :class:`SharedSliceSampler`.
+    """
+
+    def __init__(
+        self,
+        max_capacity: int,
+        alpha: float,
+        beta: float,
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float,
+        reduction: str = "max",
+        *,
+        max_priority_within_buffer: bool = False,
+        **options: Any,
+    ) -> None:
+        if options.get("pad_output"):
+            raise ConfigurationError(
+                f"{type(self).__name__} does not pad slices: leave pad_output out, and split the "
+                "batch by its truncated flags"
+            )
+        SharedSliceSampler.__init__(self, **options)
+        SharedPrioritizedSampler.__init__(
+            self, max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer
+        )
+        if self.span[0]:
+            warnings.warn(
+                f"{type(self).__name__} draws the first rows of slices: the span to the left is "
+                "turned off",
+                stacklevel=2,
+            )
+            self.span = (False, self.span[1])
+
+    def _setup(self) -> None:
+        super()._setup()
+        self._starts: tuple[_Runs, int, tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None
+
+    def sample(
+        self, storage: Storage, batch_size: int
+    ) -> tuple[tuple[torch.Tensor, ...], dict[NestedKey, torch.Tensor]]:
+        """Returns the slots, int64 [batch_size] in a tuple of one, ``"priority_weight"``, float32
+        [batch_size], and the flags of the slices."""
+        index, info = SharedSliceSampler.sample(self, storage, batch_size)
+        generation = storage.handed_generation(index)
+        assert generation is not None
+        self._recent.remember(index[0], generation, written=False)
+        return index, info
+
+    def _draw_slices(
+        self, view: _View, runs: _Runs, batch_size: int, *, locked: bool
+    ) -> tuple[Any, dict[NestedKey, torch.Tensor]]:
+        length, count = self._adjusted_batch_size(batch_size)
+        directory = self._directory
+        assert directory is not None
+        with nullcontext() if locked else directory.lock():
+            starts, leaves, minimum = self._draw_starts(directory, runs, length, count)
+        weight = ((leaves / minimum) ** -float(self._beta)).astype(np.float32)
+        left, position, _ = self._may_start(directory, runs, length)[1]
+        # slices that end early have lengths of their own
+        lengths = np.minimum(left[starts], length)
+        within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        index = np.repeat(position[starts], lengths) + within
+        if runs.slots is None:
+            index %= directory.capacity
+        index, info = self._finalize_index(
+            index=torch.from_numpy(index)[:, None],
+            num_slices=count,
+            seq_length=length if (lengths == length).all() else torch.from_numpy(lengths),
+            target_seq_length=None,
+            mask_flat=None,
+            storage=view,
+        )
+        info["priority_weight"] = torch.from_numpy(np.repeat(weight, lengths))
+        return index, info
+
+    def _may_start(
+        self, directory: ReplayDirectory, runs: _Runs, length: int
+    ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Which slots may begin a slice, bool [capacity], and ``runs.remaining``."""
+        if self._starts is None or self._starts[0] is not runs:
+            self._starts = runs, length, runs.remaining(directory.capacity)
+        left, _, first = self._starts[2]
+        span = self.span[1]
+        wanted = 2 if span is True else length - int(span)
+        allowed = left >= max(1, wanted)
+        return allowed if self.strict_length else allowed | first, self._starts[2]
+
+    def _draw_starts(
+        self, directory: ReplayDirectory, runs: _Runs, length: int, count: int
+    ) -> tuple[np.ndarray, np.ndarray, float]:
+        """First slots of slices, int64 [count], their masses, and the smallest of all rows.
+
+        Called under the lock. Rows that may not begin a slice are drawn again: what is left has the
+        law of the tree without them.
+        """
+        tree = directory.tree
+        tree.refresh()
+        if not tree.total > 0:
+            raise NoRowsError(EMPTY)
+        allowed, _ = self._may_start(directory, runs, length)
+        slots, leaves = np.empty(0, np.int64), np.empty(0)
+        for _ in range(_REDRAWS):
+            drawn, masses = tree.draw(self._uniforms(2 * (count - slots.size)))
+            kept = np.flatnonzero(allowed[drawn] & (masses > 0))[: count - slots.size]
+            slots = np.concatenate([slots, drawn[kept]])
+            leaves = np.concatenate([leaves, masses[kept]])
+            if slots.size == count:
+                return slots, leaves, tree.minimum
+        running = np.cumsum(np.where(allowed, tree.leaves, 0.0))
+        if not running[-1] > 0:
+            raise RuntimeError(
+                f"Did not find a single run of {length} rows to slice; strict_length=False, or a "
+                "shorter slice_len, takes shorter ones"
+            )
+        more = np.searchsorted(running, self._uniforms(count - slots.size) * running[-1], "right")
+        more = np.minimum(more, int(np.flatnonzero(allowed & (tree.leaves > 0))[-1]))
+        return np.append(slots, more), np.append(leaves, tree.leaves[more]), tree.minimum
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(num_slices={self.num_slices}, slice_len={self.slice_len}, "
+            f"traj_key={self.traj_key}, strict_length={self.strict_length}, alpha={self.alpha}, "
+            f"beta={self._beta}, eps={self._eps})"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state.pop("_starts", None)
+        return state
+
+
+def _column(directory: ReplayDirectory, key: NestedKey) -> np.ndarray:
+    """One number per slot, in shared memory."""
+    if directory.rows is None:
+        raise RuntimeError(EMPTY)
+    name = unravel_key(key)
+    path = (name,) if isinstance(name, str) else name
+    for leaf, tensor in zip(directory.rows.leaves, directory.tensors, strict=True):
+        if leaf.key == path:
+            if tensor.numel() != directory.capacity:
+                raise ConfigurationError(
+                    f"{key!r} has shape {list(leaf.shape)} per row, expected one number"
+                )
+            return tensor.reshape(-1).numpy()
+    raise _NoColumnError(
+        f"the rows have no {key!r}, only "
+        f"{[leaf.key for leaf in directory.rows.leaves if leaf != STREAM]}"
+    )

@@ -1,0 +1,748 @@
+"""A TorchRL storage whose rows lie in a replay directory, written and read by many processes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+from torchrl.data.replay_buffers.storages import TensorStorage
+
+from torchrl_dist.errors import ConfigurationError, DeadlineError
+from torchrl_dist.forks import now_and_in_children
+from torchrl_dist.replay.law.limiter import Counts, RateLimiter
+from torchrl_dist.replay.law.placement import as_slots, split_rows
+from torchrl_dist.replay.node.cursor import (
+    Reservation,
+    SharedCursor,
+    empty,
+    repair,
+)
+from torchrl_dist.replay.node.directory import (
+    ORDERED_LOADS,
+    STREAM,
+    ReplayDirectory,
+    RowSpec,
+    Word,
+    close_directory,
+    open_directory,
+)
+from torchrl_dist.replay.node.gate import set_limiter
+from torchrl_dist.replay.node.priorities import check_new
+from torchrl_dist.replay.row import _torchrl, rows
+from torchrl_dist.replay.row.gather import Gatherer
+from torchrl_dist.replay.saving.storage import DirectoryShard, SavedStorage
+
+_REDRAWS = 8
+_RETRY_S = 2e-4
+_RUNS_AT_ONCE = 32
+
+_T = TypeVar("_T")
+
+Draw = Callable[[int, bool], tuple[np.ndarray, np.ndarray, np.ndarray]]
+"""``draw(n, locked) -> (slots, versions, extra)``: slots published at these versions, and one
+number per row that travels along. ``locked``: the caller holds the directory's lock."""
+
+
+class _Handed(threading.local):
+    """Drawn rows that this thread has not fetched yet: its own, and a signal handler's."""
+
+    def __init__(self) -> None:
+        self.batches: deque[tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]]
+        self.batches = deque(maxlen=2)
+
+
+class _Stream(threading.local):
+    """A number of each thread that no other writer has."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.number = int.from_bytes(os.urandom(7), "little") + 1
+
+
+class NoRowsError(RuntimeError):
+    """No row is published at this moment."""
+
+
+class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
+    """Rows shared by every process of one node that names the same directory.
+
+    Build it with the same arguments in each process; pickling it carries the coordinates, and the
+    copy attaches to the same rows. ``len`` is the number of published rows, the same everywhere;
+    it is below ``max_size`` while rows of a full ring are being rewritten.
+
+    Args:
+        max_size: capacity in rows.
+
+    Keyword Args:
+        scratch_dir: the replay directory, on a local file system; ``/dev/shm/...`` keeps it in
+            memory, a disk keeps it over a reboot.
+        job_id: processes with the same id share the directory. Default: torchrun's run id or
+            SLURM's job id; started otherwise, pass one.
+        resume: go on with the rows that an earlier job left in the directory.
+        keep: leave the directory when the last process ends. Without it that process removes it
+            at a clean end, and leaves it after a signal or an unhandled exception.
+        timeout_s: longest wait for another process, in seconds.
+        limiter: how often rows may be sampled, and when writes wait for that; the same in every
+            process. Default: none, or the one that the directory has.
+        gather_threads: threads that copy sampled rows where a batch has more than 1 MiB; what more
+            than one brings for images depends on free cores and on the memory's bandwidth.
+
+    Raises:
+        DirectoryError: the directory belongs to another job, has another capacity, lies on a
+            network file system, or its disk is full.
+        ConfigurationError: from writes, if rows do not match those that are stored.
+        DeadlineError: from any operation that waited ``timeout_s`` for another process.
+    """
+
+    supports_conditional_update = False
+    """A slot's version counts any write, so a changed row would no longer be the same one."""
+
+    attaches_when_pickled = True
+    """A copy in another process has the same rows; collectors ask before they write there."""
+
+    parts_to_use = "sampler=SharedRandomSampler(), writer=SharedCursorWriter()"
+
+    def __init__(
+        self,
+        max_size: int,
+        *,
+        scratch_dir: str | os.PathLike[str],
+        job_id: str | None = None,
+        resume: bool = False,
+        keep: bool = False,
+        timeout_s: float = 60.0,
+        limiter: RateLimiter | None = None,
+        gather_threads: int = 1,
+        device: torch.device | str = "cpu",
+        ndim: int = 1,
+        compilable: bool = False,
+    ) -> None:
+        if torch.device(device).type != "cpu":
+            raise ConfigurationError(
+                f"shared rows live in host memory, got device={device}; append a transform that "
+                "moves samples, such as lambda td: td.to('cuda')"
+            )
+        if ndim != 1 or compilable:
+            raise ConfigurationError(
+                f"SharedMemmapStorage supports ndim=1 and compilable=False, got ndim={ndim}, "
+                f"compilable={compilable}; store trajectories flat, with a trajectory id per row"
+            )
+        if gather_threads < 1:
+            raise ConfigurationError(f"gather_threads must be at least 1, got {gather_threads}")
+        self._attach(
+            int(max_size), os.fspath(scratch_dir), job_id, resume, keep, timeout_s, gather_threads
+        )
+        try:
+            if limiter is not None:
+                limiter.check_capacity(self.max_size)
+            set_limiter(self._directory, limiter)
+        except BaseException:
+            self.close()
+            raise
+
+    def _attach(
+        self,
+        max_size: int,
+        scratch_dir: str,
+        job_id: str | None,
+        resume: bool,
+        keep: bool,
+        timeout_s: float,
+        gather_threads: int,
+    ) -> None:
+        self._directory = open_directory(
+            scratch_dir,
+            max_size,
+            job_id=job_id,
+            resume=resume,
+            keep=keep,
+            timeout_s=timeout_s,
+            repair=repair,
+        )
+        # The base classes' __init__ would set up a length, a revision and a cursor of this process,
+        # in semaphores that a killed process leaves in /dev/shm; ours lie in the directory.
+        self.max_size = max_size
+        self.ndim = 1
+        self.checkpointer = None
+        self._compilable = False
+        self._attached_entities_list: list[Any] = []
+        self.device = torch.device("cpu")
+        self.scratch_dir = str(self._directory.path)
+        self._cursor = SharedCursor(self._directory)
+        self._handed = _Handed()
+        self._streams = _Stream()
+        now_and_in_children(self, SharedMemmapStorage._renew)
+        self._gatherer = Gatherer(gather_threads, timeout_s)
+        self._closed = False
+
+    def _renew(self) -> None:
+        for buffer in _torchrl.buffers_over(self):
+            _torchrl.renew_after_fork(buffer)
+
+    @property
+    def limiter(self) -> RateLimiter | None:
+        """What limits samples and writes of all processes."""
+        gate = self._directory.gate
+        return None if gate is None else gate.limiter
+
+    @property
+    def limiter_counts(self) -> Counts:
+        """What a limiter would go by at this moment: inserts, samples and size, in rows."""
+        gate = self._directory.gate
+        return Counts(self.write_count, 0, len(self)) if gate is None else gate.counts()
+
+    def check_batch(self, batch_size: int | None) -> None:
+        """Raises ConfigurationError if the limiter could let samples of that size wait for ever."""
+        if self.limiter is not None and batch_size:
+            self.limiter.check_batch(batch_size)
+
+    @property
+    def directory(self) -> ReplayDirectory:
+        """The shared state; read it freely."""
+        return self._directory
+
+    def close(self, *, clean: bool = True) -> None:
+        """End this process's use; idempotent. The last process removes or keeps the directory.
+
+        Waits for the writes of other threads of this process; none begins from here on.
+
+        Args:
+            clean: ``False`` after a failure: the directory stays for a restarted job.
+
+        Raises:
+            DeadlineError: a write did not end within ``timeout_s``; nothing has changed.
+            DirectoryError: called by a signal handler that interrupted a write; nothing has
+                changed.
+        """
+        if not self._closed:
+            close_directory(self._directory, clean=clean)
+            self._closed = True
+
+    def cleanup(self) -> bool:
+        """TorchRL's name for :meth:`close`."""
+        self.close()
+        return True
+
+    # --- size --------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return self._directory.length
+
+    @property
+    def _len(self) -> int:
+        return self._directory.length
+
+    @property
+    def _is_full(self) -> bool:
+        # by the cursor: the length of a full ring dips while rows are rewritten
+        return self._directory.high == self.max_size
+
+    @property
+    def initialized(self) -> bool:
+        """Whether any process has written rows, so that their spec is known."""
+        return self._directory.rows is not None
+
+    @initialized.setter
+    def initialized(self, value: bool) -> None:
+        pass  # TorchRL's base class stores what is read from the directory here
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size([self._directory.high])
+
+    @property
+    def _mutation_revision(self) -> int:
+        # samplers that cache what they derive from the rows compare this number
+        words = self._directory.words
+        return words[Word.CURSOR] + words[Word.BASE] + words[Word.WRITE_COUNT]
+
+    def _bump_mutation_revision(self) -> None:
+        # Every write moves what ``_mutation_revision`` counts. TorchRL calls this after a buffer's
+        # set_, set_at_ and update_ have written to what ``storage[:]`` gave them.
+        raise ConfigurationError(
+            "set_, set_at_ and update_ would change a copy of shared rows; replace whole rows "
+            "instead: rb[index] = rows"
+        )
+
+    @property
+    def _last_cursor_index(self) -> int | None:
+        words = self._directory.words
+        if words[Word.CURSOR] == words[Word.BASE]:
+            return None
+        return (words[Word.CURSOR] - 1) % self.max_size
+
+    @property
+    def write_count(self) -> int:
+        """Rows ever written, by all processes."""
+        return int(self._directory.words[Word.WRITE_COUNT])
+
+    @property
+    def next_slot(self) -> int:
+        """Where the next row goes."""
+        return int(self._directory.words[Word.CURSOR]) % self.max_size
+
+    def generations_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """How often each slot, int64, was written, over all processes; -1 where no row is
+        published, and for a slot of -1."""
+        versions = torch.from_numpy(self._directory.versions)[slots.clamp_min(0)]
+        published = (versions & 1 == 0) & (versions > 0) & (slots >= 0)
+        return torch.where(published, versions // 2, -1)
+
+    @property
+    def _storage(self) -> TensorDict | None:
+        """All slots as they lie in memory, published or not; TorchRL reads keys and dtypes here."""
+        spec = self._directory.rows
+        if spec is None:
+            return None
+        return rows.build(self._directory.tensors, spec, (self.max_size,), raw=True)
+
+    # --- writing -----------------------------------------------------------------------------
+
+    def append(
+        self,
+        data: TensorDictBase,
+        priority: np.ndarray | None = None,
+        *,
+        limited: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write a batch at the shared cursor and publish it; what the writer calls.
+
+        Args:
+            data: ``[n, ...]``. Longer than the capacity, only its last ``max_size`` rows are kept.
+            priority: float64 [n], finite and >= 0, before alpha and eps; without it the rows get
+                the largest priority seen.
+            limited: whether to wait, before anything is written, for the limiter's leave.
+
+        Returns:
+            ``(index, generation)``, int64 [n] each; -1 for rows that were not kept.
+
+        Raises:
+            RateLimitError: the limiter did not give it in time.
+        """
+        return self._append(self._checked(data), data.batch_size[0], priority, limited)
+
+    def append_leaves(
+        self,
+        spec: RowSpec,
+        leaves: list[np.ndarray],
+        priority: np.ndarray | None = None,
+        *,
+        limited: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """:meth:`append` of rows that are taken apart already, [n, ...] per leaf of ``spec``."""
+        return self._append(self._fitted(spec, leaves), len(leaves[0]), priority, limited)
+
+    def _append(
+        self, source: list[np.ndarray], count: int, priority: np.ndarray | None, limited: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if priority is not None:
+            check_new(self._directory, priority, count)
+        self._cursor.drop_interrupted()
+        parts = split_rows(count, self.max_size)
+        if parts == [(0, count)]:
+            slots, generations = self._append_part(source, 0, count, priority, limited)
+            return torch.from_numpy(slots), torch.from_numpy(generations)
+        if count > self.max_size:  # the rest would be overwritten at once
+            if limited and self._directory.gate is not None:
+                self._directory.gate.wait_to_write(self._cursor, self)
+                limited = False
+            self._cursor.skip(count - self.max_size)
+        index = np.full(count, -1, dtype=np.int64)
+        generation = np.full(count, -1, dtype=np.int64)
+        for start, stop in parts:
+            part = None if priority is None else priority[start:stop]
+            index[start:stop], generation[start:stop] = self._append_part(
+                source, start, stop, part, limited
+            )
+            limited = False
+        return torch.from_numpy(index), torch.from_numpy(generation)
+
+    def _append_part(
+        self,
+        source: list[np.ndarray],
+        start: int,
+        stop: int,
+        priority: np.ndarray | None,
+        limited: bool,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        gate = self._directory.gate
+        if gate is None or not limited:
+            reservation = self._cursor.reserve(stop - start)
+        else:
+            reservation = gate.reserve(self._cursor, stop - start, self)
+        generation = self._fill(reservation, source, start, priority)
+        if generation[0] < 0:  # the buffer was emptied meanwhile
+            return np.full(stop - start, -1, dtype=np.int64), generation
+        return reservation.slots(), generation
+
+    def write_at(self, index: torch.Tensor, data: TensorDictBase) -> torch.Tensor:
+        """Replace whole rows at given slots; their generation advances like in any write.
+
+        Each run of neighbouring slots is published at once. A slot named twice keeps the last row.
+
+        Returns:
+            The new generations, int64 [n].
+        """
+        slots = as_slots(index).reshape(-1).numpy()
+        if slots.size and not (0 <= slots.min() and slots.max() < self.max_size):
+            raise IndexError(
+                f"slots must lie in 0 .. {self.max_size - 1}, got {slots.min()} .. {slots.max()}"
+            )
+        if data.batch_size[0] != slots.size:
+            raise ConfigurationError(f"{data.batch_size[0]} rows for {slots.size} slots")
+        source = self._checked(data)
+        # the last occurrence of each slot, in slot order
+        unique, last = np.unique(slots[::-1], return_index=True)
+        order = slots.size - 1 - last
+        source: list[np.ndarray | None] = [value[order] for value in source]
+        leaves = self._spec().leaves
+        if STREAM in leaves:  # a row that is replaced stays where it is in its trajectory
+            source[leaves.index(STREAM)] = None
+        self._cursor.drop_interrupted()
+        generations = np.empty(unique.size, dtype=np.int64)
+        # a few runs of neighbours at a time: claims are a table of limited size that all share
+        edges = np.flatnonzero(np.diff(unique) != 1) + 1
+        starts = [0, *edges[_RUNS_AT_ONCE - 1 :: _RUNS_AT_ONCE].tolist(), unique.size]
+        for first, last in itertools.pairwise(starts):
+            taken = self._cursor.claim_slots(unique[first:last])
+            done = first
+            for position, reservation in enumerate(taken):
+                stop = done + reservation.count
+                try:
+                    generations[done:stop] = self._fill(reservation, source, done, None)
+                except BaseException:
+                    for rest in taken[position + 1 :]:
+                        self._cursor.abandon(rest)
+                    raise
+                done = stop
+        return torch.from_numpy(generations[np.searchsorted(unique, slots)])
+
+    def _checked(self, data: TensorDictBase) -> list[np.ndarray]:
+        if not is_tensor_collection(data):
+            raise ConfigurationError(
+                f"rows are TensorDicts or tensorclasses, got {type(data).__name__}; wrap the data "
+                "in a TensorDict"
+            )
+        if not data.batch_dims:
+            raise ConfigurationError("expected a batch of rows [n, ...], got data without batch")
+        spec = self._directory.rows
+        if spec is None:
+            self._directory.create_rows(rows.spec_of(data))
+            spec = self._directory.rows
+            assert spec is not None
+        return rows.matching_leaves(data, spec, self._stream)
+
+    def _stream(self) -> int:
+        """The number of what this thread writes here, another one after a restore."""
+        if self._streams.pid != os.getpid():
+            self._streams = _Stream()  # a forked child's rows are no continuation of its parent's
+        return self._streams.number + self._directory.words[Word.RESTORES]
+
+    def _fitted(self, spec: RowSpec, leaves: list[np.ndarray]) -> list[np.ndarray]:
+        if self._directory.rows is None:
+            self._directory.create_rows(spec)
+        return rows.fitted(leaves, spec, self._spec())
+
+    def _fill(
+        self,
+        reservation: Reservation,
+        source: Sequence[np.ndarray | None],
+        offset: int,
+        priority: np.ndarray | None,
+    ) -> np.ndarray:
+        """Copy rows ``offset ...`` of the source into the reserved slots and publish them; for a
+        leaf that is None the slots keep what they have."""
+        try:
+            done = offset
+            for start, stop in reservation.ranges:
+                for target, value in zip(self._directory.arrays, source, strict=True):
+                    if value is not None:
+                        target[start:stop] = value[done : done + stop - start]
+                done += stop - start
+            generation = self._cursor.publish(reservation, priority)
+        except BaseException:
+            self._cursor.abandon(reservation)
+            raise
+        if self._directory.gate is not None:
+            self._directory.gate.ring()
+        return generation
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+        """TorchRL's write at given slots, as in ``storage[i] = data``; see :meth:`write_at`.
+
+        Raises:
+            ConfigurationError: a buffer over the storage was given a writer of TorchRL's, which
+                moves a cursor of its own.
+        """
+        if set_cursor:
+            self.check_writers()
+        if isinstance(data, (list, tuple)):
+            data = torch.stack(list(data))
+        if not is_tensor_collection(data):
+            raise ConfigurationError(f"rows are TensorDicts, got {type(data).__name__}")
+        if isinstance(cursor, (int, np.integer)):
+            cursor, data = torch.tensor([int(cursor)], device="cpu"), data.unsqueeze(0)
+        elif isinstance(cursor, (slice, range)):
+            # a slice means what it means for reading, but for the first rows of all
+            high = self._directory.high or self.max_size
+            span = range(*cursor.indices(high)) if isinstance(cursor, slice) else cursor
+            cursor = torch.arange(span.start, span.stop, span.step, device="cpu")
+        cursor = torch.as_tensor(cursor, device="cpu")
+        if cursor.dtype == torch.bool:
+            cursor = cursor.nonzero().squeeze(-1)
+        cursor = torch.where(cursor < 0, cursor + self._directory.high, cursor)
+        self.write_at(cursor, data.expand(cursor.numel(), *data.batch_size[1:]))
+
+    def empty(self, *, reset_write_count: bool = True) -> None:
+        """Drop every row, for all processes. Handles from before stay stale for ever."""
+        empty(self._directory, reset_write_count=reset_write_count)
+
+    def _empty(self) -> None:
+        pass  # ``ReplayBuffer.empty`` calls writer, sampler and storage: the writer's call did it
+
+    # --- reading -----------------------------------------------------------------------------
+
+    def read_drawn(
+        self, draw: Draw, count: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
+        """Copy drawn rows so that each is one whole published row; what the samplers call.
+
+        Rows that somebody rewrote during the copy are drawn again, a few times, then under the
+        lock, where nobody can.
+
+        Returns:
+            ``(slots, generation, extra, leaves)``, ``count`` rows of each.
+
+        Raises:
+            NoRowsError, DeadlineError: as :meth:`once_rows_are_published`, if ``draw`` raises the
+                former.
+        """
+        return self.once_rows_are_published(lambda: self._read_drawn(draw, count))
+
+    def once_rows_are_published(self, read: Callable[[], _T]) -> _T:
+        """What ``read`` returns; while it finds no row because all are being written, wait.
+
+        Raises:
+            NoRowsError: ``read`` raised it, and nobody is writing a row.
+            DeadlineError: rows were being written, but none was published for ``timeout_s``.
+        """
+        deadline = math.inf
+        while True:
+            try:
+                return read()
+            except NoRowsError:
+                deadline = min(deadline, time.monotonic() + self._directory.timeout_s)
+                if not self._cursor.wait_for_rows(deadline):
+                    raise
+
+    def _read_drawn(
+        self, draw: Draw, count: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
+        directory = self._directory
+        if not ORDERED_LOADS:
+            with directory.lock():
+                slots, versions, extra = draw(count, True)
+                return slots, versions >> 1, extra, self._gather(slots)
+        slots, versions, extra = draw(count, False)
+        leaves = self._gather(slots)
+        changed = np.flatnonzero(directory.versions[slots] != versions)
+        attempt = 0
+        while changed.size:
+            attempt += 1
+            directory.count(Word.REREAD_ROWS, changed.size)
+            if attempt > _REDRAWS:
+                directory.count(Word.LOCKED_READS)
+                with directory.lock():
+                    slots[changed], versions[changed], extra[changed] = draw(changed.size, True)
+                    self._regather(leaves, changed, slots)
+                break
+            slots[changed], versions[changed], extra[changed] = draw(changed.size, False)
+            self._regather(leaves, changed, slots)
+            changed = changed[directory.versions[slots[changed]] != versions[changed]]
+        return slots, versions >> 1, extra, leaves
+
+    def hand_over(
+        self, index: torch.Tensor, generation: torch.Tensor, leaves: list[torch.Tensor]
+    ) -> None:
+        """Keep verified rows for the calls with which the buffer follows a draw.
+
+        TorchRL fixes index and weights first, then asks the writer for generations and the
+        storage for rows, from the same thread. Looked up only then, they could belong to a row
+        that was written in between.
+        """
+        self._handed.batches.append((index, generation, leaves))
+
+    def handed_generation(self, index: Any) -> torch.Tensor | None:
+        """The generations of the rows handed over for this very index tensor, if any."""
+        index = _single(index)
+        for batch in self._handed.batches:
+            if batch[0] is index:
+                return batch[1]
+        return None
+
+    def get(self, index: Any) -> TensorDictBase:
+        """Whole rows at the given slots.
+
+        An int, a tensor or list of slots waits (at most ``timeout_s``) for rows that are being
+        written; a slice leaves out rows that are not published. A key, or a tuple of them, gives
+        that entry of all rows.
+
+        Raises:
+            IndexError: for a slot without a row that nobody is writing.
+            KeyError: for a key that the rows do not have.
+            DeadlineError: if a row stayed unfinished.
+        """
+        if isinstance(index, str) or (
+            isinstance(index, tuple) and index and all(isinstance(part, str) for part in index)
+        ):
+            return self.get(slice(None))[index]
+        index = _single(index)
+        handed = self._handed.batches
+        for at, batch in enumerate(handed):
+            if batch[0] is index:
+                del handed[at]
+                return self.as_rows(batch[2])
+        if isinstance(index, (int, np.integer)):
+            return self._get_slots(np.array([int(index)], dtype=np.int64))[0]
+        if index is Ellipsis:
+            index = slice(None)
+        if isinstance(index, slice):
+            slots = np.arange(*index.indices(self._directory.high))
+            versions = self._directory.versions[slots]
+            # locked, as a memory-mapped storage of TorchRL's: ``rb[key] = value`` would be lost
+            published = slots[(versions & 1 == 0) & (versions > 0)]
+            return self._get_slots(published, wait=False).lock_()
+        index = torch.as_tensor(index)
+        if index.dtype == torch.bool:
+            index = index.nonzero().squeeze(-1)
+        data = self._get_slots(as_slots(index).reshape(-1).numpy())
+        return data.reshape(*index.shape, *data.batch_size[1:]) if index.ndim != 1 else data
+
+    def _get_slots(self, slots: np.ndarray, *, wait: bool = True) -> TensorDict:
+        spec = self._spec()
+        count, leaves = self.leaves_at(slots, wait=wait)
+        return rows.build(rows.tensors(leaves, spec), spec, (count,))
+
+    def leaves_at(self, slots: np.ndarray, *, wait: bool = True) -> tuple[int, list[np.ndarray]]:
+        """How many rows, and their leaves [n, ...], at slots, int64 [n].
+
+        Args:
+            wait: for rows that are not published; else they are left out.
+        """
+        directory = self._directory
+        self._spec()
+        high = directory.high
+        slots = np.where(slots < 0, slots + high, slots)
+        if slots.size and not (0 <= slots.min() and slots.max() < high):
+            raise IndexError(
+                f"slots must lie in 0 .. {high - 1}, got {slots.min()} .. {slots.max()}"
+            )
+        versions = directory.versions[slots]
+        leaves = [array.take(slots, 0) for array in directory.arrays]
+        ok = (versions & 1 == 0) & (versions > 0) & (directory.versions[slots] == versions)
+        todo = np.flatnonzero(~ok) if ORDERED_LOADS else np.arange(slots.size)
+        deadline = time.monotonic() + directory.timeout_s
+        while todo.size:
+            directory.count(Word.REREAD_ROWS, todo.size)
+            with directory.lock():
+                now = directory.versions[slots[todo]]
+                published = (now & 1 == 0) & (now > 0)
+                self._regather(leaves, todo[published], slots)
+                todo = todo[~published]
+                gone = todo[~self._cursor.being_written(slots[todo])] if wait else todo[:0]
+            if gone.size:
+                raise IndexError(
+                    f"there is no row in slots {slots[gone][:8].tolist()} of {directory.path}, and "
+                    "nobody is writing one: never written, emptied, or its writer died"
+                )
+            if todo.size and not wait:
+                slots, leaves = (
+                    np.delete(slots, todo),
+                    [np.delete(leaf, todo, 0) for leaf in leaves],
+                )
+                break
+            if todo.size:
+                if time.monotonic() > deadline:
+                    raise DeadlineError(
+                        f"slots {slots[todo][:8].tolist()} of {directory.path} were being written "
+                        f"by others for {directory.timeout_s:g} s; are these stopped?"
+                    )
+                time.sleep(_RETRY_S)
+        return slots.size, leaves
+
+    def _spec(self) -> RowSpec:
+        spec = self._directory.rows
+        if spec is None:
+            raise IndexError("cannot read from a shared storage into which nothing was written")
+        return spec
+
+    def copy_rows(self, slots: np.ndarray) -> list[torch.Tensor]:
+        """The leaves of the rows at slots [n], as they are: who calls compares the versions."""
+        return rows.tensors(self._gather(slots), self._spec())
+
+    def copy_arrays(self, slots: np.ndarray) -> list[np.ndarray]:
+        """:meth:`copy_rows` as NumPy sees them."""
+        return self._gather(slots)
+
+    def as_rows(self, leaves: list[torch.Tensor], *, raw: bool = False) -> TensorDict:
+        """A TensorDict (or tensorclass) of copied leaves, each [n, ...]; see ``rows.build``."""
+        return rows.build(leaves, self._spec(), (leaves[0].shape[0],), raw=raw)
+
+    def _gather(self, slots: np.ndarray) -> list[np.ndarray]:
+        return self._gatherer.gather(self._directory.arrays, slots)
+
+    def _regather(self, leaves: list[np.ndarray], part: np.ndarray, slots: np.ndarray) -> None:
+        for leaf, array in zip(leaves, self._directory.arrays, strict=True):
+            leaf[part] = array[slots[part]]
+
+    # --- saving ------------------------------------------------------------------------------
+
+    def shards(self) -> list[DirectoryShard]:
+        """The one directory, for saving."""
+        return [DirectoryShard(self._cursor)]
+
+    def register_save_hook(self, hook: Any) -> None:
+        raise ConfigurationError(
+            "hooks of TorchRL's checkpointers do not apply: the storage saves itself"
+        )
+
+    register_load_hook = register_save_hook
+
+    # --- moving between processes ------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        directory = self._directory
+        return {
+            "max_size": self.max_size,
+            "scratch_dir": self.scratch_dir,
+            "job_id": directory.job_id,
+            "timeout_s": directory.timeout_s,
+            "gather_threads": self._gatherer.threads,
+            "attached": self._attached_entities_list,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        attached = state.pop("attached")
+        self._attach(**state, resume=False, keep=False)
+        set_limiter(self._directory, None)  # the one that the others use
+        self._attached_entities_list = attached
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(len={len(self)}, max_size={self.max_size}, "
+            f"scratch_dir={self.scratch_dir!r})"
+        )
+
+
+def _single(index: Any) -> Any:
+    """A tuple of one index stands for the index: TorchRL's slice samplers return such."""
+    return index[0] if isinstance(index, tuple) and len(index) == 1 else index

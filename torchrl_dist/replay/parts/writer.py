@@ -1,0 +1,143 @@
+"""The writer that many processes share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase, is_tensor_collection
+from torchrl.data.replay_buffers.storages import Storage
+from torchrl.data.replay_buffers.writers import Writer
+
+from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.replay.law.placement import as_slots
+from torchrl_dist.replay.row import _torchrl
+
+
+class SharedCursorWriter(Writer):
+    """Round-robin writer whose cursor, length and generations belong to the storage's directory.
+
+    Takes the place of ``TensorDictRoundRobinWriter``: every process that writes through one gets
+    slots of its own, and rows appear to readers whole or not at all. Samples carry
+    ``"index_generation"``, so that a late priority for a slot that was reused meanwhile can be
+    told apart.
+
+    An extend of more than ``max_size`` rows keeps the last ``max_size``; the index of the others
+    is -1. The batch itself is not changed.
+
+    Raises:
+        ConfigurationError: if the storage is neither a :class:`SharedMemmapStorage` nor a
+            :class:`RemoteStorage`, or rows do not
+            match the buffer's.
+    """
+
+    tracks_generations = True
+    writes_shared_rows = True
+
+    def __init__(self) -> None:
+        super().__init__(compilable=False)
+
+    def register_storage(self, storage: Storage) -> None:
+        if not callable(getattr(storage, "append", None)):  # as each of our storages has
+            raise ConfigurationError(
+                f"SharedCursorWriter writes to a SharedMemmapStorage or RemoteStorage, got "
+                f"{type(storage).__name__}; build the buffer with "
+                "storage=SharedMemmapStorage(capacity, scratch_dir=...)"
+            )
+        super().register_storage(storage)
+        self._check_buffers()
+
+    def _check_buffers(self) -> None:
+        """Refuse, for the buffers that write through this, what would go wrong."""
+        for buffer in _torchrl.buffers_over(self._storage):
+            if _torchrl.writer_of(buffer) is self:
+                _torchrl.check_buffer(buffer, self._storage)
+
+    def extend(self, data: Sequence, *, priority: np.ndarray | None = None) -> torch.Tensor:
+        """Write a batch; each row appears with its priority at once.
+
+        Args:
+            data: ``[n, ...]``.
+            priority: float64 [n], finite and >= 0; the largest one seen if left out.
+
+        Returns:
+            The slots, int64 [n]; -1 for rows that were not kept.
+        """
+        if not getattr(data, "batch_size", True):
+            raise ConfigurationError("extend takes a batch of rows [n, ...], got one row: use add")
+        if not len(data):
+            return torch.zeros(0, dtype=torch.int64)
+        if isinstance(data, (list, tuple)):
+            data = torch.stack(list(data))
+        index, generation = self._storage.append(data, priority)
+        self._announce(index, generation)
+        return index
+
+    def add(self, data: TensorDictBase) -> torch.Tensor:
+        if not is_tensor_collection(data):
+            raise ConfigurationError(
+                f"rows are TensorDicts or tensorclasses, got {type(data).__name__}; wrap the data "
+                "in a TensorDict"
+            )
+        return self.extend(data.unsqueeze(0)).squeeze(0)
+
+    def write_at(self, index: int | torch.Tensor, data: Any) -> torch.Tensor:
+        """Replace the rows at given slots without moving the cursor."""
+        slots = as_slots(index)
+        if slots.ndim == 0:
+            data = data.unsqueeze(0)
+        flat = slots if slots.ndim == 1 else slots.reshape(-1)  # the very tensor is remembered
+        self._announce(flat, self._storage.write_at(flat, data))
+        return slots
+
+    def _announce(self, index: torch.Tensor, generation: torch.Tensor) -> None:
+        """Tell the samplers of this process's buffers over the storage what was written."""
+        for buffer in _torchrl.buffers_over(self._storage):
+            note_written = getattr(_torchrl.sampler_of(buffer), "note_written", None)
+            if note_written is not None:
+                note_written(index, generation)  # publishing set the priorities already
+            else:
+                buffer.mark_update(index)
+
+    def generations_of(self, index: int | torch.Tensor) -> torch.Tensor:
+        """How often each slot was written, over all processes.
+
+        -1 for a slot without a published row, and for an index of -1.
+        """
+        handed = self._storage.handed_generation(index)
+        if handed is not None:
+            return handed
+        self._check_buffers()  # set_sampler tells nobody of another sampler
+        index = torch.as_tensor(index[0] if isinstance(index, tuple) else index)
+        return self._storage.generations_of(index.cpu().long()).to(index.device)
+
+    @property
+    def _write_count(self) -> int:
+        return self._storage.write_count
+
+    @property
+    def _cursor(self) -> int:
+        return self._storage.next_slot
+
+    def _empty(self, empty_write_count: bool = True) -> None:
+        self._storage.empty(reset_write_count=empty_write_count)
+
+    # The cursor belongs to the directory: the storage saves and restores it.
+
+    def dumps(self, path: str | Path) -> None:
+        Path(path).mkdir(parents=True, exist_ok=True)
+
+    def loads(self, path: str | Path) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"

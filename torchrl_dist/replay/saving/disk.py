@@ -1,0 +1,508 @@
+"""A saved buffer on disk, whole at every instant.
+
+::
+
+    checkpoint.json     what it is, the name of the folder with the rows, and checksums of all
+    rows-<unique>/      shard-0/ ...: a file per leaf of a row, priority.bin, runs.bin;
+                        extra/: tensors of the buffer's transforms and random generator
+    .torchrl_dist-rows  while a checkpoint is written: the folders that were made here
+
+A new checkpoint is written to a folder of its own and synced; then one rename of
+``checkpoint.json`` makes it the valid one, and the earlier folder is removed. Whatever a crash
+leaves beside, the next one removes: that is what the last file is for. Nothing is removed that is
+not named there or in ``checkpoint.json``. Numbers are stored as they lie in memory, little-endian;
+nothing is pickled, reading runs no code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import time
+import uuid
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchrl_dist.errors import CheckpointError, ConfigurationError
+from torchrl_dist.replay.node.directory import LeafSpec, RowSpec, array_of
+from torchrl_dist.replay.node.lock import close_lock_file, open_lock_file
+from torchrl_dist.replay.saving.snapshot import Chunk, Head, SavedShard
+
+MANIFEST = "checkpoint.json"
+FORMAT = "torchrl_dist.replay"
+FORMAT_VERSION = 2
+"""2: with checksums. Checkpoints of version 1 are read without."""
+_FOLDER = "rows-"
+_MADE_HERE = ".torchrl_dist-rows"
+_TENSOR = "tensor of the extra folder"
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[DumpWriter]:
+    """Write a checkpoint; unless it is committed, what was there stays.
+
+    Args:
+        path: folder of the checkpoint; made if need be. One writer at a time.
+
+    Raises:
+        CheckpointError: another process is writing there, or the files cannot be written, because
+            the disk is full or for another reason. What was written is removed.
+    """
+    path = Path(os.path.abspath(path))
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with _only_writer(path):
+            writer = DumpWriter(path)
+            try:
+                yield writer
+            finally:
+                writer.remove_unless_valid()
+    except (TimeoutError, ConnectionError):
+        raise  # of a shard, not of the disk
+    except OSError as error:
+        raise CheckpointError(
+            f"could not write the checkpoint {path}: {error}; an earlier one there is as it was. "
+            "Free space, or choose another folder"
+        ) from error
+
+
+class DumpWriter:
+    """The files of one checkpoint; made by :func:`writing`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._earlier = _folder_of(path)
+        for name in _noted(path):
+            if name != self._earlier:
+                _remove_folder(path / name)
+        self._folder = path / f"{_FOLDER}{uuid.uuid4().hex[:12]}"
+        try:
+            self._note_folders()
+            self._folder.mkdir()
+        except BaseException:
+            self.remove_unless_valid()
+            raise
+
+    def _note_folders(self) -> None:
+        """Before they are there: whoever comes after a crash knows what to remove."""
+        made = [self._folder.name] + ([] if self._earlier is None else [self._earlier])
+        with open(self._path / _MADE_HERE, "w") as file:
+            file.write("\n".join(made))
+            file.flush()
+            os.fsync(file.fileno())
+        sync_folder(self._path)
+
+    @contextlib.contextmanager
+    def shard(self, number: int, head: Head) -> Iterator[ShardFiles]:
+        """The files of one shard; synced at the end, removed if that is not reached."""
+        folder = self._folder / f"shard-{number}"
+        folder.mkdir()
+        try:
+            with contextlib.ExitStack() as steps:
+                files = ShardFiles(folder, head, steps)
+                yield files
+                files.sync()
+        except BaseException:
+            _remove_part(folder)
+            raise
+
+    def commit(self, shards: Sequence[dict[str, Any] | None], extra: Mapping[str, Any]) -> None:
+        """Make this the checkpoint.
+
+        Args:
+            shards: :meth:`ShardFiles.entry` of each, None for those that are missing.
+            extra: values that JSON can hold, and tensors, nested in dictionaries and lists.
+
+        Raises:
+            ConfigurationError: ``extra`` holds something else.
+        """
+        tensors: list[torch.Tensor] = []
+        manifest = {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "folder": self._folder.name,
+            "unix_time_s": time.time(),
+            "shards": list(shards),
+            "extra": _without_tensors(extra, "extra", tensors),
+            "tensors": self._write_tensors(tensors),
+        }
+        manifest["checksum"] = _sum_of(manifest)
+        for each in [*self._folder.iterdir(), self._folder]:
+            sync_folder(each)
+        written = self._folder / MANIFEST
+        with open(written, "w") as file:
+            json.dump(manifest, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(written, self._path / MANIFEST)
+        sync_folder(self._path)
+        sync_folder(self._path.parent)
+        if self._earlier is not None:
+            _remove_folder(self._path / self._earlier)
+        (self._path / _MADE_HERE).unlink()
+
+    def _write_tensors(self, tensors: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
+        folder = self._folder / "extra"
+        folder.mkdir()
+        entries = []
+        for number, tensor in enumerate(tensors):
+            leaf = LeafSpec((str(number),), tensor.dtype, tuple(tensor.shape))
+            with open(folder / leaf.file_name, "wb") as file:
+                content = _bytes_of(np.ascontiguousarray(array_of(tensor)))
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            entries.append(leaf.as_json() | {"checksum": zlib.crc32(content)})
+        return entries
+
+    def remove_unless_valid(self) -> None:
+        """What was not committed is of no use."""
+        if _folder_of(self._path) != self._folder.name:
+            _remove_folder(self._folder)
+            (self._path / _MADE_HERE).unlink(missing_ok=True)
+
+
+class RowFiles:
+    """A shard's rows, a file per leaf: for any process that sees the folder.
+
+    Attributes:
+        sums: CRC-32 of the rows written last, per leaf.
+
+    Args:
+        steps: closes the files.
+        flags: of ``os.open``. By default files are not made: those of a checkpoint that was given
+            up stay gone.
+    """
+
+    def __init__(
+        self, folder: Path, spec: RowSpec | None, steps: contextlib.ExitStack, flags: int = 0
+    ) -> None:
+        leaves = spec.leaves if spec else ()
+        self._leaves = [
+            (_open(folder / leaf.file_name, steps, flags), leaf.row_bytes) for leaf in leaves
+        ]
+        self.sums: tuple[int, ...] = ()
+
+    def write(self, row: int, arrays: list[np.ndarray]) -> None:
+        """Put rows, [n, ...] per leaf, behind the first ``row`` ones."""
+        for (fd, row_bytes), array in zip(self._leaves, arrays, strict=True):
+            _write_at(fd, row * row_bytes, array)
+        self.sums = tuple(map(_sum, arrays))
+
+    def end(self, rows: int) -> None:
+        """So many rows remain: those that changed were written once more. All are on the disk."""
+        for fd, row_bytes in self._leaves:
+            os.ftruncate(fd, rows * row_bytes)
+            os.fsync(fd)
+
+
+class ShardFiles:
+    """The sink for one shard's rows; made by :meth:`DumpWriter.shard`."""
+
+    def __init__(self, folder: Path, head: Head, steps: contextlib.ExitStack) -> None:
+        self.folder: Path | None = folder.resolve()
+        self._head = head
+        self._runs: list[np.ndarray] = []
+        self._masses_sum = 0
+        self._sums: list[list[int]] = []
+        self._rows = 0
+        new = os.O_CREAT | os.O_EXCL
+        self._leaves = RowFiles(folder, head.spec, steps, new)
+        self._priority = _open(folder / "priority.bin", steps, new)
+        self._runs_file = _open(folder / "runs.bin", steps, new)
+
+    def write(self, arrays: list[np.ndarray]) -> None:
+        self._leaves.write(self._rows, arrays)
+
+    def append(self, chunk: Chunk) -> None:
+        _write_at(self._priority, self._rows * 8, chunk.leaf)
+        self._masses_sum = zlib.crc32(_bytes_of(chunk.leaf), self._masses_sum)
+        self._sums.append([chunk.leaf.size, *(chunk.sums or self._leaves.sums)])
+        self._runs.append(chunk.runs)
+        self._rows += chunk.leaf.size
+
+    def sync(self) -> None:
+        """Everything is on the disk afterwards."""
+        _write_at(self._runs_file, 0, self._all_runs())
+        self._leaves.end(self._rows)
+        for fd in (self._runs_file, self._priority):
+            os.fsync(fd)
+
+    def _all_runs(self) -> np.ndarray:
+        return np.concatenate([np.empty((0, 3), np.int64), *self._runs])
+
+    def entry(self) -> dict[str, Any]:
+        """What the manifest says about the shard."""
+        return {
+            "rows": self._rows,
+            "runs": len(self._all_runs()),
+            "overwritten": max(0, self._head.length - self._rows),
+            "head": self._head.as_json(),
+            "checksums": {
+                "runs": _sum(self._all_runs()),
+                "priority": self._masses_sum,
+                "rows": self._sums,  # of each part: how many, and a sum per leaf
+            },
+        }
+
+
+def read_dump(
+    path: Path, *, check_rows: bool = True
+) -> tuple[list[SavedShard | None], dict[str, Any]]:
+    """The checkpoint in a folder, ``(shards, extra)``; its rows are mapped, not read.
+
+    It stays usable while a new checkpoint takes its place.
+
+    Args:
+        check_rows: read the rows once, to compare their checksums.
+
+    Raises:
+        CheckpointError: there is none, of a newer format, or damaged.
+    """
+    for _ in range(10):
+        manifest = read_manifest(path)
+        folder = Path(path, manifest["folder"])
+        try:
+            shards = [
+                None
+                if entry is None
+                else _read_shard(folder / f"shard-{number}", entry, check_rows)
+                for number, entry in enumerate(manifest["shards"])
+            ]
+            tensors = _read_tensors(folder / "extra", manifest["tensors"])
+            return shards, _with_tensors(manifest["extra"], tensors)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+            missing: Exception = error
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"checkpoint {path} is damaged: {error!r}") from error
+        if _folder_of(path) == folder.name:  # else a new one has replaced it meanwhile
+            break
+    raise CheckpointError(f"checkpoint {path} is damaged: {missing}; use another one")
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """What :data:`MANIFEST` in the folder says.
+
+    Raises:
+        CheckpointError: there is none, of a newer format, or damaged.
+    """
+    file = Path(path, MANIFEST)
+    try:
+        manifest = json.loads(file.read_text())
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError(
+            f"{path} holds no checkpoint of a replay buffer: there is no {MANIFEST}"
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is damaged: {error}") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{file} was not written by a replay buffer of torchrl_dist")
+    version = manifest.get("format_version")
+    if type(version) is int and version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format version {version}, this torchrl_dist reads up "
+            f"to {FORMAT_VERSION}; update torchrl_dist"
+        )
+    sound = (
+        version in (1, FORMAT_VERSION)
+        and (version == 1 or manifest.pop("checksum", None) == _sum_of(manifest))
+        and all(isinstance(manifest.get(name), list) for name in ("shards", "tensors"))
+        and isinstance(manifest.get("extra"), dict)
+        and _is_our_name(manifest.get("folder"))
+        and isinstance(manifest.get("unix_time_s"), int | float)
+    )
+    if not sound:
+        raise CheckpointError(f"{file} is damaged: its checksum or content is wrong")
+    return manifest
+
+
+def _read_shard(folder: Path, entry: dict[str, Any], check_rows: bool) -> SavedShard:
+    head, count = Head.from_json(entry["head"]), entry["rows"]
+    runs = _read(folder / "runs.bin", (entry["runs"], 3), np.dtype(np.int64))
+    leaf = _read(folder / "priority.bin", (count,), np.dtype(np.float64))
+    leaves = head.spec.leaves if head.spec else ()
+    arrays = [
+        _read(folder / each.file_name, (count, *each.shape), _seen_as(each.dtype))
+        for each in leaves
+    ]
+    shard = SavedShard(head, runs, leaf, arrays)
+    sums = entry.get("checksums")  # not in version 1
+    if sums is not None:
+        _compare(folder / "runs.bin", runs, sums["runs"])
+        _compare(folder / "priority.bin", leaf, sums["priority"])
+    shard.check()
+    if sums is not None and check_rows:
+        row = 0
+        for size, *of_leaves in sums["rows"]:
+            for each, array, wanted in zip(leaves, arrays, of_leaves, strict=True):
+                _compare(folder / each.file_name, array[row : row + size], wanted)
+            row += size
+        if row != count:
+            raise CheckpointError(f"checkpoint {folder} is damaged: checksums of {row} rows")
+    return shard
+
+
+def _compare(file: Path, array: np.ndarray, wanted: int) -> None:
+    if _sum(array) != wanted:
+        raise CheckpointError(
+            f"checkpoint {file} is damaged: its bytes are not those that were written (checksum); "
+            "use another one"
+        )
+
+
+def _read_tensors(folder: Path, entries: list[dict[str, Any]]) -> list[torch.Tensor]:
+    found = []
+    for entry in entries:
+        leaf = LeafSpec.from_json(entry)
+        array = _read(folder / leaf.file_name, leaf.shape, _seen_as(leaf.dtype))
+        if "checksum" in entry:
+            _compare(folder / leaf.file_name, array, entry["checksum"])
+        tensor = torch.from_numpy(array.copy())
+        found.append(tensor if tensor.dtype == leaf.dtype else tensor.view(leaf.dtype))
+    return found
+
+
+def _without_tensors(value: Any, where: str, tensors: list[torch.Tensor]) -> Any:
+    """``value`` as JSON can hold it; ``{_TENSOR: i}`` stands for ``tensors[i]``."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return {_TENSOR: len(tensors) - 1}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {
+            key: _without_tensors(item, f"{where}.{key}", tensors) for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_without_tensors(item, f"{where}[{i}]", tensors) for i, item in enumerate(value)]
+    raise ConfigurationError(
+        f"{where} is a {type(value).__name__}; a checkpoint holds tensors, numbers, strings, "
+        "lists, and dictionaries with names"
+    )
+
+
+def _with_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Inverse of :func:`_without_tensors`."""
+    if isinstance(value, dict):
+        if value.keys() == {_TENSOR}:
+            return tensors[value[_TENSOR]]
+        return {key: _with_tensors(item, tensors) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_tensors(item, tensors) for item in value]
+    return value
+
+
+def _seen_as(dtype: torch.dtype) -> np.dtype:
+    return array_of(torch.empty(0, dtype=dtype, device="cpu")).dtype
+
+
+def _read(file: Path, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    wanted, size = int(np.prod(shape)) * dtype.itemsize, file.stat().st_size
+    if size != wanted:
+        raise CheckpointError(
+            f"checkpoint {file} is damaged: it has {size} bytes, expected {wanted}; use another one"
+        )
+    if not size:
+        return np.empty(shape, dtype)
+    # copy on write: torch wants arrays that could be written
+    return np.asarray(np.memmap(file, dtype, "c", shape=shape))
+
+
+def _folder_of(path: Path) -> str | None:
+    """The folder that the manifest names, None if there is no manifest."""
+    return read_manifest(path)["folder"] if (path / MANIFEST).exists() else None
+
+
+def _is_our_name(name: Any) -> bool:
+    return isinstance(name, str) and re.fullmatch(_FOLDER + "[0-9a-f]{12}", name) is not None
+
+
+def _noted(path: Path) -> list[str]:
+    """Folders that an earlier writer made, or was about to make, and had no time to remove."""
+    try:
+        return [line for line in (path / _MADE_HERE).read_text().splitlines() if _is_our_name(line)]
+    except (OSError, ValueError):
+        return []
+
+
+def _remove_folder(folder: Path) -> None:
+    """Remove the rows of a checkpoint; a file that somebody put beside stays, with its folder."""
+    if folder.is_symlink() or not folder.is_dir():
+        return
+    for part in folder.iterdir():
+        if re.fullmatch(r"shard-\d+|extra", part.name) and not part.is_symlink():
+            _remove_part(part)
+    with contextlib.suppress(OSError):
+        (folder / MANIFEST).unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def _remove_part(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        for file in folder.glob("*.bin"):
+            file.unlink()
+        folder.rmdir()
+
+
+def _sum(array: np.ndarray) -> int:
+    return zlib.crc32(_bytes_of(np.ascontiguousarray(array)))
+
+
+def _sum_of(manifest: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    return memoryview(array.reshape(-1).view(np.uint8))
+
+
+def _open(file: Path, steps: contextlib.ExitStack, flags: int) -> int:
+    fd = os.open(file, os.O_WRONLY | os.O_CLOEXEC | flags, 0o600)
+    steps.callback(os.close, fd)
+    return fd
+
+
+def _write_at(fd: int, offset: int, array: np.ndarray) -> None:
+    if not array.nbytes:
+        return
+    left = _bytes_of(array)
+    while left:
+        done = os.pwrite(fd, left, offset)
+        left, offset = left[done:], offset + done
+
+
+@contextlib.contextmanager
+def _only_writer(path: Path) -> Iterator[None]:
+    fd = open_lock_file(path, access=os.O_RDONLY)  # a folder; and not for forked children
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"another process or thread is writing a checkpoint to {path}: write to another "
+                "folder, or one after the other"
+            ) from error
+        except OSError:
+            pass  # some network file systems lock no folders
+        yield
+    finally:
+        close_lock_file(fd)
+
+
+def sync_folder(path: Path) -> None:
+    """Have the names in the folder on the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

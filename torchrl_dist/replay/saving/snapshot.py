@@ -1,0 +1,552 @@
+"""What is saved of a replay directory: taken and given back in chunks, while others go on.
+
+Slots are visited in the order in which the ring will overwrite them: the *position* of a slot is
+its distance ahead of the cursor, ``(slot - cursor) % capacity``, 0 for the oldest row. Writers go
+the same way round, so whatever they have reserved since the cursor was noted is a first part of the
+positions, and one comparison with the cursor tells a row of then from a later one.
+
+- Taking: a chunk's rows are copied without the lock, and their versions compared afterwards. Each
+  saved row is whole and has a priority that it had. Rows whose slot was reserved meanwhile are
+  missing, and so are rows that were being written.
+- Giving back: the buffer is emptied and its cursor set, then chunk after chunk is claimed, written
+  and published like any rows. Where writers came first, their newer rows stay. No generation goes
+  back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from torchrl_dist.errors import CheckpointError, ConfigurationError
+from torchrl_dist.replay.node.cursor import SharedCursor
+from torchrl_dist.replay.node.directory import (
+    LARGEST_COUNT,
+    ORDERED_LOADS,
+    ReplayDirectory,
+    RowSpec,
+    Word,
+    array_of,
+    checked_spec,
+)
+from torchrl_dist.replay.node.priorities import check_rescaling, rescaled
+
+_CHUNK_BYTES = 2**24
+_CHUNK_ROWS = 2**16  # versions and priorities of so many are copied under one hold of the lock
+_ATTEMPTS = 3 if ORDERED_LOADS else 0
+_LARGEST_BLOCK = 1024
+
+# columns of runs, int64 [n, 3]: neighbouring slots, written equally often
+RUN_SLOT, RUN_VERSION, RUN_COUNT = range(3)
+
+
+@dataclass(frozen=True)
+class Head:
+    """A directory but for its rows, at one instant.
+
+    ``max_priority`` (before alpha), ``alpha`` and ``eps`` are None where none was set yet, ``spec``
+    before the first row. ``length`` counts the rows that were published. ``limiter``: of a limited
+    directory ``gate.state()``.
+    """
+
+    capacity: int
+    cursor: int
+    high: int
+    length: int
+    write_count: int
+    max_priority: float | None
+    alpha: float | None
+    eps: float | None
+    max_within: bool
+    counters: dict[str, int]
+    spec: RowSpec | None
+    limiter: list[float] | None = None
+
+    @classmethod
+    def of(cls, directory: ReplayDirectory) -> Head:
+        """Blocks for the directory's lock."""
+        with directory.lock():
+            words = directory.words
+            highest = directory.get_float(Word.MAX_PRIORITY)
+            set_ = bool(words[Word.ALPHA_SET])
+            return cls(
+                directory.capacity,
+                words[Word.CURSOR],
+                directory.high,
+                directory.length,
+                words[Word.WRITE_COUNT],
+                None if math.isnan(highest) else highest,
+                directory.get_float(Word.ALPHA) if set_ else None,
+                directory.get_float(Word.EPS) if set_ else None,
+                bool(words[Word.MAX_WITHIN]),
+                directory.counters,
+                directory.rows,
+                None if directory.gate is None else directory.gate.state(),
+            )
+
+    def check(self) -> None:
+        """Raises CheckpointError if these values cannot have been a directory's."""
+        count = range(LARGEST_COUNT + 1)
+        within = {
+            "capacity": count[1:],
+            "cursor": count,
+            "high": range(self.capacity + 1) if type(self.capacity) is int else count[:0],
+            "length": count,
+            "write_count": count,
+            **{f"the counter {name}": count for name in self.counters},
+        }
+        values = vars(self) | {f"the counter {name}": n for name, n in self.counters.items()}
+        for name, allowed in within.items():
+            value = values[name]
+            if type(value) is not int or value not in allowed:
+                raise CheckpointError(f"the checkpoint is damaged: {name} is {value!r}")
+        if self.length > self.capacity:
+            raise CheckpointError(f"the checkpoint is damaged: length is {self.length}")
+        limiter = self.limiter or []
+        for value in (self.alpha, self.eps, self.max_priority, *limiter):
+            if value is not None and not (isinstance(value, int | float) and 0 <= value < math.inf):
+                raise CheckpointError(
+                    f"the checkpoint is damaged: it has {value!r} for a number from 0 on"
+                )
+        if (self.alpha is None) != (self.eps is None):
+            raise CheckpointError("the checkpoint is damaged: alpha without eps")
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return vars(self) | {"spec": None if self.spec is None else self.spec.as_json()}
+
+    @classmethod
+    def from_json(cls, entry: dict[str, Any]) -> Head:
+        """Inverse of :meth:`as_json`.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        try:
+            spec = entry["spec"]
+            head = cls(**entry | {"spec": None if spec is None else checked_spec(spec)})
+            head.counters.keys()
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"the checkpoint is damaged: {error!r}") from error
+        head.check()
+        return head
+
+    def chunks(self) -> Iterator[tuple[int, int]]:
+        """Ranges of slots ``(start, stop)`` that cover the ring, the oldest first."""
+        if self.spec is None:
+            return
+        size = min(_CHUNK_ROWS, max(1, _CHUNK_BYTES // max(1, self.spec.row_bytes)))
+        first = self.cursor % self.capacity
+        for start, stop in ((first, self.capacity), (0, first)):
+            for at in range(start, stop, size):
+                yield at, min(at + size, stop)
+
+
+@dataclass(frozen=True)
+class SavedShard:
+    """Rows of one directory, the oldest first, and what goes with them.
+
+    Attributes:
+        head: the directory when saving began.
+        runs: int64 [k, 3], slots and versions of the rows; see :attr:`slots`.
+        leaf: float64 [n], mass of each row in the tree.
+        arrays: the rows, [n, ...] per leaf of the spec, as ``directory.array_of`` gives them.
+    """
+
+    head: Head
+    runs: np.ndarray
+    leaf: np.ndarray
+    arrays: list[np.ndarray]
+
+    def check(self) -> None:
+        """Raises CheckpointError unless a directory can have held these rows."""
+        self.head.check()
+        problem = self._problem()
+        if problem is not None:
+            raise CheckpointError(f"the checkpoint is damaged: {problem}")
+
+    def _problem(self) -> str | None:
+        runs, leaf, capacity = self.runs, self.leaf, self.head.capacity
+        if runs.dtype != np.int64 or runs.ndim != 2 or runs.shape[1] != 3:
+            return f"the runs are {runs.dtype} {list(runs.shape)}"
+        slot, version, count = runs.T
+        if runs.size:
+            if count.min() < 1 or count.max() > capacity or count.sum() != leaf.size:
+                return f"the runs are not of {leaf.size} rows"
+            if slot.min() < 0 or slot.max() >= capacity or (slot + count).max() > capacity:
+                return f"rows are in slots that a ring of {capacity} does not have"
+            if version.min() < 1 or version.max() > LARGEST_COUNT or (version & 1).any():
+                return "rows have versions that no published row has"
+            position = (slot - self.head.cursor) % capacity
+            if (position + count > np.append(position[1:], capacity)).any():
+                return "rows share a slot, or are not in the order of their age"
+        elif leaf.size:
+            return f"there are {leaf.size} priorities without rows"
+        if leaf.dtype != np.float64 or leaf.ndim != 1:
+            return f"the priorities are {leaf.dtype} {list(leaf.shape)}"
+        if not (np.isfinite(leaf).all() and (leaf >= 0).all()):
+            return "its priorities are not finite or below 0"
+        leaves = self.head.spec.leaves if self.head.spec is not None else ()
+        if len(leaves) != len(self.arrays) or (leaf.size and self.head.spec is None):
+            return f"a row has {len(leaves)} tensors, there are {len(self.arrays)}"
+        for each, array in zip(leaves, self.arrays, strict=True):
+            kind = array_of(torch.empty(0, dtype=each.dtype)).dtype
+            if array.shape != (leaf.size, *each.shape) or array.dtype != kind:
+                return f"{'.'.join(each.key)} is {array.dtype} {list(array.shape)}"
+        return None
+
+    @property
+    def slots(self) -> np.ndarray:
+        """int64 [n]."""
+        first, count = self.runs[:, RUN_SLOT], self.runs[:, RUN_COUNT]
+        begin = np.cumsum(count) - count
+        return np.repeat(first - begin, count) + np.arange(count.sum())
+
+    @property
+    def versions(self) -> np.ndarray:
+        """int64 [n]; twice the generation."""
+        return np.repeat(self.runs[:, RUN_VERSION], self.runs[:, RUN_COUNT])
+
+    @property
+    def overwritten(self) -> int:
+        """Rows that were there when saving began, and are missing."""
+        return max(0, self.head.length - self.leaf.size)
+
+
+# --- taking --------------------------------------------------------------------------------------
+
+
+class Chunk(NamedTuple):
+    """Slots and masses of rows that were saved; see :class:`SavedShard`.
+
+    ``sums``: CRC-32 of the rows per leaf, from whoever has written them to files.
+    """
+
+    runs: np.ndarray
+    leaf: np.ndarray
+    sums: tuple[int, ...] = ()
+
+
+class _Found(NamedTuple):
+    keep: np.ndarray
+    """bool: rows of before the cursor was noted that are published."""
+    versions: np.ndarray
+    leaf: np.ndarray
+
+
+def save_chunk(
+    directory: ReplayDirectory,
+    cursor: int,
+    alpha: float | None,
+    start: int,
+    stop: int,
+    write: Callable[[list[np.ndarray]], None],
+) -> Chunk:
+    """Save the rows in the slots ``start`` to ``stop``, those with tickets before ``cursor``.
+
+    Blocks for the directory's lock, which it holds for a copy of versions and masses; of the rows
+    only after other processes changed the chunk several times in a row.
+
+    Args:
+        alpha: the exponent when saving began; masses are given as they are under it.
+        write: takes the rows, [n, ...] per leaf; the arrays may be shared memory. Called again with
+            fewer rows if some changed meanwhile: the last call counts.
+    """
+    for _ in range(_ATTEMPTS):
+        with directory.lock():
+            found = _look(directory, cursor, alpha, start, stop)
+        write(_copies(directory, found, start, stop))
+        if not np.any((directory.versions[start:stop] != found.versions) & found.keep):
+            return _chunk(found, start)
+    with directory.lock():
+        found = _look(directory, cursor, alpha, start, stop)
+        rows = [array.copy() for array in _copies(directory, found, start, stop)]
+    write(rows)
+    return _chunk(found, start)
+
+
+def _look(
+    directory: ReplayDirectory, cursor: int, alpha: float | None, start: int, stop: int
+) -> _Found:
+    """Called under the lock."""
+    versions = directory.versions[start:stop].copy()
+    leaf = directory.tree.leaves[start:stop].copy()
+    now = directory.get_float(Word.ALPHA)
+    if alpha and now and now != alpha:
+        leaf = rescaled(leaf, alpha / now)
+    keep = (versions & 1 == 0) & (versions > 0)
+    position = (start - cursor) % directory.capacity
+    keep[: max(0, directory.words[Word.CURSOR] - cursor - position)] = False
+    return _Found(keep, versions, leaf)
+
+
+def _copies(directory: ReplayDirectory, found: _Found, start: int, stop: int) -> list[np.ndarray]:
+    """The rows to keep: slices of the shared memory where that is all of them."""
+    if found.keep.all():
+        return [array[start:stop] for array in directory.arrays]
+    return [array[start:stop][found.keep] for array in directory.arrays]
+
+
+def _chunk(found: _Found, start: int) -> Chunk:
+    kept = np.flatnonzero(found.keep)
+    return Chunk(_runs(start + kept, found.versions[kept]), found.leaf[kept])
+
+
+def _runs(slots: np.ndarray, versions: np.ndarray) -> np.ndarray:
+    if not slots.size:
+        return np.empty((0, 3), dtype=np.int64)
+    edges = np.flatnonzero((np.diff(slots) != 1) | (np.diff(versions) != 0)) + 1
+    first = np.concatenate([[0], edges])
+    count = np.diff(np.append(first, slots.size))
+    return np.stack([slots[first], versions[first], count], axis=1)
+
+
+# --- giving back ---------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """Rows ``row ... row + count`` of a saved shard, for slots from ``slot`` on."""
+
+    shard: int
+    row: int
+    count: int
+    slot: int
+    version: int
+
+
+class Target(NamedTuple):
+    """What one directory is to hold: its head, and pieces in the order of their positions."""
+
+    head: Head
+    pieces: list[Piece]
+
+
+def deal(
+    shards: Sequence[SavedShard | None], count: int, capacity: int
+) -> tuple[list[Target], int]:
+    """Which rows go where, when ``shards`` are given to ``count`` directories of ``capacity``.
+
+    Into as many shards of the same capacity every row gets back to its slot, with its generation;
+    a shard that was not saved (None) is empty. Otherwise rows are dealt
+    in blocks of neighbours, evenly and the oldest first, so that trajectories stay together but for
+    the edges of blocks; slots are new then, and generations larger than all saved ones, so that no
+    handle from before names another row. Of more rows than there is room for the newest are taken,
+    by their distance from their shard's cursor.
+
+    Returns:
+        A target per directory, and how many rows were left out.
+    """
+    known = [shard for shard in shards if shard is not None]
+    if not known:
+        raise CheckpointError("none of the saved shards holds anything")
+    if len(shards) == count and all(shard.head.capacity == capacity for shard in known):
+        return [
+            Target(_without_rows(known[0].head), [])
+            if shard is None
+            else Target(shard.head, _pieces_as_saved(number, shard))
+            for number, shard in enumerate(shards)
+        ], 0
+    rows = sum(shard.leaf.size for shard in known)
+    kept = min(rows, count * capacity)
+    quotas = [kept // count + (target < kept % count) for target in range(count)]
+    slots = [0] * count
+    pieces: list[list[Piece]] = [[] for _ in range(count)]
+    version = max([int(shard.runs[:, RUN_VERSION].max(initial=0)) for shard in known]) + 2
+    leave_out = rows - kept
+    size = min(_LARGEST_BLOCK, max(1, rows // (8 * count)))
+    for number, row, length in _blocks(shards, size):
+        dropped = min(leave_out, length)
+        leave_out -= dropped
+        row, length = row + dropped, length - dropped
+        while length:
+            target = max(range(count), key=lambda each: quotas[each] - slots[each])
+            taken = min(length, quotas[target] - slots[target])
+            pieces[target].append(Piece(number, row, taken, slots[target], version))
+            slots[target] += taken
+            row, length = row + taken, length - taken
+    heads = _dealt_heads([shard.head for shard in known], count, capacity, quotas)
+    return [Target(*pair) for pair in zip(heads, pieces, strict=True)], rows - kept
+
+
+def _without_rows(head: Head) -> Head:
+    """Of a shard of the same buffer that was lost."""
+    counters = dict.fromkeys(head.counters, 0)
+    return replace(head, cursor=0, high=0, length=0, write_count=0, counters=counters, limiter=None)
+
+
+def _pieces_as_saved(number: int, shard: SavedShard) -> list[Piece]:
+    count = shard.runs[:, RUN_COUNT]
+    rows = (np.cumsum(count) - count).tolist()
+    return [
+        Piece(number, row, length, slot, version)
+        for row, (slot, version, length) in zip(rows, shard.runs.tolist(), strict=True)
+    ]
+
+
+def _blocks(shards: Sequence[SavedShard | None], size: int) -> list[tuple[int, int, int]]:
+    """``(shard, first row, rows)`` of runs of at most ``size`` rows, the oldest first."""
+    found = []
+    for number, shard in enumerate(shards):
+        if shard is None:
+            continue
+        capacity, cursor = shard.head.capacity, shard.head.cursor
+        slots = shard.slots
+        for row in range(0, slots.size, size):
+            age = (cursor - 1 - int(slots[row])) % capacity
+            found.append((-age, number, row, min(size, slots.size - row)))
+    return [(number, row, length) for _, number, row, length in sorted(found)]
+
+
+def _dealt_heads(heads: list[Head], count: int, capacity: int, quotas: list[int]) -> list[Head]:
+    """Of all shards together: sums go to the first one, or evenly."""
+    highest = [head.max_priority for head in heads if head.max_priority is not None]
+    with_alpha = next((head for head in heads if head.alpha is not None), heads[0])
+    written = sum(head.write_count for head in heads)
+    counters = {
+        name: sum(head.counters.get(name, 0) for head in heads) for name in heads[0].counters
+    }
+    return [
+        replace(
+            with_alpha,
+            capacity=capacity,
+            cursor=quotas[target],
+            high=quotas[target],
+            length=quotas[target],
+            write_count=written // count + (target < written % count),
+            max_priority=max(highest, default=None),
+            counters=counters if target == 0 else dict.fromkeys(counters, 0),
+            limiter=_limiter_of_all(heads, first=target == 0),
+            spec=next((head.spec for head in heads if head.spec is not None), None),
+        )
+        for target in range(count)
+    ]
+
+
+def _limiter_of_all(heads: list[Head], *, first: bool) -> list[float] | None:
+    """The limiter that all heads have, and the sums of their counts for the first target."""
+    states = [head.limiter for head in heads]
+    if states[0] is None or any(each is None or each[:-2] != states[0][:-2] for each in states):
+        return None
+    counts = [sum(each[at] for each in states if first) for at in (-2, -1)]
+    return states[0][:-2] + counts
+
+
+def require_same(own: RowSpec, saved: RowSpec) -> None:
+    """Refuse to give back rows that do not fit.
+
+    Raises:
+        ConfigurationError: naming every leaf that differs.
+    """
+    if own == saved:
+        return
+    here = {leaf.key: leaf for leaf in own.leaves}
+    there = {leaf.key: leaf for leaf in saved.leaves}
+    differ = [
+        f"{'.'.join(key)!r} is {_leaf_text(there.get(key))}, here {_leaf_text(here.get(key))}"
+        for key in sorted({*here, *there})
+        if here.get(key) != there.get(key)
+    ] or [f"batch dimensions are {saved.batch_dims}, here {own.batch_dims}"]
+    raise ConfigurationError(
+        "the saved rows do not match those of the buffer, which is unchanged: " + "; ".join(differ)
+    )
+
+
+def _leaf_text(leaf: Any) -> str:
+    return "missing" if leaf is None else f"{str(leaf.dtype)[6:]} {list(leaf.shape)}"
+
+
+def with_one_alpha(shards: Sequence[SavedShard | None]) -> list[SavedShard | None]:
+    """The same rows, with masses for the alpha of the first shard that has one: a change of alpha
+    that was under way had not reached all.
+
+    Raises:
+        ConfigurationError: that makes masses too large.
+    """
+    known = [each.head.alpha for each in shards if each is not None and each.head.alpha]
+    return [_under(each, known[0]) if each is not None and known else each for each in shards]
+
+
+def _under(shard: SavedShard, alpha: float) -> SavedShard:
+    own = shard.head.alpha
+    if not own or own == alpha:
+        return shard
+    check_rescaling(shard.leaf, alpha / own)
+    leaf = rescaled(shard.leaf, alpha / own)
+    return replace(shard, head=replace(shard.head, alpha=alpha), leaf=leaf)
+
+
+def begin_restore(cursor: SharedCursor, head: Head) -> int:
+    """Empty the directory and give it the saved state but for the rows, for all processes.
+
+    Returns:
+        The cursor, for :func:`restore_rows`.
+    """
+    directory = cursor.directory
+    if head.spec is not None:
+        directory.create_rows(head.spec)
+    values: dict[Word, float] = {
+        Word[name.upper()]: value
+        for name, value in head.counters.items()
+        if name.upper() in Word.__members__
+    }
+    values[Word.WRITE_COUNT] = head.write_count
+    values[Word.MAX_PRIORITY] = math.nan if head.max_priority is None else head.max_priority
+    if head.alpha is not None:
+        assert head.eps is not None
+        values[Word.ALPHA] = head.alpha
+        if not directory.words[Word.ALPHA_SET]:  # else processes agreed on these
+            values |= {Word.EPS: head.eps, Word.MAX_WITHIN: head.max_within, Word.ALPHA_SET: 1}
+    return cursor.start_over(head.cursor, head.high, values, head.limiter, head.length)
+
+
+def restore_rows(
+    cursor: SharedCursor,
+    since: int,
+    slot: int,
+    version: int,
+    leaf: np.ndarray,
+    arrays: Sequence[np.ndarray],
+) -> None:
+    """Publish saved rows in the slots from ``slot`` on, but where the ring has been since.
+
+    Blocks while others write these slots.
+
+    Args:
+        since: from :func:`begin_restore`.
+        version: of all these rows; one that the directory has not had is taken if it has passed.
+        leaf: float64 [n].
+        arrays: [n, ...] per leaf of the spec.
+
+    Raises:
+        DeadlineError: somebody held these slots all the time.
+    """
+    reservation = cursor.claim_unless_passed(slot, leaf.size, since)
+    if reservation is None:
+        return
+    try:
+        skipped = leaf.size - reservation.count
+        ((start, stop),) = reservation.ranges
+        for target, rows in zip(cursor.directory.arrays, arrays, strict=True):
+            target[start:stop] = rows[skipped:]
+        cursor.publish_saved(reservation, version, leaf[skipped:])
+    except BaseException:
+        cursor.abandon(reservation)
+        raise
+
+
+def pieces_in_chunks(target: Target) -> Iterator[Piece]:
+    """The pieces, none larger than a chunk."""
+    spec = target.head.spec
+    if spec is None:
+        return
+    size = min(_CHUNK_ROWS, max(1, _CHUNK_BYTES // max(1, spec.row_bytes)))
+    for piece in target.pieces:
+        for done in range(0, piece.count, size):
+            yield piece._replace(
+                row=piece.row + done, slot=piece.slot + done, count=min(size, piece.count - done)
+            )

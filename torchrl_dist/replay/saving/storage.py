@@ -1,0 +1,346 @@
+"""Saving and restoring a buffer of one or more shards, wherever these are."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from torchrl_dist.errors import CheckpointError, DeadlineError, PeerLostError
+from torchrl_dist.replay.node.cursor import SharedCursor
+from torchrl_dist.replay.node.directory import RowSpec, array_of
+from torchrl_dist.replay.row import rows
+from torchrl_dist.replay.saving import snapshot
+from torchrl_dist.replay.saving.disk import read_dump, writing
+from torchrl_dist.replay.saving.snapshot import Chunk, Head, SavedShard
+
+Rows = list[np.ndarray]
+
+
+class Sink(Protocol):
+    """Where the rows of a shard go.
+
+    Attributes:
+        folder: where they become files, so that whoever has the rows can write them there himself,
+            with :class:`dump.RowFiles`, and only :meth:`append`; None: they must come here.
+    """
+
+    folder: Path | None
+
+    def write(self, arrays: Rows) -> None:
+        """The rows of the next chunk; again, if some of them changed: the last call counts."""
+
+    def append(self, chunk: Chunk) -> None:
+        """What goes with the rows written last."""
+
+
+class Shard(Protocol):
+    """One directory, here or at another process. Every method blocks for a bounded time."""
+
+    def head(self) -> Head:
+        """The state but for the rows, at this instant."""
+
+    def save(self, head: Head, sink: Sink) -> None:
+        """All rows that were there at the head's instant and still are, the oldest first."""
+
+    def begin_restore(self, head: Head) -> int:
+        """As :func:`snapshot.begin_restore`."""
+
+    def restore_rows(
+        self, since: int, slot: int, version: int, leaf: np.ndarray, arrays: Rows
+    ) -> None:
+        """As :func:`snapshot.restore_rows`."""
+
+
+class DirectoryShard:
+    """A directory that this process has open."""
+
+    def __init__(self, cursor: SharedCursor) -> None:
+        self._cursor = cursor
+
+    def head(self) -> Head:
+        return Head.of(self._cursor.directory)
+
+    def save(self, head: Head, sink: Sink) -> None:
+        for start, stop in head.chunks():
+            sink.append(
+                snapshot.save_chunk(
+                    self._cursor.directory, head.cursor, head.alpha, start, stop, sink.write
+                )
+            )
+
+    def begin_restore(self, head: Head) -> int:
+        return snapshot.begin_restore(self._cursor, head)
+
+    def restore_rows(
+        self, since: int, slot: int, version: int, leaf: np.ndarray, arrays: Rows
+    ) -> None:
+        snapshot.restore_rows(self._cursor, since, slot, version, leaf, arrays)
+
+
+class MemorySink:
+    """Keeps a copy of the rows in this process."""
+
+    folder = None
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self._rows: list[Rows] = []
+        self._chunks: list[Chunk] = []
+
+    def write(self, arrays: Rows) -> None:
+        del self._rows[len(self._chunks) :]
+        self._rows.append([array.copy() for array in arrays])
+
+    def append(self, chunk: Chunk) -> None:
+        self._chunks.append(chunk)
+
+    def saved(self) -> SavedShard:
+        if not self._chunks:
+            return SavedShard(self._head, np.empty((0, 3), np.int64), np.empty(0), [])
+        return SavedShard(
+            self._head,
+            np.concatenate([chunk.runs for chunk in self._chunks]),
+            np.concatenate([chunk.leaf for chunk in self._chunks]),
+            [np.concatenate(arrays) for arrays in zip(*self._rows, strict=True)],
+        )
+
+
+Lost = Callable[[int, Exception], None]
+"""``lost(shard, error)``: a shard did not answer; raises if too few are left."""
+
+
+def save_in_memory(shards: Sequence[Shard | None], lost: Lost) -> list[SavedShard | None]:
+    """A copy of all rows; None for shards that do not answer."""
+
+    def save(number: int, shard: Shard) -> SavedShard:
+        sink = MemorySink(head := shard.head())
+        shard.save(head, sink)
+        return sink.saved()
+
+    return _for_each(shards, save, lost)
+
+
+def save_to_disk(
+    path: Path, shards: Sequence[Shard | None], lost: Lost, extra: Mapping[str, Any] | None = None
+) -> None:
+    """Write all rows to a folder; see :func:`dump.writing`. Writers may go on meanwhile.
+
+    Shards that do not answer are left out, and the checkpoint says so.
+
+    Raises:
+        CheckpointError: the disk is full or cannot be written, or the shards hold rows of
+            different kinds, which could not be loaded; an earlier checkpoint stays.
+    """
+    specs: dict[int, RowSpec] = {}
+
+    def save(number: int, shard: Shard) -> Any:
+        head = shard.head()
+        if head.spec is not None:
+            specs[number] = head.spec
+        with writer.shard(number, head) as sink:
+            shard.save(head, sink)
+        return sink.entry()
+
+    with writing(path) as writer:
+        entries = _for_each(shards, save, lost)
+        for number in sorted(specs):
+            if specs[number] != specs[min(specs)]:
+                raise CheckpointError(
+                    f"shards {min(specs)} and {number} hold rows of different kinds: "
+                    f"{specs[min(specs)]} and {specs[number]}; an earlier checkpoint stays"
+                )
+        writer.commit(entries, extra or {})
+
+
+def _for_each(
+    shards: Sequence[Shard | None], function: Callable[[int, Shard], Any], lost: Lost
+) -> list[Any]:
+    """The results, in the order of the shards; those of several shards are made in parallel."""
+    if len(shards) == 1:
+        assert shards[0] is not None
+        return [function(0, shards[0])]
+    found: list[Any] = [None] * len(shards)
+    with ThreadPoolExecutor(len(shards), "torchrl_dist-checkpoint") as pool:
+        futures = {
+            number: pool.submit(function, number, shard)
+            for number, shard in enumerate(shards)
+            if shard is not None
+        }
+        for number, future in futures.items():
+            try:
+                found[number] = future.result()
+            except (DeadlineError, PeerLostError) as error:
+                lost(number, error)
+    return found
+
+
+def restore(shards: Sequence[Shard], capacity: int, saved: Sequence[SavedShard | None]) -> None:
+    """Replace what the shards hold, for all processes. Others may write meanwhile.
+
+    Args:
+        capacity: of each shard.
+        saved: of any number of shards of any capacity; see :func:`snapshot.deal`.
+
+    Warns:
+        UserWarning: there is no room for all rows: how many were left out.
+
+    Raises:
+        ConfigurationError: rows of another spec; nothing was changed.
+        CheckpointError: what was saved is damaged; nothing was changed.
+        DeadlineError, PeerLostError: a shard did not answer, or others kept writing some slots: it
+            is restored in part.
+    """
+    for each in saved:
+        if each is not None:
+            each.check()
+    saved = snapshot.with_one_alpha(saved)
+    targets, left_out = snapshot.deal(saved, len(shards), capacity)
+    specs = [head.spec for each in saved if each is not None and (head := each.head).spec]
+    if any(spec != specs[0] for spec in specs):
+        raise CheckpointError("the saved shards hold rows of different kinds")
+    for shard in shards:
+        if specs and (own := shard.head().spec):
+            snapshot.require_same(own, specs[0])
+    for shard, target in zip(shards, targets, strict=True):
+        _restore_shard(shard, target, saved)
+    if left_out:
+        warnings.warn(
+            f"the checkpoint has {left_out} rows more than the {capacity * len(shards)} that this "
+            "buffer can hold: the oldest ones were left out",
+            stacklevel=4,
+        )
+
+
+def _restore_shard(
+    shard: Shard, target: snapshot.Target, saved: Sequence[SavedShard | None]
+) -> None:
+    since = shard.begin_restore(target.head)
+    for piece in snapshot.pieces_in_chunks(target):
+        source = saved[piece.shard]
+        assert source is not None
+        part = slice(piece.row, piece.row + piece.count)
+        arrays = [array[part] for array in source.arrays]
+        shard.restore_rows(since, piece.slot, piece.version, source.leaf[part], arrays)
+
+
+class SavedStorage:
+    """What storages over one or more directories have in common: saving and restoring.
+
+    A checkpoint can be given to a buffer of any number of shards and any capacity. The same number
+    and capacity give every row its slot and generation back; else see :func:`snapshot.deal`.
+    """
+
+    max_size: int
+
+    def shards(self) -> Sequence[Shard | None]:
+        """The directories; None for one that does not answer."""
+        raise NotImplementedError
+
+    def shard_lost(self, number: int, error: Exception) -> None:
+        """A shard did not answer: note it, or raise if too few are left."""
+        raise error
+
+    def snapshot(self) -> list[SavedShard | None]:
+        """A copy of all rows, with slots, generations and priorities. Others may write meanwhile:
+        each row is whole, and no instant is common to all."""
+        return save_in_memory(self.shards(), self.shard_lost)
+
+    def restore(self, saved: Sequence[SavedShard | None]) -> None:
+        """Replace the content, for all processes, by a snapshot; see :func:`restore`."""
+        restore(shards := self._all_shards(), self.max_size // len(shards), saved)
+
+    def _all_shards(self) -> list[Shard]:
+        shards = []
+        for number, shard in enumerate(self.shards()):
+            if shard is None:
+                raise PeerLostError(
+                    f"replay shard {number} does not answer: rows can be restored when all do"
+                )
+            shards.append(shard)
+        return shards
+
+    def dumps(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> None:
+        """Write all rows to a folder, as a checkpoint that takes the place of an earlier one.
+
+        Blocks for as long as the disk takes; others sample and write meanwhile. Saved are the rows
+        with tickets before the cursor at the start, but for those overwritten before their turn
+        came; each is whole, with a priority that it had. A crash leaves the earlier checkpoint.
+        Shards that do not answer are warned about, left out, and the checkpoint names them.
+
+        Args:
+            path: made if need be.
+            extra: what a buffer adds; see :meth:`dump.DumpWriter.commit`.
+
+        Raises:
+            CheckpointError: the disk is full or cannot be written, or another process is writing
+                there.
+        """
+        save_to_disk(Path(path), self.shards(), self.shard_lost, extra)
+
+    def loads(self, path: str | os.PathLike[str]) -> None:
+        """Restore what :meth:`dumps` wrote; see :func:`restore`.
+
+        Raises:
+            CheckpointError: there is no checkpoint, or it is damaged; nothing was changed.
+        """
+        self.restore(read_dump(Path(path))[0])
+
+    def state_dict(self) -> dict[str, Any]:
+        """:meth:`snapshot` as tensors and plain values."""
+        return as_state(self.snapshot())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """:meth:`restore` what :meth:`state_dict` gave."""
+        self.restore(from_state(state_dict))
+
+
+# --- as plain values, for state_dict -------------------------------------------------------------
+
+
+def as_state(saved: Sequence[SavedShard | None]) -> dict[str, Any]:
+    """Tensors and plain values only."""
+    return {"shards": [None if each is None else _shard_state(each) for each in saved]}
+
+
+def _shard_state(saved: SavedShard) -> dict[str, Any]:
+    spec = saved.head.spec
+    return {
+        "head": saved.head.as_json(),
+        "runs": torch.from_numpy(saved.runs),
+        "leaf": torch.from_numpy(saved.leaf),
+        "rows": [] if spec is None else rows.tensors(saved.arrays, spec),
+    }
+
+
+def from_state(state: dict[str, Any]) -> list[SavedShard | None]:
+    """Inverse of :func:`as_state`.
+
+    Raises:
+        CheckpointError: it is something else, such as the state of a storage of TorchRL's.
+    """
+    if not isinstance(state, Mapping) or "shards" not in state:
+        found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+        raise CheckpointError(
+            f"expected what state_dict() of a shared storage gave, got {found}: the state of a "
+            "storage of TorchRL's goes into one of the same kind, whose rows extend() takes"
+        )
+    try:
+        return [None if each is None else _saved_shard(each) for each in state["shards"]]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"this is no state of a replay buffer: {error!r}") from error
+
+
+def _saved_shard(state: dict[str, Any]) -> SavedShard:
+    return SavedShard(
+        Head.from_json(state["head"]),
+        state["runs"].numpy(),
+        state["leaf"].numpy(),
+        [array_of(tensor) for tensor in state["rows"]],
+    )
