@@ -31,6 +31,7 @@ from torchrl_dist.collect.learner.start import (
     seconds_per_message,
     steps_per_message,
 )
+from torchrl_dist.collect.loop import exploration
 from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig, WorkerInfo
 from torchrl_dist.errors import ConfigurationError, DeadlineError, RemoteError
 from torchrl_dist.weights import pack
@@ -336,6 +337,38 @@ def test_an_env_that_hangs_holds_up_no_other_collector(
     deadline = time.monotonic() + 5
     while exploration_type() != before and time.monotonic() < deadline:
         time.sleep(0.01)
+    assert exploration_type() == before
+
+
+def test_a_policy_that_hangs_holds_up_those_of_another_exploration_type_only_for_a_while(
+    build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, stuck = threading.Event(), threading.Event()
+    before = exploration_type()
+    monkeypatch.setattr(exploration, "_POLITE_S", 0.5)
+
+    def hangs(td: TensorDictBase) -> TensorDictBase:
+        stuck.set()
+        assert gate.wait(30)
+        return td.set("action", torch.eye(3)[:1].expand(len(td), 3))
+
+    hanging = build(Counter, hangs, frames_per_batch=5, timeout_s=0.1, total_frames=5)
+    with pytest.raises(DeadlineError):
+        hanging.next()
+    assert stuck.wait(5)
+    of_the_same = build(Counter, constant(1), frames_per_batch=5, timeout_s=5)
+    assert of_the_same.next().numel() == 5
+    other = {"frames_per_batch": 5, "exploration_type": ExplorationType.DETERMINISTIC}
+    waits = build(Counter, constant(2), timeout_s=0.2, total_frames=5, **other)
+    with pytest.raises(DeadlineError, match="the policy hangs, in thread .* under random"):
+        waits.next()
+    assert of_the_same.next().numel() == 5  # it gives way to the one that waits, for a while
+    monkeypatch.setattr(exploration, "_WAIT_S", 0.1)
+    with pytest.raises(RemoteError, match="has waited 0.1 s for its turn: a call of the policy"):
+        build(Counter, constant(2), timeout_s=5, **other).next()
+    gate.set()
+    assert waits.next()["action"].argmax(-1).tolist() == [[2] * 5]
+    assert hanging.next().numel() == 5
     assert exploration_type() == before
 
 

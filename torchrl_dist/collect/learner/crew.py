@@ -25,6 +25,7 @@ from tensordict import TensorDict
 from torchrl_dist.collect.learner.budget import FrameBudget, Share
 from torchrl_dist.collect.learner.handles import Handle
 from torchrl_dist.collect.learner.readiness import Readiness
+from torchrl_dist.collect.loop.exploration import held_up
 from torchrl_dist.collect.worker.shared_block import PackedRows
 from torchrl_dist.collect.worker.worker import STOPPED_S, RolloutStats
 from torchrl_dist.errors import (
@@ -216,6 +217,8 @@ class Crew:
             )
             if self._replacing:
                 names += f"{', ' * bool(names)}{self._replacing} workers that are being replaced"
+            if others := held_up():  # a policy in this process
+                names += f" (behind {others})"
             raise DeadlineError(
                 f"no batch within {timeout_s:g} s; waiting for {names or 'nobody'}. "
                 "Iterate again to go on waiting, or raise timeout_s"

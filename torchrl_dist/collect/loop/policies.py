@@ -10,7 +10,6 @@ imported and without hooks. Everything inside them and everything else is called
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +27,7 @@ from tensordict.nn import (
 )
 from torch import Tensor, nn
 from torchrl import compile_with_warmup
-from torchrl.envs.utils import ExplorationType, exploration_type, set_exploration_type
+from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.modules import (
     Actor,
     ProbabilisticActor,
@@ -40,15 +39,12 @@ from torchrl.modules import (
     SafeSequential,
 )
 
+from torchrl_dist.collect.loop.exploration import Exploring
 from torchrl_dist.collect.loop.spaces import Key, plain_key
 from torchrl_dist.errors import ConfigurationError
 
 Policy = Callable[[TensorDictBase], Any]
 Values = dict[Key, Any]  # tensors [N, ...], and non-tensor data
-
-# TorchRL's exploration type is one per process (tensordict 0.14.3), so the policies of a process
-# are called one at a time.
-_ONE_POLICY = threading.RLock()
 
 # ---- the classes that are known, as they were imported
 
@@ -268,8 +264,7 @@ def nested(
 
 
 class PolicyCalls:
-    """A policy as a rollout calls it: with TorchRL's exploration type set, one call at a time in
-    this process.
+    """A policy as a rollout calls it: with TorchRL's exploration type set.
 
     ``clones``: what it returns may be overwritten by its next call.
     """
@@ -278,7 +273,7 @@ class PolicyCalls:
         self, policy: Policy, exploration_type: ExplorationType, clones: bool = False
     ) -> None:
         self._policy = policy
-        self._exploration = set_exploration_type(exploration_type)
+        self._exploring = Exploring(exploration_type, f"a call of {_name(policy)}")
         self._clones = clones
         self._known = known_classes()
 
@@ -288,7 +283,7 @@ class PolicyCalls:
 
     def on_values(self, values: Values, n: int) -> Values:
         """See :func:`act`."""
-        with _ONE_POLICY, self._exploration:
+        with self._exploring:
             out = act(self._policy, values, n, self._known)
             return {key: value.clone() for key, value in out.items()} if self._clones else out
 
@@ -296,17 +291,22 @@ class PolicyCalls:
         """A call of something else that has policies inside."""
 
         def exploring(*args: Any) -> Any:
-            with _ONE_POLICY, self._exploration:
+            with self._exploring:
                 return call(*args)
 
         return exploring
 
     def on_tensordict(self, td: TensorDictBase) -> TensorDictBase:
         """The plain call."""
-        with _ONE_POLICY, self._exploration:
+        with self._exploring:
             out = self._policy(td)
             out = td if out is None else out
             return out.clone() if self._clones else out
+
+
+def _name(policy: Policy) -> str:
+    inner = policy.policy if isinstance(policy, _OnTensors) else policy
+    return f"the policy {getattr(inner, '__name__', type(inner).__name__)}"
 
 
 # ---- what a user hands in
