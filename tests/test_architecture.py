@@ -22,6 +22,7 @@ LAYERS = {
     "collect": 3,
     "learn": 3,
     "recipes": 4,
+    "ops": 5,
     "bench": 5,
     "cli": 6,
     "__main__": 7,

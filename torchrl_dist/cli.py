@@ -70,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_inspect(commands)
     _add_clean(commands)
     _add_bench(commands)
+    _add_ops(commands)
     return parser
 
 
@@ -324,3 +325,12 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     checkpoint.add_options(questions.add_parser("checkpoint", help=summary))
     summary = "how soon a sample returns that waits for the rate limiter"
     limiter.add_options(questions.add_parser("limiter", help=summary))
+
+
+# ---- before, beside and after a job
+
+
+def _add_ops(commands: argparse._SubParsersAction) -> None:
+    from .ops import doctor
+
+    doctor.add_options(commands.add_parser("doctor", help="is this machine fit for a job?"))

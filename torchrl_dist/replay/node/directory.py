@@ -1247,19 +1247,31 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
         raise
 
 
-def _refuse_network_file_system(folder: Path) -> None:
-    """Locks and shared mappings hold between processes of one machine only."""
+def file_system_of(
+    folder: str | os.PathLike[str], mounts: str | os.PathLike[str] = "/proc/self/mounts"
+) -> tuple[str, str]:
+    """Kind of the file system that a folder is in, and where that is mounted."""
     resolved = os.path.realpath(folder)
     best, kind = "", ""
-    with open("/proc/self/mounts") as mounts:
-        for line in mounts:
+    with open(mounts) as lines:
+        for line in lines:
             _, point, this_kind = line.split()[:3]
             point = point.replace("\\040", " ")
             inside = resolved == point or resolved.startswith(point.rstrip("/") + "/")
             if inside and len(point) >= len(best):
                 best, kind = point, this_kind
-    if kind in _NETWORK_FILE_SYSTEMS or kind.startswith("fuse.sshfs"):
+    return kind, best
+
+
+def is_network_file_system(kind: str) -> bool:
+    """Whether locks and shared mappings in it do not hold between the processes of a machine."""
+    return kind in _NETWORK_FILE_SYSTEMS or kind.startswith("fuse.sshfs")
+
+
+def _refuse_network_file_system(folder: Path) -> None:
+    kind, mount = file_system_of(folder)
+    if is_network_file_system(kind):
         raise DirectoryError(
-            f"{folder} lies on a network file system ({kind} at {best}); a replay directory must "
+            f"{folder} lies on a network file system ({kind} at {mount}); a replay directory must "
             "be local to the node, for example under /dev/shm"
         )

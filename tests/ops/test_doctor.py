@@ -1,0 +1,415 @@
+"""Each check of ``torchrl-dist doctor`` fails where its fault is planted, and says what helps."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.replay.faults import kill_self, rows_of, run_forked
+from tests.spawn import run_job
+from torchrl_dist.cli import main
+from torchrl_dist.errors import DeadlineError
+from torchrl_dist.ops import doctor
+from torchrl_dist.ops.doctor import FAIL, OK, WARN, Finding, examine, exit_code
+from torchrl_dist.ops.probe import Cuda, Probe, cpu_quota, memory_limit, probe
+from torchrl_dist.ops.rounds import Rounds
+from torchrl_dist.replay import SharedMemmapStorage
+from torchrl_dist.runtime.world import process_stamp
+
+ROUNDS = Rounds(
+    names=("rank0 on a", "rank1 on b", "rank2 on c"),
+    store_s=1e-4,
+    all_reduce_s=1e-3,
+    rpc_s={(0, 1): 1e-3, (0, 2): 1e-3, (1, 2): 2e-3},
+    skew_s=(0.0, 0.01, -0.02),
+    software=(frozenset({("torch", "2.13")}),) * 3,
+    elsewhere={},
+)
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Probe:
+    """A machine with nothing amiss, whatever this one is."""
+    found = probe(tmp_path_factory.mktemp("healthy"), env={})
+    good = {"torch": "2.15.0", "torchrl": "0.14.1", "tensordict": "0.14.3", "gymnasium": "1.4.0"}
+    return dataclasses.replace(
+        found,
+        versions=good,
+        kernel="c",
+        torchrl_trees=None,
+        folder=dataclasses.replace(
+            found.folder, path="/dev/shm", file_system="tmpfs", total_bytes=8 << 30,
+            free_bytes=8 << 30,
+        ),
+        open_files=65536, user_processes=None, cores=16, usable_cores=16, cpu_quota=None,
+        memory_limit=None, host="node1", address="10.0.0.1", interfaces=("lo", "eth0"),
+        leftovers=(), cuda=Cuda(), ignored_signals=(),
+    )  # fmt: skip
+
+
+def found_in(findings: list[Finding], check: str) -> Finding:
+    (finding,) = [each for each in findings if each.check == check]
+    return finding
+
+
+def test_a_healthy_machine_passes_every_check(healthy: Probe) -> None:
+    findings = examine(healthy, ROUNDS)
+    assert {each.state for each in findings} == {OK}, findings
+    assert exit_code(findings) == 0
+    assert len({each.check for each in findings}) == len(findings) >= 20
+
+
+# ---- planted faults, as far as possible real ones
+
+
+@contextlib.contextmanager
+def mounted(point: Path, size: str) -> Iterator[None]:
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(point)]
+    if os.getuid() or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("may not mount")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(point)], check=True)
+
+
+@contextlib.contextmanager
+def small_shm(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict]:
+    with mounted(folder, "48m"):
+        yield {}
+
+
+@contextlib.contextmanager
+def smaller_than_planned(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict]:
+    with mounted(folder, "48m"):
+        yield {"planned_bytes": 1 << 30}
+
+
+@contextlib.contextmanager
+def full_disk(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict]:
+    with mounted(folder, "2m"):
+        (folder / "rows").write_bytes(bytes(1536 << 10))
+        yield {}
+
+
+@contextlib.contextmanager
+def read_only(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict]:
+    with mounted(folder, "1m"):
+        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+        yield {}
+
+
+@contextlib.contextmanager
+def on_nfs(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict]:
+    proc = folder / "proc" / "self"
+    proc.mkdir(parents=True)
+    (proc / "mounts").write_text(f"/dev/vda / ext4 rw 0 0\nserver:/home {folder} nfs4 rw 0 0\n")
+    yield {"proc": proc.parent}
+
+
+@contextlib.contextmanager
+def few_files(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+    try:
+        yield {}
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextlib.contextmanager
+def no_kernel(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict]:
+    patch.setenv("TORCHRL_DIST_KERNEL", "numpy")
+    yield {}
+
+
+@contextlib.contextmanager
+def one_core_by_cgroup(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict]:
+    group = folder / "cgroup" / "job"
+    group.mkdir(parents=True)
+    (group / "cpu.max").write_text("50000 100000\n")
+    (folder / "proc" / "self").mkdir(parents=True)
+    (folder / "proc" / "self" / "cgroup").write_text("0::/job\n")
+    (folder / "proc" / "self" / "mounts").write_text("/dev/vda / ext4 rw 0 0\n")
+    yield {"proc": folder / "proc", "cgroups": folder / "cgroup", "processes": 3}
+
+
+@contextlib.contextmanager
+def srun_without_cpus_per_task(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict]:
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        yield {"processes": 4}
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@contextlib.contextmanager
+def many_threads(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict]:
+    yield {"env": {"OMP_NUM_THREADS": "64"}}
+
+
+@contextlib.contextmanager
+def no_such_interface(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict]:
+    yield {"env": {"GLOO_SOCKET_IFNAME": "ib7"}}
+
+
+@contextlib.contextmanager
+def nameless_host(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict]:
+    patch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
+    yield {}
+
+
+@contextlib.contextmanager
+def unknown_master(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict]:
+    yield {"env": {"MASTER_ADDR": "no-such-host.invalid"}}
+
+
+@contextlib.contextmanager
+def half_of_torchrun(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict]:
+    yield {"env": {"RANK": "0"}}
+
+
+@contextlib.contextmanager
+def not_by_srun(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict]:
+    yield {"env": {"SLURM_PROCID": "1", "SLURM_NTASKS": "4"}}
+
+
+@contextlib.contextmanager
+def under_nohup(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict]:
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        yield {}
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@contextlib.contextmanager
+def another_torchrl(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict]:
+    info = folder / "torchrl-0.99.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchrl\nVersion: 0.99.0\n")
+    patch.syspath_prepend(folder)
+    yield {}
+
+
+@contextlib.contextmanager
+def dead_job(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[dict]:
+    leave(folder / "left")
+    yield {}
+
+
+def leave(path: Path) -> None:
+    """What a job that was killed leaves."""
+
+    def job() -> None:
+        stamp = process_stamp(os.getpid())
+        SharedMemmapStorage(64, scratch_dir=path, job_id=stamp).append(rows_of(range(8)))
+        kill_self()
+
+    assert run_forked(job) < 0
+
+
+@pytest.mark.parametrize(
+    ("plant", "check", "state", "says"),
+    [
+        (small_shm, "space", WARN, "48 MiB"),
+        (smaller_than_planned, "space", FAIL, "1.0 GiB planned"),
+        (full_disk, "fallocate", FAIL, "No space left"),
+        (read_only, "file system", FAIL, "Read-only file system"),
+        (on_nfs, "file system", FAIL, "nfs4"),
+        (few_files, "open files", FAIL, "200"),
+        (no_kernel, "kernel", WARN, "NumPy"),
+        (one_core_by_cgroup, "cpus", WARN, "time for 0.5"),
+        (srun_without_cpus_per_task, "cpus", WARN, "1 of"),
+        (many_threads, "cpus", WARN, "64 threads"),
+        (no_such_interface, "interfaces", FAIL, "GLOO_SOCKET_IFNAME=ib7"),
+        (nameless_host, "host name", WARN, "no-such-host.invalid"),
+        (unknown_master, "MASTER_ADDR", FAIL, "no-such-host.invalid"),
+        (half_of_torchrun, "launcher", FAIL, "lacks WORLD_SIZE"),
+        (not_by_srun, "launcher", FAIL, "a task of SLURM"),
+        (under_nohup, "signals", WARN, "SIGUSR1"),
+        (another_torchrl, "torchrl", WARN, "0.99.0"),
+        (dead_job, "leftovers", WARN, "left"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_planted_fault_is_found(
+    plant: Callable, check: str, state: str, says: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if plant is srun_without_cpus_per_task and os.cpu_count() == 1:
+        pytest.skip("needs two cores")
+    before = [each.state for each in examine(probe(tmp_path, env={})) if each.check == check]
+    with plant(tmp_path, monkeypatch) as arguments:
+        found = probe(tmp_path, **{"env": {}, **arguments})
+    finding = found_in(examine(found), check)
+    assert finding.state == state and says in finding.found and finding.cure, finding
+    assert before in ([OK], []), before  # the fault is what made the difference
+    assert exit_code([finding]) == {WARN: 1, FAIL: 2}[state]
+    assert not list(tmp_path.glob(".torchrl_dist-doctor-*"))
+
+
+# ---- what cannot be planted here
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "state"),
+    [
+        ({"python": "3.9.1"}, "python", FAIL),
+        ({"gil": False}, "python", FAIL),
+        ({"versions": {"torch": "2.12.1"}}, "torch", FAIL),
+        ({"versions": {}}, "gymnasium", FAIL),
+        ({"memory_limit": 1 << 30, "planned_bytes": 2 << 30}, "memory", FAIL),
+        ({"user_processes": 100, "uid": 1000}, "processes", WARN),
+        ({"address": "127.0.1.1", "several_nodes": True}, "host name", WARN),
+        ({"address": None, "several_nodes": True}, "host name", FAIL),
+        ({"master": ("n", "127.0.1.1"), "several_nodes": True}, "MASTER_ADDR", WARN),
+        ({"kill_wait_s": 5}, "signals", WARN),
+        ({"launcher": "slurm", "processes": 8}, "cpus", WARN),
+    ],
+)
+def test_a_fault_of_the_record_is_found(
+    healthy: Probe, change: dict, check: str, state: str
+) -> None:
+    finding = found_in(examine(dataclasses.replace(healthy, **change)), check)
+    assert finding.state == state and finding.cure, finding
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "state", "says"),
+    [
+        ({"store_s": 0.5}, "store", WARN, "500.00 ms"),
+        ({"all_reduce_s": 0.5}, "all-reduce", WARN, "3 processes"),
+        (
+            {"rpc_s": {(0, 1): 1e-3, (0, 2): 1e-3, (1, 2): 0.2}}, "rpc", WARN,
+            "slowest pair: rank1 on b and rank2 on c",
+        ),
+        ({"skew_s": (0.0, 5.0, 0.0)}, "clocks", WARN, "rank1 on b is +5.000 s"),
+        ({"skew_s": (0.0, 0.0, -3600.0)}, "clocks", FAIL, "rank2 on c"),
+        (
+            {"software": (*ROUNDS.software[:2], frozenset({("torch", "2.15")}))},
+            "same software", FAIL, "rank2 on c has torch 2.15",
+        ),
+    ],
+)  # fmt: skip
+def test_a_fault_between_ranks_names_them(
+    healthy: Probe, change: dict, check: str, state: str, says: str
+) -> None:
+    finding = found_in(examine(healthy, dataclasses.replace(ROUNDS, **change)), check)
+    assert finding.state == state and says in finding.found and finding.cure, finding
+
+
+def test_of_other_hosts_only_what_is_amiss_is_told(healthy: Probe) -> None:
+    other = dataclasses.replace(healthy, open_files=100, host="node2")
+    findings = examine(healthy, dataclasses.replace(ROUNDS, elsewhere={"node2": other}))
+    assert [each.check for each in findings if each.state != OK] == ["open files on node2"]
+
+
+def test_ranks_that_do_not_meet_are_a_finding(healthy: Probe) -> None:
+    findings = examine(healthy, DeadlineError("rank1 did not join"))
+    assert found_in(findings, "round trips").state == FAIL and exit_code(findings) == 2
+
+
+def test_limits_of_both_versions_of_cgroups_are_read(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.write_text("4:memory:/a/b\n3:cpu,cpuacct:/a/b\n0::/x/y\n")
+    for group, name, text in (
+        ("cpu/a", "cpu.cfs_quota_us", "150000"),
+        ("cpu/a", "cpu.cfs_period_us", "100000"),
+        ("memory/a/b", "memory.limit_in_bytes", "9223372036854771712"),
+        ("memory/a", "memory.limit_in_bytes", "1000"),
+        ("x", "cpu.max", "max 100000"),
+    ):
+        (tmp_path / group).mkdir(parents=True, exist_ok=True)
+        (tmp_path / group / name).write_text(text + "\n")
+    (tmp_path / "memory/memory.limit_in_bytes").write_text("5000\n")
+    assert cpu_quota(own, tmp_path / "nowhere") is None
+    (tmp_path / "cpu,cpuacct").symlink_to(tmp_path / "cpu")
+    assert cpu_quota(own, tmp_path) == 1.5
+    assert memory_limit(own, tmp_path) == 1000
+
+
+# ---- the command
+
+
+def run(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torchrl_dist", "doctor", *arguments]
+    own = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "RANK"))}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=own | (env or {})
+    )
+
+
+def test_the_command_measures_between_two_processes_and_says_all_in_json(tmp_path: Path) -> None:
+    done = run("--json", "--folder", str(tmp_path))
+    found = json.loads(done.stdout)
+    states = {each["check"]: each["state"] for each in found["checks"]}
+    for check in ("store", "rpc", "all-reduce", "clocks", "same software", "locks"):
+        assert check in states, done.stderr
+    worst = max(states.values(), key=[OK, WARN, FAIL].index)
+    assert done.returncode == found["exit_code"] == [OK, WARN, FAIL].index(worst)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_of_torchrun_are_measured_and_only_rank_0_prints() -> None:
+    job = run_job(["-m", "torchrl_dist", "doctor", "--json"], nproc=3)
+    text = job.log(0)
+    found = json.loads(text[text.index('{"host"') :].splitlines()[0])
+    (rpc,) = [each for each in found["checks"] if each["check"] == "rpc"]
+    assert "slowest pair: rank" in rpc["found"]
+    assert job.log(1) == "" or "host" not in job.log(1)
+
+
+def test_a_rank_that_waits_alone_says_who_is_missing() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    alone = {
+        "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    started = time.monotonic()
+    done = run("--timeout-s", "1", env=alone)
+    assert done.returncode == 2 and "rank1 (rank 1) did not join" in " ".join(done.stdout.split())
+    assert time.monotonic() - started < 60
+
+
+def test_clean_removes_what_dead_jobs_left_and_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    leave(tmp_path / "left")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").write_text("x")
+    assert (
+        main(["doctor", "--no-round-trips", "--folder", str(tmp_path), "--clean", "--report"]) < 2
+    )
+    said = capsys.readouterr()
+    assert f"removed {tmp_path / 'left'}" in said.err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    assert said.out.startswith("<details>") and "| torch | ok |" in said.out
+
+
+def test_the_table_names_check_finding_and_cure(
+    healthy: Probe, capsys: pytest.CaptureFixture
+) -> None:
+    doctor.show(examine(dataclasses.replace(healthy, open_files=100)))
+    said = capsys.readouterr().out
+    assert "at most 100" in said and "fail open files: ulimit -n 4096" in said
+
+
+def test_a_wrong_number_is_refused(capsys: pytest.CaptureFixture) -> None:
+    assert main(["doctor", "--processes", "0"]) == 2
+    assert "--processes: got 0" in capsys.readouterr().err

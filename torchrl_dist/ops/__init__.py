@@ -1,0 +1,1 @@
+"""Before, beside and after a job: check the machine, write its script, watch it."""

@@ -1,0 +1,298 @@
+"""What ``torchrl-dist doctor`` finds out about a machine; what it means is said in ``doctor``."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..errors import TorchRLDistError
+from ..replay import leftovers
+from ..replay.directory import file_system_of
+from ..replay.kernel import find_kernel
+from ..runtime import World
+from ..runtime.world import launched_without_us
+
+PACKAGES = ("torch", "torchrl", "tensordict", "gymnasium", "numpy")
+INTERFACE_VARIABLES = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_PROBED_BYTES = 1 << 20
+_ASK_S = 10.0
+# Exits with 0 if the lock on this file cannot be had, which another process holds.
+_IS_LOCKED = """
+import fcntl, sys
+try:
+    fcntl.lockf(open(sys.argv[1], "r+"), fcntl.LOCK_EX | fcntl.LOCK_NB)
+except OSError:
+    sys.exit(0)
+sys.exit(1)
+"""
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A place for replay directories; ``error`` is why it cannot be used at all."""
+
+    path: str
+    file_system: str = ""
+    total_bytes: int = 0
+    free_bytes: int = 0
+    error: str | None = None
+    fallocate_error: str | None = None
+    lock_error: str | None = None
+
+
+@dataclass(frozen=True)
+class Cuda:
+    """``built`` is the CUDA version that torch was built for, None for a CPU build."""
+
+    built: str | None = None
+    devices: int = 0
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One machine as one process sees it. Sizes in bytes; a limit of None is none."""
+
+    host: str
+    python: str
+    gil: bool
+    versions: Mapping[str, str | None]
+    kernel: str  # "c", "numpy", or why neither
+    torchrl_trees: str | None  # None: they load; else why not
+    folder: Folder
+    open_files: int | None
+    user_processes: int | None
+    cores: int  # of the machine
+    usable_cores: int  # that this process may be scheduled on
+    cpu_quota: float | None  # cores, of the cgroup
+    memory_limit: int | None  # of the cgroup
+    omp_threads: int | None  # OMP_NUM_THREADS
+    processes: int  # that are expected on this machine
+    planned_bytes: int  # of the replay buffer here
+    launcher: str
+    several_nodes: bool
+    world_error: str | None  # the launcher's variables cannot be right
+    lone: str | None  # a launcher whose task this is, though not as a rank
+    interfaces: tuple[str, ...]
+    wanted_interfaces: Mapping[str, str]  # by variable
+    address: str | None  # of the host's own name
+    master: tuple[str, str | None] | None  # MASTER_ADDR and its address
+    ignored_signals: tuple[str, ...]
+    kill_wait_s: int | None  # of Slurm, None elsewhere
+    leftovers: tuple[leftovers.Found, ...]
+    uid: int
+    cuda: Cuda
+    unix_time_s: float = field(default_factory=time.time)
+
+
+def probe(
+    folder: Path,
+    *,
+    processes: int | None = None,
+    planned_bytes: int = 0,
+    env: Mapping[str, str] | None = None,
+    proc: Path = Path("/proc"),
+    cgroups: Path = Path("/sys/fs/cgroup"),
+) -> Probe:
+    """Look at this machine; makes and removes one small file in ``folder``.
+
+    Args:
+        folder: where replay directories will be.
+        processes: on this machine; default: what the launcher started, or a small job's.
+        planned_bytes: size of the replay buffer.
+        env, proc, cgroups: where to look.
+    """
+    env = os.environ if env is None else env
+    world, world_error = None, None
+    try:
+        world = World.from_env(env)
+    except TorchRLDistError as error:
+        world_error = str(error)
+    launched = world is not None and world.launcher != "single"
+    lone = launched_without_us(env)
+    master = env.get("MASTER_ADDR")
+    omp = env.get("OMP_NUM_THREADS", "")
+    return Probe(
+        host=socket.gethostname(),
+        python=platform.python_version(),
+        gil=getattr(sys, "_is_gil_enabled", lambda: True)(),
+        versions={name: version_of(name) for name in PACKAGES},
+        kernel=_kernel(),
+        torchrl_trees=_torchrl_trees(),
+        folder=look_at(folder, proc / "self/mounts"),
+        open_files=_limit(resource.RLIMIT_NOFILE),
+        user_processes=_limit(resource.RLIMIT_NPROC),
+        cores=os.cpu_count() or 1,
+        usable_cores=len(os.sched_getaffinity(0)),
+        cpu_quota=cpu_quota(proc / "self/cgroup", cgroups),
+        memory_limit=memory_limit(proc / "self/cgroup", cgroups),
+        omp_threads=int(omp) if omp.isdigit() and int(omp) else None,
+        processes=processes or (world.local_world_size if launched and world else 4),
+        planned_bytes=planned_bytes,
+        launcher="?" if world is None else world.launcher,
+        several_nodes=world is not None and not world.one_node,
+        world_error=world_error,
+        lone=lone[2] if lone is not None and not launched else None,
+        interfaces=tuple(name for _, name in socket.if_nameindex()),
+        wanted_interfaces={name: env[name] for name in INTERFACE_VARIABLES if env.get(name)},
+        address=_address(socket.gethostname()),
+        master=(master, _address(master)) if master else None,
+        ignored_signals=tuple(
+            number.name
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+            if signal.getsignal(number) is signal.SIG_IGN
+        ),
+        kill_wait_s=_kill_wait_s() if env.get("SLURM_JOB_ID") else None,
+        leftovers=tuple(leftovers.find([folder])),
+        uid=os.getuid(),
+        cuda=_cuda(),
+    )
+
+
+def look_at(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> Folder:
+    """Free space, kind, and whether files can be allocated and locked in a folder."""
+    path = str(folder)
+    try:
+        space = os.statvfs(folder)
+        kind, _ = file_system_of(folder, mounts)
+        fd, name = tempfile.mkstemp(prefix=".torchrl_dist-doctor-", dir=folder)
+    except OSError as error:
+        return Folder(path, error=f"{error.strerror} ({error.filename or path})")
+    try:
+        return Folder(
+            path,
+            kind,
+            space.f_blocks * space.f_frsize,
+            space.f_bavail * space.f_frsize,
+            None,
+            _fallocate_error(fd),
+            _lock_error(fd, name),
+        )
+    finally:
+        os.close(fd)
+        os.unlink(name)
+
+
+def _fallocate_error(fd: int) -> str | None:
+    try:
+        os.posix_fallocate(fd, 0, _PROBED_BYTES)
+    except OSError as error:
+        return error.strerror
+    return None
+
+
+def _lock_error(fd: int, name: str) -> str | None:
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.strerror
+    seen = subprocess.run([sys.executable, "-S", "-c", _IS_LOCKED, name], timeout=_ASK_S)
+    return "another process does not see a lock" if seen.returncode else None
+
+
+def cpu_quota(own: Path, root: Path) -> float | None:
+    """Cores' worth of time that a cgroup (version 1 or 2) lets this process have."""
+    quotas = []
+    for group in _groups(own, root, "cpu"):
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = (group / "cpu.max").read_text().split()
+            quotas.append(int(quota) / int(period))
+        with contextlib.suppress(OSError, ValueError):
+            quota = int((group / "cpu.cfs_quota_us").read_text())
+            period = int((group / "cpu.cfs_period_us").read_text())
+            quotas += [quota / period] if quota > 0 else []
+    return min(quotas, default=None)
+
+
+def memory_limit(own: Path, root: Path) -> int | None:
+    """Bytes that a cgroup lets this process have; what is in /dev/shm counts, too."""
+    limits = []
+    for group in _groups(own, root, "memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            with contextlib.suppress(OSError, ValueError):
+                limits.append(int((group / name).read_text()))
+    limits = [limit for limit in limits if limit < 1 << 60]  # version 1 writes a huge number
+    return min(limits, default=None)
+
+
+def _groups(own: Path, root: Path, controller: str) -> list[Path]:
+    """The folders of this process's cgroup and of those above it."""
+    found = []
+    with contextlib.suppress(OSError):
+        for line in own.read_text().splitlines():
+            number, controllers, path = line.split(":", 2)
+            if number != "0" and controller not in controllers.split(","):
+                continue
+            top = root if number == "0" else root / controller
+            inner = top / path.lstrip("/")
+            # within a container the path may be the host's, and only the top is there
+            found += [inner, *(up for up in inner.parents if up == top or top in up.parents)]
+    return found
+
+
+def version_of(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _kernel() -> str:
+    try:
+        return "numpy" if find_kernel() is None else "c"
+    except (TorchRLDistError, OSError, AttributeError) as error:
+        return str(error)
+
+
+def _torchrl_trees() -> str | None:
+    try:
+        import torchrl._torchrl  # noqa: F401
+    except ImportError as error:
+        return str(error).split(": ", 1)[-1][:60]  # behind the path: "undefined symbol: ..."
+    return None
+
+
+def _cuda() -> Cuda:
+    import torch
+
+    count = torch.cuda.device_count()
+    names = tuple(torch.cuda.get_device_name(k) for k in range(count))
+    return Cuda(torch.version.cuda, count, names)
+
+
+def _limit(kind: int) -> int | None:
+    soft = resource.getrlimit(kind)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _address(host: str) -> str | None:
+    try:
+        return str(socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0])
+    except OSError:
+        return None
+
+
+def _kill_wait_s() -> int | None:
+    if shutil.which("scontrol") is None:
+        return None
+    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+        asked = ["scontrol", "show", "config"]
+        said = subprocess.run(asked, capture_output=True, text=True, timeout=_ASK_S).stdout
+        for line in said.splitlines():
+            if line.startswith("KillWait"):
+                return int(line.split("=")[1].split()[0])
+    return None

@@ -1,0 +1,135 @@
+"""Round trips between the ranks of a job: its store, its RPC, an all-reduce, its clocks."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..runtime import Session, World, local_cluster, session
+from ..runtime.remote import current_session
+
+_TRIES = 5
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """What the driver measured. Ranks are numbered as in ``names``; times are medians.
+
+    Attributes:
+        names: ``"rank3 on node7"``.
+        store_s: one key written and read back in the job's store, by the slowest rank.
+        all_reduce_s: of one number over all ranks.
+        rpc_s: a call and its answer, by pair of ranks; the first one called.
+        skew_s: by how much each rank's clock is ahead of rank 0's.
+        software: versions of packages on each rank.
+        elsewhere: what ``look`` returned on one rank of each other host.
+    """
+
+    names: tuple[str, ...]
+    store_s: float
+    all_reduce_s: float
+    rpc_s: Mapping[tuple[int, int], float]
+    skew_s: tuple[float, ...]
+    software: tuple[frozenset[tuple[str, Any]], ...]
+    elsewhere: Mapping[str, Any]
+
+
+class Served:
+    """This rank has answered the driver, who has the figures."""
+
+
+def measure(
+    software: Callable[[], Mapping[str, Any]], look: Callable[[], Any], *, timeout_s: float
+) -> Rounds | Served:
+    """Meet the other ranks and measure; a process that nobody launched starts another.
+
+    Both functions are called in other ranks, too. Blocks; every wait ends after ``timeout_s``.
+
+    Raises:
+        TorchRLDistError: ranks do not meet, or do not answer.
+    """
+    with _job(timeout_s) as me:
+        if not me.is_driver:
+            me.serve()
+            return Served()
+        return _measure(me, software, look)
+
+
+@contextlib.contextmanager
+def _job(timeout_s: float) -> Iterator[Session]:
+    if World.from_env().launcher == "single":
+        opened = local_cluster({"rank": 2}, timeout_s=timeout_s, process_group="gloo")
+    else:
+        opened = session({"rank": -1}, timeout_s=timeout_s, process_group="gloo")
+    with opened as me:
+        yield me
+
+
+def _measure(me: Session, software: Callable, look: Callable) -> Rounds:
+    peers = me.peers
+    rpc_s = {}
+    for peer in peers[:-1]:  # one pair at a time: they would slow one another down
+        answers = me.call(peer, _call_those_above)
+        rpc_s |= {(peer.global_rank, rank): seconds for rank, seconds in answers.items()}
+    skew_s = [0.0]
+    for peer in peers[1:]:
+        asked, theirs = time.time(), me.call(peer, time.time)
+        skew_s.append(theirs - (asked + time.time()) / 2)
+    waiting = [me.submit(peer, _all_reduce) for peer in peers[1:]]
+    all_reduce_s = [_all_reduce(), *(each.result(2 * me.timeout_s) for each in waiting)]
+    others = {peer.host: peer for peer in reversed(peers) if peer.host != me.me.host}
+    return Rounds(
+        names=tuple(f"{peer.name} on {peer.host}" for peer in peers),
+        store_s=max(me.call(peer, _ask_store) for peer in peers),
+        all_reduce_s=max(all_reduce_s),
+        rpc_s=rpc_s,
+        skew_s=tuple(skew_s),
+        software=tuple(frozenset(me.call(peer, software).items()) for peer in peers),
+        elsewhere={host: me.call(peer, look) for host, peer in others.items()},
+    )
+
+
+def _call_those_above() -> dict[int, float]:
+    """Runs in each rank: how long each rank above it takes to answer."""
+    me = current_session()
+    times = {}
+    for peer in me.peers[me.me.global_rank + 1 :]:
+        times[peer.global_rank] = _usual(lambda peer=peer: me.call(peer, time.time))
+    return times
+
+
+def _ask_store() -> float:
+    me = current_session()
+    store = me._member.store
+    if store is None:  # a job of one process
+        return 0.0
+    key = f"doctor/{me.me.global_rank}"
+
+    def write_and_read() -> None:
+        store.set(key, "x")
+        store.get(key)
+
+    return _usual(write_and_read)
+
+
+def _all_reduce() -> float:
+    number = torch.ones(1)
+    return _usual(lambda: dist.all_reduce(number))
+
+
+def _usual(what: Callable[[], Any]) -> float:
+    """Seconds of the usual call; the first one, which connects, does not count."""
+    what()
+    times = []
+    for _ in range(_TRIES):
+        start = time.perf_counter()
+        what()
+        times.append(time.perf_counter() - start)
+    return median(times)
