@@ -111,9 +111,9 @@ def test_trajectories_of_different_lengths_are_padded_and_masked() -> None:
     for start in range(0, 10, 3):
         assembler.add(rows[:, start : start + 3])
     assert len(assembler) == 7
-    batch = assembler.take(3)  # in the order in which they ended: steps 2, 4, 5
-    assert batch.shape == (3, 5)
-    assert batch["collector", "mask"].sum(-1).tolist() == [2, 2, 5]
+    batch = assembler.take_padded(4)  # those of the first three steps, then of the next
+    assert batch.shape == (4, 5)
+    assert batch["collector", "mask"].sum(-1).tolist() == [2, 5, 2, 2]
     assert not batch["observation"][0, 2:].any()
 
 

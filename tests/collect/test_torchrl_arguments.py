@@ -13,14 +13,23 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDictBase, assert_close
+from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, OneHot, TensorDictReplayBuffer
-from torchrl.envs import EnvCreator, GymEnv, GymWrapper, ParallelEnv, StepCounter, TransformedEnv
+from torchrl.envs import (
+    EnvCreator,
+    GymEnv,
+    GymWrapper,
+    ParallelEnv,
+    SerialEnv,
+    StepCounter,
+    TransformedEnv,
+)
 from torchrl.modules import QValueActor, RandomPolicy
 from torchrl.testing.mocking_classes import CountingEnv
 
-from tests.collect.envs import Counter
+from tests.collect.envs import Counter, Talking
 from torchrl_dist.collect import Preempt, RPCBatchedCollector
 from torchrl_dist.collect.learner.arguments import _ANYTHING, _REFUSED
 from torchrl_dist.errors import ConfigurationError, DeadlineError, RemoteError
@@ -247,6 +256,8 @@ def test_cat_results_joins_as_multi_sync_collector_does(build: Any, alone: Any, 
         ({"cat_results": 2}, "expected 'stack'"),
         ({"cat_results": "stack", "total_frames": 10}, "no multiple"),
         ({"cat_results": 1, "trajs_per_batch": 2}, "batches of rollouts"),
+        ({"traj_format": "flat", "trajs_per_batch": 2}, "'padded' or 'cat'"),
+        ({"traj_format": "cat"}, "pass trajs_per_batch="),
         ({"preemptive_threshold": 1.5}, "from 0 to 1"),
         ({"preemptive_threshold": 0.5, "readiness": Preempt()}, "not both"),
         ({"device": "cuda"}, "run on the CPU"),
@@ -488,6 +499,37 @@ def test_vector_envs_that_reset_themselves_say_so(build: Any) -> None:
     collector.next()
     with pytest.raises(RemoteError, match="resets its envs itself"):
         collector.reset(1)
+
+
+class Halting(Talking):
+    """Episodes of 1 to 4 steps that say something."""
+
+    def step(self, action: Any) -> Any:
+        *given, _, info = super().step(action)
+        return *given, bool(self.np_random.integers(3) == 0), info
+
+
+@pytest.mark.parametrize("format_", ["padded", "cat"])
+def test_batches_of_whole_trajectories_are_torchrls(build: Any, format_: str) -> None:
+    common = {"frames_per_batch": 16, "total_frames": 48, "trajs_per_batch": 3}
+    common["traj_format"] = format_
+    env = SerialEnv(2, lambda: GymWrapper(Halting()))
+    env.set_seed(3)
+    policy = TensorDictModule(
+        lambda x: nn.functional.one_hot((x[..., 0] > 0).long(), 3), ["number"], ["action"]
+    )
+    theirs = Collector(env, policy, **common)
+    expected = list(theirs)
+    theirs.shutdown()
+    got = list(build(Halting, policy, num_envs=2, seed=3, **common))
+    assert len(got) == len(expected) > 3
+    for ours, wanted in zip(got, expected, strict=True):
+        for key in ("word", ("next", "word")):
+            assert ours.pop(key).tolist() == wanted.pop(key).tolist()
+        if format_ == "padded":
+            for batch in (ours, wanted):
+                batch["collector", "traj_ids"][~batch["collector", "mask"]] = -1
+        require_equal(ours, wanted)
 
 
 # ---- with a replay buffer

@@ -104,6 +104,7 @@ class Settings:
     inference: str
     env_groups: int
     trajs_per_batch: int | None
+    traj_format: str | None
     split_trajs: bool
     postproc: Any
     postproc_factory: Any
@@ -179,6 +180,14 @@ class Settings:
 
     def _check_trajectories(self) -> None:
         """Refuse what makes no whole rollouts where trajectories would be put together."""
+        if self.traj_format not in (None, "padded", "cat"):
+            raise ConfigurationError(
+                f"traj_format={self.traj_format!r}: expected 'padded' or 'cat'"
+            )
+        if self.traj_format == "cat" and self.trajs_per_batch is None:
+            raise ConfigurationError(
+                "traj_format='cat' is for batches of whole trajectories: pass trajs_per_batch="
+            )
         if self.trajs_per_batch is None and not self.split_trajs:
             return
         if self.trajs_per_batch is not None and (self.trajs_per_batch < 1 or self.split_trajs):

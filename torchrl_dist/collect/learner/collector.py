@@ -116,11 +116,13 @@ class RPCBatchedCollector(BaseCollector):
         env_groups: with ``inference="learner"``: the envs of a worker, or of each of its env
             processes, are divided into so many groups, and one is stepped while the others wait
             for actions.
-        trajs_per_batch: batches are so many complete trajectories ``[trajs_per_batch, longest]`` in
-            the order in which they ended, zero-padded, with ``("collector", "mask")``, as
-            TorchRL's. What is unfinished at ``total_frames``, or makes no whole batch, is not
-            delivered. With ``replay_buffer`` each complete trajectory is written there, by itself
-            and unpadded, by the process that made it, and batches are rollouts.
+        trajs_per_batch: batches are so many complete trajectories ``[trajs_per_batch, longest]``,
+            zero-padded, with ``("collector", "mask")``, as TorchRL's. What is unfinished at
+            ``total_frames``, or makes no whole batch, is not delivered. With ``replay_buffer`` each
+            complete trajectory is written there, by itself and unpadded, by the process that made
+            it, and batches are rollouts.
+        traj_format: ``"cat"``: these trajectories one behind the other, ``[steps of all]``;
+            ``"padded"`` (default): as above.
         split_trajs: each batch through TorchRL's ``split_trajectories``.
         postproc: rollout ``[N, T]`` -> rows, run on the worker.
         postproc_factory: ``policy of the worker -> postproc``, called there once.
@@ -195,6 +197,7 @@ class RPCBatchedCollector(BaseCollector):
         inference: Literal["worker", "learner"] = "worker",
         env_groups: int = 2,
         trajs_per_batch: int | None = None,
+        traj_format: Literal["padded", "cat"] | None = None,
         split_trajs: bool | None = False,
         postproc: Postproc | None = None,
         postproc_factory: Callable[[Any], Postproc] | None = None,
@@ -249,6 +252,7 @@ class RPCBatchedCollector(BaseCollector):
             inference=inference,
             env_groups=env_groups,
             trajs_per_batch=trajs_per_batch,
+            traj_format=traj_format,
             split_trajs=bool(split_trajs),
             postproc=postproc,
             postproc_factory=postproc_factory,
@@ -540,7 +544,10 @@ class RPCBatchedCollector(BaseCollector):
             self._trajectories.add(batch)
             if self._settings.reset_at_each_iter:
                 self._trajectories.forget_parts()
-        return self._stored(self._trajectories.take(self.trajs_per_batch))
+        take = self._trajectories.take_padded
+        if self._settings.traj_format == "cat":
+            take = self._trajectories.take_flat
+        return self._stored(take(self.trajs_per_batch))
 
     def _stored(
         self, batch: TensorDict | CollectReport | None

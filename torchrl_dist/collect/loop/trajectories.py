@@ -9,14 +9,15 @@ import torch
 from tensordict import TensorDict, TensorDictBase, pad
 
 from torchrl_dist.collect.loop.batches import MASK, ends_of
+from torchrl_dist.collect.loop.policies import flat
 
 
 class TrajectoryAssembler:
-    """Holds the parts of trajectories until they end, then hands them out whole, in the order in
-    which they ended."""
+    """Holds the parts of trajectories until they end, then hands them out whole: batch by batch,
+    those that ended in it in the order in which they began, as TorchRL does."""
 
     def __init__(self) -> None:
-        self._open: dict[int, list[TensorDictBase]] = {}
+        self._open: dict[int, list[TensorDictBase]] = {}  # as they began
         self._whole: deque[TensorDictBase] = deque()
 
     def __len__(self) -> int:
@@ -27,18 +28,20 @@ class TrajectoryAssembler:
         """Take in a batch ``[N, T]`` with trajectory ids; its rows are kept, not copied."""
         ids = batch.get(("collector", "traj_ids"))
         done = ends_of(batch.get("next"))
-        ends = (ids[:, 1:] != ids[:, :-1]).nonzero().tolist()
-        borders: list[list[int]] = [[0] for _ in range(len(batch))]
-        for row, column in ends:
-            borders[row].append(column + 1)
-        finished: list[tuple[int, int, int]] = []
-        for row, starts in enumerate(borders):
-            for start, end in zip(starts, [*starts[1:], ids.shape[1]], strict=True):
-                trajectory = int(ids[row, start])
-                self._open.setdefault(trajectory, []).append(batch[row, start:end])
-                if done[row, end - 1]:
-                    finished.append((end, row, trajectory))
-        for _, _, trajectory in sorted(finished):
+        starts = [(0, row) for row in range(len(batch))]
+        starts += [(t + 1, row) for row, t in (ids[:, 1:] != ids[:, :-1]).nonzero().tolist()]
+        end_of: dict[int, int] = {}  # of what follows in a row
+        ends = []
+        for start, row in sorted(starts, reverse=True):
+            ends.append(end_of.get(row, ids.shape[1]))
+            end_of[row] = start
+        finished = set()
+        for (start, row), end in zip(sorted(starts), reversed(ends), strict=True):
+            trajectory = int(ids[row, start])
+            self._open.setdefault(trajectory, []).append(batch[row, start:end])
+            if done[row, end - 1]:
+                finished.add(trajectory)
+        for trajectory in [each for each in self._open if each in finished]:
             self._whole.append(torch.cat(self._open.pop(trajectory), 0))
 
     def forget_parts(self, ids: Iterable[int] | None = None) -> None:
@@ -61,15 +64,25 @@ class TrajectoryAssembler:
         """The next ``count`` of them, one behind the other: ``[steps of all]``."""
         return torch.cat([self._whole.popleft() for _ in range(count)], 0)
 
-    def take(self, count: int) -> TensorDict:
+    def take_padded(self, count: int) -> TensorDict:
         """The next ``count`` of them, ``[count, longest]``, padded with zeros; valid steps are true
-        in ``("collector", "mask")``."""
+        in ``("collector", "mask")``. Data that are no tensors are padded with their last."""
         chosen = [self._whole.popleft() for _ in range(count)]
         longest = max(len(trajectory) for trajectory in chosen)
         padded = []
         for trajectory in chosen:
             trajectory.set(MASK, torch.ones(len(trajectory), dtype=torch.bool))
-            padded.append(pad(trajectory, [0, longest - len(trajectory)]))
+            padded.append(_padded(trajectory, longest - len(trajectory)))
         batch = torch.stack(padded, 0)
         batch.names = [None, "time"]
         return batch
+
+
+def _padded(trajectory: TensorDictBase, steps: int) -> TensorDictBase:
+    if not steps:
+        return trajectory
+    out = pad(trajectory, [0, steps])
+    for key, value in flat(trajectory).items():
+        if not isinstance(value, torch.Tensor):  # these pad drops (tensordict 0.14.3)
+            out.set(key, torch.cat([value, *[value[-1:]] * steps], 0))
+    return out
