@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ from tests.replay.faults import (
     own_claims,
     priority_of,
     rows_of,
+    run_forked,
     torn_rows,
     wait_until,
 )
@@ -165,6 +167,70 @@ def test_a_signal_handler_that_uses_the_buffer_at_any_point_harms_nothing(
     assert counts["done"] > 30 and counts["refused"] > 10
     assert_sound(rb)
     rb.storage.close()
+
+
+INTERRUPTED: dict[str, Callable[[TensorDictReplayBuffer], object]] = {
+    # with no lock of TorchRL's buffer, which another thread can so have
+    "write": lambda rb: rb.writer.extend(rows_of(range(8), 1024)),
+    "update": lambda rb: rb.sampler.update_priority(torch.arange(8), 0.5),
+    "draw": lambda rb: rb.sampler.sample(rb.storage, 8),
+    "sample": lambda rb: rb.sample(),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefetch"),
+    [(SharedReplayBuffer, None), (SharedReplayBuffer, 2), (TensorDictReplayBuffer, None)],
+    ids=["ours", "ours-prefetch", "stock"],
+)
+def test_a_handler_does_not_wait_for_a_thread_that_waits_for_what_it_interrupted(
+    folder: Path, kind: type[TensorDictReplayBuffer], prefetch: int | None
+) -> None:
+    """At any point of an operation another thread samples, which may have to wait for the lock of
+    the directory, or of a table, while it has the buffer's; and then the handler samples."""
+    ours = kind is SharedReplayBuffer
+
+    def program() -> None:
+        # TorchRL's buffer takes its lock before we are asked: there the other thread gives up
+        timeout_s = 60 if ours else 0.05
+        rb = attach(
+            folder, _CAPACITY, kind=kind, timeout_s=timeout_s, batch_size=8, prefetch=prefetch
+        )
+        rb.extend(rows_of(range(_CAPACITY), 1024))  # a leaf of a batch is large enough to be pooled
+        counts = {"done": 0, "refused": 0, "late": 0}
+        threads: list[threading.Thread] = []
+
+        def beside() -> None:
+            try:
+                assert torn_rows(rb.sample()) == 0
+            except DeadlineError:
+                counts["late"] += 1
+
+        def handle() -> None:
+            threads.append(threading.Thread(target=beside, daemon=True))
+            threads[-1].start()
+            threads[-1].join(0.02)
+            try:
+                assert torn_rows(rb.sample()) == 0
+                counts["done"] += 1
+            except DirectoryError as error:
+                assert "signal handler" in str(error)
+                counts["refused"] += 1
+
+        for operate in INTERRUPTED.values():
+            point = 0
+            while True:
+                point += 1 + point % 3
+                with at_point(point, handle) as points:
+                    operate(rb)
+                threads.pop().join(30) if threads else None
+                if points() < point:
+                    break
+        assert counts["done"] > 20 and counts["refused"] > 10, counts
+        assert not (ours and counts["late"]), counts
+        assert_sound(rb)
+
+    assert run_forked(program, timeout_s=60) == 0
 
 
 def test_a_signal_handler_that_closes_the_buffer_at_any_point_tears_no_row(folder: Path) -> None:

@@ -8,6 +8,7 @@ priority that follows from its key, under the exponent that the directory names 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import platform
 import random
@@ -37,6 +38,7 @@ from torchrl_dist.replay import SharedReplayBuffer
 from torchrl_dist.replay.node.directory import CLAIM_COUNT, CLAIM_MEMBER, Word
 
 _CAPACITY, _EPS = 48, 1e-8
+_LARGEST = 20  # rows of a batch
 _ALPHAS = (0.5, 1.0, 1.25)
 _ROUNDS = int(os.environ.get("PROGRAM_FUZZ_ROUNDS", "9"))
 
@@ -67,13 +69,12 @@ class Program:
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder, self.random = folder, random.Random(seed)
-        self.next_key = 1000 * seed
-        self.keys = threading.Lock()
+        # a number per batch, which also a signal handler may take
+        self.batches = itertools.count(1000 * seed)
         self.rb = reopen(folder)
 
     def rows(self, count: int, width: int = 8):
-        with self.keys:
-            first, self.next_key = self.next_key, self.next_key + count
+        first = _LARGEST * next(self.batches)
         rows = rows_of(range(first, first + count), width)
         return rows, priority_of(rows["key"]).numpy()
 
@@ -109,7 +110,8 @@ class Program:
         def child() -> None:
             with contextlib.suppress(RuntimeError):
                 assert torn_rows(self.rb.sample()) == 0
-            self.next_key += 500
+            for _ in range(500):
+                next(self.batches)
             self.extend()
 
         assert run_forked(child, timeout_s=30) == 0

@@ -176,10 +176,10 @@ def test_a_child_forked_while_threads_use_the_buffer_uses_it_too(folder: Path, p
 
 def test_every_lock_that_a_thread_may_have_taken_is_new_in_a_child(rb) -> None:
     """One by one, and surely: another thread holds each of them at the fork."""
-    recent, memory = rb._sampler._recent, rb.storage._gatherer._memory
+    recent = rb._sampler._recent
     directory = rb.storage.directory
     locks = [
-        rb._replay_lock, rb._futures_lock, recent._lock, memory._lock,
+        rb._replay_lock, rb._futures_lock, recent._lock,
         _LOCKS.opening, _LOCKS.joining, directory._fair_lock._threads,
     ]  # fmt: skip
     held, release = threading.Event(), threading.Event()

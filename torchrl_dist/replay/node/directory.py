@@ -434,6 +434,19 @@ class ReplayDirectory:
         """
         return self._guard
 
+    def check_entry(self) -> None:
+        """To be called before this thread waits for a lock that others hold while they wait for
+        this directory's.
+
+        Raises:
+            DirectoryError: it has the latter itself, so it is a signal handler that interrupted a
+                use of the directory.
+        """
+        if self._pid == os.getpid():
+            self._fair_lock.check_entry()
+        else:
+            _once(_LOCKS.joining)
+
     def begin(self) -> None:
         """Announce a change, first thing under the lock."""
         self.words[Word.DIRTY] = 1

@@ -41,6 +41,9 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         ConfigurationError: for another kind of writer, or data without handles.
     """
 
+    _replay_lock = _torchrl.EntryLock()
+    _futures_lock = _torchrl.EntryLock()
+
     def __init__(self, *, priority_key: str = "td_error", **kwargs: Any) -> None:
         kwargs["writer"] = kwargs.get("writer") or SharedCursorWriter
         kwargs["sampler"] = kwargs.get("sampler") or SharedRandomSampler
@@ -196,6 +199,7 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
     ) -> Any:
         """A batch with ``"index"``, ``"index_generation"`` and what the sampler adds; without these
         if ``include_info`` is False. With ``return_info`` they come as a dictionary as well."""
+        _torchrl.check_prefetching(self)
         if return_info or include_info is not None:
             data, info = super().sample(batch_size, True, include_info)
             if include_info is False:

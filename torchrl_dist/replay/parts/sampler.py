@@ -33,6 +33,8 @@ EMPTY = "Cannot sample from an empty storage."
 _RECENT_ROWS = 2**19  # 8 MiB of slots and generations
 _ROWS_PER_BATCH = 64  # what a batch takes beside its rows, in memory and to be hashed, as rows
 _SAME_VALUES = 4
+_MOST_ASIDE = 4096
+_PATIENCE_S = 1.0
 
 
 class RecentGenerations:
@@ -46,7 +48,9 @@ class RecentGenerations:
     lie between large ones, and hinder the allocator in using their memory again.
 
     A signal handler may use this while the thread that it interrupted does: it then leaves its
-    batches aside for whoever comes next, and looks for what it asks without changing anything.
+    batches aside for whoever comes next, and looks for what it asks without changing anything. So
+    does another thread where the main thread does not leave: a handler on top of it may be waiting
+    for a lock of TorchRL's buffer that the other has.
     """
 
     def __init__(self) -> None:
@@ -63,7 +67,7 @@ class RecentGenerations:
         # Hashing a batch costs as much as the lock: left to the first index that is not the tensor.
         self._unhashed: deque[_Batch] = deque()
         self._by_values: dict[bytes, deque[_Batch]] = {}
-        self._aside: deque[tuple[torch.Tensor, torch.Tensor, bool]] = deque()
+        self._aside: deque[tuple[torch.Tensor, torch.Tensor, bool]] = deque(maxlen=_MOST_ASIDE)
 
     def _renew(self) -> None:
         if not self._lock.acquire(blocking=False):  # a thread that is not here was changing them
@@ -72,13 +76,19 @@ class RecentGenerations:
 
     def remember(self, index: torch.Tensor, generation: torch.Tensor, *, written: bool) -> None:
         """Both int64 [n]."""
-        if self._lock._is_owned():  # type: ignore[attr-defined]
+        lock, other = self._lock, threading.get_ident() != threading.main_thread().ident
+        # only the main thread is interrupted, also between two lines: it takes locks by "with"
+        if lock._is_owned() or (other and not lock.acquire(blocking=False)):  # type: ignore[attr-defined]
             self._aside.append((index, generation.clone(), written))
             return
-        with self._lock:
-            while self._aside:
-                self._remember(*self._aside.popleft())
-            self._remember(index, generation, written)
+        try:
+            with lock:
+                while self._aside:
+                    self._remember(*self._aside.popleft())
+                self._remember(index, generation, written)
+        finally:
+            if other:
+                lock.release()
 
     def _remember(self, index: torch.Tensor, generation: torch.Tensor, written: bool) -> None:
         slots, generations = index.numpy(), generation.numpy()
@@ -121,30 +131,39 @@ class RecentGenerations:
         than give it to a row that it was not computed for. What was drawn before this process
         itself wrote these slots again is gone in any case.
         """
-        if self._lock._is_owned():  # type: ignore[attr-defined]
+        lock, other = self._lock, threading.get_ident() != threading.main_thread().ident
+        if lock._is_owned() or (other and not lock.acquire(timeout=_PATIENCE_S)):  # type: ignore[attr-defined]
             return self._look_for(index)
-        with self._lock:
-            while self._aside:
-                self._remember(*self._aside.popleft())
-            known = self._by_identity.get(id(index))
-            if known is not None and known.index() is index:
-                return torch.from_numpy(known.generations.copy())
-            while self._unhashed:
-                batch = self._unhashed.popleft()
-                batch.digest = _digest(batch.slots)
-                self._by_values.setdefault(batch.digest, deque(maxlen=_SAME_VALUES)).append(batch)
-            return _oldest_of(self._by_values.get(_digest(_slots_of(index)), ()))
+        try:
+            with lock:
+                return self._recall(index)
+        finally:
+            if other:
+                lock.release()
+
+    def _recall(self, index: int | torch.Tensor) -> torch.Tensor | None:
+        while self._aside:
+            self._remember(*self._aside.popleft())
+        known = self._by_identity.get(id(index))
+        if known is not None and known.index() is index:
+            return torch.from_numpy(known.generations.copy())
+        while self._unhashed:
+            batch = self._unhashed.popleft()
+            batch.digest = _digest(batch.slots)
+            self._by_values.setdefault(batch.digest, deque(maxlen=_SAME_VALUES)).append(batch)
+        return _oldest_of(self._by_values.get(_digest(_slots_of(index)), ()))
 
     def _look_for(self, index: int | torch.Tensor) -> torch.Tensor | None:
-        """:meth:`recall` for a signal handler that interrupted a change: nothing is changed."""
-        for kept, generation, _ in self._aside:
+        """:meth:`recall` in the middle of a change by another: nothing is changed."""
+        aside = list(self._aside)
+        for kept, generation, _ in aside:
             if kept is index:
                 return generation.clone()
         wanted = _slots_of(index)
         same = [batch for batch in list(self._batches) if np.array_equal(batch.slots, wanted)]
         same += [
             _Batch(weakref.ref(kept), wanted, generation.numpy(), 0, written, id(kept))
-            for kept, generation, written in self._aside
+            for kept, generation, written in aside
             if np.array_equal(kept.numpy(), wanted)
         ]
         for batch in same:

@@ -210,6 +210,10 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         """The shared state; read it freely."""
         return self._directory
 
+    def check_entry(self) -> None:
+        """See :meth:`ReplayDirectory.check_entry`."""
+        self._directory.check_entry()
+
     def close(self, *, clean: bool = True) -> None:
         """End this process's use; idempotent. The last process removes or keeps the directory.
 

@@ -20,7 +20,7 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.writers import ImmutableDatasetWriter, Writer
 
-from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.errors import ConfigurationError, DirectoryError
 
 
 def buffers_over(storage: Storage) -> list[Any]:
@@ -66,6 +66,44 @@ def locks_given_back(storage: Storage) -> Iterator[None]:
     finally:
         for lock in given_back:
             lock.acquire()
+
+
+class EntryLock:
+    """A lock attribute of TorchRL's buffers, in a subclass of ours: whoever is about to take it
+    must not have the lock of the directory.
+
+    Other threads wait for the directory while they hold the buffer's lock, so a signal handler that
+    interrupted a holder of the former would wait for the latter in vain.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, buffer: Any, owner: type | None = None) -> Any:
+        if buffer is None:
+            return self
+        attributes = buffer.__dict__
+        check_entry = getattr(attributes.get("_storage"), "check_entry", None)
+        if check_entry is not None:
+            check_entry()
+        return attributes[self._name]
+
+    def __set__(self, buffer: Any, lock: Any) -> None:
+        buffer.__dict__[self._name] = lock
+
+
+def check_prefetching(buffer: Any) -> None:
+    """To be called before a sample.
+
+    Raises:
+        DirectoryError: a signal handler would wait for a batch that another thread fetches ahead,
+            which waits for what the handler has interrupted.
+    """
+    if buffer._prefetch and (buffer._futures_lock._is_owned() or buffer._replay_lock._is_owned()):
+        raise DirectoryError(
+            "a signal handler that interrupted a use of a buffer with prefetch cannot sample from "
+            "it. Have the handler set a flag, and act on it between two uses"
+        )
 
 
 def renew_after_fork(buffer: Any) -> None:

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import math
 import sys
-import threading
 
 import numpy as np
-
-from torchrl_dist.forks import now_and_in_children
 
 _SMALLEST_BYTES = 2**16  # below this the allocator recycles by itself
 _BLOCKS_PER_SIZE = 16
@@ -35,34 +32,27 @@ class BatchMemory:
     """Hands out arrays over blocks that nobody refers to any more. Thread-safe.
 
     An array, and a tensor made of it, keeps its block alive as long as itself, a view of it, or a
-    batch that holds either, so the block's reference count says exactly when it is free.
+    batch that holds either, so the block's reference count says exactly when it is free. Who looks
+    at a block refers to it, so of several threads at most one finds it free: no lock is needed
+    that a signal handler or a forked child could find taken. What two of them change at once in
+    the table of sizes may be lost; these blocks go back to the allocator.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
         self._blocks: dict[int, list[np.ndarray]] = {}
-        now_and_in_children(self, BatchMemory._renew)
-
-    def _renew(self) -> None:
-        if not self._lock.acquire(blocking=False):  # a thread that is not here was changing them
-            self._blocks = {}
-        self._lock = threading.RLock()
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """An uninitialized array, like ``numpy.empty``."""
         size = math.prod(shape) * dtype.itemsize
         if size < _SMALLEST_BYTES:
             return np.empty(shape, dtype)
-        if self._lock._is_owned():  # type: ignore[attr-defined]
-            return np.empty(shape, dtype)  # in a signal handler that interrupted the lines below
-        with self._lock:
-            blocks = self._blocks.pop(size, [])
-            self._blocks[size] = blocks  # the sizes used last come last
-            if len(self._blocks) > _SIZES:  # blocks in use live on in their arrays
-                del self._blocks[next(iter(self._blocks))]
-            block = _first_with(_UNUSED, blocks)
-            if block is None:
-                block = np.empty(size, dtype=np.uint8)
-                if len(blocks) < _BLOCKS_PER_SIZE:
-                    blocks.append(block)
-            return block.view(dtype).reshape(shape)
+        # the sizes used last come last
+        blocks = self._blocks[size] = self._blocks.pop(size, None) or []
+        for oldest in list(self._blocks)[:-_SIZES]:  # blocks in use live on in their arrays
+            self._blocks.pop(oldest, None)
+        block = _first_with(_UNUSED, blocks)
+        if block is None:
+            block = np.empty(size, dtype=np.uint8)
+            if len(blocks) < _BLOCKS_PER_SIZE:
+                blocks.append(block)
+        return block.view(dtype).reshape(shape)
