@@ -1,4 +1,4 @@
-"""Imports point down, RPC stays in one folder, public names are pinned."""
+"""Imports point down, without circles; RPC stays in one folder; public names are pinned."""
 
 from __future__ import annotations
 
@@ -27,6 +27,11 @@ LAYERS = {
     "cli": 6,
     "__main__": 7,
 }
+# Inside a package, from the lowest up: each may import those before it.
+FOLDERS = {
+    "replay": ["law", "row", "node", "saving", "parts", "hosts"],
+    "collect": ["loop", "worker", "node", "learner"],
+}
 PUBLIC_NAMES = """
     CheckpointError CollectReport ConfigurationError DeadlineError DirectoryError DistributedLoss
     DriftError FirstReady HostedReplayBuffer Peer PeerLostError Preempt Quorum RPCBatchedCollector
@@ -51,7 +56,7 @@ def imports_of(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) + 1 - node.level] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
-            found |= {f"{module}.{alias.name}" for alias in node.names}
+            found |= {module} | {f"{module}.{alias.name}" for alias in node.names}
     return found
 
 
@@ -69,6 +74,33 @@ def test_imports_point_down(path: Path) -> None:
         other = layer_of(name)
         assert other in LAYERS, f"{path} imports {name}: import it from the module that defines it"
         assert other == own or LAYERS[other] < LAYERS[own], f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("package", FOLDERS)
+def test_folders_of_a_package_import_lower_ones_only(package: str) -> None:
+    order = FOLDERS[package]
+    folders = {path.name for path in (ROOT / package).iterdir() if (path / "__init__.py").exists()}
+    assert folders == set(order), "name each folder in FOLDERS, where it belongs"
+    for path in MODULES:
+        parts = path.relative_to(ROOT).parts
+        if parts[0] != package or len(parts) < 3:
+            continue  # modules beside the folders may use them all
+        for name in imports_of(path):
+            if name.startswith(f"torchrl_dist.{package}."):
+                other = name.split(".")[2]
+                assert other in order, f"{path} imports {name}, which lies above the folders"
+                assert order.index(other) <= order.index(parts[1]), f"{path} imports {name}"
+
+
+def test_no_modules_import_one_another_in_a_circle() -> None:
+    """Imports for type checkers included: whoever reads one module must not have read the other."""
+    modules = {
+        ".".join((ROOT.name, *p.relative_to(ROOT).with_suffix("").parts)): p for p in MODULES
+    }
+    below = {name: imports_of(path) & modules.keys() for name, path in modules.items()}
+    while leaves := {name for name, others in below.items() if not others}:
+        below = {name: others - leaves for name, others in below.items() if name not in leaves}
+    assert not below, f"in circles, or above one: {sorted(below)}"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -275,7 +275,7 @@ def _clean(options: argparse.Namespace) -> int:
     import tempfile
     from pathlib import Path
 
-    from .replay import leftovers
+    from .replay.node import leftovers
 
     for each in options.directories:
         if not os.path.isdir(each):

@@ -19,7 +19,7 @@ from torchrl_dist.replay import HostedReplayBuffer, replay_buffer
 from torchrl_dist.replay.hosts import owner
 from torchrl_dist.replay.hosts.host import ReplayHost
 from torchrl_dist.replay.hosts.messages import Reply, Request
-from torchrl_dist.runtime.remote import current_session
+from torchrl_dist.runtime import current_session
 
 
 def slow_down(delay_s: float, calls: int | None = None) -> None:

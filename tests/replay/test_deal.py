@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_dist.errors import CheckpointError
-from torchrl_dist.replay.node.directory import LeafSpec, RowSpec
+from torchrl_dist.replay.row.spec import LeafSpec, RowSpec
 from torchrl_dist.replay.saving.snapshot import (
     Head,
     SavedShard,

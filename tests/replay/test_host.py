@@ -26,9 +26,10 @@ from torchrl_dist.replay.hosts.messages import (
     SetWrittenPriorities,
     Write,
 )
-from torchrl_dist.replay.node.directory import Word, array_of
+from torchrl_dist.replay.node.directory import Word
 from torchrl_dist.replay.row import rows
 from torchrl_dist.replay.row.packing import pack, spec_from_text, unpack
+from torchrl_dist.replay.row.spec import array_of
 
 CAPACITY = 32
 EPS = 1e-8

@@ -13,8 +13,9 @@ import pytest
 from tests.replay.faults import end_of, forked, kill_self, rows_of, run_forked, start, wait_until
 from torchrl_dist.cli import main as cli
 from torchrl_dist.errors import TorchRLDistError
-from torchrl_dist.replay import SharedMemmapStorage, leftovers, replay_buffer
+from torchrl_dist.replay import SharedMemmapStorage, replay_buffer
 from torchrl_dist.replay.hosts import owner
+from torchrl_dist.replay.node import leftovers
 from torchrl_dist.runtime import local_cluster
 from torchrl_dist.runtime.world import process_stamp
 

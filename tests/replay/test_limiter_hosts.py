@@ -105,7 +105,7 @@ def test_at_no_instant_a_sample_counts_twice(
 
     def count_and_look(index: torch.Tensor) -> None:
         count_samples(index)
-        looks.append(InThread(client.gate.counts))
+        looks.append(InThread(buffer.storage.gate.counts))
         looks[-1].thread.join(0.2)
 
     monkeypatch.setattr(client, "count_samples", count_and_look)
@@ -286,7 +286,7 @@ def test_the_stock_buffer_holds_no_lock_while_it_waits(make: Make, cluster: Sess
         batch_size=16,
     )
     waiting = InThread(buffer.sample)
-    wait_until(lambda: buffer.storage.client.gate is not None)
+    wait_until(lambda: buffer.storage.gate is not None)
     buffer.extend(make_rows(range(12)))
     buffer.extend(make_rows(range(12)))
     assert len(waiting.result()) == 16

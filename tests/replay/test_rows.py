@@ -20,8 +20,8 @@ from torchrl_dist import (
     SharedReplayBuffer,
     SharedSliceSampler,
 )
-from torchrl_dist.replay.node.directory import RowSpec
 from torchrl_dist.replay.row import rows
+from torchrl_dist.replay.row.spec import RowSpec
 
 CAPACITY = 24
 

@@ -81,7 +81,7 @@ def the_driver_loses_a_host(folder: str, while_away: str) -> None:
 
 
 def remote_lost() -> list[str]:
-    from torchrl_dist.runtime.remote import current_session
+    from torchrl_dist.runtime import current_session
 
     return [peer.name for peer in current_session().lost()]
 

@@ -305,7 +305,7 @@ class Figures:
 def _measure_all(
     rounds: int, groups: list[list[tuple[Cell, ...]]], found: dict[Cell, Figures]
 ) -> int:
-    from torchrl_dist.bench.collect_cells import measure
+    from torchrl_dist.bench.collect_peers import measure
     from torchrl_dist.bench.processes import Launcher
 
     failed: set[tuple[Cell, ...]] = set()

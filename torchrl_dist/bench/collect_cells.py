@@ -1,13 +1,12 @@
-"""One measurement of a collector: envs that count their steps, and the clock around them."""
+"""What every collector of the benchmark steps: envs that count their steps, and one policy."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 
-from torchrl_dist.bench.collect_plan import Cell, Result
+from torchrl_dist.bench.collect_plan import Cell
 
 _IDS = {"cartpole": "CartPole-v1", "halfcheetah": "HalfCheetah-v5"}
 # (observation size, action size, continuous)
@@ -173,41 +172,3 @@ def make_policy(env: str) -> TensorDictModule:
     """The same weights in every process."""
     torch.manual_seed(0)
     return TensorDictModule(Greedy(env), in_keys=["observation"], out_keys=["action"])
-
-
-# ---- the clock
-
-
-def measure(start: Sequence[Cell], folder: str) -> list[Result]:
-    """Run one peer in this process; blocks.
-
-    The cells of ``start`` differ in ``step_s`` only. Each is measured for its ``seconds``, one
-    after the other, when two messages at its pace have passed; the first after the first batches.
-    """
-    from torchrl_dist.bench.collect_peers import PEERS
-
-    torch.set_num_threads(1)
-    set_step_s(folder, start[0].step_s)
-    begun = time.perf_counter()
-    with contextlib.ExitStack() as stack:
-        batches = stack.enter_context(PEERS[start[0].peer].open(start[0], folder))
-        next(batches)
-        startup_s = time.perf_counter() - begun
-        results = []
-        for cell in start:
-            set_step_s(folder, cell.step_s)
-            _take(batches, 2 * cell.steps * cell.envs * cell.step_s)
-            steps, cpu = steps_so_far(folder), time.process_time()
-            elapsed = _take(batches, cell.seconds)
-            made = steps_so_far(folder) - steps
-            results.append(Result(made / elapsed, startup_s, (time.process_time() - cpu) / elapsed))
-        return results
-
-
-def _take(batches: Iterator[Any], seconds: float) -> float:
-    """Take batches, one at least, until that time has passed; returns the time it took."""
-    begun = time.perf_counter()
-    while True:
-        next(batches)
-        if (elapsed := time.perf_counter() - begun) >= seconds:
-            return elapsed

@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,10 +19,12 @@ from torchrl_dist.bench.collect_cells import (
     Greedy,
     make_env,
     make_policy,
+    set_step_s,
     single_env,
+    steps_so_far,
     vector_env,
 )
-from torchrl_dist.bench.collect_plan import AUTO, Cell
+from torchrl_dist.bench.collect_plan import AUTO, Cell, Result
 from torchrl_dist.bench.processes import ForkedWorker
 
 _GIB = 1 << 30
@@ -428,3 +430,39 @@ PEERS: dict[str, type[Peer]] = {
         TianshouRay,
     )
 }
+
+
+# ---- the clock
+
+
+def measure(start: Sequence[Cell], folder: str) -> list[Result]:
+    """Run one peer in this process; blocks.
+
+    The cells of ``start`` differ in ``step_s`` only. Each is measured for its ``seconds``, one
+    after the other, when two messages at its pace have passed; the first after the first batches.
+    """
+    torch.set_num_threads(1)
+    set_step_s(folder, start[0].step_s)
+    begun = time.perf_counter()
+    with contextlib.ExitStack() as stack:
+        batches = stack.enter_context(PEERS[start[0].peer].open(start[0], folder))
+        next(batches)
+        startup_s = time.perf_counter() - begun
+        results = []
+        for cell in start:
+            set_step_s(folder, cell.step_s)
+            _take(batches, 2 * cell.steps * cell.envs * cell.step_s)
+            steps, cpu = steps_so_far(folder), time.process_time()
+            elapsed = _take(batches, cell.seconds)
+            made = steps_so_far(folder) - steps
+            results.append(Result(made / elapsed, startup_s, (time.process_time() - cpu) / elapsed))
+        return results
+
+
+def _take(batches: Iterator[Any], seconds: float) -> float:
+    """Take batches, one at least, until that time has passed; returns the time it took."""
+    begun = time.perf_counter()
+    while True:
+        next(batches)
+        if (elapsed := time.perf_counter() - begun) >= seconds:
+            return elapsed

@@ -123,7 +123,7 @@ class Ours(TorchRLBuffer):
 
 
 def _joined_view(view: Ours) -> Host:
-    from torchrl_dist.runtime.remote import current_session
+    from torchrl_dist.runtime import current_session
 
     view.join(current_session())
     return Host(view)

@@ -26,11 +26,11 @@ from torchrl_dist.replay.node.directory import (
     CLAIM_PUBLISHING,
     CLAIM_WRITING,
     MAX_MEMBERS,
-    RowSpec,
     Word,
 )
 from torchrl_dist.replay.node.files import damaged, read_header
 from torchrl_dist.replay.node.lock import MEMBER_BYTES, byte_holder, is_held
+from torchrl_dist.replay.row.spec import RowSpec
 from torchrl_dist.replay.saving.disk import MANIFEST, read_dump, read_manifest
 from torchrl_dist.replay.saving.snapshot import SavedShard
 

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from .forkserver import ForkServer
 from .local import local_cluster
-from .remote import Peer, Remote, current_session
-from .session import Session, session
+from .peer import Peer
+from .remote import Remote
+from .session import Session, current_session, session
 from .world import World
 
 __all__ = [

@@ -7,33 +7,26 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from ..errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from .session import Session
+from .peer import Peer
 
 T = TypeVar("T")
 
-_current: Session | None = None
+
+class Caller(Protocol):
+    """What a handle needs of the session: calls to the object's process."""
+
+    session_id: str
+    me: Peer
+
+    def _call(self, peer: Peer, operation: tuple, timeout_s: float | None) -> Any: ...
+
+    def _submit(self, peer: Peer, operation: tuple, timeout_s: float | None) -> Future: ...
 
 
-@dataclass(frozen=True)
-class Peer:
-    """A process of the job: the ``index``-th of its ``role``."""
-
-    role: str
-    index: int
-    global_rank: int
-    host: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.role}{self.index}"
-
-    def __str__(self) -> str:
-        return f"{self.name} on {self.host}"
+_current: Caller | None = None
 
 
 @dataclass(frozen=True)
@@ -76,8 +69,8 @@ class Remote(Generic[T]):
         operation = ("method", self.key, method, args, kwargs)
         return self._session()._submit(self.peer, operation, timeout_s)
 
-    def _session(self) -> Session:
-        session = current_session()
+    def _session(self) -> Caller:
+        session = current()
         if session.session_id != self.session_id:
             raise ConfigurationError(
                 f"This handle to an object of {self.peer} belongs to a session that has ended. "
@@ -86,7 +79,7 @@ class Remote(Generic[T]):
         return session
 
 
-def current_session() -> Session:
+def current() -> Caller:
     """The session that this process is in.
 
     Raises:
@@ -115,6 +108,6 @@ def only_session() -> Iterator[None]:
         _taken.release()
 
 
-def set_current(session: Session | None) -> None:
+def set_current(session: Caller | None) -> None:
     global _current
     _current = session

@@ -19,7 +19,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ..errors import ConfigurationError, DeadlineError
-from .remote import Peer
+from .peer import Peer
 from .roles import assign_roles
 from .world import World
 

@@ -21,8 +21,9 @@ import torch.distributed as dist
 from ..errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
 from . import rendezvous, wire
 from .membership import Membership
+from .peer import Peer
 from .pool import DaemonPool
-from .remote import Peer, Remote, only_session, set_current
+from .remote import Remote, current, only_session, set_current
 from .roles import DEFAULT_ROLES
 from .signals import Latch, StopSignals, say, wait_any
 from .transport import Transport
@@ -708,6 +709,17 @@ def session(
         store, world = rendezvous.launcher_store(world, timeout_s)
         with joined(world, roles, store, timeout_s=timeout_s, process_group=process_group) as me:
             yield me
+
+
+def current_session() -> Session:
+    """The session that this process is in.
+
+    Raises:
+        ConfigurationError: it is in none.
+    """
+    found = current()
+    assert isinstance(found, Session)  # nothing else is ever set
+    return found
 
 
 def _look_for_others() -> None:

@@ -25,9 +25,9 @@ from torchrl_dist.replay.law.shard_law import (
     number_rows,
     split_index,
 )
-from torchrl_dist.replay.node.directory import RowSpec
 from torchrl_dist.replay.parts.sampler import EMPTY
 from torchrl_dist.replay.parts.storage import NoRowsError
+from torchrl_dist.replay.row.spec import RowSpec
 
 Uniforms = Callable[[int], np.ndarray]
 

@@ -28,13 +28,12 @@ from torchrl_dist.replay.hosts.messages import (
     SetWrittenPriorities,
     Write,
 )
-from torchrl_dist.replay.hosts.totals import TotalsGate
 from torchrl_dist.replay.law.limiter import Counts, RateLimiter
 from torchrl_dist.replay.law.shard_law import global_index, largest_priority, split_index
-from torchrl_dist.replay.node.directory import RowSpec
 from torchrl_dist.replay.parts.sampler import RecentGenerations
 from torchrl_dist.replay.row import rows
 from torchrl_dist.replay.row.packing import pack, spec_from_text
+from torchrl_dist.replay.row.spec import RowSpec
 
 _FEW_BYTES = 2**10  # what an operation costs beside its arrays, in a queue
 
@@ -90,7 +89,6 @@ class ReplayClient:
         limiter: RateLimiter | None = None,
     ) -> None:
         self.links = tuple(links)
-        self.gate = None if limiter is None else TotalsGate(self, limiter)
         self.counts_draws = limiter is not None and limiter.max_times_sampled is not None
         for link in self.links:
             link.limited = limiter is not None

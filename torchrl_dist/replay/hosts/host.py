@@ -40,12 +40,13 @@ from torchrl_dist.replay.hosts.messages import (
     UsePriorities,
     Write,
 )
-from torchrl_dist.replay.node.directory import Word, array_of
+from torchrl_dist.replay.node.directory import Word
 from torchrl_dist.replay.node.priorities import update
 from torchrl_dist.replay.node.times_sampled import TooFewDrawsError, give_back
 from torchrl_dist.replay.parts.sampler import Drawn, SharedPrioritizedSampler, SharedRandomSampler
 from torchrl_dist.replay.parts.storage import SharedMemmapStorage
 from torchrl_dist.replay.row.packing import columns_of, pack, spec_from_text, unpack
+from torchrl_dist.replay.row.spec import array_of
 from torchrl_dist.replay.saving.disk import RowFiles
 from torchrl_dist.replay.saving.snapshot import Chunk, Head, save_chunk
 

@@ -41,8 +41,8 @@ from torchrl_dist.replay.hosts.messages import (
     Write,
 )
 from torchrl_dist.replay.law.limiter import Counts
-from torchrl_dist.replay.node.directory import RowSpec
 from torchrl_dist.replay.row.packing import spec_from_text
+from torchrl_dist.replay.row.spec import RowSpec
 from torchrl_dist.runtime import Remote
 
 # Priorities wait this long for a draw to travel with. A learner that samples faster than that

@@ -12,8 +12,8 @@ from typing import cast
 import numpy as np
 
 from torchrl_dist.replay.hosts.messages import CountSamples, Operation, SetPriorities, Write
-from torchrl_dist.replay.node.directory import array_of
 from torchrl_dist.replay.row.packing import columns_of, pack, spec_from_text, unpack
+from torchrl_dist.replay.row.spec import array_of
 
 _MOST_ENTRIES = 4096  # of merged updates of priorities
 

@@ -22,12 +22,11 @@ from torchrl_dist.replay.hosts.link import Link, LocalLink, RemoteLink
 from torchrl_dist.replay.hosts.messages import Reply, Request
 from torchrl_dist.replay.law.limiter import RateLimiter
 from torchrl_dist.replay.law.placement import largest_reservation
-from torchrl_dist.replay.leftovers import remove_leftovers
 from torchrl_dist.replay.node.directory import ReplayDirectory, close_directory
 from torchrl_dist.replay.node.gate import set_limiter
+from torchrl_dist.replay.node.leftovers import remove_leftovers
 from torchrl_dist.replay.parts.storage import SharedMemmapStorage
-from torchrl_dist.runtime import Peer, Remote, Session
-from torchrl_dist.runtime.remote import current_session
+from torchrl_dist.runtime import Peer, Remote, Session, current_session
 
 _MAX_QUEUED_BYTES = 2**26
 

@@ -21,10 +21,10 @@ from torchrl_dist.replay.hosts.batches import Batch, BatchSource
 from torchrl_dist.replay.hosts.client import ReplayClient
 from torchrl_dist.replay.hosts.messages import Empty, SetAlpha, UsePriorities
 from torchrl_dist.replay.hosts.owner import DirectStorage, ReplayOwner, open_directly
+from torchrl_dist.replay.hosts.totals import TotalsGate
 from torchrl_dist.replay.law.limiter import Counts, RateLimiter
 from torchrl_dist.replay.law.placement import as_slots
 from torchrl_dist.replay.law.shard_law import global_index, importance_weights, split_index
-from torchrl_dist.replay.node.directory import array_of
 from torchrl_dist.replay.node.priorities import check_priorities
 from torchrl_dist.replay.parts.sampler import (
     SharedPrioritizedSampler,
@@ -36,6 +36,7 @@ from torchrl_dist.replay.parts.sampler import (
 )
 from torchrl_dist.replay.row import _torchrl, rows
 from torchrl_dist.replay.row.packing import columns_of, pack, spec_from_text, unpack
+from torchrl_dist.replay.row.spec import array_of
 from torchrl_dist.replay.saving.snapshot import Chunk, Head
 from torchrl_dist.replay.saving.storage import SavedStorage, Sink
 
@@ -84,6 +85,7 @@ class RemoteStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         self.device = torch.device("cpu")
         self._handed = threading.local()
         self.client = owner.connect()
+        self.gate = None if owner.limiter is None else TotalsGate(self.client, owner.limiter)
 
     def flush(self) -> None:
         """Block until the owner has applied everything that this process queued.
@@ -181,8 +183,8 @@ class RemoteStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
             raise ConfigurationError("expected a batch of rows [n, ...], got data without batch")
         if priority is not None:
             check_priorities(priority)
-        if self.client.gate is not None:
-            self.client.gate.wait_to_write(self)
+        if self.gate is not None:
+            self.gate.wait_to_write(self)
         return self.client.write(data, priority)
 
     def write_at(self, index: torch.Tensor, data: TensorDictBase) -> torch.Tensor:
@@ -502,7 +504,7 @@ class _RPCSampler(SharedSampler):
 
     def _next(self, storage: Storage, batch_size: int) -> Batch:
         remote = self.attach(storage)
-        source, gate = self._source, remote.client.gate
+        source, gate = self._source, remote.gate
         assert source is not None
 
         if gate is None:
@@ -515,7 +517,7 @@ class _RPCSampler(SharedSampler):
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Whether ``sample`` would begin at once. Blocks for a call."""
         remote = self.attach(storage)
-        source, gate = self._source, remote.client.gate
+        source, gate = self._source, remote.gate
         assert source is not None
         return len(remote) > 0 and (gate is None or gate.can_sample(batch_size, source))
 

@@ -28,19 +28,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_dist.errors import RateLimitError
+from torchrl_dist.replay.hosts.batches import Batch, BatchSource
+from torchrl_dist.replay.hosts.client import ReplayClient
 from torchrl_dist.replay.law.limiter import Counts, RateLimiter
 from torchrl_dist.replay.node.gate import process_ends
 from torchrl_dist.replay.parts.storage import NoRowsError
 from torchrl_dist.replay.row import _torchrl
-
-if TYPE_CHECKING:
-    from torchrl_dist.replay.hosts.batches import Batch, BatchSource
-    from torchrl_dist.replay.hosts.client import ReplayClient
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-3, 5e-2
 

@@ -30,12 +30,15 @@ breaks these conditions.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torchrl_dist.errors import ConfigurationError
 
 MOST_TIMES = 2**15 - 1
+
+_T = TypeVar("_T")
 
 
 class Counts(NamedTuple):
@@ -139,3 +142,32 @@ class RateLimiter:
                 f"needs min_size_to_sample >= {batch_size}, got {self.min_size_to_sample}: fewer "
                 "rows may not have so many draws left"
             )
+
+
+class Admission(Protocol):
+    """Who admits the samples and writes of a replay directory: ``node.gate.Gate``.
+
+    The directory holds it and knows no more of it than this, so what lies below it need not know
+    how one waits. All rows; a ``storage`` is a TorchRL storage, whose buffers' locks are given back
+    to others while somebody waits.
+    """
+
+    limiter: RateLimiter
+
+    def counts(self, under_way: int = 0) -> Counts: ...
+
+    def count_samples(self, rows: int) -> None: ...
+
+    def state(self) -> list[float]: ...
+
+    def set_state(self, state: list[float] | None, rows: int) -> None: ...
+
+    def ring(self) -> None: ...
+
+    def can_sample(self, count: int) -> bool: ...
+
+    def draw(self, count: int, draw: Callable[[], _T], storage: Any) -> _T: ...
+
+    def reserve(self, cursor: Any, count: int, storage: Any) -> Any: ...
+
+    def wait_to_write(self, cursor: Any, storage: Any) -> None: ...

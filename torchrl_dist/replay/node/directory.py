@@ -33,7 +33,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import enum
-import functools
 import json
 import math
 import mmap
@@ -44,10 +43,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -55,9 +54,10 @@ import torch
 from torchrl_dist.errors import ConfigurationError, DeadlineError, DirectoryError
 from torchrl_dist.forks import now_and_in_children
 from torchrl_dist.replay.law.kernel import address
+from torchrl_dist.replay.law.limiter import Admission
 from torchrl_dist.replay.law.tree import PriorityTree, tree_bytes
 from torchrl_dist.replay.node import files
-from torchrl_dist.replay.node.files import Header, damaged, data_file, read_header
+from torchrl_dist.replay.node.files import Header, damaged, read_header
 from torchrl_dist.replay.node.lock import (
     MEMBER_BYTES,
     FairLock,
@@ -68,9 +68,7 @@ from torchrl_dist.replay.node.lock import (
     open_lock_file,
     unlock_byte,
 )
-
-if TYPE_CHECKING:
-    from torchrl_dist.replay.node.gate import Gate
+from torchrl_dist.replay.row.spec import STREAM, LeafSpec, RowSpec, array_of, checked_spec
 
 MAX_MEMBERS = 1024
 MAX_CLAIMS = 1024
@@ -172,127 +170,6 @@ def counters_in(words: Sequence[int] | np.ndarray) -> dict[str, int]:
     return {word.name.lower(): int(words[word]) for word in _COUNTERS}
 
 
-@dataclass(frozen=True)
-class LeafSpec:
-    """One tensor of a row: where it sits in the TensorDict, its dtype and shape.
-
-    ``text``: stands for a value that is not a tensor, as JSON in UTF-8; the last dimension holds
-    its bytes, with zeros behind them.
-    """
-
-    key: tuple[str, ...]
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    text: bool = False
-
-    @property
-    def file_name(self) -> str:
-        return data_file(self.key)
-
-    @property
-    def row_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def as_json(self) -> dict[str, Any]:
-        entry = {"key": list(self.key), "dtype": str(self.dtype)[6:], "shape": list(self.shape)}
-        return entry | ({"text": True} if self.text else {})
-
-    @classmethod
-    def from_json(cls, entry: dict[str, Any]) -> LeafSpec:
-        return cls(
-            tuple(entry["key"]),
-            getattr(torch, entry["dtype"]),
-            tuple(entry["shape"]),
-            bool(entry.get("text", False)),
-        )
-
-
-STREAM = LeafSpec(("_torchrl_dist_stream",), torch.int64, ())
-"""A leaf that no user sees, in buffers whose slices end at flags: rows in neighbouring slots with
-the same number, not 0, were written one after the other by one thread of one process."""
-
-
-@dataclass(frozen=True)
-class NodeSpec:
-    """A TensorDict inside a row; with an empty ``key`` the row.
-
-    ``batch_dims``: its dimensions behind that of the rows. ``tensorclass``: its class, as
-    ``module:name``; empty for a TensorDict.
-    """
-
-    key: tuple[str, ...]
-    batch_dims: tuple[int, ...]
-    tensorclass: str = ""
-
-    def as_json(self) -> dict[str, Any]:
-        entry = {"key": list(self.key), "batch_dims": list(self.batch_dims)}
-        return entry | ({"tensorclass": self.tensorclass} if self.tensorclass else {})
-
-    @classmethod
-    def from_json(cls, entry: dict[str, Any]) -> NodeSpec:
-        return cls(
-            tuple(entry["key"]), tuple(entry["batch_dims"]), str(entry.get("tensorclass", ""))
-        )
-
-
-@dataclass(frozen=True)
-class RowSpec:
-    """What one row holds.
-
-    Attributes:
-        leaves: its tensors.
-        batch_dims: leading dimensions that all leaves of a row share.
-        nodes: TensorDicts in it that do not follow from the leaves: with other dimensions, without
-            a leaf, or of a tensorclass; sorted by key.
-    """
-
-    leaves: tuple[LeafSpec, ...]
-    batch_dims: tuple[int, ...] = ()
-    nodes: tuple[NodeSpec, ...] = ()
-
-    @property
-    def row_bytes(self) -> int:
-        return sum(leaf.row_bytes for leaf in self.leaves)
-
-    def as_json(self) -> dict[str, Any]:
-        entry: dict[str, Any] = {
-            "batch_dims": list(self.batch_dims),
-            "leaves": [leaf.as_json() for leaf in self.leaves],
-        }
-        return entry | ({"nodes": [node.as_json() for node in self.nodes]} if self.nodes else {})
-
-    @functools.cached_property
-    def text(self) -> str:
-        """:meth:`as_json` as a string, for messages."""
-        return json.dumps(self.as_json())
-
-    @classmethod
-    def from_json(cls, entry: dict[str, Any]) -> RowSpec:
-        return cls(
-            tuple(map(LeafSpec.from_json, entry["leaves"])),
-            tuple(entry["batch_dims"]),
-            tuple(map(NodeSpec.from_json, entry.get("nodes", ()))),
-        )
-
-
-def checked_spec(entry: Any) -> RowSpec:
-    """:meth:`RowSpec.from_json` of what may be damaged.
-
-    Raises:
-        ValueError: it is no spec.
-    """
-    try:
-        spec = RowSpec.from_json(entry)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"no spec of a row: {error!r}") from error
-    for leaf in spec.leaves:
-        names = leaf.key and all(isinstance(part, str) for part in leaf.key)
-        sizes = all(type(size) is int and size >= 0 for size in leaf.shape)
-        if not (names and sizes and isinstance(leaf.dtype, torch.dtype)):
-            raise ValueError(f"no spec of a row: it has {leaf}")
-    return spec
-
-
 def read_spec(folder: Path) -> RowSpec:
     """What ``rows.json`` says.
 
@@ -303,24 +180,6 @@ def read_spec(folder: Path) -> RowSpec:
         return checked_spec(json.loads((folder / files.ROWS).read_text()))
     except (OSError, ValueError, RecursionError) as error:
         raise damaged(folder, f"{files.ROWS} does not say what a row is ({error})") from error
-
-
-_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def array_of(tensor: torch.Tensor) -> np.ndarray:
-    """The tensor's memory as NumPy sees it, as integers for dtypes that NumPy lacks.
-
-    NumPy copies a few rows in a tenth of the time that torch needs to begin.
-    """
-    try:
-        return tensor.numpy()
-    except (TypeError, RuntimeError):  # needs a gradient, is elsewhere, of a dtype NumPy lacks ...
-        tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
-    try:
-        return tensor.numpy()
-    except TypeError:
-        return tensor.view(_SAME_SIZE[tensor.dtype.itemsize]).numpy()
 
 
 class Held(NamedTuple):
@@ -400,7 +259,7 @@ class ReplayDirectory:
         draws: int64 [capacity], how often the rows were sampled, with a limiter that asks for it.
     """
 
-    gate: Gate | None = None
+    gate: Admission | None = None
     users: np.ndarray
     draws: np.ndarray | None = None
 

@@ -11,13 +11,13 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from torchrl_dist.errors import DirectoryError
+from torchrl_dist.replay.row.spec import data_file
 
 FORMAT = 2
 LOCK, HEADER, ROWS, DATA = "lock", "header.json", "rows.json", "data"
@@ -48,11 +48,6 @@ class Header:
 
     def as_json(self) -> dict[str, Any]:
         return {"format": FORMAT, **vars(self)}
-
-
-def data_file(key: Sequence[str]) -> str:
-    """Name of the file with a leaf's rows."""
-    return ",".join(quote(part, safe="") for part in key) + ".bin"
 
 
 def damaged(path: Path, found: str) -> DirectoryError:

@@ -18,12 +18,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import astuple
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
+from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_dist.errors import ConfigurationError, RateLimitError
 from torchrl_dist.replay.law.limiter import Counts, RateLimiter
+from torchrl_dist.replay.node.cursor import Reservation, SharedCursor
 from torchrl_dist.replay.node.directory import (
     MAX_MEMBERS,
     USER_MEMBER,
@@ -37,10 +39,6 @@ from torchrl_dist.replay.node.directory import (
 from torchrl_dist.replay.node.futex import Bell
 from torchrl_dist.replay.node.times_sampled import TooFewDrawsError
 from torchrl_dist.replay.row import _torchrl
-
-if TYPE_CHECKING:
-    from torchrl_dist.replay.node.cursor import Reservation, SharedCursor
-    from torchrl_dist.replay.parts.storage import SharedMemmapStorage
 
 _LOOK_AGAIN_S = 0.5  # nobody rings when a process is killed, or ends
 
@@ -131,9 +129,7 @@ class Gate:
 
     # --- writing -----------------------------------------------------------------------------
 
-    def reserve(
-        self, cursor: SharedCursor, count: int, storage: SharedMemmapStorage
-    ) -> Reservation:
+    def reserve(self, cursor: SharedCursor, count: int, storage: Storage) -> Reservation:
         """Slots for the first rows of a write, once it is admitted.
 
         Raises:
@@ -149,7 +145,7 @@ class Gate:
         thread.takes_turns |= thread.sampled
         return self._admit(attempt, thread, storage)
 
-    def wait_to_write(self, cursor: SharedCursor, storage: SharedMemmapStorage) -> None:
+    def wait_to_write(self, cursor: SharedCursor, storage: Storage) -> None:
         """As :meth:`reserve`, without slots yet: others may be admitted before they are taken."""
         thread = self._this_thread()
         thread.takes_turns |= thread.sampled
@@ -171,7 +167,7 @@ class Gate:
             self._forget_unreturned()
         return not self.limiter.missing_inserts(self.counts(), count)
 
-    def draw(self, count: int, draw: Callable[[], _T], storage: SharedMemmapStorage) -> _T:
+    def draw(self, count: int, draw: Callable[[], _T], storage: Storage) -> _T:
         """What ``draw()`` returns, ``count`` rows, once that sample is admitted.
 
         Raises:
@@ -241,7 +237,7 @@ class Gate:
         self,
         attempt: Callable[[], _T | Missing],
         thread: _Thread,
-        storage: SharedMemmapStorage,
+        storage: Storage,
     ) -> _T:
         """What ``attempt``, called under the lock, returns instead of ``Missing``."""
         directory = self._directory

@@ -17,9 +17,10 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.law.placement import slot_ranges
-from torchrl_dist.replay.node.directory import ORDERED_LOADS, STREAM, ReplayDirectory, Word
+from torchrl_dist.replay.node.directory import ORDERED_LOADS, ReplayDirectory, Word
 from torchrl_dist.replay.parts.sampler import EMPTY, SharedPrioritizedSampler, SharedSampler
 from torchrl_dist.replay.parts.storage import _REDRAWS, NoRowsError, SharedMemmapStorage
+from torchrl_dist.replay.row.spec import STREAM
 
 _USUAL_KEYS = (("collector", "traj_ids"), ("episode",))
 

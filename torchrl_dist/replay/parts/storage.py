@@ -28,9 +28,7 @@ from torchrl_dist.replay.node.cursor import (
 )
 from torchrl_dist.replay.node.directory import (
     ORDERED_LOADS,
-    STREAM,
     ReplayDirectory,
-    RowSpec,
     Word,
     close_directory,
     open_directory,
@@ -39,6 +37,7 @@ from torchrl_dist.replay.node.gate import set_limiter
 from torchrl_dist.replay.node.priorities import check_new
 from torchrl_dist.replay.row import _torchrl, rows
 from torchrl_dist.replay.row.gather import Gatherer
+from torchrl_dist.replay.row.spec import STREAM, RowSpec
 from torchrl_dist.replay.saving.storage import DirectoryShard, SavedStorage
 
 _REDRAWS = 8

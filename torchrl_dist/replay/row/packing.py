@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from torchrl_dist.replay.node.directory import RowSpec
+from torchrl_dist.replay.row.spec import RowSpec
 
 _ALIGNMENT = 16  # of every dtype that torch has
 _PADDING = np.zeros(_ALIGNMENT, np.uint8)
@@ -32,7 +32,7 @@ def pack(arrays: Sequence[np.ndarray], *, copy: bool) -> list[torch.Tensor]:
     """The same bytes in fewer tensors: one block of the small ones, then the large ones.
 
     Args:
-        arrays: as ``directory.array_of`` gives them.
+        arrays: as ``spec.array_of`` gives them.
         copy: whether the large ones are copied too, because the caller may change them.
     """
     large = []

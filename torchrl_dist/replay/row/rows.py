@@ -27,8 +27,8 @@ from tensordict import (
 )
 
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.replay.node.directory import STREAM, LeafSpec, NodeSpec, RowSpec, array_of
 from torchrl_dist.replay.row import _torchrl
+from torchrl_dist.replay.row.spec import STREAM, LeafSpec, NodeSpec, RowSpec, array_of
 
 SAMPLING_KEYS = frozenset({("index",), ("index_generation",), ("priority_weight",)})
 """What a buffer adds to a sample. They describe the draw, not the row, and are not stored."""
@@ -265,7 +265,7 @@ def matching_leaves(
     """The leaves of a batch in the order of the spec, as :func:`array_of` gives them.
 
     Args:
-        stream: gives the number for ``directory.STREAM``, where rows have it.
+        stream: gives the number for ``spec.STREAM``, where rows have it.
 
     Raises:
         ConfigurationError: naming every key that is missing, unknown, or of another shape or

@@ -32,8 +32,8 @@ import numpy as np
 import torch
 
 from torchrl_dist.errors import CheckpointError, ConfigurationError
-from torchrl_dist.replay.node.directory import LeafSpec, RowSpec, array_of
 from torchrl_dist.replay.node.lock import close_lock_file, open_lock_file
+from torchrl_dist.replay.row.spec import LeafSpec, RowSpec, array_of
 from torchrl_dist.replay.saving.snapshot import Chunk, Head, SavedShard
 
 MANIFEST = "checkpoint.json"

@@ -25,16 +25,9 @@ import torch
 
 from torchrl_dist.errors import CheckpointError, ConfigurationError
 from torchrl_dist.replay.node.cursor import SharedCursor
-from torchrl_dist.replay.node.directory import (
-    LARGEST_COUNT,
-    ORDERED_LOADS,
-    ReplayDirectory,
-    RowSpec,
-    Word,
-    array_of,
-    checked_spec,
-)
+from torchrl_dist.replay.node.directory import LARGEST_COUNT, ORDERED_LOADS, ReplayDirectory, Word
 from torchrl_dist.replay.node.priorities import check_rescaling, rescaled
+from torchrl_dist.replay.row.spec import RowSpec, array_of, checked_spec
 
 _CHUNK_BYTES = 2**24
 _CHUNK_ROWS = 2**16  # versions and priorities of so many are copied under one hold of the lock
@@ -155,7 +148,7 @@ class SavedShard:
         head: the directory when saving began.
         runs: int64 [k, 3], slots and versions of the rows; see :attr:`slots`.
         leaf: float64 [n], mass of each row in the tree.
-        arrays: the rows, [n, ...] per leaf of the spec, as ``directory.array_of`` gives them.
+        arrays: the rows, [n, ...] per leaf of the spec, as ``spec.array_of`` gives them.
     """
 
     head: Head

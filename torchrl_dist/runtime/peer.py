@@ -1,0 +1,22 @@
+"""Who takes part in a job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A process of the job: the ``index``-th of its ``role``."""
+
+    role: str
+    index: int
+    global_rank: int
+    host: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}{self.index}"
+
+    def __str__(self) -> str:
+        return f"{self.name} on {self.host}"
