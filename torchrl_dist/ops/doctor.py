@@ -494,7 +494,7 @@ def run(options: argparse.Namespace) -> int:
 
 def clean(folder: Path) -> list[Path]:
     """Remove this user's replay directories that no job can want any more."""
-    from ..replay import leftovers
+    from ..replay.node import leftovers
 
     removed = []
     for found in leftovers.find([folder]):

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import TorchRLDistError
-from ..replay import leftovers
+from ..replay.node import leftovers
 from ..replay.directory import file_system_of
 from ..replay.kernel import find_kernel
 from ..runtime import World
