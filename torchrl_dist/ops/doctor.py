@@ -145,7 +145,7 @@ def _software(probe: Probe) -> Iterator[Finding]:
 
 
 def _memory(probe: Probe) -> Iterator[Finding]:
-    from ..replay.directory import is_network_file_system
+    from ..replay.node.directory import is_network_file_system
 
     folder = probe.folder
     if folder.error is not None:
@@ -302,7 +302,7 @@ def _signals(probe: Probe) -> Finding:
 
 
 def _leftovers(probe: Probe) -> Finding:
-    from ..replay.leftovers import HALF_REMOVED, LEFT
+    from ..replay.node.leftovers import HALF_REMOVED, LEFT
 
     left = [each for each in probe.leftovers if each.state in (LEFT, HALF_REMOVED)]
     others = sum(each.state not in (LEFT, HALF_REMOVED) for each in probe.leftovers)

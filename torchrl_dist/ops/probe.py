@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import TorchRLDistError
+from ..replay.law.kernel import find_kernel
 from ..replay.node import leftovers
-from ..replay.directory import file_system_of
-from ..replay.kernel import find_kernel
+from ..replay.node.directory import file_system_of
 from ..runtime import World
 from ..runtime.world import launched_without_us
 
