@@ -12,8 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..runtime import Session, World, local_cluster, session
-from ..runtime.remote import current_session
+from ..runtime import Session, World, current_session, local_cluster, session
 
 _TRIES = 5
 
