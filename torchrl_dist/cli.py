@@ -331,6 +331,7 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_ops(commands: argparse._SubParsersAction) -> None:
-    from .ops import doctor
+    from .ops import doctor, slurm
 
     doctor.add_options(commands.add_parser("doctor", help="is this machine fit for a job?"))
+    slurm.add_options(commands.add_parser("slurm", help="a batch script that starts a job"))

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=torchrl-dist
+#SBATCH --output=%x-%j.out
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --time=04:00:00
+#SBATCH --signal=USR1@120
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=3
+#SBATCH --cpus-per-task=1
+
+set -u
+# Names, not addresses: a host's own may be a loopback one. Rank 0 is in component 0.
+nodes=$(scontrol show hostnames "${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}")
+MASTER_ADDR=${nodes%%$'\n'*}
+MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000))
+export MASTER_ADDR MASTER_PORT PYTHONFAULTHANDLER=1 PYTHONUNBUFFERED=1
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# Home folders are on the network, where a replay buffer cannot be. The next start
+# may be on another node, so the memory is given back.
+replay="/dev/shm/torchrl_dist-$SLURM_JOB_ID"
+# shellcheck disable=SC2317
+clean() {
+  [ ! -d "$replay" ] || python -m torchrl_dist clean --remove "$replay" >&2
+}
+trap clean EXIT
+
+srun --kill-on-bad-exit=0 --wait=0 --unbuffered --label --nodes=1 --ntasks=3 --ntasks-per-node=3 --cpus-per-task=1 \
+  python -m torchrl_dist train apex --env CartPole-v1 --replay-dir "$replay"
+code=$?
+
+# 138 and 143: stopped by USR1 and TERM, the checkpoint is written. Whom scancel ended stays ended.
+if [ "$code" = 138 ] || [ "$code" = 143 ]; then
+  if [ "${SLURM_RESTART_COUNT:-0}" -ge 3 ]; then
+    echo "stopped, and was requeued 3 times already" >&2
+  elif scontrol show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING; then
+    clean
+    scontrol requeue "$SLURM_JOB_ID" && exit 0
+  fi
+fi
+exit "$code"

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=torchrl-dist
+#SBATCH --output=%x-%A_%a.out
+#SBATCH --open-mode=append
+#SBATCH --no-requeue
+#SBATCH --array=0-4%2
+#SBATCH --time=04:00:00
+#SBATCH --signal=USR1@120
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=3
+#SBATCH --cpus-per-task=1
+
+set -u
+# Names, not addresses: a host's own may be a loopback one. Rank 0 is in component 0.
+nodes=$(scontrol show hostnames "${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}")
+MASTER_ADDR=${nodes%%$'\n'*}
+MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000))
+export MASTER_ADDR MASTER_PORT PYTHONFAULTHANDLER=1 PYTHONUNBUFFERED=1
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# Home folders are on the network, where a replay buffer cannot be. The next start
+# may be on another node, so the memory is given back.
+replay="/dev/shm/torchrl_dist-$SLURM_JOB_ID"
+# shellcheck disable=SC2317
+clean() {
+  [ ! -d "$replay" ] || apptainer exec image.sif python -m torchrl_dist clean --remove "$replay" >&2
+}
+trap clean EXIT
+
+srun --kill-on-bad-exit=0 --wait=0 --unbuffered --label --nodes=1 --ntasks=3 --ntasks-per-node=3 --cpus-per-task=1 \
+  apptainer exec image.sif python -m torchrl_dist train apex --env CartPole-v1 --seed "$SLURM_ARRAY_TASK_ID" --replay-dir "$replay"
+code=$?
+exit "$code"

@@ -1,0 +1,442 @@
+"""``torchrl-dist slurm -- COMMAND``: a batch script that starts the command's ranks under Slurm.
+
+The script is text for people: all that Slurm does not do by itself is spelled out in it. ``script``
+is pure. One ``srun`` makes one step, and so one job for ``session``, also over the two components
+of a heterogeneous job; what it sets and why is said at the lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..errors import ConfigurationError
+
+STOPPED_BY_USR1, STOPPED_BY_TERM = 138, 143
+"""Exit codes of ``torchrl-dist train`` after these signals: its checkpoint is written, go on."""
+
+_SBATCH_S = 60.0
+
+
+@dataclass(frozen=True)
+class Component:
+    """Nodes of one kind."""
+
+    nodes: int = 1
+    tasks_per_node: int = 1
+    cpus_per_task: int = 1
+    gpus_per_node: int = 0
+    partition: str | None = None
+    mem: str | None = None
+
+    def header(self) -> list[str]:
+        lines = [f"--nodes={self.nodes}", f"--ntasks-per-node={self.tasks_per_node}"]
+        lines += [f"--cpus-per-task={self.cpus_per_task}"]
+        lines += [f"--gpus-per-node={self.gpus_per_node}"] if self.gpus_per_node else []
+        lines += [f"--partition={self.partition}"] if self.partition else []
+        lines += [f"--mem={self.mem}"] if self.mem else []
+        return lines
+
+    def step(self) -> str:
+        # since 22.05 a step has not the job's --cpus-per-task unless told: all tasks on one core
+        return (
+            f"--nodes={self.nodes} --ntasks={self.nodes * self.tasks_per_node} "
+            f"--ntasks-per-node={self.tasks_per_node} --cpus-per-task={self.cpus_per_task}"
+        )
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to start, and where.
+
+    Attributes:
+        command: of each rank; ``train ...`` stands for ``torchrl-dist train ...``.
+        first: nodes of rank 0, the learner.
+        collectors: nodes of the other ranks, where they are of another kind: heterogeneous job.
+        time: the limit, as Slurm takes it.
+        requeues: how often the job is queued again after it was stopped with a checkpoint.
+        signal_s: how long before the limit it is stopped.
+        seeds: as Slurm's ``--array``; one job each.
+        interface: of the network between the nodes, where the kernel's choice is not right.
+        container: what runs a command in a container, as ``("apptainer", "exec", "image.sif")``.
+        torchrun: ranks per node that torchrun starts, None: srun starts them.
+        python: runs ``torchrl-dist train``.
+        setup: lines of shell before anything runs.
+        sbatch: further options of sbatch.
+    """
+
+    command: tuple[str, ...]
+    first: Component = Component()
+    collectors: Component | None = None
+    name: str = "torchrl-dist"
+    time: str = "04:00:00"
+    requeues: int = 3
+    signal_s: int = 120
+    seeds: str | None = None
+    interface: str | None = None
+    container: tuple[str, ...] = ()
+    torchrun: int | None = None
+    python: str = "python"
+    setup: tuple[str, ...] = ()
+    sbatch: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def recipe(self) -> bool:
+        return self.command[0] == "train"
+
+
+def check(job: Job) -> None:
+    """Raise ConfigurationError for what Slurm or the command would refuse after the queue."""
+    if not job.command:
+        raise ConfigurationError(
+            "no command: torchrl-dist slurm -- train apex, or torchrl-dist slurm -- python train.py"
+        )
+    if job.seeds is not None:
+        if job.collectors is not None:
+            raise ConfigurationError(
+                "--seeds makes a job array, and Slurm has no arrays of heterogeneous jobs; submit "
+                "one job per seed, or leave --collector-nodes out"
+            )
+        if not re.fullmatch(r"\d+([-,:]\d+)*(%\d+)?", job.seeds):
+            raise ConfigurationError(f"--seeds: got {job.seeds!r}, expected such as 0-4 or 0,7,9%2")
+    if job.torchrun is not None and job.collectors is not None:
+        raise ConfigurationError(
+            "--torchrun starts equally many ranks per node, which a heterogeneous job has not; "
+            "leave --torchrun out: srun starts the ranks"
+        )
+    if job.recipe:
+        _check_recipe(job)
+
+
+def _check_recipe(job: Job) -> None:
+    if job.torchrun is not None:
+        raise ConfigurationError("--torchrun is for scripts of your own; srun starts a recipe")
+    if job.collectors is not None or job.first.nodes > 1:
+        raise ConfigurationError(
+            "the processes of `train` share a replay buffer in the memory of one node; --nodes and "
+            "--collector-nodes are for scripts of your own: torchrl-dist slurm ... -- python "
+            "train.py"
+        )
+    given = _options(job.command)
+    ranks = job.first.tasks_per_node
+    if given.collectors is not None and given.collectors != ranks - 1:
+        raise ConfigurationError(
+            f"--collectors: got {given.collectors}, but --tasks-per-node {ranks} makes {ranks - 1} "
+            "beside the learner; leave one of them out"
+        )
+    if job.seeds is not None and (given.seed is not None or given.output_dir is not None):
+        raise ConfigurationError(
+            "--seeds gives each job its --seed and its folder; leave --seed and --output-dir out"
+        )
+
+
+def _options(command: Sequence[str]) -> argparse.Namespace:
+    """Those of a recipe that matter here."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--collectors", type=int)
+    parser.add_argument("--seed")
+    parser.add_argument("--output-dir")
+    parser.add_argument("--replay-dir")
+    try:
+        return parser.parse_known_args(list(command))[0]
+    except argparse.ArgumentError as error:
+        raise ConfigurationError(str(error)) from error
+
+
+# ---- the script
+
+
+def script(job: Job) -> str:
+    """The batch script; it passes shellcheck."""
+    parts = [
+        "#!/usr/bin/env bash",
+        *(f"#SBATCH {line}" for line in _header(job)),
+        *_environment(job),
+        *_run(job),
+        *_end(job),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _header(job: Job) -> list[str]:
+    # B: the shell gets it, because torchrun says by no exit code that its ranks were stopped
+    shell = "B:" if job.torchrun else ""
+    both = [f"--time={job.time}", f"--signal={shell}USR1@{job.signal_s}"]
+    output = "%x-%A_%a.out" if job.seeds else "%x-%j.out"
+    lines = [f"--job-name={job.name}", f"--output={output}", "--open-mode=append"]
+    lines += ["--requeue" if job.requeues else "--no-requeue"]
+    lines += [f"--array={job.seeds}"] if job.seeds else []
+    lines += [*both, *job.sbatch, *job.first.header()]
+    if job.collectors:
+        lines += ["hetjob", *both, *job.sbatch, *job.collectors.header()]
+    return lines
+
+
+def _environment(job: Job) -> list[str]:
+    lines = [""]
+    for line in job.setup:
+        lines += ["# shellcheck disable=SC1090,SC1091", line]
+    lines += [
+        "set -u",
+        "# Names, not addresses: a host's own may be a loopback one. Rank 0 is in component 0.",
+        'nodes=$(scontrol show hostnames "${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}")',
+        "MASTER_ADDR=${nodes%%$'\\n'*}",
+        "MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000))",
+        "export MASTER_ADDR MASTER_PORT PYTHONFAULTHANDLER=1 PYTHONUNBUFFERED=1",
+        'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"',
+    ]
+    if job.interface:
+        name = shlex.quote(job.interface)
+        lines += [
+            f"export TP_SOCKET_IFNAME={name} GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}"
+        ]
+    if _own_replay_dir(job):
+        cleaner = shlex.join([*job.container, job.python, "-m", "torchrl_dist"])
+        lines += [
+            "# Home folders are on the network, where a replay buffer cannot be. The next start",
+            "# may be on another node, so the memory is given back.",
+            'replay="/dev/shm/torchrl_dist-$SLURM_JOB_ID"',
+            "# shellcheck disable=SC2317",
+            "clean() {",
+            '  [ ! -d "$replay" ] || ' + f'{cleaner} clean --remove "$replay" >&2',
+            "}",
+            "trap clean EXIT",
+        ]
+    return lines
+
+
+def _own_replay_dir(job: Job) -> bool:
+    return job.recipe and _options(job.command).replay_dir is None
+
+
+def _command(job: Job) -> str:
+    words = [*job.command]
+    if job.recipe:
+        words = [job.python, "-m", "torchrl_dist", *words]
+    text = shlex.join([*job.container, *words])
+    text += ' --seed "$SLURM_ARRAY_TASK_ID"' if job.seeds else ""
+    text += ' --replay-dir "$replay"' if _own_replay_dir(job) else ""
+    if job.torchrun is None:
+        return text
+    # is_host: a host may not recognize its own name in the endpoint (pytorch#73656)
+    torchrun = (
+        f"exec torchrun --nnodes={job.first.nodes} --nproc-per-node={job.torchrun} "
+        '--rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" '
+        '--rdzv-id="$SLURM_JOB_ID" --rdzv-conf="is_host=$((SLURM_NODEID == 0))" '
+        '--local-addr="$SLURMD_NODENAME" --max-restarts=3 '
+        "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 "
+        f'--shutdown-timeout={max(30, job.signal_s - 30)} "$@"'
+    )
+    words = job.command[1:] if _is_python(job.command[0]) else job.command
+    text = shlex.join(words) + (' --seed "$SLURM_ARRAY_TASK_ID"' if job.seeds else "")
+    inside = shlex.join([*job.container, "bash", "-c"])
+    return f"{inside} '{torchrun}' torchrun {text}"
+
+
+def _is_python(word: str) -> bool:
+    return re.fullmatch(r"(.*/)?python[\d.]*", word) is not None
+
+
+def _run(job: Job) -> list[str]:
+    # Without the first two, one lost collector ends the step, and what could go on with it.
+    common = "srun --kill-on-bad-exit=0 --wait=0 --unbuffered --label"
+    command = _command(job)
+    if job.collectors is None:
+        step = [f"{common} {job.first.step()} \\", f"  {command}"]
+    else:
+        # rank 0 is in the first group, whatever the names of the hosts are
+        threads = f"env OMP_NUM_THREADS={job.first.cpus_per_task} "
+        step = [
+            f"{common} \\",
+            f"  --het-group=0 {job.first.step()} \\",
+            f"  {threads}{command} : \\",
+            f"  --het-group=1 {job.collectors.step()} \\",
+            f"  {command}",
+        ]
+    if job.torchrun is None:
+        return ["", *step, "code=$?"]
+    return [
+        "",
+        "stopped=0",
+        "trap 'stopped=1 interrupted=1; scancel --signal=USR1 \"$SLURM_JOB_ID\"' USR1",
+        "# shellcheck disable=SC2016",
+        *step[:-1],
+        f"{step[-1]} &",
+        "step=$!",
+        "interrupted=1",
+        'while [ "$interrupted" = 1 ]; do # the trap ends a wait early',
+        "  interrupted=0",
+        '  wait "$step"',
+        "  code=$?",
+        "done",
+        f'if [ "$stopped" = 1 ] && [ "$code" != 0 ]; then code={STOPPED_BY_USR1}; fi',
+    ]
+
+
+def _end(job: Job) -> list[str]:
+    if not job.requeues:
+        return ['exit "$code"']
+    number = "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}" if job.seeds else "$SLURM_JOB_ID"
+    clean = ["  clean"] if _own_replay_dir(job) else []
+    return [
+        "",
+        f"# {STOPPED_BY_USR1} and {STOPPED_BY_TERM}: stopped by USR1 and TERM, the checkpoint is "
+        "written. Whom scancel ended stays ended.",
+        f'if [ "$code" = {STOPPED_BY_USR1} ] || [ "$code" = {STOPPED_BY_TERM} ]; then',
+        f'  if [ "${{SLURM_RESTART_COUNT:-0}}" -ge {job.requeues} ]; then',
+        f'    echo "stopped, and was requeued {job.requeues} times already" >&2',
+        '  elif scontrol show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING; then',
+        *("  " + line for line in clean),
+        f'    scontrol requeue "{number}" && exit 0',
+        "  fi",
+        "fi",
+        'exit "$code"',
+    ]
+
+
+def submit(text: str) -> str:
+    """Hand the script to sbatch; the id of the job.
+
+    Raises:
+        ConfigurationError: there is no sbatch, or it refuses the script.
+    """
+    if shutil.which("sbatch") is None:
+        raise ConfigurationError(
+            "--submit: sbatch is not installed here; leave --submit out, and submit the script on "
+            "a login node"
+        )
+    done = subprocess.run(
+        ["sbatch", "--parsable"], input=text, capture_output=True, text=True, timeout=_SBATCH_S
+    )
+    if done.returncode:
+        raise ConfigurationError(f"sbatch refuses the script: {done.stderr.strip()}")
+    return done.stdout.strip().partition(";")[0]
+
+
+# ---- the command
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Print a batch script for Slurm that starts COMMAND in every task: a recipe (train apex "
+        "...), or a script of yours that enters session(...). It is stopped ahead of the time "
+        "limit, writes its checkpoint, and goes on where it was when Slurm starts it again."
+    )
+    parser.epilog = (
+        "A learner with a GPU and two nodes of collectors: torchrl-dist slurm --gpus 1 "
+        "--cpus-per-task 8 --partition gpu --collector-nodes 2 --collector-cpus-per-task 32 "
+        "--collector-partition cpu -- python train.py"
+    )
+    first = parser.add_argument_group("nodes")
+    first.add_argument("--nodes", type=_count, default=1, metavar="N", help="(default: 1)")
+    first.add_argument(
+        "--tasks-per-node", type=_count, metavar="N",
+        help="ranks on each (default: 1; for a recipe its collectors and the learner)",
+    )  # fmt: skip
+    first.add_argument("--cpus-per-task", type=_count, default=1, metavar="N", help="(default: 1)")
+    first.add_argument("--gpus", type=int, default=0, metavar="N", help="per node (default: 0)")
+    first.add_argument("--partition", metavar="NAME")
+    first.add_argument("--mem", metavar="SIZE", help="per node, with what lies in /dev/shm")
+    second = parser.add_argument_group(
+        "nodes of another kind for the collectors", "Makes a heterogeneous job, the learner first."
+    )
+    second.add_argument("--collector-nodes", type=_count, metavar="N")
+    second.add_argument("--collector-tasks-per-node", type=_count, default=1, metavar="N")
+    second.add_argument("--collector-cpus-per-task", type=_count, default=1, metavar="N")
+    second.add_argument("--collector-partition", metavar="NAME")
+    second.add_argument("--collector-mem", metavar="SIZE")
+    job = parser.add_argument_group("job")
+    job.add_argument("--name", default="torchrl-dist", help="(default: torchrl-dist)")
+    job.add_argument("--time", default="04:00:00", help="limit (default: 04:00:00)")
+    job.add_argument(
+        "--requeues", type=int, default=3, metavar="N",
+        help="how often it goes on after the limit or a preemption (default: 3)",
+    )  # fmt: skip
+    job.add_argument(
+        "--signal-s", type=_count, default=120, metavar="S",
+        help="it is stopped so long before the limit (default: 120)",
+    )  # fmt: skip
+    job.add_argument("--seeds", metavar="LIST", help="a job for each, such as 0-4; gives --seed")
+    job.add_argument("--interface", metavar="NAME", help="of the network between the nodes")
+    job.add_argument(
+        "--container", default="", metavar="WORDS", help="e.g. 'apptainer exec --nv image.sif'"
+    )
+    job.add_argument(
+        "--torchrun", type=_count, metavar="N", help="torchrun starts N ranks on each node"
+    )
+    job.add_argument(
+        "--setup", action="append", default=[], metavar="LINE",
+        help="of shell, such as 'source .venv/bin/activate'; several times",
+    )  # fmt: skip
+    job.add_argument(
+        "--sbatch", action="append", default=[], metavar="OPTION", help="such as --sbatch=--qos=low"
+    )
+    job.add_argument("--python", help="runs a recipe (default: this one; with --container: python)")
+    parser.add_argument("--submit", action="store_true", help="submit it, and print the job's id")
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND")
+    parser.set_defaults(command=run)
+
+
+def _count(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, expected at least 1")
+    return int(text)
+
+
+def job_of(options: argparse.Namespace) -> Job:
+    """The job that the command line describes."""
+    words = tuple(options.words[1:] if options.words[:1] == ["--"] else options.words)
+    tasks = options.tasks_per_node
+    if tasks is None:
+        collectors = _options(words).collectors
+        tasks = 1 + (2 if collectors is None else collectors) if words[:1] == ("train",) else 1
+    first = Component(
+        options.nodes, tasks, options.cpus_per_task, options.gpus, options.partition, options.mem
+    )
+    second = None
+    if options.collector_nodes is not None:
+        second = Component(
+            options.collector_nodes,
+            options.collector_tasks_per_node,
+            options.collector_cpus_per_task,
+            partition=options.collector_partition,
+            mem=options.collector_mem,
+        )
+    elif options.collector_partition or options.collector_mem:
+        raise ConfigurationError("--collector-nodes is missing beside other options of collectors")
+    if options.torchrun:
+        first = replace(first, tasks_per_node=1)
+    container = tuple(shlex.split(options.container))
+    return Job(
+        words,
+        first,
+        second,
+        name=options.name,
+        time=options.time,
+        requeues=options.requeues,
+        signal_s=options.signal_s,
+        seeds=options.seeds,
+        interface=options.interface,
+        container=container,
+        torchrun=options.torchrun,
+        python=options.python or ("python" if container else sys.executable),
+        setup=tuple(options.setup),
+        sbatch=tuple(options.sbatch),
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    text = script(job_of(options))
+    if options.submit:
+        text = submit(text)
+    print(text.rstrip("\n"), flush=True)
+    return 0
