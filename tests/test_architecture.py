@@ -18,6 +18,7 @@ LAYERS = {
     "runtime": 1,
     "weights": 2,
     "checkpoint": 2,
+    "planner": 2,
     "replay": 3,
     "collect": 3,
     "learn": 3,
