@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import pickle
@@ -43,9 +44,11 @@ from torchrl_dist import (
     SharedPrioritizedSampler,
     SharedReplayBuffer,
 )
+from torchrl_dist.errors import DirectoryError
 from torchrl_dist.replay.node.directory import Word
 from torchrl_dist.replay.row import rows
 from torchrl_dist.replay.saving import disk, snapshot
+from torchrl_dist.replay.saving import storage as saving
 from torchrl_dist.replay.saving.disk import read_dump
 from torchrl_dist.replay.saving.snapshot import SavedShard
 
@@ -414,6 +417,46 @@ def test_a_restore_lets_newer_rows_stay(rb, tmp_path: Path, monkeypatch, small_c
     rb.storage.loads(tmp_path)
     assert sorted(rb[:]["key"].tolist()) == [*range(50, 100), *range(1000, 1030)]
     assert_sound(rb)
+
+
+@pytest.mark.parametrize("alpha", [1.1, 0.0])
+def test_an_alpha_that_is_set_during_a_restore_is_that_of_all_rows(
+    rb, tmp_path: Path, monkeypatch, small_chunks, alpha: float
+) -> None:
+    fill(rb, 0, CAPACITY)
+    rb.storage.dumps(tmp_path)
+    original, calls = snapshot.restore_rows, 0
+
+    def set_and_restore(*args) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            rb.sampler.alpha = alpha  # as another process might
+        original(*args)
+
+    monkeypatch.setattr(snapshot, "restore_rows", set_and_restore)
+    rb.storage.loads(tmp_path)
+    wanted = (priority_of(rb[:]["key"]).numpy() + 1e-8) ** alpha
+    np.testing.assert_allclose(rb.storage.directory.tree.leaves[:CAPACITY], wanted, rtol=1e-9)
+    assert_sound(rb)
+
+
+def test_a_restore_without_room_in_one_shard_empties_none(rb, folder: Path, monkeypatch) -> None:
+    fill(rb, 0, CAPACITY)
+    full = SharedMemmapStorage(CAPACITY, scratch_dir=folder / "full", job_id="test")
+    saved, rows = rb.storage.snapshot(), rb[:]
+
+    def allocate(fd: int, *_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", allocate)
+        with pytest.raises(DirectoryError, match="No space left.*another scratch_dir"):
+            saving.restore([*rb.storage.shards(), *full.shards()], CAPACITY, saved)
+    assert (rb[:] == rows).all()
+    saving.restore([*rb.storage.shards(), *full.shards()], CAPACITY, saved)
+    assert len(rb) == len(full) == CAPACITY / 2
+    full.close()
 
 
 # --- crashes -------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ from torchrl_dist.replay.node.times_sampled import TooFewDrawsError, give_back
 from torchrl_dist.replay.parts.sampler import Drawn, SharedPrioritizedSampler, SharedRandomSampler
 from torchrl_dist.replay.parts.storage import SharedMemmapStorage
 from torchrl_dist.replay.row.packing import columns_of, pack, spec_from_text, unpack
-from torchrl_dist.replay.row.spec import array_of
+from torchrl_dist.replay.row.spec import RowSpec, array_of
 from torchrl_dist.replay.saving.disk import RowFiles
 from torchrl_dist.replay.saving.snapshot import Chunk, Head, save_chunk
 
@@ -361,20 +361,34 @@ class ReplayHost:
             files.end(row)
         return chunks
 
+    def make_room(self, spec: RowSpec) -> None:
+        """Have the files of rows.
+
+        Raises:
+            DirectoryError: the disk has no room for them.
+        """
+        self._shard.make_room(spec)
+
     def begin_restore(self, head: Head, era: int) -> int:
         """Empty the directory; see ``snapshot.begin_restore``."""
         with self._new_era(era):
             return self._shard.begin_restore(head)
 
     def restore_rows(
-        self, since: int, slot: int, version: int, leaf: np.ndarray, packed: list[torch.Tensor]
+        self,
+        since: int,
+        slot: int,
+        version: int,
+        leaf: np.ndarray,
+        alpha: float | None,
+        packed: list[torch.Tensor],
     ) -> None:
         """Publish saved rows; see ``snapshot.restore_rows``."""
         spec = self._storage.directory.rows
         assert spec is not None
         tensors = unpack(packed, columns_of(spec, leaf.size))
         arrays = [array_of(tensor) for tensor in tensors]
-        self._shard.restore_rows(since, slot, version, leaf, arrays)
+        self._shard.restore_rows(since, slot, version, leaf, alpha, arrays)
 
     def counters(self) -> dict[str, int]:
         """``directory.counters``."""

@@ -36,7 +36,7 @@ from torchrl_dist.replay.parts.sampler import (
 )
 from torchrl_dist.replay.row import _torchrl, rows
 from torchrl_dist.replay.row.packing import columns_of, pack, spec_from_text, unpack
-from torchrl_dist.replay.row.spec import array_of
+from torchrl_dist.replay.row.spec import RowSpec, array_of
 from torchrl_dist.replay.saving.snapshot import Chunk, Head
 from torchrl_dist.replay.saving.storage import SavedStorage, Sink
 
@@ -424,16 +424,25 @@ class RemoteShard:
                 sink.write([array_of(tensor) for tensor in unpack(packed, columns)])
                 sink.append(chunk)
 
+    def make_room(self, spec: RowSpec) -> None:
+        self._client.order(self._shard, "make_room", spec)
+
     def begin_restore(self, head: Head) -> int:
         return self._client.order(self._shard, "begin_restore", head, self._era)
 
     def restore_rows(
-        self, since: int, slot: int, version: int, leaf: np.ndarray, arrays: list[np.ndarray]
+        self,
+        since: int,
+        slot: int,
+        version: int,
+        leaf: np.ndarray,
+        alpha: float | None,
+        arrays: list[np.ndarray],
     ) -> None:
         packed = pack(arrays, copy=False)
         size = sum(part.nbytes for part in packed)
         self._client.order(
-            self._shard, "restore_rows", since, slot, version, leaf, packed, size=size
+            self._shard, "restore_rows", since, slot, version, leaf, alpha, packed, size=size
         )
 
 

@@ -42,6 +42,7 @@ from torchrl_dist.replay.node.priorities import (
     finish_rescaling,
     leaves_of_new,
     track_maximum,
+    under_alpha_now,
 )
 from torchrl_dist.replay.node.times_sampled import exhausted, set_times_sampled
 
@@ -414,10 +415,13 @@ class SharedCursor:
                 return reservation
             self._await_slots(slot, slot + count - 1, deadline)
 
-    def publish_saved(self, reservation: Reservation, version: int, leaf: np.ndarray) -> None:
+    def publish_saved(
+        self, reservation: Reservation, version: int, leaf: np.ndarray, alpha: float | None
+    ) -> None:
         """Make rows visible that are written, with the masses ``leaf``, float64 [count].
 
-        Their version is ``version``, or the next of their slot if that is larger.
+        Their version is ``version``, or the next of their slot if that is larger. The masses are
+        those under ``alpha``, if not None; others may have set another one meanwhile.
         """
         directory = self._directory
         words = directory.words
@@ -428,6 +432,8 @@ class SharedCursor:
             directory.begin()
             ((start, stop),) = reservation.ranges
             versions = directory.versions[start:stop]
+            if alpha is not None:
+                leaf = under_alpha_now(directory, leaf, alpha)
             used_up = leaf == 0  # see ``draws``; the others' counts begin anew
             if directory.draws is None:
                 leaf = np.where(used_up, default_leaf(directory), leaf)

@@ -74,6 +74,16 @@ def rescaled(leaves: np.ndarray, power: float) -> np.ndarray:
     return np.where(leaves > 0, np.maximum(leaves**power, _SMALLEST_LEAF), 0.0)
 
 
+def under_alpha_now(directory: ReplayDirectory, leaves: np.ndarray, alpha: float) -> np.ndarray:
+    """Leaves of under ``alpha``, as they are now. One that another process's alpha makes too large
+    counts as the largest that is not, as in :func:`leaves_of_new`. Called under the lock."""
+    now = directory.get_float(Word.ALPHA)
+    if now == alpha:
+        return leaves
+    with np.errstate(over="ignore"):
+        return np.minimum(rescaled(leaves, _power(alpha, now)), _LARGEST_LEAF)
+
+
 def set_alpha(directory: ReplayDirectory, alpha: float) -> None:
     """Change the exponent, and the leaves with it. Called under the lock.
 

@@ -480,8 +480,6 @@ def begin_restore(cursor: SharedCursor, head: Head) -> int:
         The cursor, for :func:`restore_rows`.
     """
     directory = cursor.directory
-    if head.spec is not None:
-        directory.create_rows(head.spec)
     values: dict[Word, float] = {
         Word[name.upper()]: value
         for name, value in head.counters.items()
@@ -503,6 +501,7 @@ def restore_rows(
     slot: int,
     version: int,
     leaf: np.ndarray,
+    alpha: float | None,
     arrays: Sequence[np.ndarray],
 ) -> None:
     """Publish saved rows in the slots from ``slot`` on, but where the ring has been since.
@@ -512,7 +511,7 @@ def restore_rows(
     Args:
         since: from :func:`begin_restore`.
         version: of all these rows; one that the directory has not had is taken if it has passed.
-        leaf: float64 [n].
+        leaf: float64 [n], masses under ``alpha``.
         arrays: [n, ...] per leaf of the spec.
 
     Raises:
@@ -526,7 +525,7 @@ def restore_rows(
         ((start, stop),) = reservation.ranges
         for target, rows in zip(cursor.directory.arrays, arrays, strict=True):
             target[start:stop] = rows[skipped:]
-        cursor.publish_saved(reservation, version, leaf[skipped:])
+        cursor.publish_saved(reservation, version, leaf[skipped:], alpha)
     except BaseException:
         cursor.abandon(reservation)
         raise

@@ -49,11 +49,20 @@ class Shard(Protocol):
     def save(self, head: Head, sink: Sink) -> None:
         """All rows that were there at the head's instant and still are, the oldest first."""
 
+    def make_room(self, spec: RowSpec) -> None:
+        """Have the files of rows: a restore that fails for want of room has changed nothing yet."""
+
     def begin_restore(self, head: Head) -> int:
         """As :func:`snapshot.begin_restore`."""
 
     def restore_rows(
-        self, since: int, slot: int, version: int, leaf: np.ndarray, arrays: Rows
+        self,
+        since: int,
+        slot: int,
+        version: int,
+        leaf: np.ndarray,
+        alpha: float | None,
+        arrays: Rows,
     ) -> None:
         """As :func:`snapshot.restore_rows`."""
 
@@ -75,13 +84,22 @@ class DirectoryShard:
                 )
             )
 
+    def make_room(self, spec: RowSpec) -> None:
+        self._cursor.directory.create_rows(spec)
+
     def begin_restore(self, head: Head) -> int:
         return snapshot.begin_restore(self._cursor, head)
 
     def restore_rows(
-        self, since: int, slot: int, version: int, leaf: np.ndarray, arrays: Rows
+        self,
+        since: int,
+        slot: int,
+        version: int,
+        leaf: np.ndarray,
+        alpha: float | None,
+        arrays: Rows,
     ) -> None:
-        snapshot.restore_rows(self._cursor, since, slot, version, leaf, arrays)
+        snapshot.restore_rows(self._cursor, since, slot, version, leaf, alpha, arrays)
 
 
 class MemorySink:
@@ -194,6 +212,7 @@ def restore(shards: Sequence[Shard], capacity: int, saved: Sequence[SavedShard |
     Raises:
         ConfigurationError: rows of another spec; nothing was changed.
         CheckpointError: what was saved is damaged; nothing was changed.
+        DirectoryError: a disk has no room for the rows; no row was changed.
         DeadlineError, PeerLostError: a shard did not answer, or others kept writing some slots: it
             is restored in part.
     """
@@ -208,6 +227,9 @@ def restore(shards: Sequence[Shard], capacity: int, saved: Sequence[SavedShard |
     for shard in shards:
         if specs and (own := shard.head().spec):
             snapshot.require_same(own, specs[0])
+    for shard in shards:
+        if specs:
+            shard.make_room(specs[0])
     for shard, target in zip(shards, targets, strict=True):
         _restore_shard(shard, target, saved)
     if left_out:
@@ -227,7 +249,9 @@ def _restore_shard(
         assert source is not None
         part = slice(piece.row, piece.row + piece.count)
         arrays = [array[part] for array in source.arrays]
-        shard.restore_rows(since, piece.slot, piece.version, source.leaf[part], arrays)
+        shard.restore_rows(
+            since, piece.slot, piece.version, source.leaf[part], target.head.alpha, arrays
+        )
 
 
 class SavedStorage:
