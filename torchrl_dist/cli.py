@@ -71,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_clean(commands)
     _add_bench(commands)
     _add_ops(commands)
+    _add_plan(commands)
     return parser
 
 
@@ -335,3 +336,11 @@ def _add_ops(commands: argparse._SubParsersAction) -> None:
 
     doctor.add_options(commands.add_parser("doctor", help="is this machine fit for a job?"))
     slurm.add_options(commands.add_parser("slurm", help="a batch script that starts a job"))
+
+
+def _add_plan(commands: argparse._SubParsersAction) -> None:
+    from .plan import command
+
+    command.add_options(
+        commands.add_parser("plan", help="how fast will a job be, and should it be distributed?")
+    )
