@@ -10,6 +10,8 @@ from typing import Any
 from .apex_config import ApexConfig
 from .config import RecipeConfig
 from .ddppo_config import DDPPOConfig
+from .impala_config import ImpalaConfig
+from .sac_config import SACConfig
 
 
 @dataclass(frozen=True)
@@ -49,5 +51,21 @@ RECIPES: dict[str, Recipe] = {
         "their gradients (DD-PPO). Environments: gymnasium's with flat observations and numbered "
         "actions.",
         "all ranks learn, with --collectors K every (K + 1)-th of them",
+    ),
+    "impala": Recipe(
+        ImpalaConfig,
+        "actors that run ahead of one learner, corrected by V-trace",
+        "Train with IMPALA: collectors run ahead of one learner, which takes each rollout as it "
+        "arrives and corrects for older policies by V-trace. Environments: gymnasium's with flat "
+        "observations and numbered actions.",
+        "rank 0 is the learner and the other ranks collect",
+    ),
+    "sac": Recipe(
+        SACConfig,
+        "soft actor-critic with a set number of updates per frame",
+        "Train with soft actor-critic: collectors write to one shared replay buffer, whose limiter "
+        "keeps gradient steps per frame at a set number. Environments: gymnasium's with flat "
+        "observations and bounded continuous actions.",
+        "rank 0 is the learner and the other ranks collect",
     ),
 }

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from tensordict.nn import InteractionType, TensorDictModule
 from torch import nn
 from torch.distributions import Categorical
-from torchrl.modules import ProbabilisticActor, ValueOperator
+from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
 
 
 def categorical_actor(network: nn.Module) -> ProbabilisticActor:
@@ -23,3 +26,26 @@ def categorical_actor(network: nn.Module) -> ProbabilisticActor:
 def critic_of(network: nn.Module) -> ValueOperator:
     """Writes ``state_value`` ``[..., 1]``."""
     return ValueOperator(network, in_keys=["observation"])
+
+
+def squashed_gaussian_actor(
+    network: nn.Module, low: Sequence[float], high: Sequence[float]
+) -> ProbabilisticActor:
+    """Draws float32 ``action`` ``[..., A]`` between the bounds from the location and scale that
+    ``network`` gives."""
+    return ProbabilisticActor(
+        TensorDictModule(network, ["observation"], ["loc", "scale"]),
+        in_keys=["loc", "scale"],
+        distribution_class=TanhNormal,
+        distribution_kwargs={
+            "low": torch.tensor(low),
+            "high": torch.tensor(high),
+            "tanh_loc": False,
+        },
+        default_interaction_type=InteractionType.RANDOM,
+    )
+
+
+def action_values_of(network: nn.Module) -> ValueOperator:
+    """Writes ``state_action_value`` ``[..., 1]``."""
+    return ValueOperator(network, in_keys=["observation", "action"])
