@@ -1,13 +1,19 @@
-"""TorchRL's own tests of replay buffers, run over the shared parts.
+"""TorchRL's own tests of replay buffers and of its collector, run over this package's.
 
     git clone https://github.com/pytorch/rl
     python tests/torchrl_suite.py rl/test/rb [arguments of pytest]
+    python tests/torchrl_suite.py --collector rl/test/test_collectors.py [arguments of pytest]
 
 Wherever a test builds a ``LazyTensorStorage`` or ``LazyMemmapStorage``, a ``SharedMemmapStorage``
 takes its place, and in the buffers over it each writer and sampler of TorchRL's makes room for the
-shared one that stands for it. A test that built none is left out of the count. The others *pass*,
-are *refused* (they fail with an error of this package, which says that it does not do that), or
-*fail*; ``--list`` names those, and ``--reasons`` counts the refusals by their message.
+shared one that stands for it. With ``--collector`` a test's ``Collector`` is an
+``RPCBatchedCollector`` with its worker in the same process, whose batches ``[N, T]`` get the shape
+of the env, and whose errors are those of env and policy as they were raised; tests that need
+TorchRL's other collectors are skipped.
+
+A test that built nothing of ours is left out of the count. The others *pass*, are *refused* (they
+fail with an error of this package, which says that it does not do that), or *fail*; ``--list``
+names those, and ``--reasons`` counts the refusals by their message.
 """
 
 from __future__ import annotations
@@ -31,6 +37,8 @@ if __name__ == "__main__":
     options = "-p tests.torchrl_suite -p no:cacheprovider -q --no-header --tb=no -rN -W ignore"
     sys.exit(pytest.main([*options.split(), *sys.argv[1:]]))
 
+from tensordict import TensorDictBase
+from torchrl import collectors
 from torchrl.data import ReplayBuffer
 from torchrl.data.replay_buffers import (
     replay_buffers,
@@ -38,9 +46,10 @@ from torchrl.data.replay_buffers import (
     storages,
     writers,
 )
+from torchrl.envs import EnvBase
 
 import torchrl_dist
-from torchrl_dist.errors import TorchRLDistError
+from torchrl_dist.errors import RemoteError, TorchRLDistError
 
 _FOLDER = Path("/dev/shm") / f"torchrl_dist-suite-{os.getpid()}-{uuid.uuid4().hex[:6]}"
 _built = 0
@@ -166,8 +175,49 @@ def _subclasses(cls: type) -> set[type]:
     return {each for sub in cls.__subclasses__() for each in {sub, *_subclasses(sub)}}
 
 
-_substitute()
 atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
+
+# --- the collector -------------------------------------------------------------------------------
+
+
+class Collector(torchrl_dist.RPCBatchedCollector):
+    """With the defaults, shapes and errors of TorchRL's."""
+
+    def __init__(
+        self, create_env_fn: Any, policy: Any = None, *, frames_per_batch: int = 200, **others: Any
+    ) -> None:
+        global _built
+        _built += 1
+        others = {"track_policy_version": False, "timeout_s": 20, **others}
+        super().__init__(create_env_fn, policy, frames_per_batch=frames_per_batch, **others)
+
+    def _next_batch(self) -> Any:
+        try:
+            batch = super()._next_batch()
+        except RemoteError as error:
+            raise error.__cause__ or error from None
+        if not isinstance(batch, TensorDictBase):
+            return batch
+        batch = batch.exclude(("collector", "worker_index"))
+        env = self._crew.workers[0].handle._worker._rollout.target
+        plain = self.trajs_per_batch is None and not self.split_trajs
+        if plain and isinstance(env, EnvBase):
+            batch = batch.reshape(*env.batch_size, batch.shape[-1])
+        elif plain:
+            batch = batch[0]
+        batch.names = [None] * (batch.ndim - 1) + ["time"]
+        return batch
+
+
+def _needs_another(*_: Any, **__: Any) -> None:
+    pytest.skip("of several workers")
+
+
+def _substitute_collector() -> None:
+    for name in vars(collectors):
+        if name.endswith("Collector") and name not in ("BaseCollector", "LLMCollector"):
+            setattr(collectors, name, Collector if name == "Collector" else _needs_another)
+
 
 # --- the count -----------------------------------------------------------------------------------
 
@@ -175,8 +225,13 @@ _outcomes: dict[str, tuple[str, str]] = {}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--collector", action="store_true", help="tests of collectors, not of buffers")
     parser.addoption("--list", action="store_true", help="name the tests that fail")
     parser.addoption("--reasons", action="store_true", help="count refusals by message")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    _substitute_collector() if config.getoption("--collector") else _substitute()
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -221,6 +276,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             write(f"{count:5d} {' '.join(reason.split())}")
     count = collections.Counter(kind for kind, _ in _outcomes.values())
     write(
-        f"{len(_outcomes)} tests over shared parts: {count['pass']} pass, {count['refused']} "
+        f"{len(_outcomes)} tests over parts of ours: {count['pass']} pass, {count['refused']} "
         f"refused, {count['fail']} fail"
     )

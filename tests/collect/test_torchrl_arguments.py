@@ -418,8 +418,43 @@ def test_batches_go_where_they_are_to_be_stored(build: Any) -> None:
     assert batch.device == batch["observation"].device == torch.device("meta")
 
 
+@pytest.mark.parametrize("make", [Plain, lambda: GymWrapper(Plain()), GymWrapper(Plain())])
+def test_lazy_layers_of_the_policy_get_their_shapes(build: Any, make: Any) -> None:
+    net = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(3))
+    policy = TensorDictModule(net, ["observation"], ["action"])
+    collector = build(make, policy, frames_per_batch=5, exploration_type=None)
+    assert net[0].weight.shape == (8, 2) and net.training
+    assert collector.next()["action"].shape == (1, 5, 3)
+    nn.init.ones_(net[2].bias), nn.init.zeros_(net[2].weight)
+    collector.update_policy_weights_()
+    assert collector.next()["action"].eq(1).all()
+    lone = TensorDictModule(nn.LazyLinear(3), ["elsewhere"], ["action"])
+    with pytest.raises(ConfigurationError, match="run the policy once"):
+        build(make, lone, frames_per_batch=5)
+
+
+def test_a_policy_that_cannot_be_called_is_refused_as_by_torchrl(build: Any) -> None:
+    class Unfit(nn.Module):
+        def forward(self, observation: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+            return observation
+
+    for policy in (Unfit(), lambda: None, lambda observation, other: observation):
+        for make in (lambda: GymWrapper(Plain()), Plain):
+            with pytest.raises(TypeError, match="incompatible with entries in"):
+                build(make, policy, frames_per_batch=5)
+
+
 def test_versions_are_stamped_if_wanted(build: Any) -> None:
-    assert "policy_version" in build(Plain, frames_per_batch=4).next()
+    rows = build(Plain, frames_per_batch=4).next()
+    assert "policy_version" in rows and "policy_version" not in rows["next"]
+    common = {"frames_per_batch": 4, "total_frames": 12, "track_policy_version": True}
+    theirs = Collector(lambda: GymWrapper(Plain()), turning(), **common)
+    ours = build(Plain, turning(), **common)
+    for _ in range(3):
+        versions = [each.next()["next", "policy_version"].flatten() for each in (theirs, ours)]
+        assert versions[0].dtype == versions[1].dtype and versions[0].equal(versions[1])
+        theirs.update_policy_weights_(), ours.update_policy_weights_()
+    theirs.shutdown()
     collector = build(Plain, frames_per_batch=4, track_policy_version=False)
     assert "policy_version" not in collector.next()
     assert collector.get_policy_version() == 0

@@ -116,7 +116,7 @@ class Settings:
     reset_at_each_iter: bool
     max_frames_per_traj: int
     set_truncated: bool
-    track_policy_version: bool
+    track_policy_version: bool | None
     cat_results: str | int | None
     storing_device: torch.device | None
 
@@ -206,7 +206,7 @@ class Settings:
             )
 
     def _check_results(self) -> None:
-        if self.track_policy_version not in (True, False):
+        if self.track_policy_version not in (None, True, False):
             raise ConfigurationError(
                 f"track_policy_version={self.track_policy_version!r}: expected a bool; the workers "
                 "stamp the versions themselves"

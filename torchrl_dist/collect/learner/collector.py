@@ -22,6 +22,7 @@ from torchrl.collectors.utils import split_trajectories
 from torchrl.envs.utils import ExplorationType
 
 from torchrl_dist.collect.learner.arguments import (
+    GivenEnv,
     Settings,
     check_inference,
     choose_envs,
@@ -42,6 +43,7 @@ from torchrl_dist.collect.learner.report import CollectReport, summarize
 from torchrl_dist.collect.learner.start import Replacer, start_workers
 from torchrl_dist.collect.loop.batches import join
 from torchrl_dist.collect.loop.groups import Inference
+from torchrl_dist.collect.loop.lazy import initialize
 from torchrl_dist.collect.loop.policies import Compilation
 from torchrl_dist.collect.loop.trajectories import TrajectoryAssembler
 from torchrl_dist.collect.worker.worker import Postproc, WorkerConfig
@@ -78,7 +80,8 @@ class RPCBatchedCollector(BaseCollector):
             An EnvPool is seeded only when it is made: pass ``seed=np.random.randint(2**31)`` to
             ``envpool.make``; NumPy's seed there follows from ``seed`` and differs per worker.
         policy: the learner's module; each worker gets a copy on its CPU, and a new state of it
-            after ``update_policy_weights_()``. None (and no factory): random actions.
+            after ``update_policy_weights_()``. None (and no factory): random actions. Lazy layers
+            that were never called get their shapes here, for which an env is built and closed.
         session: where the workers live; None: one worker in this process.
         frames_per_batch: frames that a batch is to have. T is this, divided by the rollouts of a
             batch (the number of workers; ``FirstReady``: 1) and by the envs of a worker, rounded
@@ -150,7 +153,8 @@ class RPCBatchedCollector(BaseCollector):
         max_frames_per_traj: episodes are truncated after so many steps, and rows have
             ``"step_count"``. Not for vector envs.
         set_truncated: the last step of each rollout is marked as truncated and done.
-        track_policy_version: False leaves ``"policy_version"`` out.
+        track_policy_version: True writes ``("next", "policy_version")`` beside
+            ``"policy_version"``, as TorchRL does; False leaves both out.
         pre_collect_hook, post_collect_hook: called before a rollout, and behind it with its rows,
             in the process that makes it.
         cat_results: ``"stack"`` gives batches ``[workers, N, T]``; 0, 1 or -1 is the dimension
@@ -213,7 +217,7 @@ class RPCBatchedCollector(BaseCollector):
         reset_at_each_iter: bool = False,
         max_frames_per_traj: int | None = None,
         set_truncated: bool = False,
-        track_policy_version: bool = True,
+        track_policy_version: bool | None = None,
         pre_collect_hook: Callable[[], Any] | None = None,
         post_collect_hook: Callable[[TensorDictBase], Any] | None = None,
         cat_results: Literal["stack"] | int | None = None,
@@ -288,6 +292,14 @@ class RPCBatchedCollector(BaseCollector):
         self._made_there = policy_factory is not None
         self.report = CollectReport()
         self._version = 0
+        if isinstance(policy, nn.Module):
+            initialize(
+                policy,
+                make_envs[0],
+                close=not isinstance(make_envs[0], GivenEnv),
+                exploration_type=exploration_type,
+                categorical_action_encoding=categorical_action_encoding,
+            )
         # Packing also refuses a policy that cannot be packed, at once.
         initial = pack(policy, 0) if isinstance(policy, nn.Module) else None
         compilation = Compilation(compile_policy, cudagraph_policy)

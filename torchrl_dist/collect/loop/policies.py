@@ -109,8 +109,13 @@ def _is_plain(module: nn.Module) -> bool:
 
 # ---- a call
 
+
+class UnfitPolicyError(ConfigurationError, TypeError):
+    """A policy that cannot be called with what its env gives."""
+
+
 _EXPECTED = (
-    "the policy was called with a TensorDict, and is to return one. A module or function of "
+    "A policy is called with a TensorDict, and is to return one. A module or function of "
     "tensors names its arguments after the observations, or is wrapped: TensorDictModule(module, "
     "in_keys=['observation'], out_keys=['action'])"
 )
@@ -224,7 +229,7 @@ def _call_with_tensordict(policy: Policy, values: Values, n: int) -> Values:
         out = policy(td)
     except (TypeError, AttributeError) as error:
         if isinstance(policy, nn.Module) and not isinstance(policy, TensorDictModuleBase):
-            raise ConfigurationError(f"{_EXPECTED}; it raised {error!r}") from error
+            raise UnfitPolicyError(f"{_EXPECTED}; this one raised {error!r}") from error
         raise
     values.clear()
     values.update(flat(td))  # also where it returns another: both are TorchRL's to read
@@ -233,7 +238,7 @@ def _call_with_tensordict(policy: Policy, values: Values, n: int) -> Values:
     if isinstance(out, dict):
         out = TensorDict(out, batch_size=[n])
     if not is_tensor_collection(out):
-        raise ConfigurationError(f"{_EXPECTED}; it returned {type(out).__name__}")
+        raise UnfitPolicyError(f"{_EXPECTED}; this one returned {type(out).__name__}")
     return flat(out)
 
 
@@ -360,6 +365,7 @@ def on_tensordicts(
 
     Raises:
         ConfigurationError: it is no policy.
+        UnfitPolicyError: it can be called neither with a TensorDict nor with these observations.
     """
     if not callable(policy):
         raise ConfigurationError(
@@ -372,14 +378,22 @@ def on_tensordicts(
     ):
         return policy
     try:
-        found = inspect.signature(getattr(policy, "forward", policy)).parameters
+        signature = inspect.signature(getattr(policy, "forward", policy))
     except (TypeError, ValueError):  # not written in Python
         return policy
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    named = {name: p for name, p in found.items() if p.kind in kinds}
+    named = {name: p for name, p in signature.parameters.items() if p.kind in kinds}
     needed = [name for name, p in named.items() if p.default is inspect.Parameter.empty]
     takes = [name for name in named if name in observed]
     if not takes or not set(needed) <= set(takes):
+        try:
+            signature.bind(None)
+        except TypeError as error:
+            raise UnfitPolicyError(
+                f"the arguments to policy.forward, {list(signature.parameters)}, are incompatible "
+                f"with entries in the observations, {sorted(observed, key=str)}, and it cannot be "
+                f"called with one TensorDict either. {_EXPECTED}"
+            ) from error
         return policy
     return _OnTensors(policy, takes, action_keys or ["action"])
 

@@ -86,6 +86,9 @@ class Rollout(Protocol):
             RolloutStopped: :meth:`stop` was called from another thread.
         """
 
+    def call_policy_once(self) -> None:
+        """Beside the rollouts, for a policy with lazy layers; no env is stepped."""
+
     def reset(self, envs: Sequence[int] | None = None) -> None:
         """Start new episodes in all envs, or in these.
 
@@ -383,6 +386,12 @@ class GymnasiumRollout:
             self._draws = list(torch.stack(by_env, 1).unbind(0))
         return self._draws.pop()
 
+    def call_policy_once(self) -> None:
+        """With zeros."""
+        leaves = _Given(self._leaves, self.num_envs, 1).values(0)
+        values = {key: torch.zeros_like(value) for key, value in leaves.items()}
+        self._act(values | self._state)
+
     def seed(self, seeds: Sequence[int]) -> None:
         """As TorchRL does it: the episodes begin with a reset after the one that takes the seed."""
         self._reset(seeds)
@@ -677,6 +686,11 @@ class TorchRLRollout:
         batch.set("policy_version", torch.full(batch.shape, self.policy_version))
         return batch
 
+    def call_policy_once(self) -> None:
+        """For its lazy layers: with what the env's specs say, beside the rollouts."""
+        seen = self.env.fake_tensordict().exclude("next", *self.env.action_keys)
+        self._policy.on_tensordict(seen)
+
     def _act(self, carrier: TensorDictBase) -> None:
         if self.at_random:
             if self._unwritten is None:
@@ -736,7 +750,7 @@ def make_rollout(
     exploration_type: ExplorationType = ExplorationType.RANDOM,
     categorical_action_encoding: bool = False,
     compilation: Compilation | None = None,
-) -> Rollout:
+) -> GymnasiumRollout | TorchRLRollout:
     """Build the envs here, in this process, and the loop that fits them.
 
     ``frames`` per rollout are divided among the envs, rounded up; ``resize`` changes that.

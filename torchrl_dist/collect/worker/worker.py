@@ -74,7 +74,8 @@ class WorkerConfig:
         inference: if the policy stays at the learner.
         compilation: of the policy.
         reset_at_each_iter, max_frames_per_traj, set_truncated: as TorchRL's; 0: no limit.
-        stamp_version: rows say which version of the policy made them.
+        stamp_version: None: rows say which version of the policy made them; True: also under
+            ``"next"``, as TorchRL's; False: they do not.
         whole_trajectories: the replay buffer gets complete trajectories, one after the other.
         hooks: called before and behind each rollout; the latter with the rows.
         make_envs, policy_factories: of each worker, if they differ; see :meth:`of_worker`.
@@ -108,7 +109,7 @@ class WorkerConfig:
     reset_at_each_iter: bool = False
     max_frames_per_traj: int = 0
     set_truncated: bool = False
-    stamp_version: bool = True
+    stamp_version: bool | None = None
     whole_trajectories: bool = False
     hooks: Hooks = (None, None)
     make_envs: tuple[str | Callable[[], Any], ...] = ()
@@ -502,8 +503,10 @@ class RolloutWorker:
                 set_truncated(rollout)
             stepped = time.perf_counter()
             versions = rollout.get("policy_version")
-            if not self.config.stamp_version:
+            if self.config.stamp_version is False:
                 rollout = rollout.exclude("policy_version")
+            elif self.config.stamp_version:
+                rollout.set(("next", "policy_version"), versions.clone())
             data, size_bytes = self._deliver(rollout, behind)
             return data, RolloutStats(
                 index,
