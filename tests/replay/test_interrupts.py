@@ -233,6 +233,32 @@ def test_a_handler_does_not_wait_for_a_thread_that_waits_for_what_it_interrupted
     assert run_forked(program, timeout_s=60) == 0
 
 
+def test_a_handler_does_not_wait_for_rows_that_it_interrupted_the_writing_of(folder: Path) -> None:
+    torch.set_num_threads(1)
+    rb = attach(folder, 8, timeout_s=1, batch_size=4)
+    rb.extend(rows_of(range(8)))
+    refused: list[str] = []
+
+    def handle() -> None:
+        for use in (rb.sample, lambda: rb.writer.extend(rows_of(range(10, 11)))):
+            with contextlib.suppress(DirectoryError):
+                use()
+                continue
+            refused.append(use.__name__)
+
+    point = 0
+    while True:
+        point += 1
+        with at_point(point, handle) as points:
+            rb.storage.write_at(torch.arange(8), rows_of(range(8)))
+        assert torn_rows(rb[:]) == 0 and len(rb) == 8
+        if points() < point:
+            break
+    assert set(refused) == {"sample", "<lambda>"}
+    assert_sound(rb)
+    rb.storage.close()
+
+
 def test_a_signal_handler_that_closes_the_buffer_at_any_point_tears_no_row(folder: Path) -> None:
     """What it interrupts ends as it would have, or with an error; a write is never cut in two."""
     torch.set_num_threads(1)

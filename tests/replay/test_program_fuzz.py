@@ -1,8 +1,8 @@
 """Programs of two processes, with threads, forks, signals and deaths at any store, on one buffer.
 
-The model is plain: whatever happened, every row is whole, and its mass in the tree is that of the
-priority that follows from its key, under the exponent that the directory names at the end.
-``PROGRAM_FUZZ_ROUNDS`` sets how many pairs of programs run.
+The model is plain: whatever happened, every row is whole and comes back as it was written, its mass
+in the tree is that of the priority that follows from its key, under the exponent that the directory
+names at the end, and who has left holds nothing. ``PROGRAM_FUZZ_ROUNDS`` sets how many rounds run.
 """
 
 from __future__ import annotations
@@ -12,19 +12,22 @@ import itertools
 import os
 import platform
 import random
+import shutil
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
 import numpy as np
 import pytest
 import torch
+from tensordict import NonTensorStack, TensorDict
+from torchrl.data import TensorDictReplayBuffer
 
 from tests.replay.faults import (
     Stores,
     assert_lock_is_free,
-    attach,
     end_of,
     priority_of,
     published,
@@ -33,49 +36,69 @@ from tests.replay.faults import (
     start,
     torn_rows,
 )
-from torchrl_dist.errors import DirectoryError
-from torchrl_dist.replay import SharedReplayBuffer
+from torchrl_dist.errors import ConfigurationError, DirectoryError
+from torchrl_dist.replay import (
+    SharedCursorWriter,
+    SharedMemmapStorage,
+    SharedPrioritizedSampler,
+    SharedReplayBuffer,
+)
 from torchrl_dist.replay.node.directory import CLAIM_COUNT, CLAIM_MEMBER, Word
 
 _CAPACITY, _EPS = 48, 1e-8
 _LARGEST = 20  # rows of a batch
+_WIDTH = 2048  # so many that a copy gives up the GIL
 _ALPHAS = (0.5, 1.0, 1.25)
 _ROUNDS = int(os.environ.get("PROGRAM_FUZZ_ROUNDS", "9"))
 
 
-def build(folder: Path) -> SharedReplayBuffer:
-    rb = attach(folder, _CAPACITY, kind=SharedReplayBuffer, alpha=0.5, timeout_s=20, batch_size=8)
-    assert isinstance(rb, SharedReplayBuffer)
-    return rb
+def rows_with(keys: range, texts: bool) -> TensorDict:
+    """Wide rows with TensorDicts of other batch sizes and without content, with text or not."""
+    rows = rows_of(keys, _WIDTH)
+    count = len(keys)
+    seen = rows["key"][:, None].expand(count, 3).clone()
+    rows["agents"] = TensorDict({"seen": seen, "none": TensorDict({}, [count, 3])}, [count, 3])
+    rows["nothing"] = TensorDict({}, [count])
+    if texts:
+        rows["text"] = NonTensorStack(*[f"row {key}" for key in keys])
+    return rows
 
 
-def reopen(folder: Path) -> SharedReplayBuffer:
-    """Whatever alpha the others have set meanwhile, which the constructor must name."""
+def assert_as_written(batch: TensorDict) -> None:
+    keys = batch["key"]
+    assert torn_rows(batch) == 0
+    assert batch["agents"].batch_size == (len(keys), 3)
+    assert (batch["agents", "seen"] == keys[:, None]).all()
+    assert batch["nothing"].batch_size == (len(keys),) and batch["nothing"].is_empty()
+    assert batch["agents", "none"].batch_size == (len(keys), 3)
+    if "text" in batch.keys():
+        assert batch.get("text").tolist() == [f"row {key}" for key in keys.tolist()]
+
+
+def open_buffer(folder: Path) -> SharedReplayBuffer:
+    storage = SharedMemmapStorage(
+        _CAPACITY, scratch_dir=folder, job_id="test", keep=True, timeout_s=20
+    )
     while True:
-        for alpha in _ALPHAS:
-            with contextlib.suppress(ValueError):
-                return attach(
-                    folder,
-                    _CAPACITY,
-                    kind=SharedReplayBuffer,
-                    alpha=alpha,
-                    timeout_s=20,
-                    batch_size=8,
-                )
+        alpha = storage.directory.get_float(Word.ALPHA) or _ALPHAS[0]
+        with contextlib.suppress(ConfigurationError):  # others have set another one meanwhile
+            sampler = SharedPrioritizedSampler(_CAPACITY, alpha, 0.4)
+            return SharedReplayBuffer(storage=storage, sampler=sampler, batch_size=8)
 
 
 class Program:
     """What one process does: a sequence of operations that follows from the seed."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
-        self.folder, self.random = folder, random.Random(seed)
+    def __init__(self, folder: Path, seed: int, texts: bool) -> None:
+        self.folder, self.random, self.texts = folder, random.Random(seed), texts
+        self.saved = folder.with_name(f"{folder.name}-saved-{seed}")
         # a number per batch, which also a signal handler may take
         self.batches = itertools.count(1000 * seed)
-        self.rb = reopen(folder)
+        self.rb = open_buffer(folder)
 
-    def rows(self, count: int, width: int = 8):
+    def rows(self, count: int) -> tuple[TensorDict, np.ndarray]:
         first = _LARGEST * next(self.batches)
-        rows = rows_of(range(first, first + count), width)
+        rows = rows_with(range(first, first + count), self.texts)
         return rows, priority_of(rows["key"]).numpy()
 
     def extend(self) -> None:
@@ -95,7 +118,7 @@ class Program:
     def update(self) -> None:
         with contextlib.suppress(RuntimeError):  # no rows
             batch = self.rb.sample()
-            assert torn_rows(batch) == 0
+            assert_as_written(batch)
             self.rb.update_priority(
                 batch["index"], priority_of(batch["key"]), generation=batch["index_generation"]
             )
@@ -106,10 +129,27 @@ class Program:
     def empty(self) -> None:
         self.rb.empty()
 
+    def save(self) -> None:
+        self.rb.dumps(self.saved)
+
+    def restore(self) -> None:
+        if (self.saved / "checkpoint.json").exists():
+            self.rb.loads(self.saved)
+
+    def build_wrong(self) -> None:
+        parts: dict[str, object] = {
+            "sampler": SharedPrioritizedSampler(_CAPACITY, self.rb.sampler.alpha, 0.4),
+            "writer": SharedCursorWriter(),
+        }
+        forgotten = self.random.choice([*parts])
+        del parts[forgotten]
+        with pytest.raises(ConfigurationError, match="cannot have"):
+            TensorDictReplayBuffer(storage=self.rb.storage, batch_size=8, **parts)
+
     def fork(self) -> None:
         def child() -> None:
             with contextlib.suppress(RuntimeError):
-                assert torn_rows(self.rb.sample()) == 0
+                assert_as_written(self.rb.sample())
             for _ in range(500):
                 next(self.batches)
             self.extend()
@@ -117,44 +157,73 @@ class Program:
         assert run_forked(child, timeout_s=30) == 0
 
     def close(self) -> None:
+        directory = self.rb.storage.directory
+        member, claims = directory.member, directory.claims
         self.rb.storage.close()
-        self.rb = reopen(self.folder)
+        held = claims[(claims[:, CLAIM_COUNT] > 0) & (claims[:, CLAIM_MEMBER] == member)]
+        assert not held.size, "it has left, and has still claimed slots"
+        self.rb = open_buffer(self.folder)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         with contextlib.suppress(DirectoryError):
             self.random.choice((self.extend, self.update))()
 
-    def run(self, steps: int, armed: bool, alone: bool = False) -> None:
-        """``armed``: it will die at a store, so it keeps the tables where they are watched."""
+    def run(self, steps: int, operations: dict[Callable[[], None], int]) -> None:
+        """Operations by weight; a thread writes and samples beside, and a timer interrupts."""
         signal.signal(signal.SIGALRM, self.handle)
         signal.setitimer(signal.ITIMER_REAL, 0.01, 0.017)
-        operations = [self.extend] * 6 + [self.update] * 4 + [self.alpha] * 3 + [self.empty]
-        operations += [self.refused] * alone + ([] if armed else [self.fork, self.close])
-        stop = threading.Event()
+        stop, errors = threading.Event(), []
 
         def beside() -> None:
-            while not stop.is_set():
-                with contextlib.suppress(DirectoryError):  # closed at this moment
-                    self.extend()
+            for operate in itertools.cycle((self.extend, self.update)):
+                if stop.is_set():
+                    return
+                try:
+                    operate()
+                except DirectoryError:  # closed at this moment
+                    pass
+                except BaseException as error:
+                    errors.append(error)
+                    raise
 
         thread = threading.Thread(target=beside, daemon=True)
         thread.start()
-        for _ in range(steps):
-            self.random.choice(operations)()
+        for operate in self.random.choices([*operations], [*operations.values()], k=steps):
+            operate()
         signal.setitimer(signal.ITIMER_REAL, 0)
         stop.set()
         thread.join(30)
-        assert not thread.is_alive()
+        assert not thread.is_alive() and not errors
         self.rb.storage.close()
 
+    def common(self) -> dict[Callable[[], None], int]:
+        return {
+            self.extend: 6, self.update: 4, self.alpha: 3, self.empty: 1,
+            self.save: 1, self.restore: 1, self.build_wrong: 1,
+        }  # fmt: skip
 
-def check(folder: Path) -> None:
-    rb = reopen(folder)
+    def run_beside(self) -> None:
+        """What only who is not going to die can do: the tables are watched where they were."""
+        self.run(30, self.common() | {self.fork: 3, self.close: 3})
+
+    def run_with_others(self) -> None:
+        self.run(30, self.common())
+
+    def run_alone(self) -> None:
+        self.run(30, self.common() | {self.refused: 1})
+
+    def change_alpha(self) -> None:
+        for _ in range(4):
+            self.alpha()
+
+
+def check(folder: Path, texts: bool) -> None:
+    rb = open_buffer(folder)
     directory = rb.storage.directory
     assert_lock_is_free(directory)
     with directory.lock():
         visible = published(directory)
-        leaves, alpha = directory.tree.leaves.copy(), directory.get_float(Word.ALPHA)
+        leaves = directory.tree.leaves.copy()
         assert directory.length == visible.sum()
         assert ((leaves > 0) == visible).all()
         directory.tree.refresh()
@@ -163,49 +232,67 @@ def check(folder: Path) -> None:
         assert not any(map(directory.is_alive, claimed[:, CLAIM_MEMBER].tolist()))
     if visible.any():
         rows = rb.storage.get(torch.from_numpy(np.flatnonzero(visible)))
-        assert torn_rows(rows) == 0
+        assert_as_written(rows)
+        assert ("text" in rows.keys()) == texts
         assert len(set(rows["key"].tolist())) == visible.sum()
-        wanted = (priority_of(rows["key"]).numpy() + _EPS) ** alpha
-        np.testing.assert_allclose(leaves[visible], wanted, rtol=1e-8)
+        priority = priority_of(rows["key"]).numpy() + _EPS
+        for alpha in (directory.get_float(Word.ALPHA), 1.0, 0.5):  # as it is, and set once more
+            rb.sampler.alpha = alpha
+            leaves = directory.tree.leaves[visible]
+            np.testing.assert_allclose(leaves, priority**alpha, rtol=1e-8)
     path = folder.with_name(folder.name + "-dump")
     rb.dumps(path)
     keys = sorted(rb[:]["key"].tolist()) if visible.any() else []
     rb.empty()
     rb.loads(path)
     assert (sorted(rb[:]["key"].tolist()) if len(rb) else []) == keys
-    for file in sorted(path.rglob("*"), reverse=True):
-        file.rmdir() if file.is_dir() else file.unlink()
-    path.rmdir()
     rb.storage.close()
+
+
+@pytest.fixture
+def folders(folder: Path):
+    """For rows without and with text."""
+    yield folder / "plain", folder / "texts"
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="single steps of an x86-64 processor")
-@pytest.mark.timeout(600)
-def test_programs_leave_whole_rows_with_their_mass(folder: Path, tmp_path: Path, request) -> None:
+@pytest.mark.timeout(0 if _ROUNDS > 9 else 600)
+def test_programs_leave_whole_rows_with_their_mass(
+    folders: tuple[Path, Path], tmp_path: Path, request
+) -> None:
     torch.set_num_threads(1)
-    rb = build(folder)
-    rb.writer.extend(rows_of(range(_CAPACITY)), priority=priority_of(torch.arange(48)).numpy())
-    rb.storage.close()
+    for texts, folder in enumerate(folders):
+        rb = open_buffer(folder)
+        keys = range(_CAPACITY)
+        rb.writer.extend(
+            rows_with(keys, bool(texts)), priority=priority_of(torch.tensor(keys)).numpy()
+        )
+        rb.storage.close()
     stores, seeds = Stores(tmp_path), random.Random(os.environ.get("PROGRAM_FUZZ_SEED", "0"))
     killed = 0
     for turn in range(_ROUNDS):
+        print(f"round {turn}", flush=True)
+        kind, texts = turn % 3, bool(turn // 3 % 2)
+        folder = folders[texts]
 
-        def armed(seed: int, alone: bool = bool(turn % 3)) -> None:
-            program = Program(folder, seed)
+        def dying(seed: int, kind: int = kind, folder: Path = folder, texts: bool = texts) -> None:
+            program = Program(folder, seed, texts)
             stores.watch(program.rb.storage.directory)
-            with stores.dying_at(seeds.randint(1, 1500)):
-                program.run(30, armed=True, alone=alone)
+            with stores.dying_at(seeds.randint(1, 400 if kind == 2 else 1500)):
+                (program.run_with_others, program.run_alone, program.change_alpha)[kind]()
 
-        def free(seed: int) -> None:
-            Program(folder, seed).run(30, armed=False)
+        def beside(seed: int, folder: Path = folder, texts: bool = texts) -> None:
+            Program(folder, seed, texts).run_beside()
 
-        pids = [start(armed, 1000 + 2 * turn)]
-        if turn % 3 == 0:  # alone, what it leaves is looked at before anybody writes over it
-            pids.append(start(free, 1001 + 2 * turn))
+        pids = [start(dying, 1000 + 2 * turn)]
+        if kind == 0:  # else alone: what it leaves is looked at before anybody writes over it
+            pids.append(start(beside, 1001 + 2 * turn))
         seeds.random()
-        statuses = [end_of(pid, 60) for pid in pids]
-        assert statuses[0] in (0, -signal.SIGKILL) and not any(statuses[1:]), (turn, statuses)
+        statuses = [end_of(pid, 120) for pid in pids]
+        assert statuses[0] in (0, -signal.SIGKILL) and not any(statuses[1:]), statuses
         killed += statuses[0] != 0
-        assert run_forked(check, folder, timeout_s=60) == 0, f"round {turn}"
+        assert run_forked(check, folder, texts, timeout_s=60) == 0
+        for saved in folder.parent.glob("*-saved-*"):
+            shutil.rmtree(saved)
     request.node.user_properties.append(("kills", killed))
     assert killed

@@ -32,15 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchrl_dist.bench.command import (
-    above_zero,
-    add_figures,
-    check_folders,
-    describe,
-    folder_in,
-    names,
-    until_stopped,
-)
+from torchrl_dist.bench.command import above_zero, check_folders, folder_in, names, until_stopped
 from torchrl_dist.bench.workloads import KINDS, make_rows
 from torchrl_dist.errors import ConfigurationError
 
@@ -53,13 +45,15 @@ _TURN_S = 60.0
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Describe the command and its options."""
-    describe(parser, __doc__, run)
+    parser.description = __doc__
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "--kinds", type=names(list(KINDS)), default=list(KINDS), help="S, L or both (default)"
     )
     parser.add_argument(
         "--rows", type=above_zero(int), metavar="N", help="in the buffer (default: 1M or 50k)"
     )
+    parser.add_argument("--rounds", type=above_zero(int), default=5, help="(default: 5)")
     parser.add_argument(
         "--to",
         type=Path,
@@ -67,7 +61,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="on the disk to write to (default: the one for temporary files)",
     )
-    add_figures(parser, rounds=5)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append a line per result")
+    parser.set_defaults(command=run)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -39,7 +39,6 @@ from typing import Any
 
 import numpy as np
 
-from torchrl_dist.bench.command import add_figures, check_folders, describe
 from torchrl_dist.errors import ConfigurationError
 
 WAYS = ("single", "per worker", "stale", "sharded")
@@ -50,7 +49,8 @@ _OLD_MASS = 10.0  # times the present one
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Describe the command and its options."""
-    describe(parser, __doc__, run)
+    parser.description = __doc__
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     for option, default, text in (
         ("--workers", 4, "shards"),
         ("--rows", 256, "rows per shard, on average"),
@@ -59,7 +59,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("--rounds", 3, "with other random numbers; the table shows medians"),
     ):
         parser.add_argument(option, type=int, default=default, help=f"{text} (default: {default})")
-    add_figures(parser, plot="distances")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append a line per result")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the distances")
+    parser.set_defaults(command=run)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,7 +93,9 @@ def run(options: argparse.Namespace) -> int:
             f"--batch: got {options.batch}, expected a multiple of --workers {options.workers}, so "
             "that every worker can draw the same part of it"
         )
-    check_folders(options.json, options.plot)
+    for path in (options.json, options.plot):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigurationError(f"{path}: there is no folder {path.absolute().parent}")
     lines = [measure(case, kind, options) for kind in ALPHAS for case in CASES]
     _print(lines)
     if options.json is not None:

@@ -26,14 +26,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchrl_dist.bench.command import (
-    above_zero,
-    add_figures,
-    check_folders,
-    describe,
-    folder_in,
-    until_stopped,
-)
+from torchrl_dist.bench.command import above_zero, check_folders, folder_in, until_stopped
 from torchrl_dist.bench.workloads import make_rows
 from torchrl_dist.errors import ConfigurationError
 
@@ -50,11 +43,13 @@ Wakes = list[tuple[int, float]]
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Describe the command and its options."""
-    describe(parser, __doc__, run)
+    parser.description = __doc__
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "--wakes", type=above_zero(int), default=60, help="measured per case (default: 60)"
     )
-    add_figures(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append a line per result")
+    parser.set_defaults(command=run)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

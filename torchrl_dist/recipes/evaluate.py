@@ -1,4 +1,4 @@
-"""Greedy episodes of a policy, many at a time, in this process."""
+"""Greedy episodes of a value network, many at a time, in this process."""
 
 from __future__ import annotations
 
@@ -8,21 +8,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .environments import MAX_EPISODE_STEPS, env_factory, make_env
-
-Act = Callable[[Tensor], Tensor]
-"""Observations ``[episodes, observation_size]`` -> actions ``[episodes, ...]``."""
+from .environments import MAX_EPISODE_STEPS
 
 
 class GreedyEpisodes:
-    """``episodes`` episodes side by side, each the first of its environment.
+    """``episodes`` greedy episodes side by side, each the first of its environment.
 
     Equal seeds (and numbers of episodes) give equal episodes. Uses the environment's own
     vectorized form where it has one (CartPole: 30 times faster).
 
     Args:
-        act: the policy.
-        env: gymnasium id with flat observations, or ``package.module:make``.
+        values: ``[episodes, observation_size]`` -> ``[episodes, num_actions]``.
+        env: gymnasium id with flat observations and numbered actions.
         episodes: how many.
         seed: of the environments.
         max_steps: an episode that has not ended by itself ends here.
@@ -30,7 +27,7 @@ class GreedyEpisodes:
 
     def __init__(
         self,
-        act: Act,
+        values: Callable[[Tensor], Tensor],
         env: str,
         *,
         episodes: int,
@@ -39,22 +36,17 @@ class GreedyEpisodes:
     ) -> None:
         import gymnasium
 
-        self._act = act
+        self._values = values
         self._steps_left = max_steps
         self._returns = np.zeros(episodes, dtype=np.float64)
         self._running = np.ones(episodes, dtype=bool)
-        factory = env_factory(env)
-        self._envs = (
-            gymnasium.make_vec(env, num_envs=episodes)
-            if factory is None
-            else gymnasium.vector.SyncVectorEnv([factory] * episodes)
-        )
+        self._envs = gymnasium.make_vec(env, num_envs=episodes)
         self._observation, _ = self._envs.reset(seed=seed)
 
     @torch.no_grad()
     def step(self) -> bool:
         """One step of every environment; whether that was the last."""
-        action = self._act(torch.as_tensor(np.asarray(self._observation)))
+        action = self._values(torch.as_tensor(np.asarray(self._observation))).argmax(-1)
         self._observation, reward, terminated, truncated, _ = self._envs.step(action.numpy())
         # What comes after an environment's first end belongs to another episode.
         self._returns += reward * self._running
@@ -72,7 +64,7 @@ class GreedyEpisodes:
 
 
 def evaluate(
-    act: Act,
+    values: Callable[[Tensor], Tensor],
     env: str,
     *,
     episodes: int,
@@ -80,7 +72,7 @@ def evaluate(
     max_steps: int = MAX_EPISODE_STEPS,
 ) -> list[float]:
     """Undiscounted returns of :class:`GreedyEpisodes`. Blocks until all have ended."""
-    playing = GreedyEpisodes(act, env, episodes=episodes, seed=seed, max_steps=max_steps)
+    playing = GreedyEpisodes(values, env, episodes=episodes, seed=seed, max_steps=max_steps)
     try:
         while not playing.step():
             pass
@@ -89,25 +81,20 @@ def evaluate(
         playing.close()
 
 
-def play_rendered(act: Act, env: str, *, seed: int, render_mode: str) -> tuple[float, list]:
-    """One episode in a window (``"human"``), or kept as pictures (``"rgb_array"``).
+def play_rendered(values: Callable[[Tensor], Tensor], env: str, *, seed: int) -> float:
+    """One greedy episode in a window; returns its undiscounted return."""
+    import gymnasium
 
-    Returns:
-        Its undiscounted return, and its pictures uint8 ``[height, width, 3]``, if kept.
-    """
-    made = make_env(env, render_mode=render_mode)
-    pictures = []
+    made = gymnasium.make(env, render_mode="human")
     try:
         observation, _ = made.reset(seed=seed)
         total, ended = 0.0, False
         while not ended:
-            if render_mode == "rgb_array":
-                pictures.append(made.render())
             with torch.no_grad():
-                action = act(torch.as_tensor(observation)).numpy()
+                action = int(values(torch.as_tensor(observation)).argmax(-1))
             observation, reward, terminated, truncated, _ = made.step(action)
             total += float(reward)
             ended = terminated or truncated
     finally:
         made.close()
-    return total, pictures
+    return total

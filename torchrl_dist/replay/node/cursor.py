@@ -59,7 +59,7 @@ class Reservation(NamedTuple):
 
     row: int
     first_ticket: int
-    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody uses
+    count: int
     ranges: tuple[tuple[int, int], ...]
     """Slot ranges ``(start, stop)`` in the order of the tickets: one, or two at the wrap."""
 
@@ -103,6 +103,7 @@ class SharedCursor:
                 reservation = self.try_reserve(count)
             if reservation is not None:
                 return reservation
+            directory.check_wait()
             if time.monotonic() > deadline:
                 raise DeadlineError(
                     f"no {count} free slots in {directory.path} within "
@@ -275,6 +276,8 @@ class SharedCursor:
                     if reservation is not None:
                         taken.append(reservation)
                         break
+                    if not taken:
+                        directory.check_wait()
                     self._await_slots(run[0], run[-1], deadline)
         except BaseException:
             for reservation in taken:
@@ -338,6 +341,7 @@ class SharedCursor:
                 }
             if not writers:
                 return False
+            directory.check_wait()
             if time.monotonic() > deadline:
                 raise DeadlineError(
                     f"waited {directory.timeout_s:g} s for a row of {directory.path}: all rows are "
@@ -446,7 +450,7 @@ class SharedCursor:
                 most = directory.words[Word.MAX_TIMES_SAMPLED]
                 used_up_slots = start + np.flatnonzero(used_up)
                 set_times_sampled(directory, used_up_slots, most, published=False)
-                words[Word.AVAILABLE] += int(np.count_nonzero(leaf))
+                words[Word.AVAILABLE] += np.count_nonzero(leaf)
             versions += 1
             words[Word.LENGTH] += reservation.count
             claim[CLAIM_COUNT] = 0
@@ -588,11 +592,10 @@ def _unpublish(directory: ReplayDirectory, start: int, stop: int) -> None:
     """Take the slots ``start`` to ``stop`` out of the buffer. Called under the lock."""
     versions = directory.versions[start:stop]
     # published: even and not 0
-    published = int(np.count_nonzero(versions) - np.count_nonzero(versions & 1))
+    published = np.count_nonzero(versions) - np.count_nonzero(versions & 1)
     directory.words[Word.LENGTH] -= published
     if directory.draws is not None:
-        available = int(np.count_nonzero(directory.tree.leaves[start:stop]))
-        directory.words[Word.AVAILABLE] -= available
+        directory.words[Word.AVAILABLE] -= np.count_nonzero(directory.tree.leaves[start:stop])
     versions |= 1
     directory.tree.set_range(start, stop, 0.0)
     if start <= directory.words[Word.MAX_SLOT] < stop:
@@ -633,8 +636,8 @@ def repair(directory: ReplayDirectory) -> None:
     tree.mark_all()
     tree.refresh()
     words = directory.words
-    words[Word.LENGTH] = int(np.count_nonzero(published))
-    words[Word.AVAILABLE] = int(np.count_nonzero(available))
+    words[Word.LENGTH] = np.count_nonzero(published)
+    words[Word.AVAILABLE] = np.count_nonzero(available)
     cover_leaves(directory)
     directory.count(Word.REPAIRS)
     directory.commit()

@@ -321,8 +321,7 @@ class ReplayDirectory:
         Args:
             values: by :class:`Word`, or by :meth:`cell` of the user table.
         """
-        words = self.words
-        at: int = Word.JOURNAL
+        words, at = self.words, Word.JOURNAL
         assert len(values) <= JOURNAL_ENTRIES
         for entry in values.items():
             words[at + 1], words[at + 2] = entry
@@ -406,6 +405,24 @@ class ReplayDirectory:
             for held in list(self._held.values())
             if held.thread == thread and not is_on_stack(held.frame, top)
         ]
+
+    def check_wait(self) -> None:
+        """To be called before waiting for slots or rows that others are writing, by who has no
+        write of his own under way.
+
+        Raises:
+            DirectoryError: this thread has, so this is a signal handler that interrupted it.
+        """
+        thread, top = threading.get_ident(), sys._getframe()
+        if any(
+            held.thread == thread and is_on_stack(held.frame, top)
+            for held in list(self._held.values())
+        ):
+            raise DirectoryError(
+                f"a signal handler that interrupted a write to {self.path} would wait for rows "
+                "that are being written, perhaps by the very thread. Have the handler set a flag, "
+                "and act on it between two uses"
+            )
 
     def _threads_that_write(self) -> set[int]:
         """Of this process. What was interrupted for good is none."""

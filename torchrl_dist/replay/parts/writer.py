@@ -70,8 +70,9 @@ class SharedCursorWriter(Writer):
             raise ConfigurationError("extend takes a batch of rows [n, ...], got one row: use add")
         if not len(data):
             return torch.zeros(0, dtype=torch.int64)
-        rows = torch.stack(list(data)) if isinstance(data, (list, tuple)) else data
-        index, generation = self._storage.append(rows, priority)
+        if isinstance(data, (list, tuple)):
+            data = torch.stack(list(data))
+        index, generation = self._storage.append(data, priority)
         self._announce(index, generation)
         return index
 
@@ -98,7 +99,7 @@ class SharedCursorWriter(Writer):
             note_written = getattr(_torchrl.sampler_of(buffer), "note_written", None)
             if note_written is not None:
                 note_written(index, generation)  # publishing set the priorities already
-            else:
+            elif not _torchrl.is_being_built(buffer):  # by another thread
                 buffer.mark_update(index)
 
     def generations_of(self, index: int | torch.Tensor) -> torch.Tensor:

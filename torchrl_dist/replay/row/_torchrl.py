@@ -206,8 +206,6 @@ class ChecksBuffers:
     parts_to_use: str
     """What to pass to the buffer, as its user would write it."""
 
-    _checkpointer: Any  # of TorchRL's Storage
-
     @property
     def checkpointer(self) -> Any:
         return self._checkpointer
@@ -223,7 +221,7 @@ class ChecksBuffers:
         """Refuse a write of a writer that brings a cursor of its own, put in place later."""
         for buffer in buffers_over(self):
             wrong = _wrong_writer(buffer, self.parts_to_use)
-            if wrong is not None:
+            if wrong is not None and not is_being_built(buffer):  # by another thread
                 raise ConfigurationError(f"a buffer over shared rows cannot have {wrong}")
 
 
@@ -294,7 +292,7 @@ Path = tuple[str, ...]
 
 def plain_leaves(
     data: TensorDictBase,
-) -> tuple[dict[Path, Any], dict[Path, torch.Size]] | None:
+) -> tuple[dict[Path, torch.Tensor], dict[Path, torch.Size]] | None:
     """The tensors of a plain ``TensorDict`` by path, or None for whatever else ``data`` may be.
 
     What ``data.items(True, True)`` gives, in a fifth of the time. The second dictionary has the
@@ -312,10 +310,10 @@ def _collect(
         return False
     size = data.batch_size
     for key, value in data._tensordict.items():
-        below = (*path, key)
         if isinstance(value, torch.Tensor):
-            found[below] = value
+            found[(*path, key)] = value
             continue
+        below = (*path, key)
         if not _collect(value, below, found, nodes):
             return False
         if value.batch_size != size or not value._tensordict:

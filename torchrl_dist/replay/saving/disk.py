@@ -463,7 +463,7 @@ def _sum_of(manifest: dict[str, Any]) -> int:
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
-    return array.reshape(-1).view(np.uint8).data
+    return memoryview(array.reshape(-1).view(np.uint8))
 
 
 def _open(file: Path, steps: contextlib.ExitStack, flags: int) -> int:

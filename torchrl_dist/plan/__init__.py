@@ -1,1 +1,0 @@
-"""``torchrl-dist plan``: measure this machine, predict layouts, say whether to distribute."""
