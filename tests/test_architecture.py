@@ -24,6 +24,7 @@ LAYERS = {
     "learn": 3,
     "recipes": 4,
     "ops": 5,
+    "plan": 5,
     "bench": 5,
     "cli": 6,
     "__main__": 7,

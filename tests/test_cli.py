@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -14,8 +15,9 @@ from torchrl_dist.checkpoint import Checkpoint, save_checkpoint
 from torchrl_dist.cli import main
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.recipes.apex_config import ApexConfig
-from torchrl_dist.recipes.options import from_plain
-from torchrl_dist.recipes.q_network import QNetwork
+from torchrl_dist.recipes.catalog import RECIPES
+from torchrl_dist.recipes.networks import QNetwork
+from torchrl_dist.recipes.options import flag, from_plain, read_options
 
 
 def a_policy(path: Path, env: str = "CartPole-v1") -> Path:
@@ -113,12 +115,58 @@ def test_a_resumed_run_cannot_change_what_is_on_disk(
     assert "cannot change" in line
 
 
-def test_help_names_every_field_of_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "apex", "--help"]) == 0
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_help_names_every_field_of_the_configuration(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", recipe, "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    for name in ApexConfig.__dataclass_fields__:
-        assert "--" + name.replace("_", "-") in text
-    assert "(default: CartPole-v1)" in text
+    for field in dataclasses.fields(RECIPES[recipe].config):
+        assert flag(field.name) in text
+    assert f"(default: {RECIPES[recipe].config().env})" in text
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_printed_configuration_is_one_that_can_be_given(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = ["--seed", "3", "--hidden", "8", "4", "--learning-rate", "1e-3"]
+    assert main(["train", recipe, *wanted, "--print-config"]) == 0
+    printed = capsys.readouterr().out
+    (tmp_path / "run.yaml").write_text(printed)
+    given = ["train", recipe, "--config", str(tmp_path / "run.yaml")]
+    assert main([*given, "--print-config"]) == 0
+    assert capsys.readouterr().out == printed
+    assert main([*given, "--print-config", "--seed", "5"]) == 0
+    assert capsys.readouterr().out == printed.replace("seed: 3", "seed: 5")
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("gama: 0.9", ["gama", "gamma"]),
+        ("gamma: 1e3", ["--gamma", "1000", "at most 1"]),
+        ("gamma: [0.9]", ["--gamma"]),
+        ("hidden: 64", ["--hidden"]),
+        ("total_frames: many", ["--total-frames", "many"]),
+        ("- gamma", ["mapping"]),
+        ("{", ["cannot read"]),
+    ],
+)
+def test_a_wrong_configuration_file_gets_one_line_that_names_what_is_wrong(
+    text: str, names: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    line = refused(["train", "apex", "--config", str(tmp_path / "run.yaml")], capsys)
+    for name in names:
+        assert name in line
+
+
+def test_yaml_reads_numbers_as_the_command_line_does(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("learning_rate: 5e-4\ntotal_frames: 2e5\nhidden: [8, 4]\n")
+    read = read_options(path, ApexConfig)
+    assert read == {"learning_rate": 5e-4, "total_frames": 200_000, "hidden": (8, 4)}
 
 
 def test_help_and_refusals_do_not_wait_for_torch() -> None:

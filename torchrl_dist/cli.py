@@ -71,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_clean(commands)
     _add_bench(commands)
     _add_ops(commands)
+    _add_plan(commands)
     return parser
 
 
@@ -78,57 +79,66 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_train(commands: argparse._SubParsersAction) -> None:
-    train = commands.add_parser("train", help="train a recipe", description="Train a recipe.")
-    recipes = train.add_subparsers(title="recipes", metavar="RECIPE", required=True)
-    _add_train_apex(recipes)
-
-
-def _add_train_apex(recipes: argparse._SubParsersAction) -> None:
-    from .recipes.apex_config import ApexConfig
+    from .recipes.catalog import RECIPES
     from .recipes.options import add_options
 
-    apex = recipes.add_parser(
-        "apex",
-        help="distributed prioritized n-step double DQN",
-        description=(
-            "Train with distributed prioritized n-step double DQN (Ape-X): collectors step "
-            "environments and write to one shared replay buffer, one learner learns from it. "
-            "Environments: gymnasium's with flat observations and numbered actions. "
-            "Ctrl-C stops in order and leaves a checkpoint; --resume goes on from it."
-        ),
-        epilog=(
-            "Under torchrun, rank 0 is the learner and the other ranks collect: "
-            "torchrun --nproc-per-node 4 -m torchrl_dist train apex --env CartPole-v1"
-        ),
-    )
-    apex.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue the run in the output folder, with its configuration and its buffer; "
-        "options given here replace the saved ones",
-    )
-    add_options(apex, ApexConfig)
-    apex.set_defaults(command=_train_apex)
+    train = commands.add_parser("train", help="train a recipe", description="Train a recipe.")
+    recipes = train.add_subparsers(title="recipes", metavar="RECIPE", required=True)
+    for name, recipe in RECIPES.items():
+        parser = recipes.add_parser(
+            name,
+            help=recipe.summary,
+            description=f"{recipe.description} Ctrl-C stops in order and leaves a checkpoint; "
+            "--resume goes on from it.",
+            epilog=f"Under torchrun {recipe.ranks}: "
+            f"torchrun --nproc-per-node 4 -m torchrl_dist train {name} --env {recipe.config().env}",
+        )
+        parser.add_argument(
+            "--resume",
+            action="store_true",
+            help="continue the run in the output folder, with its configuration and its buffer; "
+            "options given here replace the saved ones",
+        )
+        parser.add_argument(
+            "--config",
+            dest="config_file",
+            metavar="FILE",
+            help="YAML with any of the options below, named with underscores; options given on "
+            "the command line replace it",
+        )
+        parser.add_argument(
+            "--print-config",
+            action="store_true",
+            help="print the whole configuration as YAML and do nothing else",
+        )
+        add_options(parser, recipe.config)
+        parser.set_defaults(command=_train, recipe=recipe)
 
 
-def _train_apex(options: argparse.Namespace) -> int:
-    from .recipes.apex_config import ApexConfig, config_to_resume
-    from .recipes.options import given_options
+def _train(options: argparse.Namespace) -> int:
+    from .recipes.config import config_to_resume
+    from .recipes.options import as_yaml, given_options, read_options
 
-    given = given_options(options, ApexConfig)
-    config = ApexConfig(**given)
+    recipe = options.recipe
+    given = given_options(options, recipe.config)
+    if options.config_file is not None:
+        given = {**read_options(options.config_file, recipe.config), **given}
+    config = recipe.config(**given)
+    if options.print_config:
+        print(as_yaml(config), end="")
+        return 0
     from .runtime import World
 
     world = World.from_env()
-    launched = world.launcher in ("torchrun", "slurm")
-    if launched and world.global_rank > 0:
-        return _collect_for_rank_zero(config.timeout_s)
-    if launched:
-        _check_collectors(given, world.world_size - 1)
-    from .recipes.environments import discrete_task
+    launched = world.world_size if world.launcher in ("torchrun", "slurm") else None
+    if launched is not None:
+        config.check_launched(given, launched)
+    if world.global_rank > 0:
+        return _serve_rank_zero(config, launched)
+    from .recipes.environments import look_at
     from .recipes.run_directory import claim
 
-    discrete_task(config.env)
+    look_at(config.env, discrete=config.discrete)
     resume = claim(
         config.output_path,
         checkpoint=config.checkpoint_path,
@@ -138,45 +148,48 @@ def _train_apex(options: argparse.Namespace) -> int:
         resume=options.resume,
     )
     if resume:
-        config = config_to_resume(config.checkpoint_path, given)
+        config = config_to_resume(recipe.config, config.checkpoint_path, given)
     from .runtime import ForkServer, local_cluster, session
 
+    roles = config.roles(launched)
     with contextlib.ExitStack() as stack:
         # Started first, because it imports what we import below: on two cores at the same time.
-        server = None if launched or config.collectors == 0 else stack.enter_context(ForkServer())
-        from .recipes.apex import run
-
-        if launched:
-            opened = session({"learner": 1, "collector": -1}, timeout_s=config.timeout_s)
+        alone = launched is not None or sum(roles.values()) == 1
+        server = None if alone else stack.enter_context(ForkServer())
+        run = recipe.load_run()
+        groups = _process_groups(config, roles)
+        if launched is not None:
+            opened = session(roles, timeout_s=config.timeout_s, process_group=groups)
         else:
-            others = {"collector": config.collectors, "evaluator": int(config.collectors > 0)}
             opened = local_cluster(
-                {"learner": 1, **others},
-                timeout_s=config.timeout_s,
-                fork_server=server,
+                roles, timeout_s=config.timeout_s, process_group=groups, fork_server=server
             )
         job = stack.enter_context(opened)
         result = run(config, job, resume=resume)
     return _print_result(result)
 
 
-def _collect_for_rank_zero(timeout_s: float) -> int:
+def _process_groups(config: Any, roles: dict[str, int]) -> dict[str, str] | None:
+    """Learners that are several meet in a torch.distributed group."""
+    if roles["learner"] == 1:
+        return None
+    import torch
+
+    gpu = config.device != "cpu" and torch.cuda.is_available()
+    return {"learner": "cpu:gloo,cuda:nccl" if gpu else "gloo"}
+
+
+def _serve_rank_zero(config: Any, launched: int | None) -> int:
     import torch
 
     from .runtime import session
 
     torch.set_num_threads(1)
-    with session({"learner": 1, "collector": -1}, timeout_s=timeout_s) as job:
+    roles = config.roles(launched)
+    groups = _process_groups(config, roles)
+    with session(roles, timeout_s=config.timeout_s, process_group=groups) as job:
         job.serve()
     return 0
-
-
-def _check_collectors(given: dict[str, Any], ranks: int) -> None:
-    if given.get("collectors", ranks) != ranks:
-        raise ConfigurationError(
-            f"--collectors: got {given['collectors']}, but the launcher started {ranks} ranks "
-            "beside the learner; leave the option out"
-        )
 
 
 def _print_result(result: dict[str, Any]) -> int:
@@ -197,6 +210,9 @@ def _add_play(commands: argparse._SubParsersAction) -> None:
     play.add_argument("--episodes", type=int, default=20, metavar="N", help="(default: 20)")
     play.add_argument("--seed", type=int, default=0, help="of the environment (default: 0)")
     play.add_argument("--render", action="store_true", help="show the episodes in a window")
+    play.add_argument(
+        "--video", metavar="FILE.mp4", help="write the episodes, one after the other, as a video"
+    )
     play.set_defaults(command=_play)
 
 
@@ -213,6 +229,7 @@ def _play(options: argparse.Namespace) -> int:
             episodes=options.episodes,
             seed=options.seed,
             render=options.render,
+            video=options.video,
         )
     )
 
@@ -335,3 +352,11 @@ def _add_ops(commands: argparse._SubParsersAction) -> None:
 
     doctor.add_options(commands.add_parser("doctor", help="is this machine fit for a job?"))
     slurm.add_options(commands.add_parser("slurm", help="a batch script that starts a job"))
+
+
+def _add_plan(commands: argparse._SubParsersAction) -> None:
+    from .plan import command
+
+    command.add_options(
+        commands.add_parser("plan", help="how fast will a job be, and should it be distributed?")
+    )

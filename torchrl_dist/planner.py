@@ -383,7 +383,11 @@ def rank(costs: Costs, layouts: Iterable[Layout], cores: int) -> list[tuple[Layo
     known = [(layout, predict(costs, layout, cores)) for layout in layouts]
     return sorted(
         known,
-        key=lambda each: (-round(math.log(each[1].frames_per_s) / 0.01), each[0].stepping),
+        key=lambda each: (
+            -round(math.log(each[1].frames_per_s) / 0.01),
+            each[0].stepping,
+            each[0].envs,
+        ),
     )
 
 
@@ -414,22 +418,19 @@ def decide(ranked: Sequence[tuple[Layout, Prediction]]) -> Verdict:
     nodes = best(each for each in ranked if each[0].nodes > 1)
     if alone is None:
         raise ConfigurationError("expected a layout of one process among those to compare")
-    chosen, compared = alone, []
-    for name, other in (("one node", node), ("several nodes", nodes)):
+    chosen = alone
+    says = [f"one process makes {alone[1].frames_per_s:,.0f} frames/s"]
+    for other in (node, nodes):
         if other is None:
             continue
-        gain = other[1].frames_per_s / chosen[1].frames_per_s
-        compared.append(f"{name} would make {gain:.2f} times as many frames")
+        layout, prediction = other
+        gain = prediction.frames_per_s / chosen[1].frames_per_s
+        name = "several processes" if layout.nodes == 1 else f"{layout.nodes} nodes"
+        than = "one process" if chosen[0].alone else "one node"
+        says.append(f"{name} {prediction.frames_per_s:,.0f} ({gain:.2f} times {than})")
         if gain >= MIN_GAIN:
             chosen = other
+    words = {0: "do not distribute", 1: "do not distribute across nodes"}
     layout, prediction = chosen
-    if layout.alone:
-        word = "do not distribute"
-        reason = f"one process makes {prediction.frames_per_s:,.0f} frames/s"
-    elif layout.nodes == 1:
-        word = "do not distribute across nodes"
-        reason = f"one node makes {prediction.frames_per_s:,.0f} frames/s"
-    else:
-        word = "distribute"
-        reason = f"{layout.nodes} nodes make {prediction.frames_per_s:,.0f} frames/s"
-    return Verdict(word, layout, prediction, "; ".join([reason, *compared]))
+    word = words.get(0 if layout.alone else layout.nodes, "distribute")
+    return Verdict(word, layout, prediction, ", ".join(says))

@@ -130,12 +130,23 @@ def assert_gone(processes: Sequence[psutil.Process], timeout_s: float = 10.0) ->
     assert not left, f"still running after {timeout_s} s: {left}"
 
 
-def progress(output: Path) -> Callable[[], bool]:
-    """Whether the run in ``output`` has saved gradient steps."""
+def progress(output: Path, *, more_than: int = 0) -> Callable[[], bool]:
+    """Whether the run in ``output`` has saved ``more_than`` so many gradient steps."""
 
     def learning() -> bool:
         with contextlib.suppress(CheckpointError):
-            return load_checkpoint(output / "checkpoint.pt").counters["updates"] > 0
+            return load_checkpoint(output / "checkpoint.pt").counters["updates"] > more_than
         return False
 
     return learning
+
+
+def workers_of(job: Job) -> list[psutil.Process]:
+    """Ranks and collectors: processes without children but for multiprocessing's own."""
+
+    def trackers(p: psutil.Process) -> bool:
+        return "resource_tracker" in " ".join(p.cmdline())
+
+    return [
+        p for p in job.descendants() if not trackers(p) and all(trackers(c) for c in p.children())
+    ]

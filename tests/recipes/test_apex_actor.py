@@ -11,7 +11,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_dist.recipes.apex_actor import EpsilonGreedy, RowsWithPriority, actor_epsilons
 from torchrl_dist.recipes.dqn_learner import DQNLearner
-from torchrl_dist.recipes.q_network import QNetwork
+from torchrl_dist.recipes.networks import QNetwork
 
 GAMMA = 0.9
 N_STEPS = 3
@@ -189,7 +189,6 @@ def test_a_restored_learner_takes_the_same_next_step() -> None:
     learners[1].load_state_dict(learners[0].state_dict())
     for learner in learners:
         learner.update(rows.clone())
-    assert learners[1].updates == 4
     for key, value in learners[0].state_dict()["model"].items():
         assert torch.equal(value, learners[1].state_dict()["model"][key]), key
 

@@ -7,12 +7,21 @@ import shutil
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
 
 from torchrl_dist.checkpoint import load_checkpoint
 
-from .jobs import ENDLESS, TORCHRUN, TOY, Job, assert_gone, finished, progress, started
+from .jobs import (
+    ENDLESS,
+    TORCHRUN,
+    TOY,
+    Job,
+    assert_gone,
+    finished,
+    progress,
+    started,
+    workers_of,
+)
 
 RUN = ["train", "apex", "--output-dir", "run"]
 
@@ -45,17 +54,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Job]:
 def copy_of(trained: tuple[Path, Job], to: Path) -> Path:
     shutil.copytree(trained[0] / "run", to / "run")
     return to
-
-
-def workers_of(job: Job) -> list[psutil.Process]:
-    """Ranks and collectors: processes without children but for multiprocessing's own."""
-
-    def trackers(p: psutil.Process) -> bool:
-        return "resource_tracker" in " ".join(p.cmdline())
-
-    return [
-        p for p in job.descendants() if not trackers(p) and all(trackers(c) for c in p.children())
-    ]
 
 
 def test_the_result_is_the_last_line_and_says_what_was_done(trained: tuple[Path, Job]) -> None:

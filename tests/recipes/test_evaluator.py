@@ -12,10 +12,12 @@ from torchrl_dist import local_cluster
 from torchrl_dist.errors import RemoteError
 from torchrl_dist.recipes.evaluate import evaluate
 from torchrl_dist.recipes.evaluator import Evaluations, Evaluator, EvaluatorConfig
-from torchrl_dist.recipes.q_network import QNetwork
+from torchrl_dist.recipes.networks import PolicySpec, QNetwork
 
 ENDLESS = "torchrl_dist_test/Endless-v0"
-CONFIG = EvaluatorConfig("CartPole-v1", 4, 2, (8,), episodes=4, max_steps=10_000)
+CONFIG = EvaluatorConfig(
+    PolicySpec("CartPole-v1", 4, (8,), num_actions=2), episodes=4, max_steps=10_000
+)
 
 
 class Endless(gymnasium.Env):
@@ -40,7 +42,7 @@ def endless_is_registered():
 
 
 def test_an_episode_without_an_end_is_ended_after_so_many_steps() -> None:
-    returns = evaluate(QNetwork(4, 2, (8,)), ENDLESS, episodes=2, seed=0, max_steps=30)
+    returns = evaluate(QNetwork(4, 2, (8,)).greedy, ENDLESS, episodes=2, seed=0, max_steps=30)
     assert returns == [30.0, 30.0]
 
 
@@ -52,14 +54,16 @@ def test_an_evaluator_plays_a_moment_per_call_and_the_same_episodes_in_the_end()
     while returns is None:
         returns = player.play(None, limit_s=0)
         calls += 1
-    assert returns == evaluate(network, "CartPole-v1", episodes=4, seed=3)
+    assert returns == evaluate(network.greedy, "CartPole-v1", episodes=4, seed=3)
     assert calls == max(returns)
 
 
 def test_another_process_plays_what_only_this_one_has_registered_and_stops_when_told(
     fork_server,
 ) -> None:
-    endless = EvaluatorConfig(ENDLESS, 4, 2, (8,), episodes=2, max_steps=10**9)
+    endless = EvaluatorConfig(
+        PolicySpec(ENDLESS, 4, (8,), num_actions=2), episodes=2, max_steps=10**9
+    )
     weights = QNetwork(4, 2, (8,)).state_dict()
     with local_cluster(
         {"learner": 1, "collector": 1, "evaluator": 1}, fork_server=fork_server
@@ -91,14 +95,16 @@ def test_an_evaluator_that_dies_is_replaced_by_the_next_process(fork_server, col
         returns = evaluations.finish()
         while evaluations.under_way:
             returns = evaluations.finish()
-    assert returns == evaluate(network, "CartPole-v1", episodes=4, seed=1)
+    assert returns == evaluate(network.greedy, "CartPole-v1", episodes=4, seed=1)
     (line,) = said
     assert line.startswith("evaluator0 evaluates no more")
     assert line.endswith("collector0 does now" if collectors else "learner0 does now")
 
 
 def test_an_error_of_the_environment_reaches_the_learner(fork_server) -> None:
-    wrong = EvaluatorConfig("CartPole-v1", 3, 2, (8,), episodes=1, max_steps=10)
+    wrong = EvaluatorConfig(
+        PolicySpec("CartPole-v1", 3, (8,), num_actions=2), episodes=1, max_steps=10
+    )
     with local_cluster({"learner": 1, "evaluator": 1}, fork_server=fork_server) as session:
         evaluations = Evaluations(session, wrong, print)
         evaluations.begin(QNetwork(3, 2, (8,)).state_dict(), seed=0)

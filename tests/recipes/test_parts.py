@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,10 @@ import pytest
 import torch
 
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.recipes.environments import discrete_task
+from torchrl_dist.recipes.environments import look_at
 from torchrl_dist.recipes.evaluate import evaluate
-from torchrl_dist.recipes.monitor import Monitor
+from torchrl_dist.recipes.monitor import Bound, Monitor
+from torchrl_dist.recipes.networks import PolicySpec
 from torchrl_dist.recipes.plots import Evaluation, draw_learning_curve
 from torchrl_dist.recipes.run_directory import claim
 
@@ -81,7 +83,7 @@ def test_a_buffer_of_an_earlier_run_is_not_taken_by_a_fresh_one(tmp_path: Path) 
 
 
 def hold_right(observation: torch.Tensor) -> torch.Tensor:
-    return torch.tensor([0.0, 1.0]).expand(len(observation), 2)
+    return torch.ones(len(observation), dtype=torch.int64)
 
 
 def test_evaluation_counts_each_environments_first_episode_only() -> None:
@@ -100,14 +102,58 @@ def test_evaluation_repeats_with_its_seed_and_differs_without() -> None:
 
 def test_evaluation_knows_environments_without_a_vectorized_form() -> None:
     def swing(observation: torch.Tensor) -> torch.Tensor:
-        return torch.tensor([0.0, 0.0, 1.0]).expand(len(observation), 3)
+        return torch.full((len(observation),), 2)
 
     assert evaluate(swing, "MountainCar-v0", episodes=2, seed=0) == [-200.0, -200.0]
 
 
 def test_a_task_has_the_environments_sizes() -> None:
-    task = discrete_task("CartPole-v1")
+    task = look_at("CartPole-v1", discrete=True)
     assert (task.observation_size, task.num_actions, task.reward_threshold) == (4, 2, 475.0)
+    task = look_at("Pendulum-v1", discrete=False)
+    assert (task.observation_size, task.action_low, task.action_high) == (3, (-2.0,), (2.0,))
+    for env, discrete in (("CartPole-v1", False), ("Pendulum-v1", True), ("nowhere:make", True)):
+        with pytest.raises(ConfigurationError, match=f"--env.*{env}"):
+            look_at(env, discrete=discrete)
+
+
+def test_an_environment_may_be_a_function_of_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_envs_of_a_test.py").write_text(
+        "import gymnasium\n"
+        "def short(**options):\n"
+        "    return gymnasium.make('CartPole-v1', max_episode_steps=5, **options)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    name = "my_envs_of_a_test:short"
+    assert look_at(name, discrete=True).num_actions == 2
+    assert evaluate(hold_right, name, episodes=3, seed=0) == [5.0, 5.0, 5.0]
+
+
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
+def test_a_policy_is_made_again_from_what_a_checkpoint_says_of_it(env: str) -> None:
+    discrete = env == "CartPole-v1"
+    task = look_at(env, discrete=discrete)
+    for kind in ("values", "categorical") if discrete else ("squashed_gaussian",):
+        spec = PolicySpec.of(task, kind, (8,))
+        network, again = spec.network(), PolicySpec.from_plain(spec.as_plain()).network()
+        again.load_state_dict(network.state_dict())
+        observation = torch.randn(5, task.observation_size)
+        action = again.greedy(observation)
+        assert torch.equal(action, network.greedy(observation))
+        if not discrete:
+            assert action.shape == (5, 1)
+            far = network.greedy(1e6 * observation)
+            assert far.abs().max() <= 2.0
+
+
+def test_what_binds_is_whoever_waits_less() -> None:
+    assert Bound.of(0.8, 0.1).by == "collectors"
+    assert Bound.of(0.1, 0.8).by == "learner"
+    assert Bound.of(0.5, 0.45).by == "both"
+    assert str(Bound.of(0.25, 0.75)).startswith("bound by: learner (the learner waits 25%")
 
 
 def evaluations(count: int) -> list[Evaluation]:
@@ -135,7 +181,7 @@ def test_the_picture_is_drawn_from_any_number_of_evaluations(tmp_path: Path, cou
 def test_a_monitor_goes_on_where_the_resumed_one_stopped(tmp_path: Path) -> None:
     first = Monitor(tmp_path, total_frames=100, title="t", threshold=10.0)
     first.collected(30, [5.0], lag=0)
-    first.learned(3, torch.tensor(0.5))
+    first.learned(3, {"train/loss": torch.tensor(0.5)})
     first.evaluated([9.0, 13.0])
     first.show(force=True)
     first.close()

@@ -32,7 +32,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchrl_dist.bench.command import above_zero, check_folders, folder_in, names, until_stopped
+from torchrl_dist.bench.command import (
+    above_zero,
+    add_figures,
+    check_folders,
+    describe,
+    folder_in,
+    names,
+    until_stopped,
+)
 from torchrl_dist.bench.workloads import KINDS, make_rows
 from torchrl_dist.errors import ConfigurationError
 
@@ -45,15 +53,13 @@ _TURN_S = 60.0
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Describe the command and its options."""
-    parser.description = __doc__
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    describe(parser, __doc__, run)
     parser.add_argument(
         "--kinds", type=names(list(KINDS)), default=list(KINDS), help="S, L or both (default)"
     )
     parser.add_argument(
         "--rows", type=above_zero(int), metavar="N", help="in the buffer (default: 1M or 50k)"
     )
-    parser.add_argument("--rounds", type=above_zero(int), default=5, help="(default: 5)")
     parser.add_argument(
         "--to",
         type=Path,
@@ -61,8 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="on the disk to write to (default: the one for temporary files)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append a line per result")
-    parser.set_defaults(command=run)
+    add_figures(parser, rounds=5)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

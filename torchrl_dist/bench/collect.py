@@ -40,14 +40,16 @@ from torchrl_dist.bench.collect_plan import (
 )
 from torchrl_dist.bench.command import (
     above_zero,
+    add_figures,
     check_folders,
     counts,
-    folder_in,
+    describe,
+    in_rounds,
     names,
     say,
     until_stopped,
 )
-from torchrl_dist.errors import ConfigurationError, TorchRLDistError
+from torchrl_dist.errors import ConfigurationError
 
 _SLEEPERS, _COMPUTERS = [4, 8, 16, 32], [2]  # default numbers of workers
 _STEP_S = [0.1, 0.01, 0.001]
@@ -56,8 +58,7 @@ _LONGEST_MESSAGE_S = 5.0
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Describe the command and its options."""
-    parser.description = __doc__
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    describe(parser, __doc__, run)
     parser.add_argument("--env", choices=ENVS, default="sleep", help="(default: sleep)")
     parser.add_argument("--workers", type=counts, metavar="N,M", help="worker processes")
     parser.add_argument(
@@ -121,19 +122,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="A,B",
         help=f"for deadlines (default: {','.join(NETWORKS)})",
     )
-    parser.add_argument("--rounds", type=above_zero(int), default=3, help="(default: 3)")
-    parser.add_argument(
-        "--seconds", type=above_zero(float), default=3.0, help="per measurement (default: 3)"
+    add_figures(
+        parser,
+        rounds=3,
+        seconds=3.0,
+        timeout_s=150.0,
+        timed="a start and its first measurement",
+        line_per="cell",
+        plot="efficiencies",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append a line per cell")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the efficiencies")
-    parser.add_argument(
-        "--timeout-s",
-        type=above_zero(float),
-        default=150.0,
-        help="longest duration of a start and its first measurement (default: 150)",
-    )
-    parser.set_defaults(command=run)
 
 
 def _steps(text: str) -> list[int]:
@@ -191,26 +188,18 @@ def _ask(options: argparse.Namespace) -> int:
     questions = collect_learner.plan(options)
     found: dict[Any, list[dict[str, Any]]] = {}
 
-    def measure_all() -> int:
-        from torchrl_dist.bench.processes import Launcher
+    def run_one(launcher: Any, cell: Any, folder: Path) -> dict[str, Any]:
+        return launcher.run(
+            collect_learner.measure_alone, cell, folder=folder, timeout_s=cell.timeout_s
+        )
 
-        failed = 0
-        with Launcher() as launcher:
-            for round_, cell in itertools.product(range(options.rounds), questions):
-                label = f"round {round_ + 1}: {cell}"
-                try:
-                    with folder_in(Path("/dev/shm")) as folder:
-                        figures = launcher.run(
-                            collect_learner.measure_alone, cell, folder=folder,
-                            timeout_s=cell.timeout_s,
-                        )  # fmt: skip
-                except TorchRLDistError as error:
-                    failed = 1
-                    say(f"{label}: failed: {error}")
-                    continue
-                found.setdefault(cell, []).append(figures)
-                say(f"{label}: {figures['sps']:,.0f} steps/s")
-        return failed
+    def take(cell: Any, figures: dict[str, Any]) -> str:
+        found.setdefault(cell, []).append(figures)
+        return f"{figures['sps']:,.0f} steps/s"
+
+    def measure_all() -> int:
+        groups = [[cell] for cell in questions]
+        return in_rounds(options.rounds, groups, Path("/dev/shm"), run_one, str, take)
 
     status = until_stopped(measure_all)
     cells = [collect_learner.to_cell(cell, rounds) for cell, rounds in found.items()]
@@ -306,33 +295,24 @@ def _measure_all(
     rounds: int, groups: list[list[tuple[Cell, ...]]], found: dict[Cell, Figures]
 ) -> int:
     from torchrl_dist.bench.collect_peers import measure
-    from torchrl_dist.bench.processes import Launcher
 
-    failed: set[tuple[Cell, ...]] = set()
-    with Launcher() as launcher:
-        for round_, group in itertools.product(range(rounds), groups):
-            shift = round_ % max(1, len(group))  # nobody is always the first
-            for start in group[shift:] + group[:shift]:
-                if start in failed:
-                    continue
-                first = start[0]
-                label = f"round {round_ + 1}: {first.peer} {first.env} {first.workers} x "
-                label += f"{first.envs}, {first.steps or 'auto'} per message"
-                timeout_s = first.timeout_s + sum(3 * cell.seconds for cell in start[1:])
-                try:
-                    with folder_in(Path("/dev/shm")) as folder:
-                        results = launcher.run(
-                            measure, start, str(folder), folder=folder, timeout_s=timeout_s
-                        )
-                except TorchRLDistError as error:
-                    failed.add(start)
-                    say(f"{label}: failed: {error}")
-                    continue
-                say(f"{label}: first batch after {results[0].startup_s:.1f} s")
-                for cell, result in zip(start, results, strict=True):
-                    found.setdefault(cell, Figures()).results.append(result)
-                    say(f"    step {cell.step_s:g} s: {result.sps:,.0f} steps/s")
-    return 1 if failed else 0
+    def run_one(launcher: Any, start: tuple[Cell, ...], folder: Path) -> list[Result]:
+        timeout_s = start[0].timeout_s + sum(3 * cell.seconds for cell in start[1:])
+        return launcher.run(measure, start, str(folder), folder=folder, timeout_s=timeout_s)
+
+    def label(start: tuple[Cell, ...]) -> str:
+        first = start[0]
+        line = f"{first.peer} {first.env} {first.workers} x {first.envs}"
+        return f"{line}, {first.steps or 'auto'} per message"
+
+    def take(start: tuple[Cell, ...], results: list[Result]) -> str:
+        text = f"first batch after {results[0].startup_s:.1f} s"
+        for cell, result in zip(start, results, strict=True):
+            found.setdefault(cell, Figures()).results.append(result)
+            text += f"\n    step {cell.step_s:g} s: {result.sps:,.0f} steps/s"
+        return text
+
+    return in_rounds(rounds, groups, Path("/dev/shm"), run_one, label, take)
 
 
 def to_cells(found: dict[Cell, Figures]) -> list[dict[str, Any]]:

@@ -13,11 +13,55 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.errors import ConfigurationError, TorchRLDistError
+
+if TYPE_CHECKING:
+    from torchrl_dist.bench.processes import Launcher
 
 _REMOVAL_S = 5.0
+
+_Case = TypeVar("_Case")
+
+
+def describe(parser: argparse.ArgumentParser, text: str | None, run: Callable[..., int]) -> None:
+    """What the command does, in its own lines, and the function that does it."""
+    parser.description = text
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.set_defaults(command=run)
+
+
+def add_figures(
+    parser: argparse.ArgumentParser,
+    *,
+    rounds: int | None = None,
+    seconds: float | None = None,
+    timeout_s: float | None = None,
+    timed: str = "measurement",
+    line_per: str = "result",
+    plot: str | None = None,
+    scratch: bool = False,
+) -> None:
+    """Options about how often and how long is measured and where figures go; defaults are given."""
+    for option, kind, default, text in (
+        ("--rounds", int, rounds, ""),
+        ("--seconds", float, seconds, "per measurement "),
+        ("--timeout-s", float, timeout_s, f"longest duration of {timed} "),
+    ):
+        if default is not None:
+            help = f"{text}(default: {default:g})"
+            parser.add_argument(option, type=above_zero(kind), default=default, help=help)
+    parser.add_argument("--json", type=Path, metavar="FILE", help=f"append a line per {line_per}")
+    if plot is not None:
+        parser.add_argument("--plot", type=Path, metavar="FILE.png", help=f"draw the {plot}")
+    if scratch:
+        parser.add_argument(
+            "--scratch-dir",
+            type=Path,
+            default=Path("/dev/shm"),
+            help="where buffers lie during a measurement (default: /dev/shm)",
+        )
 
 
 def names(known: Sequence[str]) -> Callable[[str], list[str]]:
@@ -80,6 +124,47 @@ def _remove(folder: Path) -> None:
     while folder.exists() and time.monotonic() < deadline:
         shutil.rmtree(folder, ignore_errors=True)
         time.sleep(0.01)
+
+
+def in_rounds(
+    rounds: int,
+    groups: Sequence[Sequence[_Case]],
+    parent: Path,
+    measure: Callable[[Launcher, _Case, Path], Any],
+    label: Callable[[_Case], str],
+    take: Callable[[_Case, Any], str],
+) -> int:
+    """Measure each case once per round, in processes and a folder of ``parent`` of its own.
+
+    Of a group nobody is always the first. What fails once is reported and left out from then on.
+
+    Args:
+        measure: one case, by ``Launcher.run``.
+        take: keeps the result; returns what to say of it.
+
+    Returns:
+        0, or 1 if something failed.
+    """
+    from torchrl_dist.bench.processes import Launcher
+
+    failed: set[_Case] = set()
+    with Launcher() as launcher:
+        for round_ in range(rounds):
+            for group in groups:
+                shift = round_ % max(1, len(group))
+                for case in [*group[shift:], *group[:shift]]:
+                    if case in failed:
+                        continue
+                    begin = f"round {round_ + 1}: {label(case)}"
+                    try:
+                        with folder_in(parent) as folder:
+                            result = measure(launcher, case, folder)
+                    except TorchRLDistError as error:
+                        failed.add(case)
+                        say(f"{begin}: failed: {error}")
+                        continue
+                    say(f"{begin}: {take(case, result)}")
+    return 1 if failed else 0
 
 
 class TerminatedError(BaseException):

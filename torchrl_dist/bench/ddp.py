@@ -41,15 +41,16 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_dist.bench.command import (
-    above_zero,
+    add_figures,
     check_folders,
     counts,
-    folder_in,
+    describe,
+    in_rounds,
     names,
     say,
     until_stopped,
 )
-from torchrl_dist.errors import ConfigurationError, TorchRLDistError
+from torchrl_dist.errors import ConfigurationError
 
 ALONE, THREADS, OURS, TORCH = "one process", "threads", "ours", "torch ddp"
 PEERS = {"threads": THREADS, "ours": OURS, "torch": TORCH}
@@ -95,8 +96,7 @@ class Rounds:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Describe the command and its options."""
-    parser.description = __doc__
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    describe(parser, __doc__, run)
     for option, default, text in (
         ("--ranks", "2,4", "processes that learn together"),
         ("--batches", "128,1024,8192", "rows of all ranks together"),
@@ -115,19 +115,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU per rank (cpu)"
     )
-    parser.add_argument("--rounds", type=above_zero(int), default=3, help="(default: 3)")
-    parser.add_argument(
-        "--seconds", type=above_zero(float), default=1.0, help="per measurement (default: 1)"
-    )
     parser.add_argument(
         "--no-imports", action="store_true", help="do not measure how long imports take"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append a line per result")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the speed-ups")
-    parser.add_argument(
-        "--timeout-s", type=above_zero(float), default=120.0, help="per measurement (default: 120)"
+    add_figures(
+        parser, rounds=3, seconds=1.0, timeout_s=120.0, timed="one measurement", plot="speed-ups"
     )
-    parser.set_defaults(command=run)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -212,30 +205,24 @@ def _check_device(options: argparse.Namespace) -> None:
 
 
 def _measure_all(options: argparse.Namespace, rounds: Rounds) -> int:
-    from torchrl_dist.bench.processes import Launcher
+    def run_one(launcher: Any, cell: Cell, folder: Path) -> Result:
+        return launcher.run(
+            measure,
+            cell,
+            str(folder),
+            folder=folder,
+            timeout_s=cell.timeout_s,
+            environment={"GLOO_SOCKET_IFNAME": "lo", "RL_WARNINGS": "False"},
+        )
 
-    failed: set[Cell] = set()
-    with Launcher() as launcher:
-        for _, cell in itertools.product(range(options.rounds), plan(options)):
-            if cell in failed:
-                continue
-            try:
-                with folder_in(Path(tempfile.gettempdir())) as folder:
-                    result = launcher.run(
-                        measure,
-                        cell,
-                        str(folder),
-                        folder=folder,
-                        timeout_s=cell.timeout_s,
-                        environment={"GLOO_SOCKET_IFNAME": "lo", "RL_WARNINGS": "False"},
-                    )
-            except TorchRLDistError as error:
-                failed.add(cell)
-                say(f"{_label(cell)}: failed: {error}")
-                continue
-            rounds.results.setdefault(cell, []).append(result)
-            say(f"{_label(cell)}: {result.update_ms:.2f} ms per update")
-    return 1 if failed else 0
+    def take(cell: Cell, result: Result) -> str:
+        rounds.results.setdefault(cell, []).append(result)
+        return f"{result.update_ms:.2f} ms per update"
+
+    # cells in the order in which they are compared, alone in their group
+    groups = [[cell] for cell in plan(options)]
+    parent = Path(tempfile.gettempdir())
+    return in_rounds(options.rounds, groups, parent, run_one, _label, take)
 
 
 def _label(cell: Cell) -> str:

@@ -39,6 +39,7 @@ from typing import Any
 
 import numpy as np
 
+from torchrl_dist.bench.command import add_figures, check_folders, describe
 from torchrl_dist.errors import ConfigurationError
 
 WAYS = ("single", "per worker", "stale", "sharded")
@@ -49,8 +50,7 @@ _OLD_MASS = 10.0  # times the present one
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Describe the command and its options."""
-    parser.description = __doc__
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    describe(parser, __doc__, run)
     for option, default, text in (
         ("--workers", 4, "shards"),
         ("--rows", 256, "rows per shard, on average"),
@@ -59,9 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("--rounds", 3, "with other random numbers; the table shows medians"),
     ):
         parser.add_argument(option, type=int, default=default, help=f"{text} (default: {default})")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append a line per result")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the distances")
-    parser.set_defaults(command=run)
+    add_figures(parser, plot="distances")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,9 +91,7 @@ def run(options: argparse.Namespace) -> int:
             f"--batch: got {options.batch}, expected a multiple of --workers {options.workers}, so "
             "that every worker can draw the same part of it"
         )
-    for path in (options.json, options.plot):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigurationError(f"{path}: there is no folder {path.absolute().parent}")
+    check_folders(options.json, options.plot)
     lines = [measure(case, kind, options) for kind in ALPHAS for case in CASES]
     _print(lines)
     if options.json is not None:

@@ -26,7 +26,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchrl_dist.bench.command import above_zero, check_folders, folder_in, until_stopped
+from torchrl_dist.bench.command import (
+    above_zero,
+    add_figures,
+    check_folders,
+    describe,
+    folder_in,
+    until_stopped,
+)
 from torchrl_dist.bench.workloads import make_rows
 from torchrl_dist.errors import ConfigurationError
 
@@ -43,13 +50,11 @@ Wakes = list[tuple[int, float]]
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Describe the command and its options."""
-    parser.description = __doc__
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    describe(parser, __doc__, run)
     parser.add_argument(
         "--wakes", type=above_zero(int), default=60, help="measured per case (default: 60)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append a line per result")
-    parser.set_defaults(command=run)
+    add_figures(parser)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -30,9 +30,11 @@ from typing import Any, ClassVar
 
 from torchrl_dist.bench.command import (
     above_zero,
+    add_figures,
     check_folders,
     counts,
-    folder_in,
+    describe,
+    in_rounds,
     names,
     say,
     until_stopped,
@@ -51,7 +53,6 @@ from torchrl_dist.bench.replay_peers import (
     versions,
 )
 from torchrl_dist.bench.workloads import make_rows
-from torchrl_dist.errors import TorchRLDistError
 
 _CALL_S = 60.0
 _FILL_BATCH = 4096
@@ -241,8 +242,7 @@ def learn(peer: Peer, window: Window) -> Learned:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Describe the command and its options."""
-    parser.description = __doc__
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    describe(parser, __doc__, run)
     parser.add_argument(
         "--peers",
         type=names(list(PEERS)),
@@ -255,24 +255,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("--shards", [1, 2, 4, 8], "owners, one learner (1,2,4,8)"),
     ):
         parser.add_argument(option, type=counts, default=default, metavar="N,M", help=text)
-    for option, kind, default, text in (
-        ("--rounds", int, 3, ""),
-        ("--seconds", float, 2.0, "per measurement "),
-        ("--capacity", int, 1_000_000, "in rows "),
-        ("--timeout-s", float, 120.0, "longest duration of one measurement "),
-    ):
-        parser.add_argument(
-            option, type=above_zero(kind), default=default, help=f"{text}(default: {default})"
-        )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append a line per case")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the rates")
     parser.add_argument(
-        "--scratch-dir",
-        type=Path,
-        default=Path("/dev/shm"),
-        help="where buffers lie during a measurement (default: /dev/shm)",
+        "--capacity", type=above_zero(int), default=1_000_000, help="in rows (default: 1000000)"
     )
-    parser.set_defaults(command=run)
+    add_figures(
+        parser,
+        rounds=3,
+        seconds=2.0,
+        timeout_s=120.0,
+        timed="one measurement",
+        line_per="case",
+        plot="rates",
+        scratch=True,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -320,34 +315,25 @@ def plan(options: argparse.Namespace) -> list[Case]:
 
 
 def _measure_all(options: argparse.Namespace, results: dict[Case, list[Result]]) -> int:
-    from torchrl_dist.bench.processes import Launcher
+    def run_one(launcher: Any, case: Case, folder: Path) -> Result:
+        return launcher.run(
+            measure,
+            case,
+            str(folder),
+            folder=folder,
+            timeout_s=options.timeout_s,
+            environment=PEERS[case.peer].environment,
+        )
 
-    cases = plan(options)
-    failed: set[Case] = set()
-    with Launcher() as launcher:
-        for round_ in range(options.rounds):
-            shift = round_ % max(1, len(cases))  # nobody is always the first
-            for case in cases[shift:] + cases[:shift]:
-                if case in failed:
-                    continue
-                label = f"round {round_ + 1}: {case.peer} x{case.learners}, {case.shards} shards"
-                try:
-                    with folder_in(options.scratch_dir) as folder:
-                        result = launcher.run(
-                            measure,
-                            case,
-                            str(folder),
-                            folder=folder,
-                            timeout_s=options.timeout_s,
-                            environment=PEERS[case.peer].environment,
-                        )
-                except TorchRLDistError as error:
-                    failed.add(case)
-                    say(f"{label}: failed: {error}")
-                    continue
-                results.setdefault(case, []).append(result)
-                say(f"{label}: {result.rate:,.0f} batches/s")
-    return 1 if failed else 0
+    def take(case: Case, result: Result) -> str:
+        results.setdefault(case, []).append(result)
+        return f"{result.rate:,.0f} batches/s"
+
+    def label(case: Case) -> str:
+        return f"{case.peer} x{case.learners}, {case.shards} shards"
+
+    groups = [plan(options)]
+    return in_rounds(options.rounds, groups, options.scratch_dir, run_one, label, take)
 
 
 def _median(results: list[Result]) -> Result:

@@ -32,9 +32,11 @@ from typing import Any
 
 from torchrl_dist.bench.command import (
     above_zero,
+    add_figures,
     check_folders,
     counts,
-    folder_in,
+    describe,
+    in_rounds,
     names,
     say,
     until_stopped,
@@ -42,7 +44,7 @@ from torchrl_dist.bench.command import (
 from torchrl_dist.bench.replay_cells import Cell, measure
 from torchrl_dist.bench.replay_peers import PEERS, SAMPLE_BATCH, versions
 from torchrl_dist.bench.workloads import KINDS
-from torchrl_dist.errors import ConfigurationError, TorchRLDistError
+from torchrl_dist.errors import ConfigurationError
 
 OPS = ("write", "sample", "sample+update", "mixed", "lock", "cursor")
 # ratios are to the first of them that was measured
@@ -52,9 +54,7 @@ _MIXED_WRITERS, _MIXED_BATCH = 2, 64
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Describe the command and its options."""
-    parser.description = __doc__
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-
+    describe(parser, __doc__, run)
     for option, known in (("--peers", list(PEERS)), ("--kinds", list(KINDS)), ("--ops", OPS)):
         parser.add_argument(
             option,
@@ -63,10 +63,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             metavar="A,B",
             help=f"some of {','.join(known)} (default: all)",
         )
-    parser.add_argument("--rounds", type=above_zero(int), default=3, help="(default: 3)")
-    parser.add_argument(
-        "--seconds", type=above_zero(float), default=2.0, help="per measurement (default: 2)"
-    )
     parser.add_argument(
         "--batches", type=counts, default=[64, 512], metavar="N,M", help="of writers (64,512)"
     )
@@ -76,21 +72,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--capacity", type=above_zero(int), help="in rows (default: 1000000 for S, 50000 for L)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append a line per result")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the rates")
-    parser.add_argument(
-        "--timeout-s",
-        type=above_zero(float),
-        default=180.0,
-        help="longest duration of one measurement, filling the buffer included (default: 180)",
+    add_figures(
+        parser,
+        rounds=3,
+        seconds=2.0,
+        timeout_s=180.0,
+        timed="one measurement, filling the buffer included",
+        plot="rates",
+        scratch=True,
     )
-    parser.add_argument(
-        "--scratch-dir",
-        type=Path,
-        default=Path("/dev/shm"),
-        help="where buffers lie during a measurement (default: /dev/shm)",
-    )
-    parser.set_defaults(command=run)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -177,38 +167,30 @@ def _can(peer: str, cell: Cell) -> bool:
 
 
 def _measure_all(options: argparse.Namespace, peers: list[str], table: Any) -> int:
-    from torchrl_dist.bench.processes import Launcher
+    def run_one(launcher: Any, cell: Cell, folder: Path) -> Any:
+        return launcher.run(
+            measure,
+            cell,
+            str(folder),
+            folder=folder,
+            timeout_s=cell.timeout_s,
+            environment=PEERS[cell.peer].environment,
+        )
 
-    failed: set[Cell] = set()
+    def take(cell: Cell, results: Any) -> str:
+        for result in results:
+            table.add(cell.kind, cell.peer, result)
+        return ", ".join(
+            f"{result.op} {result.rate:,.0f} {result.unit}, p50 {result.p50_ms:.3f} ms, "
+            f"p99 {result.p99_ms:.3f} ms"
+            for result in results
+        )
+
+    def label(cell: Cell) -> str:
+        return f"{cell.kind} {cell.op} b{cell.batch} x{cell.processes} {cell.peer}"
+
     groups = plan(options, peers)
-    with Launcher() as launcher:
-        for round_, group in itertools.product(range(options.rounds), groups):
-            shift = round_ % max(1, len(group))  # nobody is always the first
-            for cell in group[shift:] + group[:shift]:
-                if cell in failed:
-                    continue
-                label = f"{cell.kind} {cell.op} b{cell.batch} x{cell.processes} {cell.peer}"
-                try:
-                    with folder_in(options.scratch_dir) as folder:
-                        results = launcher.run(
-                            measure,
-                            cell,
-                            str(folder),
-                            folder=folder,
-                            timeout_s=cell.timeout_s,
-                            environment=PEERS[cell.peer].environment,
-                        )
-                except TorchRLDistError as error:
-                    failed.add(cell)
-                    say(f"round {round_ + 1}: {label}: failed: {error}")
-                    continue
-                for result in results:
-                    table.add(cell.kind, cell.peer, result)
-                    say(
-                        f"round {round_ + 1}: {label}: {result.op} {result.rate:,.0f} "
-                        f"{result.unit}, p50 {result.p50_ms:.3f} ms, p99 {result.p99_ms:.3f} ms"
-                    )
-    return 1 if failed else 0
+    return in_rounds(options.rounds, groups, options.scratch_dir, run_one, label, take)
 
 
 if __name__ == "__main__":

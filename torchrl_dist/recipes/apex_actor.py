@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrl.data.postprocs import MultiStep
 from torchrl.envs.utils import ExplorationType, exploration_type
 
-from .q_network import QNetwork
+from .networks import QNetwork
 
 
 def actor_epsilons(num_actors: int, epsilon: float, alpha: float) -> Tensor:

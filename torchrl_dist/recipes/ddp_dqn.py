@@ -28,7 +28,7 @@ from ..replay import (
 )
 from ..runtime import Session, session
 from .evaluate import evaluate
-from .q_network import QNetwork
+from .networks import QNetwork
 
 CAPACITY, BATCH, FRAMES_PER_UPDATE, LEARNING_STARTS = 50_000, 128, 8, 1_000
 
@@ -82,7 +82,7 @@ def train(job: Session, output: Path, updates: int, seed: int) -> dict:
         result = {"ranks": ranks.size, "updates": update, "rows": len(buffer)}
         result |= ranks.sums({"frames": frames}) | {"checksum": loss.check_drift()}
         buffer.storage.close()
-    returns = evaluate(network, "CartPole-v1", episodes=20, seed=seed)
+    returns = evaluate(network.greedy, "CartPole-v1", episodes=20, seed=seed)
     return result | {"return": sum(returns) / len(returns)}
 
 

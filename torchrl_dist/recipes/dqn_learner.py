@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 from torchrl.objectives import DQNLoss, SoftUpdate
 
-from .q_network import QNetwork
+from .networks import QNetwork
 
 
 class ActionValues(TensorDictModuleBase):
@@ -41,7 +42,6 @@ class DQNLearner:
 
     Attributes:
         loss: TorchRL's loss; shares its online weights with ``network``.
-        updates: gradient steps done.
     """
 
     def __init__(
@@ -66,7 +66,6 @@ class DQNLearner:
         # Fused: 0.1 ms per step here, where the default's per-tensor loop takes 0.5 ms.
         self._optimizer = torch.optim.Adam(self._weights, lr=learning_rate, fused=True)
         self._max_grad_norm = max_grad_norm
-        self.updates = 0
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """From the next update on."""
@@ -87,22 +86,16 @@ class DQNLearner:
         self._target.step()
         # DQNLoss writes the square; the paper's priority, and the actors', is the absolute value.
         batch.set("td_error", batch.get("td_error").sqrt())
-        self.updates += 1
         return loss.detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """Online and target weights, optimizer, count of updates; copies."""
+        """Online and target weights, optimizer; copies."""
         # An optimizer that loads a state dict keeps the tensors it is given.
         return copy.deepcopy(
-            {
-                "model": dict(self.loss.state_dict()),
-                "optimizer": self._optimizer.state_dict(),
-                "updates": self.updates,
-            }
+            {"model": dict(self.loss.state_dict()), "optimizer": self._optimizer.state_dict()}
         )
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what :meth:`state_dict` returned."""
         self.loss.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
-        self.updates = state["updates"]

@@ -1,4 +1,4 @@
-"""Greedy episodes of a value network, many at a time, in this process."""
+"""Greedy episodes of a policy, many at a time, in this process."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .environments import MAX_EPISODE_STEPS
+from .environments import MAX_EPISODE_STEPS, env_factory, make_env
+
+Act = Callable[[Tensor], Tensor]
+"""Observations ``[episodes, observation_size]`` -> actions ``[episodes, ...]``."""
 
 
 class GreedyEpisodes:
-    """``episodes`` greedy episodes side by side, each the first of its environment.
+    """``episodes`` episodes side by side, each the first of its environment.
 
     Equal seeds (and numbers of episodes) give equal episodes. Uses the environment's own
     vectorized form where it has one (CartPole: 30 times faster).
 
     Args:
-        values: ``[episodes, observation_size]`` -> ``[episodes, num_actions]``.
-        env: gymnasium id with flat observations and numbered actions.
+        act: the policy.
+        env: gymnasium id with flat observations, or ``package.module:make``.
         episodes: how many.
         seed: of the environments.
         max_steps: an episode that has not ended by itself ends here.
@@ -27,7 +30,7 @@ class GreedyEpisodes:
 
     def __init__(
         self,
-        values: Callable[[Tensor], Tensor],
+        act: Act,
         env: str,
         *,
         episodes: int,
@@ -36,17 +39,22 @@ class GreedyEpisodes:
     ) -> None:
         import gymnasium
 
-        self._values = values
+        self._act = act
         self._steps_left = max_steps
         self._returns = np.zeros(episodes, dtype=np.float64)
         self._running = np.ones(episodes, dtype=bool)
-        self._envs = gymnasium.make_vec(env, num_envs=episodes)
+        factory = env_factory(env)
+        self._envs = (
+            gymnasium.make_vec(env, num_envs=episodes)
+            if factory is None
+            else gymnasium.vector.SyncVectorEnv([factory] * episodes)
+        )
         self._observation, _ = self._envs.reset(seed=seed)
 
     @torch.no_grad()
     def step(self) -> bool:
         """One step of every environment; whether that was the last."""
-        action = self._values(torch.as_tensor(np.asarray(self._observation))).argmax(-1)
+        action = self._act(torch.as_tensor(np.asarray(self._observation)))
         self._observation, reward, terminated, truncated, _ = self._envs.step(action.numpy())
         # What comes after an environment's first end belongs to another episode.
         self._returns += reward * self._running
@@ -64,7 +72,7 @@ class GreedyEpisodes:
 
 
 def evaluate(
-    values: Callable[[Tensor], Tensor],
+    act: Act,
     env: str,
     *,
     episodes: int,
@@ -72,7 +80,7 @@ def evaluate(
     max_steps: int = MAX_EPISODE_STEPS,
 ) -> list[float]:
     """Undiscounted returns of :class:`GreedyEpisodes`. Blocks until all have ended."""
-    playing = GreedyEpisodes(values, env, episodes=episodes, seed=seed, max_steps=max_steps)
+    playing = GreedyEpisodes(act, env, episodes=episodes, seed=seed, max_steps=max_steps)
     try:
         while not playing.step():
             pass
@@ -81,20 +89,25 @@ def evaluate(
         playing.close()
 
 
-def play_rendered(values: Callable[[Tensor], Tensor], env: str, *, seed: int) -> float:
-    """One greedy episode in a window; returns its undiscounted return."""
-    import gymnasium
+def play_rendered(act: Act, env: str, *, seed: int, render_mode: str) -> tuple[float, list]:
+    """One episode in a window (``"human"``), or kept as pictures (``"rgb_array"``).
 
-    made = gymnasium.make(env, render_mode="human")
+    Returns:
+        Its undiscounted return, and its pictures uint8 ``[height, width, 3]``, if kept.
+    """
+    made = make_env(env, render_mode=render_mode)
+    pictures = []
     try:
         observation, _ = made.reset(seed=seed)
         total, ended = 0.0, False
         while not ended:
+            if render_mode == "rgb_array":
+                pictures.append(made.render())
             with torch.no_grad():
-                action = int(values(torch.as_tensor(observation)).argmax(-1))
+                action = act(torch.as_tensor(observation)).numpy()
             observation, reward, terminated, truncated, _ = made.step(action)
             total += float(reward)
             ended = terminated or truncated
     finally:
         made.close()
-    return total
+    return total, pictures

@@ -19,7 +19,7 @@ from ..collect.worker.registrations import Registrations, adopt_registrations, d
 from ..errors import DeadlineError, PeerLostError
 from ..runtime import Peer, Remote, Session
 from .evaluate import GreedyEpisodes
-from .q_network import QNetwork
+from .networks import PolicySpec
 
 _CALL_S = 0.5  # of playing in one call
 _GLANCE_S = 0.1
@@ -29,10 +29,7 @@ _GLANCE_S = 0.1
 class EvaluatorConfig:
     """What is played: see :class:`~torchrl_dist.recipes.evaluate.GreedyEpisodes`."""
 
-    env: str
-    observation_size: int
-    num_actions: int
-    hidden: tuple[int, ...]
+    policy: PolicySpec
     episodes: int
     max_steps: int
 
@@ -69,11 +66,11 @@ class Evaluator:
     def _start(self, weights: Mapping[str, Tensor], seed: int) -> None:
         self._stop()
         config = self._config
-        network = QNetwork(config.observation_size, config.num_actions, config.hidden)
+        network = config.policy.network()
         network.load_state_dict(dict(weights))
         self._playing = GreedyEpisodes(
-            network,
-            config.env,
+            network.greedy,
+            config.policy.env,
             episodes=config.episodes,
             seed=seed,
             max_steps=config.max_steps,

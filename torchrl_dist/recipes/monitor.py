@@ -8,7 +8,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,13 +17,51 @@ from typing import Any
 from .plots import Evaluation, draw_learning_curve
 
 _LOG_INTERVAL_S = 1.0
+_EVEN = 0.1  # shares of time that differ less say nothing
 _PIPE_INTERVAL_S = 10.0  # between progress lines when nobody watches a terminal
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a run's pace is bound by, with shares of its time.
+
+    Attributes:
+        by: ``"collectors"``, ``"learner"`` or ``"both"``.
+        learner_waits: of the learner (the mean of several), for data.
+        collectors_wait: of the collectors, for the learner or for a core.
+    """
+
+    by: str
+    learner_waits: float
+    collectors_wait: float
+
+    @classmethod
+    def of(cls, learner_waits: float, collectors_wait: float) -> Bound:
+        difference = learner_waits - collectors_wait
+        by = "both" if abs(difference) < _EVEN else "collectors" if difference > 0 else "learner"
+        return cls(by, round(learner_waits, 3), round(collectors_wait, 3))
+
+    def __str__(self) -> str:
+        return (
+            f"bound by: {self.by} (the learner waits {self.learner_waits:.0%} of the time for "
+            f"data, the collectors {self.collectors_wait:.0%} for the learner)"
+        )
 
 
 class Monitor:
     """Collects what happens in one training loop and shows it. One thread only.
 
-    Frames, updates and seconds go on where an earlier, resumed run stopped.
+    Frames, updates and seconds go on where an earlier, resumed run stopped. Tags in TensorBoard
+    and CSV, over frames of the whole job:
+
+    - ``eval/return``, ``eval/lowest``: greedy episodes, mean and worst
+    - ``train/return``: mean of the episodes that ended since the last point, exploration included
+    - ``train/sps``, ``train/updates_per_second``, ``train/updates``: frames and gradient steps
+    - ``train/policy_lag``: versions of the weights that the oldest data of the last batch are old;
+      ``train/policy_lag_mean``, of that batch's rows (ddppo, impala)
+    - ``train/replay_ratio``: rows sampled per row collected (apex, sac)
+    - ``time/learner_waits``, ``time/collectors_wait``: shares of the time since the last point
+    - ``train/loss``, and what else the recipe tells
 
     Args:
         output: folder; gets ``tensorboard/``, ``csv/`` and ``learning_curve.png``.
@@ -57,8 +96,12 @@ class Monitor:
         self._window = (self.frames, self.updates)
         self._window_returns: list[float] = []
         self._recent = deque[float](maxlen=100)
-        self._lag = 0.0
-        self._loss: Any = None
+        self._lag = self.max_lag = 0
+        self._lags = [0, 0]  # sum over batches, and their number
+        self._metrics: Mapping[str, Any] = {}
+        # The learner waited, a collector was busy (the mean), of so many seconds.
+        self._times = self._times_shown = (0.0, 0.0, 0.0)
+        self._turned = time.monotonic()
         # TorchRL's loggers report themselves on stdout, where the result belongs.
         with contextlib.redirect_stdout(sys.stderr):
             self._loggers = (
@@ -102,18 +145,59 @@ class Monitor:
         before = [e.mean for e in self.evaluations if e.frames < evaluation.frames]
         return evaluation.mean, before[-1] if before else -math.inf
 
-    def collected(self, frames: int, returns: Sequence[float], *, lag: float) -> None:
-        """``frames`` more, in which episodes with these returns ended."""
+    @property
+    def mean_lag(self) -> float:
+        """Mean over all batches of the policy lag of each one's oldest data."""
+        return self._lags[0] / max(1, self._lags[1])
+
+    @property
+    def last(self) -> dict[str, float]:
+        """The recipe's newest metrics."""
+        return {name: float(value) for name, value in self._metrics.items()}
+
+    def bound_by(self) -> Bound | None:
+        """Of the run so far; None before there are data."""
+        return _bound((0.0, 0.0, 0.0), self._times)
+
+    def collected(
+        self,
+        frames: int,
+        returns: Sequence[float],
+        *,
+        lag: int,
+        waited_s: float = 0.0,
+        busy_s: float = 0.0,
+        workers: int = 1,
+    ) -> None:
+        """``frames`` more, in which episodes with these returns ended.
+
+        Args:
+            lag: policy lag of the oldest of them.
+            waited_s: the learner, for them.
+            busy_s: seconds that all workers together stepped and wrote.
+            workers: how many collect.
+        """
         self.frames += frames
+        now = time.monotonic()
+        waited, busy, available = self._times
+        self._times = (
+            waited + waited_s,
+            busy + busy_s / max(1, workers),
+            available + now - self._turned,
+        )
+        self._turned = now
+        self.max_lag = max(self.max_lag, lag)
+        self._lags[0] += lag
+        self._lags[1] += 1
         self._window_returns.extend(returns)
         self._recent.extend(returns)
         self._lag = lag
         self._bar.update(frames)
 
-    def learned(self, updates: int, loss: Any) -> None:
-        """``updates`` more gradient steps; ``loss`` (a scalar tensor) of the last one."""
+    def learned(self, updates: int, metrics: Mapping[str, Any]) -> None:
+        """``updates`` more gradient steps; ``metrics``: scalars by tag, for the next point."""
         self.updates += updates
-        self._loss = loss
+        self._metrics = {**self._metrics, **metrics}
 
     def moment(self) -> tuple[int, int, float]:
         """Frames, updates and seconds, for :meth:`evaluated` of weights as they are now."""
@@ -136,8 +220,8 @@ class Monitor:
         self._log({"eval/return": evaluation.mean, "eval/lowest": evaluation.lowest}, frames)
         return evaluation
 
-    def show(self, *, force: bool = False, **scalars: float) -> None:
-        """Log rates and ``scalars``, at most once a second unless ``force``."""
+    def show(self, *, force: bool = False) -> None:
+        """Log rates and metrics, at most once a second unless ``force``."""
         now = time.monotonic()
         elapsed = now - self._window_started
         if elapsed < _LOG_INTERVAL_S and not force:
@@ -146,7 +230,7 @@ class Monitor:
         values = {
             "train/updates": float(self.updates),
             "train/policy_lag": float(self._lag),
-            **scalars,
+            **self.last,
         }
         shown: dict[str, str] = {}
         if self.frames > frames:
@@ -154,8 +238,12 @@ class Monitor:
             per_second = values["train/updates_per_second"] = (self.updates - updates) / elapsed
             shown |= {"SPS": f"{sps:.0f}", "updates/s": f"{per_second:.0f}"}
         self._window, self._window_started = (self.frames, self.updates), now
-        if self._loss is not None:
-            values["train/loss"] = float(self._loss)
+        bound = _bound(self._times_shown, self._times)
+        if bound is not None:
+            values["time/learner_waits"] = bound.learner_waits
+            values["time/collectors_wait"] = bound.collectors_wait
+            shown["bound by"] = bound.by
+        self._times_shown = self._times
         if self._window_returns:
             values["train/return"] = fmean(self._window_returns)
             self.training.append((float(self.frames), values["train/return"]))
@@ -204,3 +292,10 @@ class Monitor:
         for logger in self._loggers:
             for name, value in values.items():
                 logger.log_scalar(name, value, step=self.frames if frames is None else frames)
+
+
+def _bound(before: tuple[float, float, float], now: tuple[float, float, float]) -> Bound | None:
+    waited, busy, seconds = (b - a for a, b in zip(before, now, strict=True))
+    if seconds <= 0:
+        return None
+    return Bound.of(min(1.0, waited / seconds), max(0.0, 1 - busy / seconds))

@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import os
 import typing
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import ConfigurationError
@@ -106,6 +108,57 @@ def given_options(namespace: argparse.Namespace, config_class: type) -> dict[str
         for name, value in vars(namespace).items()
         if name in names
     }
+
+
+def read_options(path: str | os.PathLike[str], config_class: type) -> dict[str, Any]:
+    """The fields of ``config_class`` that a YAML file gives, as values of their types.
+
+    Raises:
+        ConfigurationError: it cannot be read, is no mapping, or names what is no field.
+    """
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigurationError(f"--config: cannot read {path} ({error})") from error
+    types = typing.get_type_hints(config_class)
+    names = [field.name for field in dataclasses.fields(config_class)]
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"--config: {path} holds no mapping of options to values")
+    for name in content:
+        if name not in names:
+            raise ConfigurationError(
+                f"--config: {path} names {name!r}, expected some of: {', '.join(names)}"
+            )
+    return {name: _from_yaml(name, value, types[name]) for name, value in content.items()}
+
+
+def as_yaml(config: Any) -> str:
+    """All fields of ``config``, in a form that :func:`read_options` reads."""
+    import yaml
+
+    values = dataclasses.asdict(config)
+    plain = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+    return yaml.safe_dump(plain, sort_keys=False)
+
+
+def _from_yaml(name: str, value: Any, kind: Any) -> Any:
+    """YAML 1.1 reads 1e-3 as a text."""
+    if isinstance(value, list):
+        item = (*typing.get_args(kind), str)[0]
+        return tuple(_from_yaml(name, each, item) for each in value)
+    base = _without_none(kind)
+    if isinstance(value, str) and base in (int, float):
+        try:
+            return _converter(base)(value)
+        except ValueError as error:
+            raise ConfigurationError(
+                f"{flag(name)}: got {value!r}, expected {_describe(kind)}"
+            ) from error
+    return value
 
 
 def from_plain(config_class: type[T], values: Mapping[str, Any]) -> T:

@@ -15,7 +15,7 @@ def claim(
     output: Path,
     *,
     checkpoint: Path,
-    replay: Path,
+    replay: Path | None,
     job_id: str,
     restart_count: int,
     resume: bool,
@@ -29,6 +29,7 @@ def claim(
         output: the folder; created if it does not exist.
         checkpoint: where the run's checkpoint is, if it has one.
         replay: folder of the replay buffer, in ``output`` or elsewhere; its parent is created.
+            None: there is none.
         job_id: the same before and after a restart of this job, different in any other.
         restart_count: how often the launcher has restarted this job.
         resume: the user asked to continue.
@@ -51,12 +52,19 @@ def claim(
             f"--output-dir: {output} is not empty; add --resume to continue the run in it, or "
             "choose another folder"
         )
-    elif replay.exists() and not (replay.is_dir() and not any(replay.iterdir())):
+    elif (
+        replay is not None
+        and replay.exists()
+        and not (replay.is_dir() and not any(replay.iterdir()))
+    ):
         raise ConfigurationError(
             f"--replay-dir: {replay} is in use or was left by an earlier run; remove it or choose "
             "another folder"
         )
-    for folder, option in ((output, "--output-dir"), (replay.parent, "--replay-dir")):
+    folders = [(output, "--output-dir")]
+    if replay is not None:
+        folders.append((replay.parent, "--replay-dir"))
+    for folder, option in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if not os.access(folder, os.W_OK):

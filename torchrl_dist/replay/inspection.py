@@ -131,7 +131,7 @@ def _directory(folder: Path) -> dict[str, Any]:
 
 def _table(folder: Path, name: str, kind: type, count: int) -> np.ndarray:
     """The first numbers of a file."""
-    found = np.fromfile(folder / name, kind, count)
+    found: np.ndarray = np.fromfile(folder / name, kind, count)
     if found.size < count:
         raise damaged(folder, f"{name} holds {found.size} numbers, expected {count}")
     return found

@@ -211,7 +211,7 @@ class BatchSource:
         """As many whole batches as there are rows for; the other rows are given back."""
         answers = self._answers(round_.futures)
         present = [answer for answer in answers if answer is not None]
-        self._client.note_states([answer and answer.state for answer in answers])
+        self._client.note_states([None if answer is None else answer.state for answer in answers])
         if round_.request is None:
             answer = present[0]
             if answer.rows is None:
@@ -247,7 +247,7 @@ class BatchSource:
                 break
             asked = [int(count) if count else None for count in missing]
             answers = self._answers(self._client.ask(asked, self._prioritized))
-            for shard in np.flatnonzero(missing):
+            for shard in np.flatnonzero(missing).tolist():
                 answer = answers[shard]
                 if answer is None or answer.rows is None:  # lost or emptied in this instant
                     masses = np.where(np.arange(masses.size) == shard, 0.0, masses)

@@ -126,7 +126,11 @@ def replay_buffer(
         timeout_s=timeout_s,
         sampling=("uniform",) if uniform else ("alpha", alpha, "eps", eps),
     )
-    ahead = {"owner": owner, "prefetch": prefetch, "batches_per_call": batches_per_call}
+    ahead: dict[str, Any] = {
+        "owner": owner,
+        "prefetch": prefetch,
+        "batches_per_call": batches_per_call,
+    }
     sampler = (
         RPCRandomSampler(**ahead)
         if uniform

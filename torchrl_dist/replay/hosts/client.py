@@ -192,7 +192,7 @@ class ReplayClient:
         """As ``states``, None for a host that does not answer."""
         self.check()
         found = self.answers(self.ask([0] * len(self.links), None))
-        return [answer and answer.state for answer in found]
+        return [None if answer is None else answer.state for answer in found]
 
     def flush(self) -> None:
         """Block until everything queued was applied.

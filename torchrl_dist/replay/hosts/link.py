@@ -127,7 +127,7 @@ class Link(Protocol):
         """Call another method of the host, after all operations put before. A future that is
         cancelled before the call was sent leaves nothing behind."""
 
-    def ask(self, count: int | None, prioritized: bool | None) -> Future[Answer]:
+    def ask(self, count: int | None, prioritized: bool | None) -> Future[Answer | None]:
         """Draw rows after all operations put before; None: only wait for these.
 
         ``prioritized`` also says what the masses of the answer are; None: it does not matter.
@@ -187,8 +187,8 @@ class LocalLink:
     def order(self, method: str, *args: Any, size: int = 0) -> Future:
         return self.submit(method, *args, timeout_s=0)
 
-    def ask(self, count: int | None, prioritized: bool | None) -> Future[Answer]:
-        future: Future[Answer] = Future()
+    def ask(self, count: int | None, prioritized: bool | None) -> Future[Answer | None]:
+        future: Future[Answer | None] = Future()
         if count is None:  # operations are applied as they are put
             future.set_result(None)
             return future
@@ -362,7 +362,7 @@ class RemoteLink:
             self._add(_Queued(Invoke(method, args), size, None, future), size, True)
         return future
 
-    def ask(self, count: int | None, prioritized: bool | None) -> Future[Answer]:
+    def ask(self, count: int | None, prioritized: bool | None) -> Future[Answer | None]:
         ask = _Ask(count, prioritized)
         with self._lock:
             self._require_host()
@@ -673,7 +673,8 @@ class RemoteLink:
             if each.written is not None and isinstance(each.operation, Write):
                 lost = np.full(each.operation.count, -1, dtype=np.int64)
                 each.written(lost, lost)
-        for future in [each.future for each in [*asks, *queued]]:
+        told: list[_Ask | _Queued] = [*asks, *queued]
+        for future in [each.future for each in told]:
             if future is None or future.done():
                 continue
             if future.running() or future.set_running_or_notify_cancel():

@@ -488,7 +488,7 @@ class _RPCSampler(SharedSampler):
         self._storage: RemoteStorage | None = None
         self._source: BatchSource | None = None
 
-    def attach(self, storage: Storage) -> RemoteStorage:  # type: ignore[override]
+    def attach(self, storage: Storage) -> RemoteStorage:
         """Bind to the storage's client; called when the buffer is built. Idempotent."""
         if self._storage is not None and self._storage is storage:
             return self._storage

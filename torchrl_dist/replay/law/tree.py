@@ -19,6 +19,9 @@ The arrays may lie in shared memory; the caller holds the lock.
 
 from __future__ import annotations
 
+import ctypes
+from mmap import mmap
+
 import numpy as np
 
 from torchrl_dist.replay.law.kernel import address, find_kernel
@@ -56,7 +59,7 @@ class PriorityTree:
             that is all zeros is an empty tree.
     """
 
-    def __init__(self, capacity: int, buffer: memoryview | bytearray | None = None) -> None:
+    def __init__(self, capacity: int, buffer: memoryview | bytearray | mmap | None = None) -> None:
         if capacity < 1:
             raise ValueError(f"capacity must be at least 1, got {capacity}")
         self.capacity = capacity
@@ -65,12 +68,12 @@ class PriorityTree:
             bytearray(tree_bytes(capacity)) if buffer is None else buffer, dtype=np.uint8
         )
         self._sums: list[np.ndarray] = []
-        self._minima: list[np.ndarray | None] = []
+        self._minima: list[np.ndarray] = []
         offset = 0
         for level, size in enumerate(sizes):
             for wanted in (self._sums, self._minima):
                 if level == 0 and wanted is self._minima:
-                    wanted.append(None)  # the leaves serve as their own minima
+                    wanted.append(self._sums[0])  # the leaves serve as their own minima
                     continue
                 wanted.append(raw[offset : offset + 8 * size].view(np.float64))
                 offset += 8 * size
@@ -164,7 +167,7 @@ class PriorityTree:
             ValueError: if all leaves are 0.
         """
         if self.kernel is not None:
-            return self._draw_c(uniforms)
+            return self._draw_c(self.kernel, uniforms)
         cumulative = np.cumsum(self._sums[-1])
         if not cumulative[-1] > 0:
             raise ValueError("cannot draw: no leaf is above 0")
@@ -209,13 +212,14 @@ class PriorityTree:
         )  # fmt: skip
         if zeros < 0:
             raise ValueError("cannot draw: no leaf is above 0")
-        return out[:count].view(np.int64), out[count:], *self._summary.tolist()
+        minimum, total = self._summary.tolist()
+        return out[:count].view(np.int64), out[count:], minimum, total
 
-    def _draw_c(self, uniforms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _draw_c(self, kernel: ctypes.PyDLL, uniforms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         uniforms = np.ascontiguousarray(uniforms, dtype=np.float64)
         slots = np.empty(uniforms.size, dtype=np.int64)
         leaves = np.empty(uniforms.size, dtype=np.float64)
-        failed = self.kernel.torchrl_dist_draw(
+        failed = kernel.torchrl_dist_draw(
             *self._draw_arguments,
             address(uniforms),
             uniforms.size,
@@ -247,5 +251,5 @@ def _cumulative(children: np.ndarray) -> np.ndarray:
     return running
 
 
-def _addresses(levels: list[np.ndarray | None]) -> np.ndarray:
-    return np.array([0 if level is None else address(level) for level in levels], np.uint64)
+def _addresses(levels: list[np.ndarray]) -> np.ndarray:
+    return np.array([address(level) for level in levels], np.uint64)

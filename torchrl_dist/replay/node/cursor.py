@@ -59,7 +59,7 @@ class Reservation(NamedTuple):
 
     row: int
     first_ticket: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody uses
     ranges: tuple[tuple[int, int], ...]
     """Slot ranges ``(start, stop)`` in the order of the tickets: one, or two at the wrap."""
 
@@ -450,7 +450,7 @@ class SharedCursor:
                 most = directory.words[Word.MAX_TIMES_SAMPLED]
                 used_up_slots = start + np.flatnonzero(used_up)
                 set_times_sampled(directory, used_up_slots, most, published=False)
-                words[Word.AVAILABLE] += np.count_nonzero(leaf)
+                words[Word.AVAILABLE] += int(np.count_nonzero(leaf))
             versions += 1
             words[Word.LENGTH] += reservation.count
             claim[CLAIM_COUNT] = 0
@@ -592,10 +592,11 @@ def _unpublish(directory: ReplayDirectory, start: int, stop: int) -> None:
     """Take the slots ``start`` to ``stop`` out of the buffer. Called under the lock."""
     versions = directory.versions[start:stop]
     # published: even and not 0
-    published = np.count_nonzero(versions) - np.count_nonzero(versions & 1)
+    published = int(np.count_nonzero(versions) - np.count_nonzero(versions & 1))
     directory.words[Word.LENGTH] -= published
     if directory.draws is not None:
-        directory.words[Word.AVAILABLE] -= np.count_nonzero(directory.tree.leaves[start:stop])
+        available = int(np.count_nonzero(directory.tree.leaves[start:stop]))
+        directory.words[Word.AVAILABLE] -= available
     versions |= 1
     directory.tree.set_range(start, stop, 0.0)
     if start <= directory.words[Word.MAX_SLOT] < stop:
@@ -636,8 +637,8 @@ def repair(directory: ReplayDirectory) -> None:
     tree.mark_all()
     tree.refresh()
     words = directory.words
-    words[Word.LENGTH] = np.count_nonzero(published)
-    words[Word.AVAILABLE] = np.count_nonzero(available)
+    words[Word.LENGTH] = int(np.count_nonzero(published))
+    words[Word.AVAILABLE] = int(np.count_nonzero(available))
     cover_leaves(directory)
     directory.count(Word.REPAIRS)
     directory.commit()

@@ -321,7 +321,8 @@ class ReplayDirectory:
         Args:
             values: by :class:`Word`, or by :meth:`cell` of the user table.
         """
-        words, at = self.words, Word.JOURNAL
+        words = self.words
+        at: int = Word.JOURNAL
         assert len(values) <= JOURNAL_ENTRIES
         for entry in values.items():
             words[at + 1], words[at + 2] = entry

@@ -245,8 +245,8 @@ class FairLock:
         """
         if not self._threads._is_owned():  # type: ignore[attr-defined]
             return
-        frame = sys._getframe(1)  # of the entry that begins
-        while (frame := frame.f_back) is not None:
+        frame = sys._getframe(1).f_back  # who wants to enter
+        while frame is not None:
             crossing = frame.f_code in _CROSSING and frame.f_locals.get("self") is self
             if crossing or frame is self.inside:
                 raise DirectoryError(
@@ -254,6 +254,7 @@ class FairLock:
                     "use of the buffer cannot use it itself. Have the handler set a flag, and act "
                     "on it between two uses"
                 )
+            frame = frame.f_back
         self.leave_if_inside()
 
     def __enter__(self) -> FairLock:

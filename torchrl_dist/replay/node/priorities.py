@@ -230,6 +230,7 @@ def _store_c(
 ) -> Stored:
     """:func:`_store` in one call."""
     tree, count = directory.tree, slots.size
+    assert tree.kernel is not None
     scratch = np.empty(count + 3)
     result = scratch[count:].view(np.int64)
     at = address(scratch)

@@ -181,11 +181,13 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
         slots, versions, leaves = storage.once_rows_are_published(
             lambda: self._draw_rows(storage, count)
         )
+        spec = directory.rows
+        assert spec is not None  # of the rows just read
         return Drawn(
             torch.from_numpy(slots),
             torch.from_numpy(versions >> 1),
             np.ones(slots.size),
-            rows.tensors(leaves, directory.rows),
+            rows.tensors(leaves, spec),
             1.0,
             float(directory.length),
         )

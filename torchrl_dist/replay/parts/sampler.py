@@ -200,7 +200,7 @@ class _Batch:
 
 
 def _digest(slots: np.ndarray) -> bytes:
-    return hashlib.blake2b(np.ascontiguousarray(slots), digest_size=16).digest()
+    return hashlib.blake2b(np.ascontiguousarray(slots).data, digest_size=16).digest()
 
 
 @dataclass(frozen=True)
@@ -365,7 +365,9 @@ class SharedRandomSampler(SharedSampler, RandomSampler):
 
         law = draw if directory.draws is None else draw_counted
         slots, generation, leaf, leaves = storage.read_drawn(law, count)
-        tensors = rows.tensors(leaves, directory.rows)
+        spec = directory.rows
+        assert spec is not None  # of the rows just read
+        tensors = rows.tensors(leaves, spec)
         return Drawn(
             torch.from_numpy(slots), torch.from_numpy(generation), leaf, tensors, 1.0, float(mass)
         )
@@ -555,8 +557,8 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
             if limited and not directory.words[Word.AVAILABLE]:
                 raise TooFewDrawsError(EMPTY)
             slots, leaves, minimum, total = directory.tree.sample(self._uniforms(count))
-            again = () if leaves.all() else np.flatnonzero(leaves == 0)
-            if len(again):  # rounding at the edge of a node
+            if not leaves.all():  # rounding at the edge of a node
+                again = np.flatnonzero(leaves == 0)
                 slots[again], leaves[again] = draw_more(again.size)
             if limited:
                 count_draws(directory, slots, leaves, draw_more)
@@ -572,7 +574,9 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
                 return draw_locked(count)
 
         slots, generation, leaf, leaves = storage.read_drawn(draw, count)
-        tensors = rows.tensors(leaves, directory.rows)
+        spec = directory.rows
+        assert spec is not None  # of the rows just read
+        tensors = rows.tensors(leaves, spec)
         return Drawn(
             torch.from_numpy(slots), torch.from_numpy(generation), leaf, tensors, smallest, mass
         )

@@ -224,6 +224,10 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
             is long enough.
     """
 
+    # what TorchRL's class sets
+    traj_key: NestedKey | None
+    span: tuple[bool | int, bool | int]
+
     def __init__(
         self,
         *,
@@ -289,7 +293,8 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         return draw() if gate is None else gate.draw(batch_size, draw, storage)
 
     def attach(self, storage: Storage) -> ReplayDirectory:
-        if self._directory is not None and self._directory is getattr(storage, "directory", None):
+        here: Any = getattr(storage, "directory", None)
+        if self._directory is not None and self._directory is here:
             return self._directory
         directory = super().attach(storage)
         if self._by_end:
@@ -348,7 +353,7 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         slots = view.slots.numpy()
         assert self._columns is not None
         versions = self._columns.versions[slots]
-        changed = np.count_nonzero(directory.versions[slots] != versions)
+        changed = int(np.count_nonzero(directory.versions[slots] != versions))
         if changed:
             directory.count(Word.REREAD_ROWS, changed)
             return None
@@ -486,7 +491,7 @@ class SharedPrioritizedSliceSampler(
         super()._setup()
         self._starts: tuple[_Runs, int, tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None
 
-    def sample(
+    def sample(  # type: ignore[override]  # as in TorchRL, slots of slices come in a tuple
         self, storage: Storage, batch_size: int
     ) -> tuple[tuple[torch.Tensor, ...], dict[NestedKey, torch.Tensor]]:
         """Returns the slots, int64 [batch_size] in a tuple of one, ``"priority_weight"``, float32

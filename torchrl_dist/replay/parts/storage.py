@@ -402,11 +402,11 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
             )
         if data.batch_size[0] != slots.size:
             raise ConfigurationError(f"{data.batch_size[0]} rows for {slots.size} slots")
-        source = self._checked(data)
+        given = self._checked(data)
         # the last occurrence of each slot, in slot order
         unique, last = np.unique(slots[::-1], return_index=True)
         order = slots.size - 1 - last
-        source: list[np.ndarray | None] = [value[order] for value in source]
+        source: list[np.ndarray | None] = [value[order] for value in given]
         leaves = self._spec().leaves
         if STREAM in leaves:  # a row that is replaced stays where it is in its trajectory
             source[leaves.index(STREAM)] = None

@@ -70,9 +70,8 @@ class SharedCursorWriter(Writer):
             raise ConfigurationError("extend takes a batch of rows [n, ...], got one row: use add")
         if not len(data):
             return torch.zeros(0, dtype=torch.int64)
-        if isinstance(data, (list, tuple)):
-            data = torch.stack(list(data))
-        index, generation = self._storage.append(data, priority)
+        rows = torch.stack(list(data)) if isinstance(data, (list, tuple)) else data
+        index, generation = self._storage.append(rows, priority)
         self._announce(index, generation)
         return index
 

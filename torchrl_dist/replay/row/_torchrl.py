@@ -206,6 +206,8 @@ class ChecksBuffers:
     parts_to_use: str
     """What to pass to the buffer, as its user would write it."""
 
+    _checkpointer: Any  # of TorchRL's Storage
+
     @property
     def checkpointer(self) -> Any:
         return self._checkpointer
@@ -292,7 +294,7 @@ Path = tuple[str, ...]
 
 def plain_leaves(
     data: TensorDictBase,
-) -> tuple[dict[Path, torch.Tensor], dict[Path, torch.Size]] | None:
+) -> tuple[dict[Path, Any], dict[Path, torch.Size]] | None:
     """The tensors of a plain ``TensorDict`` by path, or None for whatever else ``data`` may be.
 
     What ``data.items(True, True)`` gives, in a fifth of the time. The second dictionary has the
@@ -310,10 +312,10 @@ def _collect(
         return False
     size = data.batch_size
     for key, value in data._tensordict.items():
-        if isinstance(value, torch.Tensor):
-            found[(*path, key)] = value
-            continue
         below = (*path, key)
+        if isinstance(value, torch.Tensor):
+            found[below] = value
+            continue
         if not _collect(value, below, found, nodes):
             return False
         if value.batch_size != size or not value._tensordict:

@@ -47,7 +47,7 @@ class BatchMemory:
         if size < _SMALLEST_BYTES:
             return np.empty(shape, dtype)
         # the sizes used last come last
-        blocks = self._blocks[size] = self._blocks.pop(size, None) or []
+        blocks = self._blocks[size] = self._blocks.pop(size, [])
         for oldest in list(self._blocks)[:-_SIZES]:  # blocks in use live on in their arrays
             self._blocks.pop(oldest, None)
         block = _first_with(_UNUSED, blocks)

@@ -142,7 +142,7 @@ def _class_name(data: Any) -> str:
     return name
 
 
-def _class_named(name: str) -> type:
+def _class_named(name: str) -> type[Any]:
     """
     Raises:
         ConfigurationError: this process does not have it. It is not imported: a name in a file must
@@ -288,6 +288,7 @@ def matching_leaves(
         if leaf.text or isinstance(value, _Text):
             problem = _text_problem(value, leaf, rows)
             if problem is None:
+                assert isinstance(value, _Text)
                 ordered.append(value.as_array(leaf.shape[-1]))
             else:
                 problems.append(problem)

@@ -463,7 +463,7 @@ def _sum_of(manifest: dict[str, Any]) -> int:
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
-    return memoryview(array.reshape(-1).view(np.uint8))
+    return array.reshape(-1).view(np.uint8).data
 
 
 def _open(file: Path, steps: contextlib.ExitStack, flags: int) -> int:

@@ -307,7 +307,7 @@ class Piece(NamedTuple):
 
     shard: int
     row: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody uses
     slot: int
     version: int
 
@@ -422,8 +422,8 @@ def _dealt_heads(heads: list[Head], count: int, capacity: int, quotas: list[int]
 
 def _limiter_of_all(heads: list[Head], *, first: bool) -> list[float] | None:
     """The limiter that all heads have, and the sums of their counts for the first target."""
-    states = [head.limiter for head in heads]
-    if states[0] is None or any(each is None or each[:-2] != states[0][:-2] for each in states):
+    states = [head.limiter for head in heads if head.limiter is not None]
+    if len(states) < len(heads) or any(each[:-2] != states[0][:-2] for each in states):
         return None
     counts = [sum(each[at] for each in states if first) for at in (-2, -1)]
     return states[0][:-2] + counts

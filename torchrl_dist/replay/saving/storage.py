@@ -105,7 +105,7 @@ class DirectoryShard:
 class MemorySink:
     """Keeps a copy of the rows in this process."""
 
-    folder = None
+    folder: Path | None = None
 
     def __init__(self, head: Head) -> None:
         self._head = head

@@ -1,0 +1,113 @@
+"""What DD-PPO's learners do together, in the ranks of a real job."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.spawn import spawn
+from torchrl_dist import session
+from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.recipes.ddppo import DDPPO, build, normalized
+from torchrl_dist.recipes.ddppo_config import DDPPOConfig
+from torchrl_dist.recipes.environments import look_at
+from torchrl_dist.recipes.networks import PolicySpec
+from torchrl_dist.recipes.training import Start
+
+TASK = look_at("CartPole-v1", discrete=True)
+
+
+def a_learner(me, **settings) -> DDPPO:
+    config = DDPPOConfig(
+        frames_per_batch=128, total_frames=1000, hidden=(8,), learning_rate=0.1, **settings
+    )
+    torch.manual_seed(0)
+    policy = PolicySpec.of(TASK, config.policy_kind, config.hidden)
+    return build(config, TASK, policy, me, Start(frames=250))
+
+
+def moments_are_those_of_all_rows(ranks) -> None:
+    torch.manual_seed(ranks.index)
+    mine = 5.0 * ranks.index + torch.randn(10 + 70 * ranks.index, 1)
+    parts = [torch.tensor(part) for part in ranks.exchange(mine.tolist())]
+    joined = torch.cat(parts)
+    expected = (joined - joined.mean()) / (joined.std() + 1e-8)
+    torch.testing.assert_close(
+        normalized(mine, ranks), expected.split([len(part) for part in parts])[ranks.index]
+    )
+
+
+def cut_rows_are_left_out(learner: DDPPO, data) -> None:
+    """Half of rank 1's are padding, of values that nobody could overlook."""
+    mask = torch.ones(data.shape, dtype=torch.bool)
+    if learner.ranks.index == 1:
+        mask[:, 8:] = False
+        data["next", "done"][:, 7] = data["next", "truncated"][:, 7] = True
+        data["observation"][:, 8:] = 1e6
+        data["next", "reward"][:, 8:] = 1e6
+    data["collector", "mask"] = mask
+    rows = learner._rows(data.clone())
+    assert len(rows) == int(mask.sum())
+    assert rows["observation"].abs().max() < 1e3
+    assert rows["advantage"].abs().max() < 100
+    total, squares, count = learner.ranks.add_up(
+        "a test", [float(f(rows["advantage"])) for f in (torch.sum, sum_of_squares, torch.numel)]
+    )
+    assert count == 64 + 32
+    assert abs(total / count) < 1e-5 and abs(squares / count - 1) < 0.05
+
+
+def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
+    return x.square().sum()
+
+
+@spawn(2)
+def test_learners_normalize_stop_and_anneal_together() -> None:
+    torch.set_num_threads(1)
+    with session({"learner": 2}, process_group="gloo") as me:
+        # It would take 40 steps of a learning rate that tears the policy away at once.
+        learner = a_learner(me, epochs=10, target_kl=1e-4)
+        ranks = learner.ranks
+        moments_are_those_of_all_rows(ranks)
+        torch.manual_seed(ranks.index)
+        data = next(iter(learner.collector))
+        assert data.shape == (4, 16)
+        cut_rows_are_left_out(learner, data)
+        seen = learner.learn(data, frames=250 + 128)
+        assert 0 < seen["train/steps_per_batch"] < 40
+        assert seen["train/kl"] > 1.5e-4
+        same = [seen["train/steps_per_batch"], seen["train/kl"], learner.updates]
+        assert ranks.exchange(same) == [same, same]
+        assert seen["train/valid_rows"] == (1.0, 0.5)[ranks.index]
+        assert seen["train/learning_rate"] == pytest.approx(0.75 * 0.1)
+        assert float(learner.loss.clip_epsilon) == pytest.approx(0.75 * 0.2)
+        learner.loss.check_drift()
+        # After the frames of all learners.
+        assert learner.learn(data, frames=500)["train/learning_rate"] == pytest.approx(0.0622)
+        assert float(learner._optimizer.param_groups[0]["lr"]) == pytest.approx(0.0622)
+        learner.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "launched", "roles"),
+    [
+        ({}, None, {"learner": 2, "collector": 0, "evaluator": 1}),
+        ({"learners": 1}, None, {"learner": 1, "collector": 0, "evaluator": 0}),
+        ({"collectors": 3}, None, {"learner": 2, "collector": 6, "evaluator": 1}),
+        ({}, 4, {"learner": 4, "collector": 0}),
+        ({"collectors": 1}, 4, {"learner": 2, "collector": 2}),
+    ],
+)
+def test_roles_follow_from_the_options_and_the_launchers_ranks(
+    settings: dict[str, int], launched: int | None, roles: dict[str, int]
+) -> None:
+    assert DDPPOConfig(**settings).roles(launched) == roles
+
+
+def test_ranks_that_do_not_divide_and_batches_too_small_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="--collectors: got 2.* 4 ranks"):
+        DDPPOConfig(collectors=2).roles(4)
+    with pytest.raises(ConfigurationError, match="--learners: got 3.*make 4"):
+        DDPPOConfig().check_launched({"learners": 3}, 4)
+    with pytest.raises(ConfigurationError, match="--frames-per-batch: got 16"):
+        DDPPOConfig(frames_per_batch=16)

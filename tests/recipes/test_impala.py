@@ -1,0 +1,103 @@
+"""V-trace of the batch's own actions, against GAE and against the paper's formula."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch.distributions import Categorical
+from torchrl.objectives.value.functional import generalized_advantage_estimate
+
+from torchrl_dist.recipes.impala import vtrace
+from torchrl_dist.recipes.networks import CategoricalNetwork, ValueNetwork
+from torchrl_dist.recipes.policies import categorical_actor
+
+GAMMA = 0.9
+
+
+def networks() -> tuple[CategoricalNetwork, ValueNetwork]:
+    torch.manual_seed(0)
+    network, critic = CategoricalNetwork(4, 3, (8,)), ValueNetwork(4, (8,))
+    with torch.no_grad():
+        network[-1].weight.mul_(100)  # else all actions are alike
+    return network, critic
+
+
+def rollout(network: CategoricalNetwork, ends: dict[int, str], steps: int = 9) -> TensorDict:
+    """``[2, steps]`` acted by ``network``; ``ends``: step -> how an episode ends there."""
+    torch.manual_seed(1)
+    observation = torch.randn(2, steps, 4)
+    policy = Categorical(logits=network(observation).detach())
+    action = policy.sample()
+    flags = {k: torch.zeros(2, steps, 1, dtype=torch.bool) for k in ("terminated", "truncated")}
+    following = torch.cat([observation[:, 1:], torch.randn(2, 1, 4)], 1)
+    for step, how in ends.items():
+        flags[how][:, step] = True
+        following[:, step] = torch.randn(2, 4)  # not the first of the next episode
+    after = {"observation": following, "reward": torch.randn(2, steps, 1), **flags}
+    after["done"] = flags["terminated"] | flags["truncated"]
+    log_prob = policy.log_prob(action)
+    data = {"observation": observation, "action": action, "action_log_prob": log_prob}
+    return TensorDict({**data, "next": after}, [2, steps])
+
+
+ENDS = [{}, {3: "terminated"}, {3: "truncated"}, {2: "terminated", 6: "truncated", 8: "truncated"}]
+
+
+@pytest.mark.parametrize("ends", ENDS)
+def test_data_of_the_policy_itself_give_gae_at_lambda_one(ends: dict[int, str]) -> None:
+    network, critic = networks()
+    data = rollout(network, ends)
+    torch.manual_seed(2)  # nothing may be drawn
+    traced = vtrace(data, categorical_actor(network), critic, gamma=GAMMA)
+    value, next_value = critic(data["observation"]), critic(data["next", "observation"])
+    after = data["next"]
+    _, target = generalized_advantage_estimate(
+        GAMMA, 1.0, value, next_value, after["reward"], after["done"], after["terminated"]
+    )
+    torch.testing.assert_close(traced.rho, torch.ones_like(traced.rho))
+    torch.testing.assert_close(traced.value_target, target)
+    assert not (traced.value_target.requires_grad or traced.advantage.requires_grad)
+
+
+@torch.no_grad()
+def by_hand(data, network, critic, rho_bar: float, c_bar: float):
+    """Section 4.1 of arXiv:1802.01561, in the recursive form of its remark 1, for one row."""
+    steps = data.shape[0]
+    chosen = Categorical(logits=network(data["observation"])).log_prob(data["action"])
+    ratio = (chosen - data["action_log_prob"]).exp().tolist()
+    value = critic(data["observation"]).squeeze(-1).tolist()
+    following = critic(data["next", "observation"]).squeeze(-1).tolist()
+    reward = data["next", "reward"].squeeze(-1).tolist()
+    done = data["next", "done"].squeeze(-1).tolist()
+    terminated = data["next", "terminated"].squeeze(-1).tolist()
+    target, advantage = [0.0] * steps, [0.0] * steps
+    for s in reversed(range(steps)):
+        rho, c = min(rho_bar, ratio[s]), min(c_bar, ratio[s])
+        after = 0.0 if terminated[s] else following[s]
+        goes_on = s + 1 < steps and not done[s]
+        trace = GAMMA * c * (target[s + 1] - value[s + 1]) if goes_on else 0.0
+        target[s] = value[s] + rho * (reward[s] + GAMMA * after - value[s]) + trace
+        best = target[s + 1] if goes_on else after
+        advantage[s] = rho * (reward[s] + GAMMA * best - value[s])
+    return target, advantage, ratio
+
+
+@pytest.mark.parametrize("ends", ENDS)
+@pytest.mark.parametrize(("rho_bar", "c_bar"), [(1.0, 1.0), (2.0, 0.5), (1e9, 1e9)])
+def test_data_of_another_policy_are_corrected_as_the_paper_says(
+    ends: dict[int, str], rho_bar: float, c_bar: float
+) -> None:
+    network, critic = networks()
+    data = rollout(network, ends)
+    with torch.no_grad():
+        network[-1].weight.add_(torch.randn_like(network[-1].weight))  # it has learned since
+    traced = vtrace(
+        data, categorical_actor(network), critic, gamma=GAMMA, rho_bar=rho_bar, c_bar=c_bar
+    )
+    for row in range(2):
+        target, advantage, ratio = by_hand(data[row], network, critic, rho_bar, c_bar)
+        assert traced.value_target[row, :, 0].tolist() == pytest.approx(target, rel=1e-4)
+        assert traced.advantage[row, :, 0].tolist() == pytest.approx(advantage, rel=1e-4, abs=1e-6)
+        assert traced.rho[row, :, 0].tolist() == pytest.approx(ratio, rel=1e-4)
+    assert (traced.rho - 1).abs().max() > 0.1

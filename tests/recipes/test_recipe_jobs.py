@@ -1,0 +1,116 @@
+"""Whole jobs of the recipes beside Ape-X, started from the command line, at toy size."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchrl_dist import local_cluster
+from torchrl_dist.checkpoint import load_checkpoint
+from torchrl_dist.recipes import ddppo, impala, sac
+from torchrl_dist.recipes.environments import look_at
+from torchrl_dist.recipes.networks import PolicySpec
+from torchrl_dist.recipes.play import play
+from torchrl_dist.recipes.training import Start
+
+from .jobs import TORCHRUN, assert_gone, finished, progress, started, workers_of
+
+SMALL = ["--hidden", "8", "--eval-episodes", "2", "--eval-max-steps", "20"]
+OFTEN = ["--eval-interval-frames", "500", "--checkpoint-interval-s", "0.2"]
+TOY = {
+    "ddppo": ["--learners", "1", "--collectors", "3", "--frames-per-batch", "192"],
+    "impala": ["--collectors", "3", "--frames-per-batch", "80"],
+    "sac": ["--collectors", "3", "--batch-size", "16", "--updates-per-frame", "0.25"],
+}
+
+
+@pytest.mark.parametrize("recipe", TOY)
+def test_a_job_goes_on_without_a_lost_collector_stops_when_told_and_resumes(
+    recipe: str, tmp_path: Path
+) -> None:
+    run = ["train", recipe, "--output-dir", "run"]
+    arguments = [*run, *TOY[recipe], *SMALL, *OFTEN, "--total-frames", "100_000_000"]
+    with started(arguments, tmp_path) as job:
+        job.until(progress(tmp_path / "run"), "progress")
+        everybody = job.descendants()
+        workers_of(job)[0].kill()
+        job.until(lambda: " is lost (" in job.stderr.read_text(), "notice of the loss")
+        updates = load_checkpoint(tmp_path / "run/checkpoint.pt").counters["updates"]
+        job.until(progress(tmp_path / "run", more_than=updates), "progress without it")
+        os.killpg(job.process.pid, signal.SIGINT)  # as a terminal does: all get it
+        assert job.wait(30) == 128 + signal.SIGINT, job.said()
+        assert_gone(everybody)
+    result = job.result
+    assert result["stopped_by"] == "SIGINT"
+    assert len(result["lost_collectors"]) == 1
+    assert "Traceback" not in job.stderr.read_text(), job.said()
+    saved = load_checkpoint(tmp_path / "run/checkpoint.pt", recipe=recipe)
+    assert saved.counters["updates"] == result["updates"] > 0
+
+    more = str(result["frames"] + 500)
+    resumed = finished([*run, "--resume", "--total-frames", more], tmp_path).result
+    assert resumed["frames"] >= result["frames"] + 500
+    assert resumed["updates"] > result["updates"]
+    assert resumed["resumes"] == 1
+    assert resumed["mean_return"] is not None
+    assert resumed["bound_by"]["by"] in ("collectors", "learner", "both")
+    if recipe == "sac":  # a quarter of an update per frame, from the limiter's margin on
+        assert 0.15 < resumed["updates"] / resumed["frames"] < 0.35
+    tags = {str(p.relative_to(tmp_path / "run/csv/scalars")) for p in tmp_path.rglob("*.csv")}
+    expected = {"time/learner_waits", "train/loss", "eval/return", "train/policy_lag"}
+    expected |= {"train/replay_ratio"} if recipe == "sac" else {"train/policy_lag_mean"}
+    assert {f"{tag}.csv" for tag in expected} <= tags
+    assert len(play(tmp_path / "run", episodes=2, seed=0)["returns"]) == 2
+
+
+def test_learners_of_a_launcher_train_and_others_take_the_run_over(tmp_path: Path) -> None:
+    """Started by torchrun, resumed by one command with its own processes."""
+    run = ["train", "ddppo", "--output-dir", "run"]
+    toy = [*run, *SMALL, "--frames-per-batch", "128", "--total-frames", "512"]
+    result = finished(toy, tmp_path, launcher=[*TORCHRUN, "--nproc-per-node", "2"]).result
+    assert (result["learners"], result["frames"]) == (2, 512)
+    assert result["updates"] == 4 * 16
+    result = finished([*run, "--resume", "--total-frames", "768"], tmp_path).result
+    assert (result["learners"], result["frames"]) == (2, 768)
+    assert result["updates"] == 6 * 16
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings"), [(ddppo, {"learners": 1}), (impala, {}), (sac, {"learning_starts": 16})]
+)
+def test_a_restored_learner_takes_the_same_next_step(recipe, settings, tmp_path: Path) -> None:
+    config = next(c for name, c in vars(recipe).items() if name.endswith("Config"))(
+        output_dir=str(tmp_path), frames_per_batch=64, collectors=0, hidden=(8,), **settings
+    )
+    task = look_at(config.env, discrete=config.discrete)
+    policy = PolicySpec.of(task, config.policy_kind, config.hidden)
+    learners = []
+
+    def step(learner, data, frames: int) -> None:
+        torch.manual_seed(frames)
+        if recipe is sac:  # it draws its batches itself
+            learner._update(data.clone())
+        else:
+            learner.learn(data.clone(), frames)
+
+    with local_cluster({"learner": 1}) as session:
+        try:
+            for frames in (0, 64):
+                learners.append(recipe.build(config, task, policy, session, Start(frames=frames)))
+            data = next(iter(learners[0].collector))
+            data = learners[0].buffer.sample() if recipe is sac else data
+            step(learners[0], data, 64)
+            learners[1].load_state_dict(learners[0].state_dict())
+            for learner in learners:
+                step(learner, data, 128)
+            states = [learner.state_dict()["model"] for learner in learners]
+        finally:
+            for learner in learners:
+                learner.close()
+    assert states[0].keys() == states[1].keys()
+    for name, value in states[0].items():
+        assert torch.equal(value, states[1][name]), name

@@ -1,0 +1,55 @@
+"""SAC's rows and targets."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDict
+from torchrl.objectives import SACLoss
+
+from torchrl_dist import RPCBatchedCollector
+from torchrl_dist.recipes.environments import look_at
+from torchrl_dist.recipes.networks import PolicySpec
+from torchrl_dist.recipes.policies import action_values_of, squashed_gaussian_actor
+from torchrl_dist.recipes.sac import ActionValue, rows
+
+TASK = look_at("Pendulum-v1", discrete=False)
+
+
+def test_a_cut_episode_bootstraps_and_a_terminated_one_does_not() -> None:
+    torch.manual_seed(0)
+    network = PolicySpec.of(TASK, "squashed_gaussian", (8,)).network()
+    actor = squashed_gaussian_actor(network, TASK.action_low, TASK.action_high)
+    value = ActionValue(TASK, (8,))
+    loss = SACLoss(
+        actor, action_values_of(value), num_qvalue_nets=2, loss_function="l2", target_entropy=-1.0
+    )
+    loss.make_value_estimator(gamma=0.99)
+    with torch.no_grad():  # every state is worth 100
+        for params in (loss.qvalue_network_params, loss.target_qvalue_network_params):
+            params["module", "2", "weight"].zero_()
+            params["module", "2", "bias"].fill_(100.0)
+    after = {"observation": torch.randn(2, 3), "reward": torch.zeros(2, 1)}
+    after["done"] = torch.ones(2, 1, dtype=torch.bool)
+    after["terminated"] = torch.tensor([[True], [False]])
+    batch = TensorDict(
+        {"observation": torch.randn(2, 3), "action": torch.zeros(2, 1), "next": after}, [2]
+    )
+    loss(batch)
+    terminated, cut = batch["td_error"].tolist()
+    assert terminated > 90
+    assert cut < 20
+
+
+def test_pendulum_is_cut_and_never_terminated_and_keeps_its_last_observation() -> None:
+    collector = RPCBatchedCollector(
+        "Pendulum-v1", None, frames_per_batch=402, total_frames=402, num_envs=2, postproc=rows
+    )
+    (batch,) = collector
+    collector.shutdown()
+    done = batch["next", "done"].squeeze(-1)
+    assert done[:, 199].all() and int(done.sum()) == 2
+    assert not batch["next", "terminated"].any()
+    last, begun = batch[:, 199]["next", "observation"], batch[:, 200]["observation"]
+    assert not torch.allclose(last, begun, atol=1e-3)
+    torch.testing.assert_close(batch[:, 10]["next", "observation"], batch[:, 11]["observation"])
+    assert all(value.dtype != torch.float64 for value in batch.values(True, True))

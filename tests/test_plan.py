@@ -1,0 +1,168 @@
+"""``torchrl-dist plan``: what it measures, and what it says then."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+
+from tests.test_planner import COSTS
+from torchrl_dist.cli import main
+from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.plan import command
+from torchrl_dist.plan.measure import Measured, Subject, envs_of, measure, small_policy
+from torchrl_dist.planner import Layout
+from torchrl_dist.runtime import ForkServer
+
+SLEEP_S = 0.01
+
+
+class Sleepy(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-1, 1, (4,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, **_: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        return np.zeros(4, np.float32), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        time.sleep(SLEEP_S)
+        return np.zeros(4, np.float32), 1.0, False, False, {}
+
+
+def measured(**changes: Any) -> Measured:
+    """As if ``COSTS`` had been measured, with repeats a tenth apart."""
+    costs = replace(COSTS, **changes)
+    given = {"step_cpu_s", "bytes_per_s", "updates_per_frame"}
+    figures = {
+        name: [0.9 * value, value, 1.1 * value]
+        for name, value in vars(costs).items()
+        if name not in given
+    }
+    figures |= {"step_s": [costs.step_s(1) + costs.idle_s], "reset_s": [1e-4]}
+    return Measured({n: [0.9 * s, s, 1.1 * s] for n, s in costs.step_cpu_s}, {}, figures)
+
+
+SUBJECT = Subject(lambda envs: lambda: None, False, None)
+
+
+@pytest.mark.timeout(180)
+def test_the_command_measures_a_sleeping_env_and_says_how_many_processes_pay(capsys) -> None:
+    """Numbers of a busy machine are loose: only what sleeping makes certain is asked for."""
+    arguments = ["--env", "tests.test_plan:Sleepy", "--cores", "2", "--seconds", "0.3", "--json"]
+    assert main(["plan", *arguments, "--updates-per-frame", "0"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert SLEEP_S <= found["measured"]["step_s"] < 5 * SLEEP_S
+    assert 0.8 * SLEEP_S <= found["measured"]["idle_s"] < 5 * SLEEP_S
+    assert found["verdict"] == "do not distribute across nodes"
+    assert found["processes_that_pay"] > 4  # twice the cores: they sleep
+    best, *others = found["predicted"]
+    assert len(others) == 2 and best["start"].startswith("local_cluster(")
+    low, high = found["interval"]
+    assert 0 < low <= best["frames_per_s"] * 1.2 and high >= best["frames_per_s"] * 0.8
+    assert best["frames_per_s"] > 3 / SLEEP_S and best["efficiency"] > 0.2
+    assert best["seconds_to_frames"] > 1e6 / best["frames_per_s"]
+    assert {"message_worker_s", "message_learner_s", "byte_worker_s", "broadcast_s", "update_s",
+            "request_s", "reset_s", "startup_s"} <= set(found["measured"])  # fmt: skip
+
+
+@pytest.mark.timeout(180)
+def test_cartpole_is_not_distributed_across_nodes(fork_server: ForkServer, capsys) -> None:
+    make_env, native = envs_of("CartPole-v1")
+    policy = small_policy(make_env(1))
+    subject = Subject(make_env, native, policy, updates_per_frame=1 / 32)
+    found = measure(subject, seconds=0.3, fork_server=fork_server)
+    assert set(found.step_cpu) == {1, 8, 64, 512}
+    per_env = {envs: np.median(times) / envs for envs, times in found.step_cpu.items()}
+    assert per_env[512] < 0.2 * per_env[1]  # vectorized
+    plan = command.plan(found, subject, 2, 4, 1e6, "CartPole-v1")
+    assert plan["verdict"] in ("do not distribute", "do not distribute across nodes")
+    assert "4 nodes" in plan["reason"] or "2 nodes" in plan["reason"]
+    assert plan["predicted"][0]["start"].startswith("torchrl-dist train apex --env CartPole-v1")
+    command.show(plan)
+    shown = capsys.readouterr().out
+    assert "do not distribute" in shown and "bound by" in shown
+
+
+def test_intervals_hold_the_prediction_and_shrink_with_the_repeats() -> None:
+    def width(found: Measured) -> float:
+        best = command.plan(found, SUBJECT, 8, 1, 1e6, "a:b")["predicted"][0]
+        low, high = best["interval"]
+        assert low <= best["frames_per_s"] <= high
+        return high / low
+
+    wide = measured(idle_s=0.01)
+    certain = Measured(
+        {n: [t[1]] for n, t in wide.step_cpu.items()}, {},
+        {name: [t[len(t) // 2]] for name, t in wide.figures.items()},
+    )  # fmt: skip
+    assert width(certain) == pytest.approx(1.0)
+    assert 1.05 < width(wide) < 1.5
+
+
+def test_a_slow_env_is_spread_over_nodes_and_a_learner_that_is_full_over_nothing() -> None:
+    slow = measured(step_cpu_s=((1, 0.01), (8, 0.08)))
+    plan = command.plan(slow, SUBJECT, 8, 4, 1e6, "a:b")
+    assert plan["verdict"] == "distribute" and plan["predicted"][0]["layout"]["nodes"] == 4
+    assert plan["predicted"][0]["start"].startswith("torchrl-dist slurm --collector-nodes 4")
+    assert plan["processes_that_pay"] in (7, 8)
+    sac = replace(SUBJECT, updates_per_frame=1.0)
+    bound = command.plan(measured(update_s=0.02), sac, 8, 4, 1e6, "a:b")
+    assert bound["verdict"] == "do not distribute" and "learner" in bound["reason"]
+    assert bound["processes_that_pay"] == 1
+    assert bound["predicted"][0]["start"].startswith("RPCBatchedCollector(make_env, policy, num_")
+
+
+def test_candidates_go_up_to_the_nodes_and_hold_messages_to_half_a_second() -> None:
+    layouts = command.candidates(replace(COSTS, idle_s=0.01), 4, 6)
+    assert {each.nodes for each in layouts} == {1, 2, 4, 6}
+    assert sum(each.alone for each in layouts) == 2
+    assert {each.groups for each in layouts} == {0, 1, 2}
+    for each in layouts:
+        seconds = each.steps * each.envs * 0.01
+        assert each.alone or seconds < 0.5 * max(1, each.processes / 16) + 1e-9 or each.steps == 1
+    assert len(set(layouts)) == len(layouts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ("--env NoSuchEnv-v0", "NoSuchEnv-v0"),
+        ("--env no_such_package:make", "no_such_package"),
+        ("--env tests.test_plan:nothing", "nothing"),
+        ("--env CartPole-v1 --cores 0", "--cores"),
+        ("--env CartPole-v1 --seconds 0", "--seconds"),
+        ("--env CartPole-v1 --updates-per-frame -1", "--updates-per-frame"),
+        ("", "--env"),
+    ],
+)
+def test_a_wrong_argument_gets_one_line_that_names_it(arguments: str, named: str, capsys) -> None:
+    assert main(["plan", *arguments.split()]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1 and named in captured.err
+
+
+def test_a_vector_env_is_asked_for_one_by_one() -> None:
+    with pytest.raises(ConfigurationError, match="expected a single env"):
+        envs_of("tests.test_plan:make_eight")
+
+
+def make_eight() -> gymnasium.vector.VectorEnv:
+    return gymnasium.vector.SyncVectorEnv([Sleepy] * 8)
+
+
+def test_commands_name_what_is_to_be_started() -> None:
+    def start(**fields: Any) -> str:
+        return command.start_of(Layout(**fields), "CartPole-v1", discrete=True)
+
+    assert start(envs=8).endswith("--collectors 0 --envs-per-collector 8")
+    assert start(processes=3, envs=8).endswith("--collectors 3 --envs-per-collector 8")
+    many = start(nodes=4, processes=2)
+    assert "slurm --nodes 4" in many and "--collectors 8" in many
+    groups = start(processes=2, groups=2, envs=4, node_workers=True, lag=1, wait_all=False)
+    assert "inference='learner', env_groups=2" in groups and "num_envs=8" in groups
+    assert "env_processes=2" in groups and '"collector": 1' in groups

@@ -1,0 +1,1 @@
+"""``torchrl-dist plan``: measure this machine, predict layouts, say whether to distribute."""

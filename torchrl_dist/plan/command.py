@@ -1,0 +1,310 @@
+"""``torchrl-dist plan``: how fast a job will be, and whether it is better not to distribute it."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.planner import Costs, Layout, Prediction, decide, predict, rank, time_to
+
+if TYPE_CHECKING:
+    from .measure import Measured, Subject
+
+# As the collector chooses by itself: messages of half a second (longer where more processes share a
+# core), and of at most so many bytes.
+_MESSAGE_S, _MESSAGE_BYTES, _PROCESSES_PER_CORE = 0.5, 8 << 20, 4
+_MOST_PER_CORE, _MOST = 32, 256  # env processes that are considered
+_DRAWS = 100  # for an interval
+_NEARLY = 0.9  # of the best: from how many processes on more bring little
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and its options."""
+    parser.description = (
+        "Measure on this machine, in under a minute, what a step, a message and an update cost; "
+        "predict frames per second for one process, several, several nodes and a policy at the "
+        "learner; print the best three and whether to distribute at all."
+    )
+    parser.epilog = (
+        "A slow machine of its own: torchrl-dist plan --env my_package:make --nodes 4 --cores 48"
+    )
+    parser.add_argument(
+        "--env", required=True, metavar="ID|PACKAGE:MAKE", help="gymnasium's id, or a function"
+    )
+    parser.add_argument(
+        "--policy", metavar="PACKAGE:MAKE",
+        help="returns the policy's module (default: two layers of 64, or random actions)",
+    )  # fmt: skip
+    parser.add_argument("--cores", type=_count, metavar="N", help="per node (default: those here)")
+    parser.add_argument("--nodes", type=_count, default=1, metavar="N", help="at most (default: 1)")
+    parser.add_argument(
+        "--frames", type=float, default=1e6, metavar="N", help="length of the job (default: 1e6)"
+    )
+    parser.add_argument(
+        "--updates-per-frame", type=_not_negative, default=1 / 32, metavar="X",
+        help="of the learner (default: 1/32, four epochs of minibatches of 128; SAC: 1)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--update-s", type=_not_negative, metavar="S",
+        help="of one update (default: measured, of a network of two layers of 64)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--batch-size", type=_count, default=128, metavar="N", help="of an update (default: 128)"
+    )
+    parser.add_argument(
+        "--gbit-s", type=float, default=10.0, metavar="X",
+        help="of the network between nodes, which is not measured (default: 10)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seconds", type=float, default=1.0, metavar="S", help="per figure (default: 1)"
+    )
+    parser.add_argument(
+        "--timeout-s", type=float, default=120.0, metavar="S", help="(default: 120)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.set_defaults(command=run)
+
+
+def _count(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, expected at least 1")
+    return int(text)
+
+
+def _not_negative(text: str) -> float:
+    if not 0 <= float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text}, expected a number of at least 0")
+    return float(text)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, predict, print."""
+    for name in ("frames", "gbit_s", "seconds", "timeout_s"):
+        if not 0 < getattr(options, name) < math.inf:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigurationError(f"{flag}: got {getattr(options, name)}, expected more than 0")
+    sys.path.insert(0, "")  # as for python -m: package:make of the working directory
+    from .measure import Subject, envs_of, measure, named, small_policy, usable_cores
+
+    make_env, native = envs_of(options.env)
+    policy = named(options.policy)() if options.policy else small_policy(make_env(1))
+    subject = Subject(
+        make_env, native, policy, options.update_s, options.updates_per_frame, options.batch_size,
+        options.gbit_s * 1e9 / 8,
+    )  # fmt: skip
+    cores = options.cores or usable_cores()
+    measured = measure(subject, seconds=options.seconds, timeout_s=options.timeout_s)
+    found = plan(measured, subject, cores, options.nodes, options.frames, options.env)
+    if options.json:
+        print(json.dumps(found), flush=True)
+    else:
+        show(found)
+    return 0
+
+
+# ---- the plan
+
+
+def candidates(costs: Costs, cores: int, nodes: int) -> list[Layout]:
+    """Everything that is compared."""
+    counts = [envs for envs, _ in costs.step_cpu_s]
+    most = min(_MOST, _MOST_PER_CORE * cores)
+    processes = sorted({2**i for i in range(9)} | {max(1, cores - 1), cores})
+    layouts = [Layout(envs=envs) for envs in counts]
+    for envs in counts:
+        for number, lag in itertools.product((p for p in processes if p <= most), (0, 1)):
+            steps = steps_per_message(costs, envs, number / cores, 1)
+            rank_ = Layout(1, number, envs, steps, False, lag, lag == 0)
+            joined = steps_per_message(costs, envs, number / cores, number)
+            node = replace(rank_, steps=joined, node_workers=True)
+            layouts += [rank_, *(replace(node, nodes=n) for n in sorted({1, *_doubled(nodes)}))]
+            if lag and costs.request_s > 0:
+                layouts += [replace(node, groups=groups) for groups in (1, 2)]
+    return layouts
+
+
+def _doubled(most: int) -> Iterable[int]:
+    return {*(2**i for i in range(1, most.bit_length()) if 2**i <= most), most}
+
+
+def steps_per_message(costs: Costs, envs: int, per_core: float, joined: int) -> int:
+    """What ``RPCBatchedCollector`` chooses with ``frames_per_batch=None``.
+
+    Args:
+        envs: of an env process, of which ``per_core`` share a core.
+        joined: env processes whose steps travel in one message.
+    """
+    step_s = costs.step_s(envs) + envs * costs.idle_s
+    seconds = _MESSAGE_S * max(1.0, per_core / _PROCESSES_PER_CORE)
+    by_bytes = _MESSAGE_BYTES / (envs * joined * costs.frame_bytes)
+    return max(1, int(min(seconds / step_s, by_bytes)))
+
+
+def plan(
+    measured: Measured, subject: Subject, cores: int, nodes: int, frames: float, env: str
+) -> dict[str, Any]:
+    """The object that ``--json`` prints.
+
+    Args:
+        frames: length of the job, for its time.
+        env: as the user named it, for the commands.
+    """
+    costs = measured.costs(subject)
+    layouts = candidates(costs, cores, nodes)
+    ranked = rank(costs, layouts, cores)
+    verdict = decide(ranked)
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    drawn = [measured.costs(subject, rng) for _ in range(_DRAWS)]
+    best = _different([(verdict.layout, verdict.prediction), *ranked])
+
+    def described(layout: Layout, prediction: Prediction) -> dict[str, Any]:
+        rates = sorted(predict(each, layout, cores).frames_per_s for each in drawn)
+        return {
+            **asdict(prediction),
+            "interval": [rates[_DRAWS // 20], rates[-1 - _DRAWS // 20]],
+            "seconds_to_frames": time_to(frames, prediction, layout, costs),
+            "layout": asdict(layout),
+            "name": name_of(layout),
+            "start": start_of(layout, env, discrete=_is_discrete(subject)),
+        }
+
+    chosen = [described(*each) for each in best]
+    return {
+        "verdict": verdict.word,
+        "reason": f"{verdict.reason}; {_limit(verdict.prediction)}",
+        "processes_that_pay": processes_that_pay(ranked),
+        "interval": chosen[0]["interval"],
+        "predicted": chosen,
+        "measured": measured.as_json(),
+        "settings": {
+            "env": env, "cores": cores, "nodes": nodes, "frames": frames,
+            "most_processes": max(each.processes for each in layouts),
+            "updates_per_frame": subject.updates_per_frame, "batch_size": subject.batch_size,
+            "assumed_bytes_per_s": subject.bytes_per_s,
+        },
+    }  # fmt: skip
+
+
+def _different(ranked: Iterable[tuple[Layout, Prediction]]) -> list[tuple[Layout, Prediction]]:
+    """The first, and of the others the fastest that differ by more than details."""
+    chosen: dict[tuple[Any, ...], tuple[Layout, Prediction]] = {}
+    for layout, prediction in ranked:
+        kind = (layout.alone, layout.nodes > 1, layout.node_workers, layout.lag, layout.groups)
+        chosen.setdefault(kind, (layout, prediction))
+        if len(chosen) == 3:
+            break
+    return list(chosen.values())
+
+
+def processes_that_pay(ranked: Sequence[tuple[Layout, Prediction]]) -> int:
+    """The fewest env processes of one node that make nearly as many frames as the best number
+    does; 1: one process is as good."""
+    here = [each for each in ranked if each[0].nodes == 1]
+    enough = _NEARLY * max(prediction.frames_per_s for _, prediction in here)
+    return min(lay.stepping for lay, prediction in here if prediction.frames_per_s >= enough)
+
+
+def _limit(prediction: Prediction) -> str:
+    cures = {
+        "environment": "stepping the environments is what takes the time",
+        "cores": "the cores are full",
+        "learner": "the learner's updates are what takes the time, which no collector changes",
+        "messages": "messages are what takes the time: more steps or envs in each would help",
+        "network": "the network between the nodes is full",
+        "stragglers": "waiting for the slowest is what takes the time",
+    }
+    return cures[prediction.bound_by]
+
+
+def _is_discrete(subject: Subject) -> bool:
+    """Whether ``train apex`` can step it."""
+    return bool(getattr(getattr(subject.policy, "module", None), "discrete", False))
+
+
+def name_of(layout: Layout) -> str:
+    """In words."""
+    envs = f"{layout.envs} env{'s' * (layout.envs > 1)}"
+    if layout.alone:
+        return f"one process, {envs}"
+    where = f"{layout.nodes} nodes x " if layout.nodes > 1 else ""
+    kind = "env processes of a node worker" if layout.node_workers else "collector ranks"
+    how = f"policy at the learner, {layout.groups} group{'s' * (layout.groups > 1)}"
+    how = how if layout.groups else f"lag {layout.lag}"
+    return f"{where}{layout.processes} {kind}, {envs} each, {how}"
+
+
+def start_of(layout: Layout, env: str, *, discrete: bool) -> str:
+    """How to start it: the recipe, where it fits, or the collector's arguments."""
+    if discrete and ":" not in env and not layout.groups:
+        ranks = 0 if layout.alone else layout.stepping
+        train = f"train apex --env {env} --collectors {ranks} --envs-per-collector {layout.envs}"
+        if layout.nodes > 1:
+            return f"torchrl-dist slurm --nodes {layout.nodes} -- {train}"
+        return f"torchrl-dist {train}"
+    if layout.alone:
+        return f"RPCBatchedCollector(make_env, policy, num_envs={layout.envs})"
+    more = f", num_envs={layout.envs * max(1, layout.groups)}, max_policy_lag={layout.lag}"
+    more += f", env_processes={layout.processes}" if layout.node_workers else ""
+    more += "" if layout.wait_all else ", readiness=FirstReady()"
+    more += f", inference='learner', env_groups={layout.groups}" if layout.groups else ""
+    collector = f"RPCBatchedCollector(make_env, policy, session=session{more})"
+    workers = layout.nodes if layout.node_workers else layout.stepping
+    if layout.nodes == 1:
+        return f'local_cluster({{"learner": 1, "collector": {workers}}}); {collector}'
+    slurm = f"torchrl-dist slurm --collector-nodes {layout.nodes} --collector-cpus-per-task"
+    return f"{slurm} {layout.processes} -- python train.py; in it {collector}"
+
+
+# ---- for people
+
+
+def show(found: dict[str, Any]) -> None:
+    """Verdict, the best three, what was measured."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console(width=max(100, Console().width))
+    console.print(f"[bold]{found['verdict']}[/]: {escape(found['reason'])}")
+    count = found["processes_that_pay"]
+    if count > 1:
+        most = " (more were not considered)" if count >= found["settings"]["most_processes"] else ""
+        console.print(f"up to {count} env processes pay on one node{most}")
+    table = Table(box=None, pad_edge=False)
+    frames = found["settings"]["frames"]
+    for column in ("layout", "frames/s", "interval", "efficiency", f"{frames:,.0f} frames",
+                   "bound by"):  # fmt: skip
+        table.add_column(column, justify="left" if column in ("layout", "bound by") else "right")
+    for each in found["predicted"]:
+        low, high = each["interval"]
+        table.add_row(
+            each["name"], f"{each['frames_per_s']:,.0f}", f"{low:,.0f} - {high:,.0f}",
+            f"{each['efficiency']:.0%}", f"{each['seconds_to_frames']:,.0f} s", each["bound_by"],
+        )  # fmt: skip
+    console.print(table)
+    for number, each in enumerate(found["predicted"], 1):
+        console.print(f"{number}. {escape(each['start'])}", highlight=False, soft_wrap=True)
+    measured = found["measured"]
+    steps = ", ".join(f"{n}: {_time(s)}" for n, s in measured["step_cpu_s"].items())
+    console.print(f"step of an env {_time(measured['step_s'])}, spread {measured['spread']:.2f}, "
+                  f"idle {_time(measured['idle_s'])}, reset {_time(measured['reset_s'])}; CPU of a "
+                  f"step of so many envs with policy and loop: {steps}; message "
+                  f"{_time(measured['message_worker_s'])} of the worker and "
+                  f"{_time(measured['message_learner_s'])} of the learner; update "
+                  f"{_time(measured['update_s'])}", highlight=False, style="dim")  # fmt: skip
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-6:.2g} us"

@@ -1,0 +1,544 @@
+"""What things cost on this machine: measured with the collector itself, in under a minute.
+
+Times of a clock are free of the time that a process waited for a core (the kernel counts it), so
+that a machine which others use at the same time changes them little. Each figure is measured
+several times; ``Measured.costs`` takes medians, or draws anew for an interval.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+from torchrl_dist.collect import FirstReady, RPCBatchedCollector
+from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.planner import Costs
+from torchrl_dist.runtime import ForkServer, local_cluster
+
+ENVS, NATIVE_ENVS = (1, 8, 64), (1, 8, 64, 512)
+_REPEATS = 5  # of everything, for its median and its interval
+_LARGE_BYTES = 4 << 20  # of the message that shows what a byte costs
+_ASKING = 4  # env processes at the same time
+_STAMP = "worker_cpu_s"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is to be planned.
+
+    Attributes:
+        make_env: called with the number of envs; returns one env, or a vector env of so many.
+        native: it returns vector envs.
+        policy: a module; None: random actions.
+        update_s: of an update of the learner; None: measure one of a network of two layers of 64.
+        updates_per_frame, batch_size: of the learner.
+        bytes_per_s: of the network between nodes.
+    """
+
+    make_env: Callable[[int], Callable[[], Any]]
+    native: bool
+    policy: nn.Module | None
+    update_s: float | None = None
+    updates_per_frame: float = 0.0
+    batch_size: int = 128
+    bytes_per_s: float = 1.25e9
+
+
+@dataclass
+class Measured:
+    """Repeated measurements by name; seconds.
+
+    Attributes:
+        step_cpu: by the number of envs, CPU of a step of all of them with policy and loop.
+        figures: of ``Costs``, by the names of its fields, and what is only shown.
+        policy: by the rows of a batch.
+    """
+
+    step_cpu: dict[int, list[float]] = field(default_factory=dict)
+    policy: dict[int, list[float]] = field(default_factory=dict)
+    figures: dict[str, list[float]] = field(default_factory=dict)
+
+    def costs(self, subject: Subject, rng: np.random.Generator | None = None) -> Costs:
+        """Medians; with ``rng`` medians of repeats that are drawn with replacement."""
+
+        def value(of: list[float]) -> float:
+            chosen = of if rng is None else rng.choice(of, len(of)).tolist()
+            return float(statistics.median(chosen))
+
+        names = [name for name in Costs.__dataclass_fields__ if name in self.figures]
+        return Costs(
+            step_cpu_s=tuple((envs, value(of)) for envs, of in sorted(self.step_cpu.items())),
+            updates_per_frame=subject.updates_per_frame,
+            bytes_per_s=subject.bytes_per_s,
+            **{name: value(self.figures[name]) for name in names},
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        medians = {name: statistics.median(of) for name, of in self.figures.items()}
+        steps = {str(envs): statistics.median(of) for envs, of in self.step_cpu.items()}
+        policies = {str(rows): statistics.median(of) for rows, of in self.policy.items()}
+        return {"step_cpu_s": steps, "policy_s": policies, **medians}
+
+
+def measure(
+    subject: Subject,
+    *,
+    seconds: float = 1.0,
+    timeout_s: float = 120.0,
+    fork_server: ForkServer | None = None,
+) -> Measured:
+    """Measure everything; blocks, and starts two processes for a while.
+
+    Args:
+        seconds: for each of about ten figures.
+        timeout_s: for the processes to start and to answer.
+        fork_server: starts them; default: one of its own.
+
+    Raises:
+        RemoteError, ConfigurationError: the env or the policy cannot be used.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in a worker
+    try:
+        found = Measured()
+        _measure_env(subject, found, seconds)
+        rows = _measure_steps(subject, found, seconds)
+        _measure_policy(subject, rows, found, seconds)
+        _measure_update(subject, rows, found, seconds)
+        _measure_messages(subject, rows, found, seconds, timeout_s, fork_server)
+        return found
+    finally:
+        torch.set_num_threads(threads)
+
+
+# ---- clocks
+
+
+def _waited_s() -> float:
+    """For how long this thread has waited for a core so far; 0 where the kernel does not count."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+class _Clock:
+    """CPU of this process, and time of a clock less this thread's wait for a core, since it was
+    made."""
+
+    def __init__(self) -> None:
+        self._waited, self._cpu = _waited_s(), time.process_time()
+        self._begun = time.perf_counter()
+
+    def read(self) -> tuple[float, float]:
+        passed, cpu = time.perf_counter() - self._begun, time.process_time() - self._cpu
+        return cpu, max(cpu, passed - (_waited_s() - self._waited))
+
+
+def _repeat(call: Callable[[], Any], seconds: float) -> Iterator[tuple[float, float]]:
+    """CPU and clock of a call, ``_REPEATS`` times, each the mean over a part of ``seconds``."""
+    call()
+    for _ in range(_REPEATS):
+        clock, until, calls = _Clock(), time.perf_counter() + seconds / _REPEATS, 0
+        while calls == 0 or time.perf_counter() < until:
+            call()
+            calls += 1
+        cpu, passed = clock.read()
+        yield cpu / calls, passed / calls
+
+
+# ---- in this process
+
+
+def _measure_env(subject: Subject, found: Measured, seconds: float) -> None:
+    """Reset time, and the step times of one env with their spread."""
+    with contextlib.closing(_single(subject)) as env:
+        resets = _repeat(env.reset, seconds / 4)
+        found.figures["reset_s"] = [passed for _, passed in resets]
+        act, step = _actions(env)
+        asleep = _is_idle(act, step)
+        times: list[float] = []
+        until = time.perf_counter() + seconds
+        while len(times) < 3 or (time.perf_counter() < until and len(times) < 20_000):
+            action = act()
+            if asleep:  # beside that the count of waits is too dear to be read at each step
+                waited = _waited_s()
+                begun = time.perf_counter()
+                ended = step(action)
+                passed = time.perf_counter() - begun
+                times.append(max(0.0, passed - (_waited_s() - waited)))
+            else:
+                begun = time.thread_time()
+                ended = step(action)
+                times.append(time.thread_time() - begun)
+            if ended:
+                env.reset()
+    part = -(-len(times) // _REPEATS)
+    parts = [times[i : i + part] for i in range(0, len(times), part)]
+    found.figures["step_s"] = [statistics.fmean(each) for each in parts]
+    spread = statistics.pstdev(times) / max(1e-12, statistics.fmean(times))
+    found.figures["spread"] = [spread]
+    middle = statistics.median(times)
+    found.figures["slowest_of_100"] = [float(np.quantile(times, 0.99)) / max(1e-12, middle)]
+
+
+def _is_idle(act: Callable[[], Any], step: Callable[[Any], Any]) -> bool:
+    """Whether a step does anything else than compute on this thread."""
+    clock = _Clock()
+    for _ in range(3):
+        step(act())
+    cpu, passed = clock.read()
+    return passed > 1.2 * cpu
+
+
+def _single(subject: Subject) -> Any:
+    return subject.make_env(1)()
+
+
+def _actions(env: Any) -> tuple[Callable[[], Any], Callable[[Any], bool]]:
+    """How to draw an action, and to step: a gymnasium env, a vector env of one, or TorchRL's."""
+    if isinstance(env, gymnasium.Env | gymnasium.vector.VectorEnv):
+
+        def step(action: Any) -> bool:
+            *_, terminated, truncated, _ = env.step(action)
+            alone = isinstance(env, gymnasium.Env)
+            return bool(alone and (terminated or truncated))
+
+        return env.action_space.sample, step
+    state = {"now": env.reset()}
+
+    def step_torchrl(action: TensorDictBase) -> bool:
+        stepped = env.step(action)
+        state["now"] = stepped["next"]
+        return bool(stepped["next", "done"].any())
+
+    return lambda: env.rand_action(state["now"].clone()), step_torchrl
+
+
+def _measure_steps(subject: Subject, found: Measured, seconds: float) -> TensorDict:
+    """One process with more and more envs, by the collector itself; returns a rollout ``[1, T]``.
+
+    A number of envs is left out where a step of all of them would take too long to be repeated.
+    """
+    step_s = statistics.median(found.figures["step_s"])
+    rows: TensorDict | None = None
+    idle: list[float] = []
+    for envs in NATIVE_ENVS if subject.native else ENVS:
+        if rows is not None and envs * step_s * _REPEATS > 3 * seconds:
+            break
+        steps = max(1, min(64, int(seconds / _REPEATS / (envs * step_s))))
+        with RPCBatchedCollector(
+            subject.make_env(envs),
+            subject.policy,
+            num_envs=1 if subject.native else envs,
+            frames_per_batch=envs * steps,
+            categorical_action_encoding=True,
+        ) as collector:
+            batch = collector.next()
+            rows = batch[:1].clone() if rows is None else rows
+            repeats = list(_repeat(collector.next, seconds))
+        found.step_cpu[envs] = [cpu / steps for cpu, _ in repeats]
+        idle = [max(0.0, passed - cpu) / steps / envs for cpu, passed in repeats]
+        if envs == 1:
+            first = idle
+    # a vector env may step its envs at the same time: what is idle with the most of them counts
+    found.figures["idle_s"] = idle if subject.native else first
+    assert rows is not None
+    found.figures["frame_bytes"] = [sum(v.nbytes for v in rows.values(True, True)) / rows.numel()]
+    return rows
+
+
+def _measure_policy(subject: Subject, rows: TensorDict, found: Measured, seconds: float) -> None:
+    if subject.policy is None:
+        return
+    for size in (1, 16, 256):
+        batch = rows.reshape(-1)[:1].expand(size).clone().exclude("next", "action")
+        with torch.no_grad():
+            # not timed for long: shown for the reader, and part of every step that was timed
+            repeats = _repeat(lambda batch=batch: subject.policy(batch), seconds / 10)
+            found.policy[size] = [cpu for cpu, _ in repeats]
+
+
+def _measure_update(subject: Subject, rows: TensorDict, found: Measured, seconds: float) -> None:
+    """Adam's step for a network of two layers of 64, where the user does not know better."""
+    if subject.update_s is not None:
+        found.figures["update_s"] = [subject.update_s]
+        return
+    flat = [v.reshape(len(v), -1) for v in _observations(rows.reshape(-1)[:1])]
+    inputs = max(1, sum(v.shape[1] for v in flat))
+    layers = nn.Sequential(nn.Linear(inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(),
+                           nn.Linear(64, 8))  # fmt: skip
+    optimizer = torch.optim.Adam(layers.parameters())
+    batch = torch.randn(subject.batch_size, inputs)
+
+    def update() -> None:
+        optimizer.zero_grad()
+        layers(batch).square().mean().backward()
+        optimizer.step()
+
+    found.figures["update_s"] = [cpu for cpu, _ in _repeat(update, seconds / 2)]
+
+
+def _observations(rows: TensorDictBase) -> list[torch.Tensor]:
+    """What is before the step as well as behind it, but for flags."""
+    following = rows["next"]
+    return [
+        value
+        for key, value in rows.items(True, True)
+        if key in following.keys(True) and value.dtype != torch.bool
+    ]
+
+
+# ---- with another process
+
+
+class Blank(gymnasium.Env):
+    """Observes zeros, at once."""
+
+    def __init__(self, observations: gymnasium.Space, actions: gymnasium.Space) -> None:
+        self.observation_space, self.action_space = observations, actions
+        self._seen = gymnasium.vector.utils.create_empty_array(observations, n=1, fn=np.zeros)
+        self._seen = next(iter(gymnasium.vector.utils.iterate(observations, self._seen)))
+
+    def reset(self, **_: Any) -> tuple[Any, dict[str, Any]]:
+        return self._seen, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return self._seen, 0.0, False, False, {}
+
+
+class Stamped:
+    """A postproc that sends the same rows each time, with the CPU time of the process so far."""
+
+    def __init__(self, rows: TensorDict) -> None:
+        self._rows = rows
+
+    def __call__(self, rollout: TensorDictBase) -> TensorDictBase:
+        self._rows[_STAMP] = torch.full((*self._rows.shape, 1), time.process_time()).double()
+        return self._rows
+
+
+def _measure_messages(
+    subject: Subject,
+    rows: TensorDict,
+    found: Measured,
+    seconds: float,
+    timeout_s: float,
+    fork_server: ForkServer | None,
+) -> None:
+    """Both sides of messages, small and large; weights; requests to the learner's policy."""
+    begun = time.perf_counter()
+    blank = functools.partial(
+        Blank, gymnasium.spaces.Box(-1, 1, (1,)), gymnasium.spaces.Discrete(2)
+    )
+    roles = {"learner": 1, "collector": 1}
+    with local_cluster(roles, timeout_s=timeout_s, fork_server=fork_server) as session:
+        collect = functools.partial(
+            RPCBatchedCollector, session=session, readiness=FirstReady(), timeout_s=timeout_s,
+            frames_per_batch=1, categorical_action_encoding=True,
+        )  # fmt: skip
+        small = rows[:, :1].clone()
+        with collect(blank, None, max_policy_lag=1, postproc=Stamped(small)) as collector:
+            collector.next()
+            found.figures["startup_s"] = [time.perf_counter() - begun]
+            few = _messages(collector, seconds)
+        frame_bytes = found.figures["frame_bytes"][0]
+        count = int(max(2, min(_LARGE_BYTES // frame_bytes, 1 << 16)))
+        large = small.expand(1, count).clone()
+        with collect(blank, None, max_policy_lag=1, postproc=Stamped(large)) as collector:
+            many = _messages(collector, seconds)
+        size = (count - 1) * (frame_bytes + 8)  # with the stamp of each row
+        for side in ("worker", "learner"):
+            found.figures[f"message_{side}_s"] = few[side]
+            found.figures[f"byte_{side}_s"] = [
+                max(0.0, b - a) / size for a, b in zip(few[side], many[side], strict=True)
+            ]
+        with collect(blank, _weights(subject), postproc=Stamped(small)) as collector:
+            _measure_rounds(collector, few, found, seconds)
+        _measure_requests(subject, collect, found, seconds)
+
+
+def _messages(collector: RPCBatchedCollector, seconds: float) -> dict[str, list[float]]:
+    """CPU of both sides per message."""
+    sides: dict[str, list[float]] = {"learner": [], "worker": []}
+    stamp = float(collector.next()[_STAMP].flatten()[0])
+    for _ in range(_REPEATS):
+        clock, until, messages = _Clock(), time.perf_counter() + seconds / _REPEATS, 0
+        while messages < 3 or time.perf_counter() < until:
+            batch = collector.next()
+            messages += 1
+        sides["learner"].append(clock.read()[0] / messages)
+        now = float(batch[_STAMP].flatten()[0])
+        sides["worker"].append((now - stamp) / messages)
+        stamp = now
+    return sides
+
+
+def _weights(subject: Subject) -> nn.Module:
+    """Something with as many weights as the policy, which acts at once."""
+    if subject.policy is None:
+        count = 1
+    else:
+        count = max(1, sum(p.numel() for p in subject.policy.parameters()))
+    return TensorDictModule(_Heavy(count), in_keys=["observation"], out_keys=["action"])
+
+
+class _Heavy(nn.Module):
+    def __init__(self, weights: int) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.zeros(weights))
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return observation[..., 0].long()
+
+
+def _measure_rounds(
+    collector: RPCBatchedCollector, few: dict[str, list[float]], found: Measured, seconds: float
+) -> None:
+    """A round without lag: what is neither side's CPU is the way; what weights add to it."""
+    plain = list(_repeat(collector.next, seconds))
+    both = [sum(parts) for parts in zip(few["learner"], few["worker"], strict=True)]
+    found.figures["latency_s"] = [
+        max(0.0, passed - own) for (_, passed), own in zip(plain, both, strict=True)
+    ]
+
+    def updated() -> None:
+        collector.update_policy_weights_()
+        collector.next()
+
+    new = list(_repeat(updated, seconds))
+    found.figures["broadcast_s"] = [
+        max(0.0, b - a) for (a, _), (b, _) in zip(plain, new, strict=True)
+    ]
+
+
+def _measure_requests(subject: Subject, collect: Any, found: Measured, seconds: float) -> None:
+    """With the policy at the learner, an env that takes no time: one request per step. What the
+    way takes shows one env process; what a request costs, several whose requests are joined."""
+    found.figures["request_s"] = found.figures["request_latency_s"] = [0.0]
+    spaces = _spaces(subject)
+    if spaces is None or subject.policy is None:
+        return
+    blank = functools.partial(Blank, *spaces)
+    steps, own = 16, statistics.median(found.figures["message_learner_s"])
+    both = own + statistics.median(found.figures["message_worker_s"])
+    for processes in (0, _ASKING):
+        frames = steps * max(1, processes)
+        with collect(
+            blank, subject.policy, frames_per_batch=frames, inference="learner", env_groups=1,
+            env_processes=processes,
+        ) as collector:  # fmt: skip
+            repeats = list(_repeat(collector.next, seconds))
+        if processes:
+            found.figures["request_s"] = [max(0.0, cpu - own) / frames for cpu, _ in repeats]
+        else:
+            found.figures["request_latency_s"] = [
+                max(0.0, passed - both) / steps for _, passed in repeats
+            ]
+
+
+def _spaces(subject: Subject) -> tuple[gymnasium.Space, gymnasium.Space] | None:
+    """Of one env; None for TorchRL's, and where ``Blank`` cannot make up observations."""
+    with contextlib.closing(_single(subject)) as env:
+        if isinstance(env, gymnasium.vector.VectorEnv):
+            return env.single_observation_space, env.single_action_space
+        if isinstance(env, gymnasium.Env):
+            return env.observation_space, env.action_space
+    return None
+
+
+# ---- what is to be measured
+
+
+def small_policy(make_env: Callable[[], Any], width: int = 64) -> nn.Module | None:
+    """Two layers for flat observations; None (random actions) for others."""
+    with contextlib.closing(make_env()) as env:
+        vector = isinstance(env, gymnasium.vector.VectorEnv)
+        if not vector and not isinstance(env, gymnasium.Env):
+            return None
+        seen = env.single_observation_space if vector else env.observation_space
+        acts = env.single_action_space if vector else env.action_space
+    if not isinstance(seen, gymnasium.spaces.Box) or len(seen.shape) != 1:
+        return None
+    discrete = isinstance(acts, gymnasium.spaces.Discrete)
+    if not discrete and (not isinstance(acts, gymnasium.spaces.Box) or len(acts.shape) != 1):
+        return None
+    outputs = int(acts.n) if discrete else acts.shape[0]
+    layers = nn.Sequential(
+        nn.Linear(seen.shape[0], width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(),
+        nn.Linear(width, outputs), nn.Identity() if discrete else nn.Tanh(),
+    )  # fmt: skip
+    return TensorDictModule(_Acting(layers, discrete), in_keys=["observation"], out_keys=["action"])
+
+
+class _Acting(nn.Module):
+    def __init__(self, layers: nn.Module, discrete: bool) -> None:
+        super().__init__()
+        self.layers, self.discrete = layers, discrete
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        out = self.layers(observation.float())
+        return out.argmax(-1) if self.discrete else out
+
+
+def named(text: str) -> Any:
+    """The object ``package:name``.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    import importlib
+
+    module, _, name = text.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(f"{text}: {error}") from error
+
+
+def envs_of(text: str) -> tuple[Callable[[int], Callable[[], Any]], bool]:
+    """``make_env`` and ``native`` of a :class:`Subject`, from a gymnasium id or ``package:make``.
+
+    A gymnasium id that has a vectorized form of its own (as CartPole has) is used in that form.
+
+    Raises:
+        ConfigurationError: neither.
+    """
+    spec = None
+    with contextlib.suppress(Exception):  # whatever gymnasium thinks of a name that is not its own
+        spec = gymnasium.spec(text)
+    if spec is None and ":" in text:
+        make = named(text)
+        with contextlib.closing(make()) as env:
+            if isinstance(env, gymnasium.vector.VectorEnv) and env.num_envs > 1:
+                raise ConfigurationError(
+                    f"--env {text}: got a vector env of {env.num_envs}, expected a single env"
+                )
+        return lambda envs: make, False
+    if spec is None:
+        raise ConfigurationError(f"--env: got {text!r}, expected gymnasium's id, or package:make")
+    if spec.vector_entry_point is not None:
+        vectorized = functools.partial(
+            gymnasium.make_vec, text, vectorization_mode="vector_entry_point"
+        )
+        return lambda envs: functools.partial(vectorized, num_envs=envs), True
+    return lambda envs: functools.partial(gymnasium.make, text), False
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,173 @@
+"""What the recipes' configurations have in common. Pure, so that ``--help`` needs no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from ..errors import ConfigurationError
+from .environments import MAX_EPISODE_STEPS
+from .options import check_options, flag, from_plain, option
+
+JOB = "job"
+LEARNING = "learning"
+WATCHING = "evaluation and checkpoints"
+
+
+@dataclass(frozen=True)
+class RecipeConfig:
+    """Fields and files of every recipe. A recipe's own class may give other defaults.
+
+    Attributes:
+        recipe: its name on the command line and in checkpoints.
+        title: its name in pictures.
+        policy_kind: of the network that is played, as :class:`~.networks.PolicySpec` has it.
+        discrete: whether its actions are numbered, or continuous.
+        fixed_on_resume: fields that describe the data and weights on disk.
+    """
+
+    recipe: ClassVar[str]
+    title: ClassVar[str]
+    policy_kind: ClassVar[str]
+    discrete: ClassVar[bool] = True
+    fixed_on_resume: ClassVar[tuple[str, ...]] = ("env", "hidden")
+
+    env: str = option(
+        "CartPole-v1", "gymnasium environment id, or package.module:function that makes one",
+        group=JOB,
+    )  # fmt: skip
+    seed: int = option(0, "seed of the whole job", minimum=0, maximum=2**31 - 1, group=JOB)
+    output_dir: str | None = option(
+        None, "folder of this run (default: runs/RECIPE-ENV-seedSEED)", group=JOB
+    )
+    collectors: int = option(
+        2, "processes that step environments; 0: this process does it", minimum=0, group=JOB
+    )
+    envs_per_collector: int = option(16, "environments in each of them", minimum=1, group=JOB)
+    total_frames: int = option(200_000, "length of the run", unit="frames", minimum=1, group=JOB)
+    frames_per_batch: int = option(
+        512, "frames of all collectors between two updates of their weights", minimum=1, group=JOB
+    )
+    max_policy_lag: int = option(
+        1,
+        "rollouts that a collector may be ahead of the learner; 0: they take turns",
+        minimum=0,
+        group=JOB,
+    )
+    timeout_s: float = option(60.0, "deadline of each remote call", unit="s", above=0, group=JOB)
+    device: str = option(
+        "auto", "where the learner computes: cpu, cuda, or auto (a GPU if there is one)", group=JOB
+    )
+
+    learning_rate: float = option(1e-3, "step size of Adam at the start", above=0, group=LEARNING)
+    gamma: float = option(0.99, "discount per step", above=0, maximum=1, group=LEARNING)
+    hidden: tuple[int, ...] = option(
+        (64, 64), "widths of the networks' hidden layers", minimum=1, group=LEARNING
+    )
+
+    eval_interval_frames: int = option(
+        5_000, "frames between two evaluations", unit="frames", minimum=1, group=WATCHING
+    )
+    eval_episodes: int = option(
+        20, "greedy episodes per evaluation, and at the end", minimum=1, group=WATCHING
+    )
+    eval_max_steps: int = option(
+        MAX_EPISODE_STEPS, "an episode of an evaluation ends after so many", unit="steps",
+        minimum=1, group=WATCHING,
+    )  # fmt: skip
+    checkpoint_interval_s: float = option(
+        15.0, "time between two checkpoints", unit="s", minimum=0, group=WATCHING
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise ConfigurationError(f"--device: got {self.device!r}, expected auto, cpu or cuda")
+
+    @property
+    def output_path(self) -> Path:
+        """Folder of this run's files."""
+        if self.output_dir is not None:
+            return Path(self.output_dir)
+        name = self.env.replace("/", "-").replace(":", "-")
+        return Path("runs") / f"{self.recipe}-{name}-seed{self.seed}"
+
+    @property
+    def replay_path(self) -> Path | None:
+        """Folder of the shared replay buffer, if the recipe has one."""
+        return None
+
+    @property
+    def checkpoint_path(self) -> Path:
+        """The one checkpoint of this run: for ``play`` and for ``--resume``."""
+        return self.output_path / "checkpoint.pt"
+
+    def roles(self, launched: int | None) -> dict[str, int]:
+        """Processes per role.
+
+        Args:
+            launched: ranks that a launcher has started; None: this machine starts its own.
+
+        Raises:
+            ConfigurationError: not to be had from so many ranks.
+        """
+        if launched is None:
+            return {
+                "learner": 1,
+                "collector": self.collectors,
+                "evaluator": int(self.collectors > 0),
+            }
+        return {"learner": 1, "collector": -1}
+
+    def check_launched(self, given: Mapping[str, Any], launched: int) -> None:
+        """Refuse ``given`` options that contradict the number of ``launched`` ranks."""
+        if given.get("collectors", launched - 1) != launched - 1:
+            raise ConfigurationError(
+                f"--collectors: got {given['collectors']}, but the launcher started "
+                f"{launched - 1} ranks beside the learner; leave the option out"
+            )
+
+    def as_plain(self) -> dict[str, Any]:
+        """Plain values for a checkpoint."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class ReplayConfig(RecipeConfig):
+    """Fields of the recipes with a replay buffer."""
+
+    replay_dir: str | None = option(
+        None,
+        "folder of the replay buffer, e.g. on /dev/shm (default: OUTPUT_DIR/replay)",
+        group=JOB,
+    )
+
+    @property
+    def replay_path(self) -> Path:
+        return Path(self.replay_dir) if self.replay_dir is not None else self.output_path / "replay"
+
+
+Config = TypeVar("Config", bound=RecipeConfig)
+
+
+def config_to_resume(config_class: type[Config], path: Path, given: dict[str, Any]) -> Config:
+    """The configuration in the checkpoint ``path``, with the ``given`` fields replaced.
+
+    Raises:
+        CheckpointError: the checkpoint is missing or damaged.
+        ConfigurationError: a given field would not fit the weights or rows on disk.
+    """
+    from ..checkpoint import load_checkpoint  # needs torch
+
+    saved = load_checkpoint(path, recipe=config_class.recipe).config
+    before = from_plain(config_class, saved)
+    for name in config_class.fixed_on_resume:
+        if name in given and given[name] != getattr(before, name):
+            raise ConfigurationError(
+                f"{flag(name)}: got {given[name]}, but the run to resume has "
+                f"{getattr(before, name)}, which cannot change; leave it out"
+            )
+    return from_plain(config_class, {**before.as_plain(), **given})

@@ -1,0 +1,226 @@
+"""DD-PPO: several learners, each with environments of its own, that average their gradients.
+
+Each step is that of one process with all rows: advantages are normalized, gradients averaged and
+the divergence measured over the valid rows of all learners (Wijmans et al. 2020, arXiv:1911.00357).
+Where a learner has several collectors, those that are late are cut short, as the paper does with
+its workers. ``build`` is what each learner's process holds; the loop is every recipe's
+(``training.py``). Environments: gymnasium's with flat Box observations and Discrete actions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+from torchrl.objectives import ClipPPOLoss
+from torchrl.objectives.value.functional import vec_generalized_advantage_estimate
+
+from ..collect import Preempt, RPCBatchedCollector, WaitAll
+from ..learn import DistributedLoss
+from ..learn.ranks import Ranks
+from ..runtime import Session
+from .ddppo_config import DDPPOConfig
+from .environments import Task, for_collectors
+from .networks import PolicySpec, ValueNetwork
+from .policies import categorical_actor, critic_of
+from .training import (
+    Learner,
+    Start,
+    choose_device,
+    copied,
+    my_collectors,
+    stream_seed,
+    train,
+)
+
+__all__ = ["DDPPO", "DDPPOConfig", "build", "run"]
+
+_KL_MARGIN = 1.5  # as in OpenAI's Spinning Up
+
+
+class DDPPO(Learner):
+    """One of the learners, and its collectors.
+
+    Args:
+        loss: a distributed ClipPPOLoss over ``network`` and ``critic``.
+        start: where the run begins.
+    """
+
+    def __init__(
+        self,
+        config: DDPPOConfig,
+        network: nn.Module,
+        critic: nn.Module,
+        loss: Any,
+        collector: RPCBatchedCollector,
+        device: torch.device,
+        start: Start,
+    ) -> None:
+        self.config = config
+        self.network = network
+        self.critic = critic
+        self.loss = loss
+        self.ranks: Ranks = loss.ranks
+        self.collector = collector
+        self.device = device
+        self._frames = start.frames
+        self._weights = list(loss.parameters())
+        self._optimizer = torch.optim.Adam(
+            self._weights, lr=config.learning_rate, eps=1e-5, fused=True
+        )
+
+    def learn(self, data: TensorDictBase, frames: int) -> dict[str, Any]:
+        """``epochs`` passes over all learners' rows, or fewer if the policy has gone far."""
+        config = self.config
+        share = 1 - self._frames / config.total_frames if config.anneal else 1.0
+        self._frames = frames
+        for group in self._optimizer.param_groups:
+            group["lr"] = share * config.learning_rate
+        self.loss.clip_epsilon.fill_(max(share * config.clip, 1e-8))
+        rows = self._rows(data.to(self.device))
+        kl, steps = 0.0, 0
+        for minibatch in self._minibatches(rows):
+            losses = self.loss(minibatch)
+            kl = self._mean_over_all(float(losses["kl_approx"]), len(minibatch))
+            if config.target_kl and kl > _KL_MARGIN * config.target_kl:
+                break
+            self._optimizer.zero_grad()
+            (losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]).backward()
+            nn.utils.clip_grad_norm_(self._weights, config.max_grad_norm)
+            self._optimizer.step()
+            steps += 1
+        self.updates += steps
+        lag = self.collector.policy_version - rows["policy_version"].float().mean()
+        self.collector.update_policy_weights_()
+        return {
+            "train/loss": losses["loss_objective"].detach(),
+            "train/loss_critic": losses["loss_critic"].detach(),
+            "train/entropy": losses["entropy"].detach(),
+            "train/clip_fraction": losses["clip_fraction"].detach(),
+            "train/kl": kl,
+            "train/steps_per_batch": steps,
+            "train/learning_rate": share * config.learning_rate,
+            "train/valid_rows": len(rows) / data.numel(),
+            "train/policy_lag_mean": lag,
+        }
+
+    def _rows(self, data: TensorDictBase) -> TensorDictBase:
+        """``[N, T]`` -> the valid ones, with advantages normalized over all learners' rows."""
+        config = self.config
+        with torch.no_grad():
+            advantage, target = vec_generalized_advantage_estimate(
+                config.gamma,
+                config.gae_lambda,
+                self.critic(data["observation"]),
+                self.critic(data["next", "observation"]),
+                data["next", "reward"].to(torch.float32),
+                data["next", "done"],
+                data["next", "terminated"],
+            )
+        data = data.set("advantage", advantage).set("value_target", target)
+        rows = data.reshape(-1)
+        mask = data.get(("collector", "mask"), None)
+        if mask is not None:
+            rows = rows[mask.reshape(-1)]
+        return rows.set("advantage", normalized(rows["advantage"], self.ranks))
+
+    def _minibatches(self, rows: TensorDictBase) -> Iterator[TensorDictBase]:
+        """As many on every learner, however many rows it has: all take the same steps."""
+        for _ in range(self.config.epochs):
+            order = torch.randperm(len(rows), device=self.device)
+            for chosen in order.tensor_split(self.config.minibatches):
+                yield rows[chosen]
+
+    def _mean_over_all(self, value: float, rows: int) -> float:
+        total, count = self.ranks.add_up("the divergence", [value * rows, float(rows)])
+        return total / count
+
+    def state_dict(self) -> dict[str, Any]:
+        return copied(
+            model=dict(self.loss.state_dict()), optimizer=self._optimizer.state_dict(), extra={}
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.loss.load_state_dict(dict(state["model"]))
+        self._optimizer.load_state_dict(dict(state["optimizer"]))
+        self.collector.update_policy_weights_()
+
+    def close(self) -> None:
+        """Stop the workers; gradients are averaged no more."""
+        try:
+            super().close()
+        finally:
+            self.loss.close()
+
+
+def normalized(advantage: Tensor, ranks: Ranks) -> Tensor:
+    """``advantage`` less the mean of all ranks' rows, by their standard deviation (of a sample).
+
+    Rows count alike, wherever they are: the mean of the ranks' means would be another one where
+    cut rollouts leave them with different numbers. Blocks until all ranks have come.
+    """
+    values = advantage.to(torch.float64)
+    total, count = ranks.add_up("the mean advantage", [float(values.sum()), float(values.numel())])
+    deviation = values - total / count
+    squares = ranks.add_up("the variance of advantages", [float(deviation.square().sum())])[0]
+    scale = (squares / max(1.0, count - 1)) ** 0.5
+    return (deviation / (scale + 1e-8)).to(advantage.dtype)
+
+
+def build(
+    config: DDPPOConfig, task: Task, policy: PolicySpec, session: Session, start: Start
+) -> DDPPO:
+    """Create the parts of one learner's process; each learner calls it.
+
+    Args:
+        config: what to build.
+        task: sizes of ``config.env``.
+        policy: of the network that is trained.
+        session: this learner's.
+        start: where the run begins, if an earlier one is resumed.
+    """
+    device = choose_device(config, session)
+    workers = my_collectors(session)
+    learners = len(session.of_role("learner"))
+    network = policy.network().to(device)
+    critic = ValueNetwork(task.observation_size, config.hidden).to(device)
+    actor = categorical_actor(network)
+    loss = DistributedLoss(
+        ClipPPOLoss(
+            actor,
+            critic_of(critic),
+            clip_epsilon=config.clip,
+            entropy_coeff=config.entropy_coef,
+            critic_coeff=config.critic_coef,
+            loss_critic_type="l2",
+            normalize_advantage=False,  # done above, over the whole batch of all learners
+        ),
+        group=session.process_group,
+        timeout_s=config.timeout_s,
+    )
+    collector = RPCBatchedCollector(
+        for_collectors(config.env),
+        actor,
+        session=session,
+        workers=workers,
+        frames_per_batch=config.frames_per_batch // learners,
+        total_frames=-1,  # learners end together, by the frames of all
+        num_envs=config.envs_per_collector,
+        max_policy_lag=config.max_policy_lag,
+        readiness=Preempt(config.preempt_fraction, config.preempt_min_part)
+        if len(workers) > 1 and config.preempt_fraction < 1
+        else WaitAll(),
+        seed=stream_seed(config.seed, start.resumes, session.me.index, 1),
+        categorical_action_encoding=True,
+        timeout_s=config.timeout_s,
+    )
+    return DDPPO(config, network, critic, loss, collector, device, start)
+
+
+def run(config: DDPPOConfig, session: Session, *, resume: bool = False) -> dict[str, Any]:
+    """Train; see :func:`~torchrl_dist.recipes.training.train`. Called by the first learner; the
+    others serve."""
+    return train(build, config, session, resume=resume)

@@ -1,0 +1,99 @@
+"""Configuration of the DD-PPO recipe. Pure, so that the command line can show it without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..errors import ConfigurationError
+from .config import JOB, LEARNING, RecipeConfig
+from .options import option
+
+
+@dataclass(frozen=True)
+class DDPPOConfig(RecipeConfig):
+    """PPO by several learners, each with environments of its own (Wijmans et al. 2020, "DD-PPO",
+    arXiv:1911.00357; Schulman et al. 2017, arXiv:1707.06347)."""
+
+    recipe: ClassVar[str] = "ddppo"
+    title: ClassVar[str] = "DD-PPO"
+    policy_kind: ClassVar[str] = "categorical"
+
+    learners: int = option(
+        2, "processes that learn together; under a launcher, its ranks", minimum=1, group=JOB
+    )
+    collectors: int = option(
+        0, "processes that step environments for each learner; 0: the learner does it",
+        minimum=0, group=JOB,
+    )  # fmt: skip
+    envs_per_collector: int = option(
+        4, "environments in each of them, or in each learner", minimum=1, group=JOB
+    )
+    frames_per_batch: int = option(
+        1024, "frames of the whole job between two updates of the policy", minimum=1, group=JOB
+    )
+    max_policy_lag: int = option(
+        0, "rollouts that collectors may be ahead; above 0 data are not on-policy", minimum=0,
+        group=JOB,
+    )  # fmt: skip
+    preempt_fraction: float = option(
+        0.6, "once this part of a learner's collectors is done, the others stop early; 1: never",
+        above=0, maximum=1, group=JOB,
+    )  # fmt: skip
+    preempt_min_part: float = option(
+        0.25, "but no sooner than with this part of their rollout", above=0, maximum=1, group=JOB
+    )
+
+    epochs: int = option(4, "passes over each batch", minimum=1, group=LEARNING)
+    minibatches: int = option(
+        4, "gradient steps per pass, each with a part of every learner's rows", minimum=1,
+        group=LEARNING,
+    )  # fmt: skip
+    gae_lambda: float = option(
+        0.95, "lambda of the advantage estimate", minimum=0, maximum=1, group=LEARNING
+    )
+    clip: float = option(0.2, "bound of the policy's ratio at the start", above=0, group=LEARNING)
+    anneal: bool = option(
+        True, "learning rate and clip go to 0, linearly in the job's frames", group=LEARNING
+    )
+    entropy_coef: float = option(0.01, "weight of the entropy bonus", minimum=0, group=LEARNING)
+    critic_coef: float = option(0.5, "weight of the critic's loss", minimum=0, group=LEARNING)
+    max_grad_norm: float = option(0.5, "gradients are clipped to it", above=0, group=LEARNING)
+    target_kl: float = option(
+        0.0, "a batch is left at 1.5 times this divergence, mean over all learners' rows; 0: never",
+        minimum=0, group=LEARNING,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        least = self.learners * self.minibatches * 4  # a cut rollout may have a quarter of its rows
+        if self.frames_per_batch < least:
+            raise ConfigurationError(
+                f"--frames-per-batch: got {self.frames_per_batch}, expected at least {least} for "
+                f"{self.learners} learners and {self.minibatches} minibatches"
+            )
+
+    def roles(self, launched: int | None) -> dict[str, int]:
+        if launched is None:
+            others = self.learners * (1 + self.collectors) - 1
+            return {
+                "learner": self.learners,
+                "collector": self.learners * self.collectors,
+                "evaluator": int(others > 0),
+            }
+        learners, left = divmod(launched, 1 + self.collectors)
+        if left or not learners:
+            raise ConfigurationError(
+                f"--collectors: got {self.collectors} for each learner, expected a number that "
+                f"divides the launcher's {launched} ranks into learners with their collectors"
+            )
+        return {"learner": learners, "collector": launched - learners}
+
+    def check_launched(self, given: Mapping[str, Any], launched: int) -> None:
+        learners = self.roles(launched)["learner"]
+        if given.get("learners", learners) != learners:
+            raise ConfigurationError(
+                f"--learners: got {given['learners']}, but the launcher's {launched} ranks make "
+                f"{learners}; leave the option out"
+            )

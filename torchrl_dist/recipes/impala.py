@@ -1,0 +1,197 @@
+"""IMPALA: actors run ahead of one learner, V-trace corrects (Espeholt et al. 2018, 1802.01561).
+
+The learner takes each actor's rollout as it arrives and makes one update of it. ``build`` is the
+program's topology; the loop is every recipe's (``training.py``). The other processes serve.
+Environments: gymnasium's with flat Box observations and Discrete actions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+from torchrl.modules import ProbabilisticActor
+from torchrl.objectives import A2CLoss
+from torchrl.objectives.value.functional import vtrace_advantage_estimate
+
+from ..collect import FirstReady, RPCBatchedCollector
+from ..learn.ranks import Ranks
+from ..runtime import Session
+from .environments import Task, for_collectors
+from .impala_config import ImpalaConfig
+from .networks import PolicySpec, ValueNetwork
+from .policies import categorical_actor, critic_of
+from .training import Learner, Start, choose_device, copied, stream_seed, train
+
+__all__ = ["Impala", "ImpalaConfig", "VTrace", "build", "run", "vtrace"]
+
+
+class VTrace(NamedTuple):
+    """Each ``[N, T, 1]``, without gradients: what the policy's gradient is weighed by, what the
+    critic is to say, and pi(a|s) / mu(a|s), not clipped."""
+
+    advantage: Tensor
+    value_target: Tensor
+    rho: Tensor
+
+
+@torch.no_grad()
+def vtrace(
+    data: TensorDictBase,
+    actor: ProbabilisticActor,
+    critic: nn.Module,
+    *,
+    gamma: float,
+    rho_bar: float = 1.0,
+    c_bar: float = 1.0,
+) -> VTrace:
+    """Section 4.1 of the paper, for the actions that ``data`` ``[N, T]`` holds.
+
+    mu is what the acting policy wrote, ``action_log_prob``. TorchRL's ``VTrace`` module draws new
+    actions in place of these (0.14.1), so that data from the current policy itself would be
+    corrected; its function is right. With such data rho is 1 and the target is GAE's at lambda 1.
+    An end that is no ``terminated`` bootstraps from the true last observation.
+    """
+    log_pi = actor.get_dist(data.select("observation")).log_prob(data["action"])
+    log_mu = data["action_log_prob"]
+    advantage, target = vtrace_advantage_estimate(
+        gamma,
+        log_pi.unsqueeze(-1),  # its docstring has the two the other way round
+        log_mu.unsqueeze(-1),
+        critic(data["observation"]),
+        critic(data["next", "observation"]),
+        data["next", "reward"].to(torch.float32),
+        data["next", "done"],
+        data["next", "terminated"],
+        rho_thresh=rho_bar,
+        c_thresh=c_bar,
+    )
+    return VTrace(advantage, target, (log_pi - log_mu).exp().unsqueeze(-1))
+
+
+class Impala(Learner):
+    """The learner and its collectors.
+
+    Args:
+        loss: an A2CLoss over ``actor`` and ``critic``: the gradients of section 4.2.
+        start: where the run begins.
+    """
+
+    def __init__(
+        self,
+        config: ImpalaConfig,
+        network: nn.Module,
+        critic: nn.Module,
+        actor: ProbabilisticActor,
+        loss: A2CLoss,
+        collector: RPCBatchedCollector,
+        device: torch.device,
+        start: Start,
+    ) -> None:
+        self.config = config
+        self.network = network
+        self.critic = critic
+        self.actor = actor
+        self.loss = loss
+        self.collector = collector
+        self.device = device
+        self.ranks = Ranks(timeout_s=config.timeout_s)
+        self._frames = start.frames
+        self._weights = list(loss.parameters())
+        self._optimizer = torch.optim.Adam(
+            self._weights, lr=config.learning_rate, eps=1e-5, fused=True
+        )
+
+    def learn(self, data: TensorDictBase, frames: int) -> dict[str, Any]:
+        """One gradient step."""
+        config = self.config
+        share = 1 - self._frames / config.total_frames if config.anneal else 1.0
+        self._frames = frames
+        for group in self._optimizer.param_groups:
+            group["lr"] = share * config.learning_rate
+        data = data.to(self.device)
+        traced = vtrace(
+            data,
+            self.actor,
+            self.critic,
+            gamma=config.gamma,
+            rho_bar=config.rho_bar,
+            c_bar=config.c_bar,
+        )
+        rows = data.select("observation", "action").reshape(-1)
+        rows["advantage"] = traced.advantage.reshape(-1, 1)
+        rows["value_target"] = traced.value_target.reshape(-1, 1)
+        losses = self.loss(rows)
+        self._optimizer.zero_grad()
+        (losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]).backward()
+        nn.utils.clip_grad_norm_(self._weights, config.max_grad_norm)
+        self._optimizer.step()
+        self.updates += 1
+        lag = self.collector.policy_version - data["policy_version"].float().mean()
+        self.collector.update_policy_weights_()
+        return {
+            "train/loss": losses["loss_objective"].detach(),
+            "train/loss_critic": losses["loss_critic"].detach(),
+            "train/entropy": losses["entropy"].detach(),
+            "train/rho_mean": traced.rho.mean(),
+            "train/rho_clipped": (traced.rho > config.rho_bar).float().mean(),
+            "train/learning_rate": share * config.learning_rate,
+            "train/policy_lag_mean": lag,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return copied(
+            model=dict(self.loss.state_dict()), optimizer=self._optimizer.state_dict(), extra={}
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.loss.load_state_dict(dict(state["model"]))
+        self._optimizer.load_state_dict(dict(state["optimizer"]))
+        self.collector.update_policy_weights_()
+
+
+def build(
+    config: ImpalaConfig, task: Task, policy: PolicySpec, session: Session, start: Start
+) -> Impala:
+    """Create every part of the job and hand each the others it needs.
+
+    Args:
+        config: what to build.
+        task: sizes of ``config.env``.
+        policy: of the network that is trained.
+        session: the learner's; its collectors serve.
+        start: where the run begins, if an earlier one is resumed.
+    """
+    device = choose_device(config, session)
+    network = policy.network().to(device)
+    critic = ValueNetwork(task.observation_size, config.hidden).to(device)
+    actor = categorical_actor(network)
+    loss = A2CLoss(
+        actor,
+        critic_of(critic),
+        entropy_coeff=config.entropy_coef,
+        critic_coeff=config.critic_coef,
+        loss_critic_type="l2",
+    )
+    collector = RPCBatchedCollector(
+        for_collectors(config.env),
+        actor,
+        session=session,
+        frames_per_batch=config.frames_per_batch,
+        total_frames=config.total_frames - min(start.frames, config.total_frames - 1),
+        num_envs=config.envs_per_collector,
+        max_policy_lag=config.max_policy_lag,
+        readiness=FirstReady(),
+        seed=stream_seed(config.seed, start.resumes),
+        categorical_action_encoding=True,
+        timeout_s=config.timeout_s,
+    )
+    return Impala(config, network, critic, actor, loss, collector, device, start)
+
+
+def run(config: ImpalaConfig, session: Session, *, resume: bool = False) -> dict[str, Any]:
+    """Train; see :func:`~torchrl_dist.recipes.training.train`."""
+    return train(build, config, session, resume=resume)

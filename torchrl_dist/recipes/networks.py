@@ -1,0 +1,144 @@
+"""Networks of the recipes' policies, in plain torch so that ``play`` needs nothing else.
+
+:class:`PolicySpec` says all that it takes to make one, so that weights can be played anywhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .environments import Task
+
+
+def mlp(
+    sizes: Sequence[int], activation: type[nn.Module], *, last_gain: float | None = None
+) -> list[nn.Module]:
+    """Layers of a perceptron; ``last_gain``: orthogonal weights (sqrt 2, this in the last layer)
+    and zero biases, as PPO's implementations begin; None: torch's own."""
+    layers: list[nn.Module] = []
+    for before, after in itertools.pairwise(sizes):
+        linear = nn.Linear(before, after)
+        if last_gain is not None:
+            last = len(layers) == 2 * (len(sizes) - 2)
+            nn.init.orthogonal_(linear.weight, last_gain if last else math.sqrt(2))
+            nn.init.zeros_(linear.bias)
+        layers += [linear, activation()]
+    return layers[:-1]
+
+
+class QNetwork(nn.Sequential):
+    """MLP from observations to one value per action.
+
+    ``forward``: any real dtype ``[..., observation_size]`` -> float32 ``[..., num_actions]``.
+    """
+
+    def __init__(self, observation_size: int, num_actions: int, hidden: Sequence[int]) -> None:
+        super().__init__(*mlp([observation_size, *hidden, num_actions], nn.ReLU))
+
+    def forward(self, observation: Tensor) -> Tensor:
+        return super().forward(observation.to(torch.float32))
+
+    def greedy(self, observation: Tensor) -> Tensor:
+        """Actions int64 ``[...]``."""
+        return self(observation).argmax(-1)
+
+
+class CategoricalNetwork(QNetwork):
+    """As :class:`QNetwork`, to the logits of a categorical policy, all alike at the start."""
+
+    def __init__(self, observation_size: int, num_actions: int, hidden: Sequence[int]) -> None:
+        nn.Sequential.__init__(
+            self, *mlp([observation_size, *hidden, num_actions], nn.Tanh, last_gain=0.01)
+        )
+
+
+class ValueNetwork(nn.Sequential):
+    """MLP ``[..., observation_size]`` -> the state's value, float32 ``[..., 1]``."""
+
+    def __init__(self, observation_size: int, hidden: Sequence[int]) -> None:
+        super().__init__(*mlp([observation_size, *hidden, 1], nn.Tanh, last_gain=1.0))
+
+    def forward(self, observation: Tensor) -> Tensor:
+        return super().forward(observation.to(torch.float32))
+
+
+class SquashedGaussianNetwork(nn.Module):
+    """MLP to a Gaussian whose tanh, stretched to the bounds, is the action (Haarnoja et al. 2018).
+
+    ``forward``: ``[..., observation_size]`` -> location and scale, float32 ``[..., action_size]``;
+    the scale is between e^-5 and e^2.
+    """
+
+    def __init__(
+        self,
+        observation_size: int,
+        low: Sequence[float],
+        high: Sequence[float],
+        hidden: Sequence[int],
+    ) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*mlp([observation_size, *hidden, 2 * len(low)], nn.ReLU))
+        self.register_buffer("low", torch.tensor(low, dtype=torch.float32), persistent=False)
+        self.register_buffer("high", torch.tensor(high, dtype=torch.float32), persistent=False)
+
+    def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        location, log_scale = self.layers(observation.to(torch.float32)).chunk(2, -1)
+        return location, (3.5 * log_scale.tanh() - 1.5).exp()
+
+    def greedy(self, observation: Tensor) -> Tensor:
+        """The action at the location, float32 ``[..., action_size]``."""
+        middle = self(observation)[0].tanh()
+        return self.low + (middle + 1) / 2 * (self.high - self.low)
+
+
+@dataclass(frozen=True)
+class PolicySpec:
+    """How to make the network of a policy.
+
+    Attributes:
+        kind: ``"values"``, ``"categorical"`` or ``"squashed_gaussian"``.
+        env: what it plays: a gymnasium id or ``package.module:make``.
+        num_actions: 0 for continuous actions, which are between ``action_low`` and ``action_high``.
+    """
+
+    env: str
+    observation_size: int
+    hidden: tuple[int, ...]
+    kind: str = "values"
+    num_actions: int = 0
+    action_low: tuple[float, ...] = ()
+    action_high: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, task: Task, kind: str, hidden: Sequence[int]) -> PolicySpec:
+        """For the observations and actions of ``task``."""
+        sizes = (task.num_actions, task.action_low, task.action_high)
+        return cls(task.env, task.observation_size, tuple(hidden), kind, *sizes)
+
+    @classmethod
+    def from_plain(cls, info: Mapping[str, Any]) -> PolicySpec:
+        """Of a checkpoint's ``policy_info``. Raises KeyError if that describes no policy."""
+        known = {name: info[name] for name in cls.__dataclass_fields__ if name in info}
+        for name in ("env", "observation_size", "hidden"):
+            known[name] = info[name]
+        return cls(**known)
+
+    def as_plain(self) -> dict[str, Any]:
+        """Plain values for a checkpoint."""
+        return asdict(self)
+
+    def network(self) -> QNetwork | SquashedGaussianNetwork:
+        """New, with random weights. Raises KeyError for another kind."""
+        if self.kind == "squashed_gaussian":
+            return SquashedGaussianNetwork(
+                self.observation_size, self.action_low, self.action_high, self.hidden
+            )
+        kinds = {"values": QNetwork, "categorical": CategoricalNetwork}
+        return kinds[self.kind](self.observation_size, self.num_actions, self.hidden)

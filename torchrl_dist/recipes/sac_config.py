@@ -1,0 +1,61 @@
+"""Configuration of the SAC recipe. Pure, so that the command line can show it without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..errors import ConfigurationError
+from .config import JOB, LEARNING, RecipeConfig, ReplayConfig
+from .options import option
+
+REPLAY = "replay"
+
+
+@dataclass(frozen=True)
+class SACConfig(ReplayConfig):
+    """Soft actor-critic (Haarnoja et al. 2018, arXiv:1812.05905) with collectors that a limiter
+    keeps in step with the learner."""
+
+    recipe: ClassVar[str] = "sac"
+    title: ClassVar[str] = "SAC"
+    policy_kind: ClassVar[str] = "squashed_gaussian"
+    discrete: ClassVar[bool] = False
+    fixed_on_resume: ClassVar[tuple[str, ...]] = (*RecipeConfig.fixed_on_resume, "capacity")
+
+    env: str = option(
+        "Pendulum-v1", "gymnasium environment id, or package.module:function that makes one",
+        group=JOB,
+    )  # fmt: skip
+    envs_per_collector: int = option(4, "environments in each of them", minimum=1, group=JOB)
+    total_frames: int = option(20_000, "length of the run", unit="frames", minimum=1, group=JOB)
+    frames_per_batch: int = option(
+        32, "frames of all collectors between two updates of their weights", minimum=1, group=JOB
+    )
+    eval_interval_frames: int = option(
+        2_000, "frames between two evaluations", unit="frames", minimum=1,
+        group="evaluation and checkpoints",
+    )  # fmt: skip
+
+    updates_per_frame: float = option(
+        1.0, "gradient steps per frame, kept by the buffer's limiter", above=0, group=LEARNING
+    )
+    batch_size: int = option(128, "rows per gradient step", minimum=1, group=LEARNING)
+    target_tau: float = option(
+        0.005, "share of the weights that the target networks take over per update",
+        above=0, maximum=1, group=LEARNING,
+    )  # fmt: skip
+    learning_starts: int = option(
+        256, "rows in the buffer before the first update; actions are random until then",
+        minimum=1, group=LEARNING,
+    )  # fmt: skip
+
+    capacity: int = option(100_000, "rows the buffer holds", minimum=1, group=REPLAY)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.learning_starts > self.capacity:
+            raise ConfigurationError(
+                f"--learning-starts: got {self.learning_starts}, expected at most the capacity "
+                f"({self.capacity})"
+            )

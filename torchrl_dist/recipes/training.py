@@ -1,0 +1,479 @@
+"""What all recipes do alike: the loop of their learners, and what the first of them keeps.
+
+A recipe is a configuration, a ``build`` that makes a :class:`Learner`, and nothing else. Every
+learner of a job runs :class:`Training`; the first one also has a :class:`Keeper`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import signal
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..checkpoint import Checkpoint, load_checkpoint, rng_state, save_checkpoint, set_rng_state
+from ..collect import RPCBatchedCollector
+from ..errors import ConfigurationError, DeadlineError, PeerLostError
+from ..learn.ranks import Ranks
+from ..runtime import Peer, Session, current_session
+from .config import RecipeConfig
+from .environments import Task, look_at
+from .evaluator import Evaluations, EvaluatorConfig
+from .monitor import Monitor
+from .networks import PolicySpec
+from .plots import Evaluation
+
+_FINAL = 2**20  # numbers the final evaluations apart from those during training
+
+
+class Learner(ABC):
+    """A job's parts, as one learner's process holds them; what ``build`` returns.
+
+    Attributes:
+        network: the policy's, whose weights are evaluated and kept.
+        collector: yields what :meth:`learn` takes.
+        ranks: the learners of the job.
+        updates: gradient steps so far.
+        remarks: for the user, about how the job starts.
+    """
+
+    network: nn.Module
+    collector: RPCBatchedCollector
+    ranks: Ranks
+    updates: int = 0
+    remarks: tuple[str, ...] = ()
+
+    @abstractmethod
+    def learn(self, data: Any, frames: int) -> dict[str, Any]:
+        """Learn from what the collector yielded, and send it the new weights.
+
+        Args:
+            data: a batch, or a report.
+            frames: of the whole job so far, those in ``data`` included.
+
+        Returns:
+            What there is to see, scalars by tag.
+        """
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """``"model"``, ``"optimizer"``, and plain ``"extra"`` that a resumed learner needs."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` returned; sends the weights to the collectors."""
+
+    def close(self) -> None:
+        """Stop the workers."""
+        self.collector.shutdown()
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where the learners begin.
+
+    Attributes:
+        frames: of the whole job, done before.
+        resumes: how often the run was resumed; its environments start differently each time.
+        updates: gradient steps done before.
+        state: the learner's, if the run is resumed.
+    """
+
+    frames: int = 0
+    resumes: int = 0
+    updates: int = 0
+    state: Mapping[str, Any] | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, before: Checkpoint | None) -> Start:
+        if before is None:
+            return cls()
+        return cls(
+            before.extra["history"]["frames"],
+            before.counters["resumes"] + 1,
+            before.counters["updates"],
+            {
+                "model": before.model,
+                "optimizer": before.optimizer,
+                "extra": before.extra["learner"],
+            },
+        )
+
+
+Build = Callable[[Any, Task, PolicySpec, Session, Start], Learner]
+
+
+def stream_seed(*numbers: int) -> int:
+    """A seed of its own for each tuple of numbers >= 0; in [0, 2^31)."""
+    return int(np.random.SeedSequence(list(numbers)).generate_state(1)[0]) % 2**31
+
+
+def choose_device(config: RecipeConfig, session: Session) -> torch.device:
+    """Where this learner computes; each learner of a machine has a GPU of its own.
+
+    Raises:
+        ConfigurationError: ``--device cuda``, and there is none, or not one for each.
+    """
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    index = sum(p.host == session.me.host for p in session.of_role("learner")[: session.me.index])
+    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+        raise ConfigurationError(
+            f"--device {config.device}: {session.me.name} needs GPU {index} of {session.me.host}, "
+            f"which has {torch.cuda.device_count()}; use --device cpu, or fewer learners"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def my_collectors(session: Session) -> tuple[Peer, ...]:
+    """The collectors of this learner: every L-th of L learners, or itself."""
+    learners = session.of_role("learner")
+    return session.of_role("collector")[session.me.index :: len(learners)] or (session.me,)
+
+
+def train(
+    build: Build, config: RecipeConfig, session: Session, *, resume: bool = False
+) -> dict[str, Any]:
+    """Train, and return the result as plain values. Called by the first learner's process; blocks.
+
+    Leaves ``checkpoint.pt``, ``learning_curve.png`` and logs in the run's folder. After a stop
+    signal it finishes the batch at hand, writes the checkpoint and returns.
+
+    Raises:
+        ConfigurationError: the environment, the machines or the device do not fit.
+        CheckpointError: ``resume``, and the checkpoint is missing or damaged.
+        DirectoryError: the replay directory cannot be used.
+        PeerLostError: all collectors of a learner are lost, or a learner is. A checkpoint has been
+            written.
+    """
+    before = load_checkpoint(config.checkpoint_path, recipe=config.recipe) if resume else None
+    start = Start.of(before)
+    others = [
+        session.submit(peer, _follow, build, config, start, timeout_s=float("inf"))
+        for peer in session.of_role("learner")[1:]
+    ]
+    try:
+        with _one_thread(), Training(build, config, session, start) as training:
+            keeper = Keeper(training, before)
+            with contextlib.closing(keeper):
+                try:
+                    training.run(keeper)
+                except PeerLostError as error:
+                    keeper.save()
+                    raise PeerLostError(
+                        f"{error}. {config.checkpoint_path} was written; --resume goes on from it"
+                    ) from error
+                result = keeper.finish()
+    except (DeadlineError, PeerLostError) as error:
+        raise _cause(others) or error from error
+    for other in others:
+        other.result(session.timeout_s)
+    return result
+
+
+def _follow(build: Build, config: RecipeConfig, start: Start) -> None:
+    """What the learners but the first do, asked by that one."""
+    with _one_thread(), Training(build, config, current_session(), start) as training:
+        training.run(None)
+
+
+def _cause(others: list[Future]) -> BaseException | None:
+    """What another learner failed of before it could tell."""
+    return next((f.exception() for f in others if f.done() and f.exception() is not None), None)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the matrices are small, and the collectors need the cores
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@dataclass(frozen=True)
+class Round:
+    """What all learners' collectors brought in one turn of the loop.
+
+    Attributes:
+        ended: one has nothing more to give: then nobody learns from this turn.
+        stop: one was told to stop, after this turn.
+        waited_s: seconds that a learner waited, mean over the learners.
+        busy_s: seconds of stepping and writing, of all workers.
+        workers: how many.
+    """
+
+    ended: bool
+    stop: bool
+    frames: int
+    returns: list[float]
+    lag: int
+    waited_s: float
+    busy_s: float
+    workers: int
+
+
+class Training:
+    """One learner's part of a run.
+
+    Attributes:
+        learner: the parts.
+        frames: of the whole job so far.
+    """
+
+    def __init__(self, build: Build, config: RecipeConfig, session: Session, start: Start) -> None:
+        self.config = config
+        self.session = session
+        self.start = start
+        self.frames = start.frames
+        self.task = look_at(config.env, discrete=config.discrete)
+        self.policy = PolicySpec.of(self.task, config.policy_kind, config.hidden)
+        torch.manual_seed(config.seed)  # the same weights for all
+        self.learner = build(config, self.task, self.policy, session, start)
+        try:
+            if start.state is not None:
+                self.learner.load_state_dict(start.state)
+                self.learner.updates = start.updates
+            # Learners draw differently: their actions, minibatches and noise.
+            mine = stream_seed(config.seed, start.resumes, session.me.index)
+            torch.manual_seed(mine)
+            np.random.seed(mine)
+            random.seed(mine)
+        except BaseException:
+            self.learner.close()
+            raise
+
+    def __enter__(self) -> Training:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            self.learner.ranks.report(error)
+        self.learner.close()
+
+    def run(self, keeper: Keeper | None) -> None:
+        """Until ``total_frames`` or a stop signal; all learners end after the same turn."""
+        rollouts = iter(self.learner.collector)
+        while self.frames < self.config.total_frames:
+            turn = self._meet(data := next(rollouts, None))
+            if turn.ended:
+                break
+            self.frames += turn.frames
+            if keeper is not None:
+                keeper.collected(turn)
+            metrics = self.learner.learn(data, self.frames)
+            if keeper is not None:
+                keeper.learned(metrics)
+            if turn.stop:
+                break
+
+    def _meet(self, data: Any) -> Round:
+        report, lost = self.learner.collector.report, self.session.lost()
+        mine = [
+            data is None,
+            self.session.stop_requested,
+            report.frames,
+            [float(x) for x in report.episode_returns],
+            report.policy_lag,
+            report.wait_s,
+            sum(report.collect_s.values()) + sum(report.write_s.values()),
+            sum(peer not in lost for peer in my_collectors(self.session)),
+        ]
+        told = list(zip(*self.learner.ranks.exchange(mine, "the end of a batch"), strict=True))
+        ended, stop, frames, returns, lag, waited, busy, workers = told
+        return Round(
+            any(ended),
+            any(stop),
+            sum(frames),
+            [x for each in returns for x in each],
+            max(lag),
+            fmean(waited),
+            sum(busy),
+            sum(workers),
+        )
+
+
+class Keeper:
+    """What the first learner does beside: shows, evaluates, keeps the best policy, saves.
+
+    Args:
+        training: its part of the run.
+        before: the checkpoint of the run that is resumed.
+    """
+
+    def __init__(self, training: Training, before: Checkpoint | None) -> None:
+        self.training = training
+        self.config = config = training.config
+        self.session = training.session
+        self.learner = training.learner
+        self.resumes = training.start.resumes
+        self.lost: list[str] = list(before.extra["lost_collectors"]) if before else []
+        self.best: Evaluation | None = None
+        self.best_weights = self._weights()
+        if before is not None:
+            self.best_weights = dict(before.policy)
+            if before.policy_info["evaluation"] is not None:
+                self.best = Evaluation(*before.policy_info["evaluation"])
+            if self.learner.ranks.size == 1:
+                set_rng_state(before.rng)
+        self.monitor = Monitor(
+            config.output_path,
+            total_frames=config.total_frames,
+            title=f"{config.title} on {config.env}, seed {config.seed}",
+            threshold=training.task.reward_threshold,
+            history=dict(before.extra["history"]) if before else {},
+        )
+        self.evaluations = Evaluations(
+            self.session,
+            EvaluatorConfig(training.policy, config.eval_episodes, config.eval_max_steps),
+            self.monitor.say,
+        )
+        for remark in self.learner.remarks:
+            self.monitor.say(remark)
+        self._next_evaluation = self.monitor.frames + config.eval_interval_frames
+        self.save()
+
+    def collected(self, turn: Round) -> None:
+        """Before the learner learns from it."""
+        self.monitor.collected(
+            turn.frames,
+            turn.returns,
+            lag=turn.lag,
+            waited_s=turn.waited_s,
+            busy_s=turn.busy_s,
+            workers=turn.workers,
+        )
+        self._note_losses()
+
+    def learned(self, metrics: Mapping[str, Any]) -> None:
+        """After it."""
+        self.monitor.learned(self.learner.updates - self.monitor.updates, metrics)
+        self._take_evaluation(self.evaluations.poll())
+        if self.monitor.frames >= self._next_evaluation and not self.evaluations.under_way:
+            self._begin_evaluation()
+        self.monitor.show()
+        if time.monotonic() - self._saved_at >= self.config.checkpoint_interval_s:
+            self.save()
+
+    def finish(self) -> dict[str, Any]:
+        """Evaluate, save, draw; returns the result."""
+        monitor = self.monitor
+        seconds, bound = monitor.seconds, monitor.bound_by()
+        self._take_evaluation(self.evaluations.finish())
+        seen = monitor.evaluations
+        if not (seen and seen[-1].frames == monitor.frames):
+            self._begin_evaluation()
+            self._take_evaluation(self.evaluations.finish())
+        monitor.show(force=True)
+        self.save()
+        self.evaluations.begin(self.best_weights, self._seed(_FINAL + self.resumes))
+        returns = self.evaluations.finish() or []
+        best, solved = self.best, monitor.solved
+        number = self.session.stop_signal
+        if bound is not None:
+            monitor.say(str(bound))
+        return {
+            "mean_return": fmean(returns) if returns else (best.mean if best else None),
+            "mean_return_is_of": (
+                f"the best policy by evaluation, {len(returns)} fresh episodes"
+                if returns
+                else "the best policy, the evaluation that chose it (stopped early)"
+            ),
+            "frames": monitor.frames,
+            "updates": monitor.updates,
+            "seconds": round(seconds, 2),
+            "sps": round(monitor.frames / seconds, 1),
+            "updates_per_second": round(monitor.updates / seconds, 1),
+            "best_evaluation": vars(best) if best else None,
+            "solved": {"return": monitor.threshold, **vars(solved)} if solved else None,
+            "recipe": self.config.recipe,
+            "env": self.config.env,
+            "seed": self.config.seed,
+            "learners": self.learner.ranks.size,
+            "collectors": len(self.session.of_role("collector")) or self.learner.ranks.size,
+            "lost_collectors": self.lost,
+            "policy_lag": {"mean": round(monitor.mean_lag, 3), "max": monitor.max_lag},
+            "bound_by": vars(bound) if bound else None,
+            "last": monitor.last,
+            "stopped_by": signal.Signals(number).name if number else None,
+            "resumes": self.resumes,
+            "checkpoint": str(self.config.checkpoint_path),
+            "learning_curve": str(monitor.picture(best)),
+        }
+
+    def save(self) -> None:
+        """Write the checkpoint."""
+        state = self.learner.state_dict()
+        evaluation = list(vars(self.best).values()) if self.best else None
+        save_checkpoint(
+            self.config.checkpoint_path,
+            Checkpoint(
+                recipe=self.config.recipe,
+                config=self.config.as_plain(),
+                policy=self.best_weights if self.best else self._weights(),
+                policy_info={**self.training.policy.as_plain(), "evaluation": evaluation},
+                model=state["model"],
+                optimizer=state["optimizer"],
+                counters={"updates": self.learner.updates, "resumes": self.resumes},
+                rng=rng_state(),
+                extra={
+                    "history": self.monitor.state(),
+                    "lost_collectors": self.lost,
+                    "learner": state["extra"],
+                },
+            ),
+        )
+        self._saved_at = time.monotonic()
+
+    def close(self) -> None:
+        """End the progress line."""
+        self.monitor.close()
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        state = self.learner.network.state_dict()
+        return {name: value.detach().cpu().clone() for name, value in state.items()}
+
+    def _begin_evaluation(self) -> None:
+        """Have the weights of this moment played, while training goes on."""
+        weights = self._weights()
+        self._evaluated = (weights, self.monitor.moment())
+        self.evaluations.begin(weights, self._seed(len(self.monitor.evaluations) + 1))
+        self._next_evaluation = self.monitor.frames + self.config.eval_interval_frames
+
+    def _take_evaluation(self, returns: list[float] | None) -> None:
+        if returns is None:
+            return
+        weights, moment = self._evaluated
+        evaluation = self.monitor.evaluated(returns, moment)
+        if self.best is None or self.monitor.rank(evaluation) >= self.monitor.rank(self.best):
+            self.best, self.best_weights = evaluation, weights
+
+    def _seed(self, number: int) -> int:
+        """Of the environments of an evaluation."""
+        return stream_seed(self.config.seed, number)
+
+    def _note_losses(self) -> None:
+        """Say once of each collector that died that the others go on."""
+        for peer in self.session.lost():
+            if peer.role == "collector" and peer.name not in self.lost:
+                self.lost.append(peer.name)
+                why = self.session.lost_reason(peer)
+                self.monitor.say(f"{peer.name} is lost ({why}); training goes on without it")
+
+
+def copied(**state: Any) -> dict[str, Any]:
+    """A state that later updates leave alone (an optimizer keeps the tensors it was given)."""
+    return copy.deepcopy(state)
