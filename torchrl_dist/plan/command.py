@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.planner import Costs, Layout, Prediction, decide, predict, rank, time_to
+from torchrl_dist.planner import MIN_GAIN, Costs, Layout, Prediction, decide, predict, rank, time_to
 
 if TYPE_CHECKING:
     from .measure import Measured, Subject
@@ -182,6 +182,7 @@ def plan(
         "verdict": verdict.word,
         "reason": f"{verdict.reason}; {_limit(verdict.prediction)}",
         "processes_that_pay": processes_that_pay(ranked),
+        "deadline": deadline_of(costs, ranked),
         "interval": chosen[0]["interval"],
         "predicted": chosen,
         "measured": measured.as_json(),
@@ -211,6 +212,28 @@ def processes_that_pay(ranked: Sequence[tuple[Layout, Prediction]]) -> int:
     here = [each for each in ranked if each[0].nodes == 1]
     enough = _NEARLY * max(prediction.frames_per_s for _, prediction in here)
     return min(lay.stepping for lay, prediction in here if prediction.frames_per_s >= enough)
+
+
+def deadline_of(costs: Costs, ranked: Sequence[tuple[Layout, Prediction]]) -> dict[str, Any] | None:
+    """What a receive deadline would bring to the best layout that waits for all without lag:
+    ``gain`` (a factor), ``deadline_s`` (None: none pays), ``spread`` of a rollout."""
+    from .regimes import best_deadline
+
+    in_rounds = (lay for lay, _ in ranked if lay.wait_all and lay.lag == 0 and lay.messages > 1)
+    layout = next(in_rounds, None)
+    if layout is None:
+        return None
+    count = layout.envs * layout.steps
+    rollout_s = layout.steps * (costs.step_s(layout.envs) + layout.envs * costs.idle_s)
+    rows_s = costs.learn_s * layout.frames + layout.messages * costs.message_learner_s
+    spread = costs.spread / math.sqrt(count)
+    found = best_deadline(
+        layout.messages, spread, batch_s=costs.latency_s / rollout_s, rows_s=rows_s / rollout_s
+    )
+    deadline_s = found.deadline_s * rollout_s if found.gain > 1.0 else None
+    return {
+        "layout": name_of(layout), "spread": spread, "gain": found.gain, "deadline_s": deadline_s
+    }  # fmt: skip
 
 
 def _limit(prediction: Prediction) -> str:
@@ -279,6 +302,13 @@ def show(found: dict[str, Any]) -> None:
     if count > 1:
         most = " (more were not considered)" if count >= found["settings"]["most_processes"] else ""
         console.print(f"up to {count} env processes pay on one node{most}")
+    if deadline := found["deadline"]:
+        pays = "would make" if deadline["gain"] >= MIN_GAIN else "does not pay: it would make"
+        console.print(
+            f"a receive deadline {pays} {deadline['gain']:.2f} times as many frames of "
+            f"{deadline['layout']} (a rollout varies by {deadline['spread']:.1%})",
+            highlight=False,
+        )
     table = Table(box=None, pad_edge=False)
     frames = found["settings"]["frames"]
     for column in ("layout", "frames/s", "interval", "efficiency", f"{frames:,.0f} frames",

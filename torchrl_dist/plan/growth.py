@@ -1,0 +1,191 @@
+"""How far does it grow? The planner's model and a simulation, up to 32 nodes of 48 cores.
+
+    torchrl-dist plan --env CartPole-v1 --json > plan.json
+    python -m torchrl_dist.plan.growth plan.json
+
+Beside the efficiencies that tianshou#1172 measured with Ray for steps that sleep 1, 0.1, 0.01 and
+0.001 s: what messages cost here, measured on this machine, for a rank per core and for one node
+worker per node. What binds first is named, and from which node on one learner takes in no more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.planner import Costs, Layout, predict
+
+CORES, NODES, STEPS_S = 48, (2, 4, 8, 16, 32), (1.0, 0.1, 0.01, 0.001)
+RAY = {
+    2: (0.96, 0.71, 0.33, 0.04), 4: (0.95, 0.67, 0.21, 0.02), 8: (0.91, 0.56, 0.11, 0.01),
+    16: (0.86, 0.41, 0.05, 0.01), 32: (0.78, 0.26, 0.03, 0.0),
+}  # fmt: skip
+"""Published efficiencies by nodes, for ``STEPS_S``."""
+_MESSAGE_S = 0.5  # of steps in a message, as the collector chooses by itself; one step at least
+
+
+def costs_of(plan: dict[str, Any]) -> Costs:
+    """What ``torchrl-dist plan --json`` measured.
+
+    Raises:
+        ConfigurationError: that is no such object.
+    """
+    try:
+        measured, settings = plan["measured"], plan["settings"]
+        steps = {int(envs): s for envs, s in measured["step_cpu_s"].items()}
+        given = {"step_cpu_s", "updates_per_frame", "bytes_per_s"}
+        return Costs(
+            step_cpu_s=tuple(sorted(steps.items())),
+            updates_per_frame=settings["updates_per_frame"],
+            bytes_per_s=settings["assumed_bytes_per_s"],
+            **{n: measured[n] for n in Costs.__dataclass_fields__ if n not in given},
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigurationError(
+            f"expected what torchrl-dist plan --json prints; {error!r} is missing"
+        ) from error
+
+
+def sleeping(costs: Costs, step_s: float) -> Costs:
+    """The same messages and loop, for an env that sleeps; nobody learns."""
+    return replace(costs, idle_s=step_s, spread=0.0, update_s=0.0)
+
+
+def layout_of(nodes: int, step_s: float, node_workers: bool) -> Layout:
+    """A process per core, and messages of half a second; nobody waits for anybody."""
+    steps = max(1, int(_MESSAGE_S / step_s))
+    return Layout(nodes, CORES, 1, steps, node_workers, lag=1, wait_all=False)
+
+
+def growth(costs: Costs) -> list[dict[str, Any]]:
+    """A line per number of nodes, step time and kind of worker."""
+    lines = []
+    for nodes in NODES:
+        for step_s, published in zip(STEPS_S, RAY[nodes], strict=True):
+            for node_workers in (False, True):
+                layout = layout_of(nodes, step_s, node_workers)
+                predicted = predict(sleeping(costs, step_s), layout, CORES)
+                lines.append(
+                    {
+                        "nodes": nodes,
+                        "step_s": step_s,
+                        "workers": "node" if node_workers else "ranks",
+                        "steps_per_message": layout.steps,
+                        "ray_efficiency": published,
+                        "efficiency": predicted.frames_per_s * step_s / layout.stepping,
+                        "simulated": simulated(costs, layout, step_s) * step_s / layout.stepping,
+                        "frames_per_s": predicted.frames_per_s,
+                        "learner_busy": predicted.learner_busy,
+                        "bound_by": predicted.bound_by,
+                    }
+                )
+    return lines
+
+
+def full_at(costs: Costs, step_s: float, node_workers: bool) -> float:
+    """Nodes from which one learner takes in no more, whatever is added."""
+    one = predict(sleeping(costs, step_s), layout_of(1, step_s, node_workers), CORES)
+    busy = one.learner_busy
+    return math.inf if busy <= 0 else 1 / busy
+
+
+def simulated(costs: Costs, layout: Layout, step_s: float) -> float:
+    """Frames per second, message by message, with a core for each process."""
+    per_process = layout.processes if layout.node_workers else 1
+    frames = layout.steps * layout.envs * per_process
+    size = frames * costs.frame_bytes
+    rollout_s = layout.steps * layout.envs * (step_s + costs.step_s(1))
+    rollout_s += (costs.message_worker_s + size * costs.byte_worker_s) / per_process
+    intake_s = costs.message_learner_s + size * costs.byte_learner_s
+    sources = layout.messages
+    return frames * intake_rate(sources, rollout_s, intake_s, lag=layout.lag)
+
+
+def intake_rate(
+    sources: int, rollout_s: float, intake_s: float, *, lag: int = 1, spread: float = 0.05,
+    messages_each: int = 40, seed: int = 0,
+) -> float:  # fmt: skip
+    """Messages per second that a learner takes in from so many sources, simulated.
+
+    A source makes a message in ``rollout_s`` (lognormal, with that relative spread), and may be
+    ``lag`` messages ahead of what the learner has taken; the learner takes ``intake_s`` for each,
+    in the order of arrival.
+    """
+    rng = np.random.default_rng(seed)
+    sigma = math.sqrt(math.log1p(spread**2))
+    ready = [(rollout_s * rng.random(), source) for source in range(sources)]
+    heapq.heapify(ready)
+    waiting: dict[int, list[float]] = {source: [] for source in range(sources)}
+    free_at, taken, warm_at, total = 0.0, 0, 0.0, messages_each * sources
+    while taken < total:
+        arrived, source = heapq.heappop(ready)
+        free_at = max(free_at, arrived) + intake_s
+        taken += 1
+        if taken == total // 4:
+            warm_at = free_at
+        # the next begins when this one was made, unless as many as allowed are not yet taken
+        ends = waiting[source]
+        ends.append(free_at)
+        begins = max(arrived, ends[-1 - lag]) if len(ends) > lag else arrived
+        del ends[: -1 - lag]
+        duration = rollout_s * math.exp(rng.normal(-(sigma**2) / 2, sigma))
+        heapq.heappush(ready, (begins + duration, source))
+    return (total - total // 4) / (free_at - warm_at)
+
+
+def print_table(costs: Costs, lines: Sequence[dict[str, Any]]) -> None:
+    """Efficiencies side by side, then where the learner is full."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=110)
+    table = Table(title=f"efficiency on nodes of {CORES} cores, model (simulation)")
+    for column in ("nodes", "step s", "Ray, published", "a rank per core", "bound by",
+                   "a node worker", "bound by"):  # fmt: skip
+        table.add_column(column, justify="right")
+    for ranks, node in zip(lines[::2], lines[1::2], strict=True):
+        cells = [
+            cell
+            for line in (ranks, node)
+            for cell in (f"{line['efficiency']:.0%} ({line['simulated']:.0%})", line["bound_by"])
+        ]
+        published = f"{ranks['ray_efficiency']:.0%}"
+        table.add_row(str(ranks["nodes"]), f"{ranks['step_s']:g}", published, *cells)
+    console.print(table)
+    for step_s in STEPS_S:
+        ranks, node = (full_at(costs, step_s, joined) for joined in (False, True))
+        console.print(
+            f"steps of {step_s:g} s: the learner's intake is full at {ranks:,.0f} nodes with a "
+            f"rank per core, at {node:,.0f} with a node worker each"
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table; seconds of one core."""
+    parser = argparse.ArgumentParser(
+        prog="python -m torchrl_dist.plan.growth",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("plan", type=Path, metavar="PLAN.json", help="of torchrl-dist plan --json")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a line per cell")
+    options = parser.parse_args(argv)
+    costs = costs_of(json.loads(options.plan.read_text().splitlines()[-1]))
+    lines = growth(costs)
+    print_table(costs, lines)
+    if options.json is not None:
+        options.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,201 @@
+"""When does a receive deadline pay? By simulation of a learner that takes what has arrived.
+
+    python -m torchrl_dist.plan.regimes --plot regimes.png
+
+A learner without lag waits until all of ``workers`` have delivered, or until a deadline has passed
+and at least one has (``Quorum(1, timeout_s)``). It works on what it took, and then those workers
+begin anew, while the others go on. Two things decide whether that brings more frames per second:
+
+- the spread of a *rollout*. Of a step that takes 1 +- s a rollout of n envs and K steps takes
+  1 +- s / sqrt(n K): more envs widen the gaps in seconds, and narrow them in parts of a rollout;
+- what the learner's work follows: the batch (a small network, one call whatever its rows), or the
+  rows (a large one). One that follows the rows loses nothing by smaller batches.
+
+All times are in units of a mean rollout. The map has the gain of the best deadline over none. Where
+one pays the shortest pays most: it is the waiting for others that costs. What it brings along, rows
+that are older by an update and fewer rows per update, is for the user to weigh.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torchrl_dist.planner import MIN_GAIN
+
+SPREADS = (0.01, 0.03, 0.1, 0.3, 1.0, 1.5)
+WORKERS = (2, 4, 8, 16, 32, 128)
+DEADLINES = (0.1, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0)
+NETWORKS = {
+    "small, 1 % of a rollout": (0.01, 0.0),
+    "half a rollout, by batch": (0.5, 0.0),
+    "half a rollout, by row": (0.0, 0.5),
+    "as long as a rollout, by row": (0.0, 1.0),
+}
+"""Learner's work on a batch of all workers: (whatever its rows, in proportion to its rows)."""
+_ROUNDS, _REPLICAS = 60, 24
+
+
+@dataclass(frozen=True)
+class Received:
+    """A simulated run: rollouts per time (of a mean rollout), and workers per receive."""
+
+    rate: float
+    workers: float
+
+
+def simulate(
+    workers: int,
+    spread: float,
+    *,
+    batch_s: float = 0.0,
+    rows_s: float = 0.0,
+    deadline_s: float = math.inf,
+    rounds: int = _ROUNDS,
+    replicas: int = _REPLICAS,
+    seed: int = 0,
+) -> Received:
+    """Collect with a deadline. Rollouts are lognormal with mean 1.
+
+    Args:
+        spread: standard deviation of a rollout.
+        batch_s, rows_s: learner's work on any batch, and on one of all workers, in proportion.
+        deadline_s: from the beginning of a receive; infinite: wait for all.
+        rounds: receives, of each of ``replicas`` independent runs.
+    """
+    rng = np.random.default_rng(seed)
+    sigma = math.sqrt(math.log1p(spread**2))
+
+    def draw() -> np.ndarray:  # [replicas, workers]
+        return rng.lognormal(-(sigma**2) / 2, sigma, (replicas, workers))
+
+    now = np.zeros(replicas)
+    ready = draw()
+    taken_so_far = np.zeros(replicas)
+    for _ in range(rounds):
+        first, last = ready.min(1), ready.max(1)
+        until = np.minimum(last, np.maximum(now + deadline_s, first))
+        until = np.maximum(until, now)
+        taken = ready <= until[:, None]
+        count = taken.sum(1)
+        taken_so_far += count
+        now = until + batch_s + rows_s * count / workers
+        ready = np.where(taken, now[:, None] + draw(), ready)
+    return Received(float((taken_so_far / now).mean()), float(taken_so_far.mean() / rounds))
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Of the best deadline over waiting for all: ``gain`` is a factor; ``deadline_s`` infinite and
+    ``gain`` 1 where none pays. ``workers_per_receive`` with it."""
+
+    gain: float
+    deadline_s: float
+    workers_per_receive: float
+
+
+def best_deadline(
+    workers: int, spread: float, *, batch_s: float = 0.0, rows_s: float = 0.0
+) -> Gain:
+    """The deadline, in mean rollouts, with the most frames per second."""
+    work = {"batch_s": batch_s, "rows_s": rows_s}
+    patient = simulate(workers, spread, **work)
+    best = Gain(1.0, math.inf, patient.workers)
+    for deadline_s in DEADLINES:
+        hurried = simulate(workers, spread, deadline_s=deadline_s, **work)
+        if hurried.rate > best.gain * patient.rate:
+            best = Gain(hurried.rate / patient.rate, deadline_s, hurried.workers)
+    return best
+
+
+def regimes() -> list[dict[str, Any]]:
+    """The map: a line per network, number of workers and spread of a rollout."""
+    return [
+        {
+            "network": name,
+            "workers": workers,
+            "spread": spread,
+            **asdict(best_deadline(workers, spread, batch_s=batch_s, rows_s=rows_s)),
+        }
+        for (name, (batch_s, rows_s)), workers, spread in itertools.product(
+            NETWORKS.items(), WORKERS, SPREADS
+        )
+    ]
+
+
+def print_table(lines: Sequence[dict[str, Any]]) -> None:
+    """Per network, the gain by workers and spread, with the best deadline in mean rollouts."""
+    from rich.console import Console
+    from rich.table import Table
+
+    for name in dict.fromkeys(line["network"] for line in lines):
+        table = Table(title=f"gain of the best deadline (and that deadline); learner: {name}")
+        table.add_column("workers", justify="right")
+        for spread in SPREADS:
+            table.add_column(f"spread {spread:g}", justify="right")
+        for workers in WORKERS:
+            row = [line for line in lines if (line["network"], line["workers"]) == (name, workers)]
+            table.add_row(str(workers), *[_cell(line) for line in row])
+        Console(width=100).print(table)
+
+
+def _cell(line: dict[str, Any]) -> str:
+    if line["gain"] < MIN_GAIN:
+        return f"{line['gain']:.2f}"
+    return f"[bold]{line['gain']:.2f}[/] ({line['deadline_s']:g})"
+
+
+def plot(path: Path, lines: Sequence[dict[str, Any]]) -> None:
+    """A panel per network: gain over spread and workers; the line is where deadlines begin to
+    pay."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3.4 * len(NETWORKS), 3.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axis, name in zip(figure.subplots(1, len(NETWORKS)), NETWORKS, strict=True):
+        gains = np.array([line["gain"] for line in lines if line["network"] == name])
+        gains = gains.reshape(len(WORKERS), len(SPREADS))
+        image = axis.imshow(gains, vmin=1.0, vmax=2.5, origin="lower", cmap="viridis")
+        axis.contour(gains, [MIN_GAIN], colors="white")
+        axis.set_xticks(range(len(SPREADS)), [f"{s:g}" for s in SPREADS])
+        axis.set_yticks(range(len(WORKERS)), [str(w) for w in WORKERS])
+        axis.set_xlabel("spread of a rollout")
+        axis.set_ylabel("workers")
+        axis.set_title(f"learner: {name}", fontsize=9)
+        for (i, j), gain in np.ndenumerate(gains):
+            color = "black" if gain > 2 else "white"
+            axis.text(j, i, f"{gain:.2f}", ha="center", va="center", fontsize=7, color=color)
+    figure.colorbar(image, ax=figure.axes, label="frames/s, best deadline over none")
+    figure.savefig(path, dpi=120)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the map; seconds of one core."""
+    parser = argparse.ArgumentParser(
+        prog="python -m torchrl_dist.plan.regimes",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the map, a line per cell")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it")
+    options = parser.parse_args(argv)
+    lines = regimes()
+    print_table(lines)
+    if options.json is not None:
+        options.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if options.plot is not None:
+        plot(options.plot, lines)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
