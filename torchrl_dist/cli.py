@@ -348,10 +348,11 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_ops(commands: argparse._SubParsersAction) -> None:
-    from .ops import doctor, slurm
+    from .ops import doctor, slurm, top
 
     doctor.add_options(commands.add_parser("doctor", help="is this machine fit for a job?"))
     slurm.add_options(commands.add_parser("slurm", help="a batch script that starts a job"))
+    top.add_options(commands.add_parser("top", help="who works and who waits in a running job"))
 
 
 def _add_plan(commands: argparse._SubParsersAction) -> None:

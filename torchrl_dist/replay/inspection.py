@@ -125,7 +125,7 @@ def _directory(folder: Path) -> dict[str, Any]:
             float(floats[Word.MAX_PRIORITY]),
         ),
         "counters": layout.counters_in(words),
-        "limiter": _limiter(words, floats),
+        "limiter": limiter_in(words, floats),
     }
 
 
@@ -137,7 +137,7 @@ def _table(folder: Path, name: str, kind: type, count: int) -> np.ndarray:
     return found
 
 
-def _limiter(words: Any, floats: Any) -> dict[str, float | None] | None:
+def limiter_in(words: Any, floats: Any) -> dict[str, float | None] | None:
     """What limits samples and writes, and how far they have come; None: nothing does."""
     if words[Word.LIMITED] != 1:
         return None

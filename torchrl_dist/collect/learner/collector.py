@@ -49,6 +49,7 @@ from torchrl_dist.collect.loop.trajectories import TrajectoryAssembler
 from torchrl_dist.collect.worker.worker import Postproc, WorkerConfig
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError
 from torchrl_dist.runtime import Peer, Session
+from torchrl_dist.runtime.pulse import Pulse
 from torchrl_dist.weights import PackedWeights, find_target, pack
 
 Weights = nn.Module | TensorDictBase | Mapping[str, Any]
@@ -360,6 +361,9 @@ class RPCBatchedCollector(BaseCollector):
         self._abandoned.atexit = False  # the process takes everything with it
         if initial is not None and policy_factory is not None:
             self._crew.send_weights(initial)
+        self._totals = dict.fromkeys(("wait_s", "messages", "data_bytes"), 0.0)
+        self._busy_s: dict[int, float] = {}
+        self._pulse = None if session is None else Pulse(session, peers, self._figures)
         first = self._crew.workers[0]
         self.frames_per_batch = rollouts * first.num_envs * first.steps
         self._check_frames()
@@ -571,6 +575,8 @@ class RPCBatchedCollector(BaseCollector):
 
     def _next_rollouts(self) -> TensorDict | CollectReport | None:
         begun = time.monotonic()
+        if self._pulse is not None:
+            self._pulse.waits()
         taken = self._crew.gather(self.timeout_s)
         if taken is None:
             return None
@@ -586,11 +592,37 @@ class RPCBatchedCollector(BaseCollector):
         )
         for what in self.report.replaced:
             warnings.warn(f"replaced {what}", stacklevel=4)
+        if self._pulse is not None:
+            self._count()
+            self._pulse.took(self.report.total_frames_by_worker)
         if self.replay_buffer is not None:
             return self.report
         rollouts = [rows for _, rows in taken if rows is not None]
         batch = join(rollouts, self.readiness.cuts, self._settings.cat_results or 0)
         return split_trajectories(batch, prefix="collector") if self.split_trajs else batch
+
+    def _count(self) -> None:
+        report = self.report
+        for name in self._totals:
+            self._totals[name] += getattr(report, name)
+        for worker, seconds in report.collect_s.items():
+            busy = seconds + report.write_s.get(worker, 0.0)
+            self._busy_s[worker] = self._busy_s.get(worker, 0.0) + busy
+
+    def _figures(self) -> dict[str, Any]:
+        """For ``top``, of the job so far; called by another thread."""
+        report = self.report
+        rows = getattr(getattr(self.replay_buffer, "storage", None), "scratch_dir", None)
+        return {
+            "replay_dir": rows if isinstance(rows, str) else None,
+            "frames": report.total_frames,
+            "total_frames": self.total_frames,
+            "frames_by_worker": dict(report.total_frames_by_worker),
+            "busy_s_by_worker": dict(self._busy_s),
+            "policy_version": report.policy_version,
+            "policy_lag": report.policy_lag,
+            **self._totals,
+        }
 
     # ---- in the background
 
@@ -854,6 +886,8 @@ class RPCBatchedCollector(BaseCollector):
             RemoteError: an env raised as it was closed, unless ``raise_on_error`` is False.
         """
         self._abandoned.detach()
+        if self._pulse is not None:
+            self._pulse.close()
         until = time.monotonic() + (_SHUTDOWN_S if timeout is None else timeout)
         if self._background is not None:
             self._background.stop()

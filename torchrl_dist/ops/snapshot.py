@@ -1,0 +1,375 @@
+"""What ``torchrl-dist top`` sees of a job at one instant, and what two instants say.
+
+Only files are read: the job's pulse, /proc, the tables of replay directories, the run's CSV files.
+Nothing is attached, locked, called or written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from ..errors import ConfigurationError, DirectoryError
+from ..replay.inspection import limiter_in
+from ..replay.law.limiter import Counts, RateLimiter
+from ..replay.node import files, leftovers
+from ..replay.node.directory import Word, control_bytes, control_tables, counters_in
+from ..runtime import pulse
+from ..runtime.world import has_ended
+
+DEAD, ELSEWHERE = "dead", "elsewhere"
+_STATES = {
+    "R": "running", "S": "waiting", "D": "disk wait", "T": "stopped", "t": "traced", "Z": DEAD,
+}  # fmt: skip
+_TAIL_BYTES = 4096
+_WAITS = 0.5  # of the time: then the other side is what limits the job
+_IDLE = 0.7
+_FULL = 0.95
+
+
+@dataclass(frozen=True)
+class Process:
+    """``cpu_s``: seconds of CPU so far; None where it runs on another machine."""
+
+    name: str
+    role: str
+    host: str
+    pid: int
+    state: str
+    cpu_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A replay directory; ``written`` and ``sampled`` count rows, the latter under a limiter."""
+
+    path: str
+    rows: int
+    capacity: int
+    written: int
+    processes: int
+    counters: Mapping[str, int]
+    limiter: Mapping[str, float | None] | None = None
+
+    @property
+    def sampled(self) -> float | None:
+        return None if self.limiter is None else self.limiter["samples"]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A job at ``unix_time_s``.
+
+    Attributes:
+        job_id: as its launcher calls it.
+        host: of the learner.
+        figures: of its pulse, as ``runtime.pulse`` writes them; empty where there is none.
+        scalars: last values in the run's CSV files, by tag.
+    """
+
+    unix_time_s: float
+    job_id: str
+    host: str
+    figures: Mapping[str, Any]
+    processes: Sequence[Process] = ()
+    buffers: Sequence[Buffer] = ()
+    scalars: Mapping[str, float] | None = None
+    cores: int = 1
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Per second between two snapshots; shares are of the time.
+
+    Attributes:
+        by_worker: frames per second, by name.
+        learner_waits: share of the time that the learner waited for rollouts.
+        workers_busy: share that the workers stepped environments or wrote rows, on average.
+        cpu: cores, by process.
+        written, sampled: rows, by path of the buffer.
+    """
+
+    seconds: float
+    frames: float
+    by_worker: Mapping[str, float]
+    learner_waits: float
+    workers_busy: float | None
+    messages: float
+    data_bytes: float
+    cpu: Mapping[str, float]
+    written: Mapping[str, float]
+    sampled: Mapping[str, float]
+
+
+# ---- where jobs are
+
+
+@dataclass(frozen=True)
+class Target:
+    """What to look at: the job's pulse if there is one, its run's folder, its buffers."""
+
+    job_id: str | None
+    pulse: Path | None
+    run: Path | None = None
+    buffers: tuple[Path, ...] = ()
+
+
+def pulses(folder: Path = pulse.FOLDER) -> dict[Path, dict[str, Any]]:
+    """Of the jobs whose learner runs on this machine, oldest first."""
+    found = {}
+    for path in folder.glob(f"{pulse.PREFIX}*.json"):
+        stamp = pulse.stamp_of(path)
+        content = _read_pulse(path)
+        if stamp and content and not has_ended(stamp):
+            found[path] = content
+    return dict(sorted(found.items(), key=lambda each: each[1]["started_unix_s"]))
+
+
+def _read_pulse(path: Path) -> dict[str, Any] | None:
+    with contextlib.suppress(OSError, ValueError):
+        content = json.loads(path.read_text())
+        if isinstance(content, dict) and content.get("format") == pulse.FORMAT:
+            return content
+    return None
+
+
+def find(name: str | None, folder: Path = pulse.FOLDER) -> Target:
+    """The job called ``name``: a run's folder, a replay directory, a job's id, None: the only one.
+
+    Raises:
+        ConfigurationError: there is none, or several; names them.
+    """
+    jobs = pulses(folder)
+    if name is None:
+        if len(jobs) == 1:
+            path, content = next(iter(jobs.items()))
+            return _target(content["job_id"], path, content)
+        listed = "; ".join(f"{c['job_id']} ({c['directory']})" for c in jobs.values())
+        raise ConfigurationError(
+            f"several jobs run on this machine, name one: {listed}"
+            if jobs
+            else "no job of yours collects on this machine; name a run's folder, a replay "
+            "directory or a job, or ask on the machine of its learner"
+        )
+    place = Path(name)
+    job_id = _job_of(place) if place.is_dir() else None
+    for path, content in jobs.items():
+        own = content["job_id"]
+        if own == (job_id or name) or (job_id is None and own.startswith(f"{name}.")):
+            return _target(own, path, content, place if place.is_dir() else None)
+    if job_id is not None:
+        return _target(job_id, None, {}, place)
+    raise ConfigurationError(
+        f"{name} is neither the folder of a run or a buffer, nor a job that collects on this "
+        "machine" + (f"; there are {', '.join(c['job_id'] for c in jobs.values())}" if jobs else "")
+    )
+
+
+def _job_of(place: Path) -> str | None:
+    with contextlib.suppress(OSError, ValueError, DirectoryError):
+        if (place / files.HEADER).exists():
+            return files.read_header(place).job_id
+        return str(json.loads((place / "run.json").read_text())["job_id"])
+    return None
+
+
+def _target(
+    job_id: str, path: Path | None, content: Mapping[str, Any], place: Path | None = None
+) -> Target:
+    run = place if place is not None and (place / "run.json").exists() else None
+    if run is None and content:  # the folder that the job was started in has its runs
+        for note in sorted(Path(content["directory"]).glob("runs/*/run.json")):
+            run = note.parent if _job_of(note.parent) == job_id else run
+    places = {pulse.FOLDER} | ({place} if place is not None else set()) | ({run} if run else set())
+    if content.get("replay_dir"):
+        places.add(Path(content["directory"]) / content["replay_dir"])
+    found = [each.path for each in leftovers.find(sorted(places)) if each.job_id == job_id]
+    return Target(job_id, path, run, tuple(sorted(set(found))))
+
+
+# ---- one instant
+
+
+def look(target: Target) -> Snapshot | None:
+    """The job as it is now, None if its learner has gone."""
+    figures: dict[str, Any] = {}
+    if target.pulse is not None:
+        read = _read_pulse(target.pulse)
+        if read is None:
+            return None
+        figures = read
+    host = socket.gethostname()
+    return Snapshot(
+        time.time(),
+        target.job_id or "",
+        figures.get("host", host),
+        figures,
+        tuple(_process(each, host) for each in figures.get("processes", ())),
+        tuple(buffer for path in target.buffers if (buffer := read_buffer(path))),
+        read_scalars(target.run) if target.run else None,
+        len(os.sched_getaffinity(0)),
+    )
+
+
+def _process(told: Mapping[str, Any], here: str) -> Process:
+    state, cpu_s = ELSEWHERE, None
+    if told["lost"] is not None:
+        state = DEAD
+    elif told["host"] == here:
+        state, cpu_s = _stat(told["pid"])
+    return Process(told["name"], told["role"], told["host"], told["pid"], state, cpu_s)
+
+
+def _stat(pid: int) -> tuple[str, float | None]:
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return DEAD, None
+    ticks = int(words[11]) + int(words[12])
+    return _STATES.get(words[0], words[0]), ticks / os.sysconf("SC_CLK_TCK")
+
+
+def read_buffer(folder: Path) -> Buffer | None:
+    """Its counters, from the first table alone: no row, priority or lock is touched."""
+    try:
+        header = files.read_header(folder)
+        control = np.fromfile(folder / files.TABLES[0], np.int64, control_bytes() // 8)
+        words, _, members = control_tables(control)
+    except (OSError, ValueError, DirectoryError):
+        return None  # it is being made or removed
+    return Buffer(
+        str(folder),
+        int(words[Word.LENGTH]),
+        header.capacity,
+        int(words[Word.WRITE_COUNT]),
+        int(np.count_nonzero(members[:, 0])),
+        counters_in(words),
+        limiter_in(words, words.view(np.float64)),
+    )
+
+
+def read_scalars(run: Path) -> dict[str, float]:
+    """The last value of each tag in a run's CSV files."""
+    found = {}
+    for path in sorted(run.glob("csv/scalars/**/*.csv")):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+                last = file.read().decode().split("\n")[-2]  # behind the last end of line is less
+            tag = str(path.relative_to(run / "csv" / "scalars").with_suffix(""))
+            found[tag] = float(last.split(",")[1])
+    return found
+
+
+# ---- what two instants say; pure
+
+
+def rates(before: Snapshot, now: Snapshot) -> Rates:
+    """What happened per second between two snapshots of a job. Counts that fell count as 0."""
+    a, b = before.figures, now.figures
+    told_at = [each.get("unix_time_s", each_at.unix_time_s) for each, each_at in
+               ((a, before), (b, now))]  # fmt: skip
+    figures_s = told_at[1] - told_at[0]
+    seconds = now.unix_time_s - before.unix_time_s
+
+    def per_second(name: str) -> float:
+        return _over(b.get(name, 0.0) - a.get(name, 0.0), figures_s)
+
+    names = dict(enumerate(b.get("workers", ())))
+
+    def by_worker(name: str) -> dict[str, float]:
+        old, new = a.get(name, {}), b.get(name, {})
+        return {
+            names.get(int(k), f"worker {k}"): _over(new[k] - old.get(k, 0), figures_s) for k in new
+        }
+
+    waits = per_second("wait_s")
+    if b.get("waiting_since") is not None and b.get("batches") == a.get("batches"):
+        waits = 1.0 if b.get("waiting_since") == a.get("waiting_since") else waits
+    busy = by_worker("busy_s_by_worker").values()
+    old_cpu = {each.pid: each.cpu_s for each in before.processes}
+    old_buffers = {each.path: each for each in before.buffers}
+    cpu = {
+        each.name: _over(each.cpu_s - old, seconds)
+        for each in now.processes
+        if each.cpu_s is not None and (old := old_cpu.get(each.pid)) is not None
+    }
+    written, sampled = {}, {}
+    for each in now.buffers:
+        if (other := old_buffers.get(each.path)) is not None:
+            written[each.path] = _over(each.written - other.written, seconds)
+            if each.sampled is not None and other.sampled is not None:
+                sampled[each.path] = _over(each.sampled - other.sampled, seconds)
+    return Rates(
+        seconds,
+        per_second("frames"),
+        by_worker("frames_by_worker"),
+        min(1.0, waits),
+        min(1.0, fmean(busy)) if busy else None,
+        per_second("messages"),
+        per_second("data_bytes"),
+        cpu,
+        written,
+        sampled,
+    )
+
+
+def _over(difference: float, seconds: float) -> float:
+    return max(0.0, difference) / seconds if seconds > 0 else 0.0
+
+
+def who_waits(buffer: Buffer, batch_size: int = 1) -> str | None:
+    """Who is held back by the buffer's limiter now, None if nobody or without one."""
+    told = buffer.limiter
+    if told is None:
+        return None
+    limiter = RateLimiter(
+        int(told["min_size_to_sample"] or 1),
+        told["samples_per_insert"],
+        told["error_buffer"],
+        None if told["max_times_sampled"] is None else int(told["max_times_sampled"]),
+    )
+    counts = Counts(int(told["inserts"] or 0), int(told["samples"] or 0), buffer.rows)
+    rows = limiter.missing_inserts(counts, batch_size)
+    if rows:
+        return f"sampling waits for {rows:,} rows to be written"
+    rows = limiter.missing_samples(counts)
+    return f"writing waits for {rows:,} rows to be sampled" if rows else None
+
+
+def bound_by(now: Snapshot, per: Rates) -> str:
+    """What limits the job's pace, and how that is known."""
+    for process in now.processes:
+        if process.state == "stopped":
+            return f"{process.name}: it is stopped (kill -CONT {process.pid})"
+    if not now.figures.get("frames"):
+        return "nothing yet: no batch has come"
+    for buffer in now.buffers:
+        waits = who_waits(buffer)
+        if waits is not None:
+            return f"the limiter: {waits}"
+    busy = per.workers_busy
+    full = sum(per.cpu.values()) >= _FULL * now.cores
+    cores = f"; all {now.cores} cores are busy" if full else ""
+    if per.learner_waits > _WAITS:
+        return f"collectors: the learner waits for them {per.learner_waits:.0%} of the time{cores}"
+    if busy is not None and busy < _IDLE:
+        return f"the learner: collectors work {busy:.0%} of the time{cores}"
+    if full:
+        return f"the {now.cores} cores: all are busy"
+    return f"both: the learner waits {per.learner_waits:.0%}" + (
+        f", collectors work {busy:.0%} of the time" if busy is not None else " of the time"
+    )

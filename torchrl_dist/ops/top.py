@@ -1,0 +1,331 @@
+"""``torchrl-dist top``: who works and who waits in a running job, live."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from .snapshot import Rates, Snapshot, Target
+
+_ASK_S = 10.0
+_STYLES = {"running": "green", "waiting": "", "stopped": "bold red", "dead": "bold red"}
+_HELP = "q: quit, 0-9: stack of that process (py-spy)"
+
+
+# ---- rendering: pure
+
+
+def render(
+    now: Snapshot, per: Rates | None, note: str = "", *, keys: bool = False
+) -> RenderableType:
+    """The whole picture; ``note`` is shown below, such as a stack."""
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[RenderableType] = [Text(_headline(now, per), style="bold"), Text(_learning(now))]
+    if now.processes:
+        parts += [_processes(now, per)]
+    if now.buffers:
+        parts += [Text(""), _buffers(now, per)]
+    if per is not None and now.figures:
+        from .snapshot import bound_by
+
+        parts += [Text(""), Text(f"bound by {bound_by(now, per)}", style="bold")]
+    if note:
+        parts += [Text(""), Text(note)]
+    if keys:
+        parts += [Text(_HELP, style="dim")]
+    return Group(*parts)
+
+
+def line(now: Snapshot, per: Rates) -> str:
+    """The same in one line, for logs."""
+    from .snapshot import bound_by
+
+    words = [time.strftime("%H:%M:%S", time.localtime(now.unix_time_s)), _headline(now, per)]
+    words += [f"lag {now.figures['policy_lag']}"] if "policy_lag" in now.figures else []
+    words += [
+        f"buffer {each.rows:,}/{each.capacity:,} (+{per.written.get(each.path, 0.0):,.0f}/s)"
+        for each in now.buffers
+    ]
+    words += [f"bound by {bound_by(now, per)}"] if now.figures else []
+    return ", ".join(words)
+
+
+def _headline(now: Snapshot, per: Rates | None) -> str:
+    figures = now.figures
+    text = f"job {now.job_id}"
+    if not figures:
+        return f"{text}: no learner of it runs on this machine"
+    text += f" on {now.host}, {_duration(now.unix_time_s - figures['started_unix_s'])}"
+    text += f": {figures['frames']:,} frames"
+    if figures["total_frames"] > 0:
+        text += f" ({figures['frames'] / figures['total_frames']:.0%})"
+    if per is not None:
+        text += f", {per.frames:,.0f}/s"
+    silent = now.unix_time_s - figures["unix_time_s"]
+    return text + (f", silent for {silent:.0f} s" if silent > 5 else "")
+
+
+def _learning(now: Snapshot) -> str:
+    scalars = now.scalars or {}
+    figures = now.figures
+    words = []
+    if "policy_lag" in figures:
+        words += [f"policy {figures['policy_version']:,}, lag {figures['policy_lag']}"]
+    for tag, name in (
+        ("train/updates_per_second", "updates/s"), ("train/loss", "loss"),
+        ("train/return", "return"), ("eval/return", "greedy"),
+    ):  # fmt: skip
+        words += [f"{name} {scalars[tag]:.4g}"] if tag in scalars else []
+    return ", ".join(words)
+
+
+def _processes(now: Snapshot, per: Rates | None) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("", "process", "host", "pid", "state", "CPU", "frames/s", "share"):
+        table.add_column(name, justify="left" if name in ("process", "host", "state") else "right")
+    frames = dict(per.by_worker) if per else {}
+    totals = {
+        now.figures["workers"][int(k)]: count
+        for k, count in now.figures.get("frames_by_worker", {}).items()
+        if int(k) < len(now.figures["workers"])
+    }
+    everything = max(1, sum(totals.values()))
+    for number, each in enumerate(now.processes):
+        cpu = per.cpu.get(each.name) if per else None
+        table.add_row(
+            str(number) if number < 10 else "",
+            each.name,
+            each.host,
+            str(each.pid),
+            Text(each.state, style=_STYLES.get(each.state, "")),
+            "" if cpu is None else f"{cpu:.0%}",
+            f"{frames[each.name]:,.0f}" if each.name in frames else "",
+            f"{totals[each.name] / everything:.0%}" if each.name in totals else "",
+        )
+    if per is not None:
+        busy = "" if per.workers_busy is None else f"; collectors work {per.workers_busy:.0%}"
+        table.caption = (
+            f"the learner waits for rollouts {per.learner_waits:.0%} of the time{busy}; "
+            f"{per.messages:.1f} messages/s, {_bytes(per.data_bytes)}/s"
+        )
+        table.caption_justify = "left"
+    return table
+
+
+def _buffers(now: Snapshot, per: Rates | None) -> Any:
+    from rich.table import Table
+
+    from .snapshot import who_waits
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("buffer", "rows", "in/s", "out/s", "per insert", "stale", "torn", "waits"):
+        left = name in ("buffer", "waits")
+        table.add_column(name, justify="left" if left else "right", overflow="fold")
+    for each in now.buffers:
+        limiter = each.limiter or {}
+        ratio = ""
+        if limiter.get("inserts"):
+            ratio = f"{limiter['samples'] / limiter['inserts']:.2f}"
+            target = limiter.get("samples_per_insert")
+            ratio += f" of {target:g}" if target else ""
+        inflow = None if per is None else per.written.get(each.path)
+        outflow = None if per is None else per.sampled.get(each.path)
+        table.add_row(
+            each.path,
+            f"{each.rows:,}/{each.capacity:,}",
+            "" if inflow is None else f"{inflow:,.0f}",
+            "" if outflow is None else f"{outflow:,.0f}",
+            ratio,
+            f"{each.counters['stale_updates']:,}",
+            f"{each.counters['reread_rows']:,}",
+            who_waits(each) or "",
+        )
+    return table
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
+# ---- the stack of a process
+
+
+def stack_of(pid: int) -> str:
+    """What py-spy says about a process on this machine, or why it cannot."""
+    if shutil.which("py-spy") is None:
+        return "py-spy is not installed: pip install py-spy"
+    try:
+        done = subprocess.run(
+            ["py-spy", "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=_ASK_S
+        )
+    except subprocess.TimeoutExpired:
+        return f"py-spy did not answer within {_ASK_S:g} s"
+    return (done.stdout if done.returncode == 0 else done.stderr).strip()
+
+
+# ---- the command
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Show who works and who waits in a running job: processes, frames, buffers, limiter. It "
+        "only reads; the job does not notice. Off a terminal it prints a line per interval."
+    )
+    parser.add_argument(
+        "job", metavar="DIR|RUN|JOB", nargs="?",
+        help="a replay directory, a run's folder, or a job's id, such as Slurm's; default: the job "
+        "that runs on this machine",
+    )  # fmt: skip
+    parser.add_argument("--interval", type=float, default=2.0, metavar="S", help="(default: 2)")
+    parser.add_argument("--once", action="store_true", help="show one interval and end")
+    parser.add_argument("--json", action="store_true", help="one JSON object per interval")
+    parser.set_defaults(command=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    if not 0.1 <= options.interval <= 3600:
+        raise ConfigurationError(f"--interval: got {options.interval:g}, expected 0.1 to 3600")
+    from .snapshot import find, look
+
+    try:
+        target = find(options.job)
+    except ConfigurationError:
+        _go_to_its_node(options.job)
+        raise
+    try:
+        if sys.stdout.isatty() and sys.stdin.isatty() and not (options.once or options.json):
+            return _live(target, options.interval)
+        before = look(target)
+        while before is not None:
+            time.sleep(options.interval)
+            now = look(target)
+            if now is None:
+                break
+            _print(before, now, options)
+            if options.once:
+                return 0
+            before = now
+    except KeyboardInterrupt:
+        return 0
+    print("torchrl-dist: the job has ended", file=sys.stderr)
+    return 0
+
+
+def _print(before: Snapshot, now: Snapshot, options: argparse.Namespace) -> None:
+    from .snapshot import bound_by, rates
+
+    per = rates(before, now)
+    if options.json:
+        found = now.as_json() | {"rates": vars(per), "bound_by": bound_by(now, per)}
+        print(json.dumps(found), flush=True)
+    elif options.once:
+        from rich.console import Console
+
+        Console().print(render(now, per))
+    else:
+        print(line(now, per), flush=True)
+
+
+def _live(target: Target, interval_s: float) -> int:
+    from rich.console import Console
+    from rich.live import Live
+
+    from .snapshot import look, rates
+
+    console = Console()
+    first = now = look(target)
+    if first is None or now is None:
+        return 0
+    per, note = None, ""
+    with (
+        _keys() as pressed,
+        Live(
+            render(now, None, keys=True), console=console, screen=True, auto_refresh=False
+        ) as live,
+    ):
+        while True:
+            live.update(render(now, per, note, keys=True), refresh=True)
+            key = pressed(interval_s)
+            if key == "q":
+                break
+            if key.isdigit() and int(key) < len(now.processes):
+                chosen = now.processes[int(key)]
+                note = f"{chosen.name}, pid {chosen.pid}\n"
+                note += (
+                    "it runs on another machine" if chosen.cpu_s is None else stack_of(chosen.pid)
+                )
+                continue
+            if key:
+                continue
+            later = look(target)
+            if later is None:
+                break
+            per, now = rates(now, later), later
+    if key != "q":
+        print("torchrl-dist: the job has ended", file=sys.stderr)
+    return 0
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Any]:
+    """Reads single keys: a function that waits for one, at most so many seconds, "" for none."""
+    import termios
+    import tty
+
+    fd = sys.stdin.fileno()
+    before = termios.tcgetattr(fd)
+
+    def pressed(timeout_s: float) -> str:
+        ready, _, _ = select.select([fd], [], [], timeout_s)
+        return os.read(fd, 1).decode(errors="replace") or "q" if ready else ""
+
+    try:
+        tty.setcbreak(fd)
+        yield pressed
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+
+
+def _go_to_its_node(job: str | None) -> None:
+    """Run this command where a Slurm job's learner is, if that is another node."""
+    if job is None or not job.isdigit() or shutil.which("squeue") is None:
+        return
+    if os.environ.get("SLURM_JOB_ID") == job:  # we are there
+        return
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        asked = ["squeue", "-h", "-j", job, "-t", "R", "-o", "%B"]
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=_ASK_S)
+        node = done.stdout.split("\n")[0].strip()
+        if done.returncode == 0 and node:
+            step = ["srun", f"--jobid={job}", "--overlap", "-N1", "-n1", f"--nodelist={node}"]
+            step += ["--pty"] if sys.stdin.isatty() and sys.stdout.isatty() else []
+            os.execvp("srun", [*step, sys.executable, "-m", "torchrl_dist", *sys.argv[1:]])

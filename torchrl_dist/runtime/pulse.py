@@ -1,0 +1,280 @@
+"""A job's pulse: its figures in a small file for ``torchrl-dist top``, and a word when it stops.
+
+The learner's process counts in memory; a thread writes what it has counted to /dev/shm once a
+second, and says once who made no progress for a minute, and what it waits for. Only ``top`` reads
+the file, and takes no lock: a job does not notice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from .peer import Peer
+from .session import Session
+from .world import has_ended, is_stamp, process_stamp
+
+PREFIX = ".torchrl_dist-pulse-"
+FOLDER = Path("/dev/shm")
+FORMAT = 1
+PATIENCE_S = 60.0
+_EVERY_S = 1.0
+_ANSWER_S = 3.0
+_FRAMES = 3  # of a stack that are told
+_numbers = itertools.count()
+_log = logging.getLogger("torchrl_dist")
+
+
+class Progress:
+    """Who stands still? Pure: counts and times are given.
+
+    A name is told once, and again only after it has moved in between.
+    """
+
+    def __init__(self, patience_s: float = PATIENCE_S) -> None:
+        self.patience_s = patience_s
+        self._seen: dict[str, tuple[int, float]] = {}
+        self._told: set[str] = set()
+
+    def stalled(self, counts: Mapping[str, int], now: float) -> list[str]:
+        """Those of ``counts`` that have not changed for ``patience_s``, and were not told yet."""
+        for name, count in counts.items():
+            if name not in self._seen or self._seen[name][0] != count:
+                self._seen[name] = (count, now)
+                self._told.discard(name)
+        late = [
+            name
+            for name in counts
+            if name not in self._told and now - self._seen[name][1] >= self.patience_s
+        ]
+        self._told.update(late)
+        return late
+
+    def excuse(self, names: Sequence[str], seconds: float) -> None:
+        """Do not count these seconds for them: nobody could have seen them move."""
+        for name in names:
+            if name in self._seen:
+                count, since = self._seen[name]
+                self._seen[name] = (count, since + seconds)
+
+
+class Pulse:
+    """Of one collector of a job, in the process that takes its batches.
+
+    ``waits``, ``took`` and ``close`` are called by the thread that does; they only set numbers.
+
+    Args:
+        session: the job.
+        workers: the collector's, by worker index; empty if this process collects itself.
+        figures: called by the writing thread; plain values for the file.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        workers: Sequence[Peer],
+        figures: Callable[[], dict[str, Any]],
+        *,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self._session = weakref.ref(session)
+        self._workers = tuple(workers)
+        self._figures = weakref.WeakMethod(figures)
+        self._progress = Progress(patience_s)
+        self._pid = os.getpid()
+        self._caller: int | None = None
+        self._waiting_since: float | None = None
+        self._batches = self._known = 0
+        self._looked = time.monotonic()
+        self._frames: dict[int, int] = {}
+        self._started = time.time()
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
+        name = f"{PREFIX}{process_stamp(self._pid)}-{next(_numbers)}.json"
+        self.path = FOLDER / name
+
+    def waits(self) -> None:
+        """The caller is about to block for a batch."""
+        self._caller = threading.get_ident()
+        self._waiting_since = time.time()
+        if self._thread is None and not self._end.is_set():
+            remove_pulses_of_the_dead()
+            self._thread = threading.Thread(
+                target=self._run, name="torchrl_dist-pulse", daemon=True
+            )
+            self._thread.start()
+
+    def took(self, frames_by_worker: Mapping[int, int]) -> None:
+        """The caller has a batch; frames so far by worker index."""
+        self._waiting_since = None
+        self._batches += 1
+        self._frames = dict(frames_by_worker)
+
+    def close(self) -> None:
+        """Remove the file; idempotent."""
+        self._end.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_ANSWER_S)
+
+    def _run(self) -> None:
+        try:
+            while not self._end.wait(_EVERY_S):
+                session = self._session()
+                if session is None or session._closed or os.getpid() != self._pid:
+                    return
+                if not self._write(session):
+                    return
+                for name in self._progress.stalled(self._counts(session), time.monotonic()):
+                    _log.warning("%s", self._describe(session, name))
+                del session
+        finally:
+            with contextlib.suppress(OSError):
+                self.path.unlink(missing_ok=True)
+
+    # ---- the file
+
+    def _write(self, session: Session) -> bool:
+        figures = self._figures()
+        if figures is None:
+            return False
+        try:
+            text = json.dumps(self._content(session, figures()))
+            beside = self.path.with_suffix(".new")
+            fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+            with open(fd, "w") as file:
+                file.write(text)
+            os.replace(beside, self.path)
+        except OSError:  # no /dev/shm, or a full one: a job goes on without being watched
+            with contextlib.suppress(OSError):
+                beside.unlink(missing_ok=True)
+        return True
+
+    def _content(self, session: Session, figures: dict[str, Any]) -> dict[str, Any]:
+        lost = set(session.lost())
+        return {
+            "format": FORMAT,
+            "unix_time_s": time.time(),
+            "started_unix_s": self._started,
+            "job_id": session.world.job_id,
+            "launcher": session.world.launcher,
+            "host": session.me.host,
+            "directory": os.getcwd(),
+            "processes": [
+                {
+                    "name": peer.name,
+                    "role": peer.role,
+                    "host": peer.host,
+                    "pid": session.pid_of(peer),
+                    "lost": session.lost_reason(peer) if peer in lost else None,
+                }
+                for peer in session.peers
+            ],
+            "learner": session.me.name,
+            "workers": [peer.name for peer in self._workers],
+            "waiting_since": self._waiting_since,
+            "batches": self._batches,
+            **figures,
+        }
+
+    # ---- the watchdog
+
+    def _counts(self, session: Session) -> dict[str, int]:
+        """How far each has come, of those whose fault it would be to stand still."""
+        own = session.me.name
+        lost = {peer.name for peer in session.lost()} | {own}
+        workers = {
+            peer.name: self._frames.get(k, 0)
+            for k, peer in enumerate(self._workers)
+            if peer.name not in lost
+        }
+        now = time.monotonic()
+        passed, self._looked = now - self._looked, now
+        taking = self._waiting_since is not None or self._batches != self._known
+        self._known = self._batches
+        if not taking:  # the caller is at work, and takes no rollouts
+            self._progress.excuse(list(workers), passed)
+        if workers and self._waiting_since is not None:
+            self._progress.excuse([own], passed)
+        return {own: self._batches, **workers}
+
+    def _describe(self, session: Session, name: str) -> str:
+        told = f"no progress of {name} for {self._progress.patience_s:g} s"
+        if name == session.me.name:
+            frame = sys._current_frames().get(self._caller or 0)
+            return f"{told}: {_place(frame) if frame else 'its thread has ended'}"
+        (peer,) = (peer for peer in self._workers if peer.name == name)
+        told += f" (pid {session.pid_of(peer)} on {peer.host})"
+        asked: Future = session.submit(peer, places, timeout_s=_ANSWER_S)
+        try:
+            return f"{told}: {asked.result(2 * _ANSWER_S)}"
+        except Exception as error:
+            state = _stopped(session.pid_of(peer)) if peer.host == session.me.host else ""
+            return f"{told}: it does not answer{state} ({type(error).__name__})"
+
+
+def places() -> str:
+    """Where the threads of this process are that collect; runs in a worker."""
+    found = []
+    own = threading.get_ident()
+    for ident, frame in sys._current_frames().items():
+        files = {each.f_code.co_filename for each in _stack(frame)}
+        if ident != own and any("/torchrl_dist/collect/" in name for name in files):
+            found.append(_place(frame))
+    return "; ".join(found) or "none of its threads collects"
+
+
+def _stack(frame: FrameType | None) -> list[FrameType]:
+    found = []
+    while frame is not None:
+        found.append(frame)
+        frame = frame.f_back
+    return found
+
+
+def _place(frame: FrameType) -> str:
+    """``in step (env.py:12) < rollout (rollout.py:30)``, the innermost first."""
+    frames = _stack(frame)
+    # whoever waits in the standard library, or in torch, waits for something of its caller
+    known = next(
+        (k for k, each in enumerate(frames) if "/lib/python" not in each.f_code.co_filename), 0
+    )
+    told = [
+        f"{each.f_code.co_name} ({Path(each.f_code.co_filename).name}:{each.f_lineno})"
+        for each in frames[known : known + _FRAMES]
+    ]
+    return "it is in " + " < ".join(told)
+
+
+def _stopped(pid: int) -> str:
+    with contextlib.suppress(OSError, IndexError):
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        if letter in "Tt":
+            return f", because it is stopped; kill -CONT {pid} lets it go on"
+    return ""
+
+
+def remove_pulses_of_the_dead(folder: Path = FOLDER) -> None:
+    """Remove files that this user's processes could not, because they were killed."""
+    with contextlib.suppress(OSError):
+        for path in folder.glob(f"{PREFIX}*"):
+            if path.lstat().st_uid == os.getuid() and (stamp := stamp_of(path)):
+                if has_ended(stamp):
+                    path.unlink(missing_ok=True)
+
+
+def stamp_of(path: Path) -> str | None:
+    """Of the process that writes a pulse's file."""
+    stamp = path.name.removeprefix(PREFIX).rpartition("-")[0]
+    return stamp if is_stamp(stamp) else None
