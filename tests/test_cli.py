@@ -62,6 +62,8 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("--hidden", ["--hidden"]),
         ("--capacity 100 --learning-starts 200", ["--learning-starts", "capacity"]),
         ("--seed -1", ["--seed", "-1"]),
+        ("--device gpu", ["--device", "gpu", "auto, cpu or cuda"]),
+        ("--config nowhere.yaml", ["--config", "nowhere.yaml"]),
         ("--no-such-option 1", ["--no-such-option"]),
         ("--output-dir /dev/null", ["--output-dir", "/dev/null"]),
         ("--output-dir /proc/nowhere", ["--output-dir", "/proc/nowhere"]),
@@ -222,6 +224,24 @@ def test_play_refuses_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     good = a_policy(tmp_path / "good.pt")
     assert "--episodes" in refused(["play", str(good), "--episodes", "0"], capsys)
     assert "--seed" in refused(["play", str(good), "--seed", "-1"], capsys)
+
+
+def test_play_writes_a_video(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import imageio_ffmpeg
+
+    path = a_policy(tmp_path / "checkpoint.pt")
+    arguments = ["play", str(path), "--episodes", "1", "--video", str(tmp_path / "film.mp4")]
+    assert main(arguments) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["returns"] == [500.0]
+    frames, _ = imageio_ffmpeg.count_frames_and_secs(str(tmp_path / "film.mp4"))
+    assert frames == 500
+    wrong = ["play", str(path), "--episodes", "1", "--video", str(tmp_path / "none" / "film.mp4")]
+    assert "--video" in refused(wrong, capsys)
+    assert "one of them" in refused([*arguments, "--render"], capsys)
+    monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
+    assert "torchrl-dist[video]" in refused(arguments, capsys)
 
 
 def test_python_dash_m_is_the_command() -> None:

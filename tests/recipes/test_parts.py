@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 import torch
 
+from torchrl_dist import local_cluster
 from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.recipes.apex_config import ApexConfig
 from torchrl_dist.recipes.environments import look_at
 from torchrl_dist.recipes.evaluate import evaluate
 from torchrl_dist.recipes.monitor import Bound, Monitor
 from torchrl_dist.recipes.networks import PolicySpec
 from torchrl_dist.recipes.plots import Evaluation, draw_learning_curve
 from torchrl_dist.recipes.run_directory import claim
+from torchrl_dist.recipes.training import choose_device
 
 
 def claim_in(
@@ -147,6 +150,54 @@ def test_a_policy_is_made_again_from_what_a_checkpoint_says_of_it(env: str) -> N
             assert action.shape == (5, 1)
             far = network.greedy(1e6 * observation)
             assert far.abs().max() <= 2.0
+
+
+NETWORKS = """
+import torch
+
+def wide(inputs, outputs):
+    return torch.nn.Sequential(torch.nn.Linear(inputs, 33), torch.nn.GELU(),
+                               torch.nn.Linear(33, outputs))
+
+def wrong(inputs, outputs):
+    return torch.nn.Linear(inputs, outputs + 1)
+
+def none(inputs, outputs):
+    return None
+"""
+
+
+def test_a_network_may_be_a_function_of_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_networks_of_a_test.py").write_text(NETWORKS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    discrete, continuous = (
+        look_at("CartPole-v1", discrete=True),
+        look_at("Pendulum-v1", discrete=False),
+    )
+    kinds = {"values": discrete, "categorical": discrete, "squashed_gaussian": continuous}
+    for kind, task in kinds.items():
+        spec = PolicySpec.of(task, kind, (8,), "my_networks_of_a_test:wide")
+        assert PolicySpec.from_plain(spec.as_plain()) == spec
+        assert any(p.shape == (33, task.observation_size) for p in spec.network().parameters())
+    for name, told in {
+        "my_networks_of_a_test:wrong": "expected \\[2, 2\\]",
+        "my_networks_of_a_test:none": "NoneType",
+        "my_networks_of_a_test:gone": "package.module:function",
+        "nowhere_to_be_found:f": "cannot import",
+    }.items():
+        with pytest.raises(ConfigurationError, match=f"--network: .*{told}"):
+            PolicySpec.of(discrete, "values", (8,), name).network()
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with local_cluster({"learner": 1}) as session:
+        assert choose_device(ApexConfig(), session).type == "cpu"
+        with pytest.raises(ConfigurationError, match="--device cuda: learner0 needs GPU 0"):
+            choose_device(ApexConfig(device="cuda"), session)
 
 
 def test_what_binds_is_whoever_waits_less() -> None:

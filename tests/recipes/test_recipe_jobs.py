@@ -79,6 +79,21 @@ def test_learners_of_a_launcher_train_and_others_take_the_run_over(tmp_path: Pat
     assert result["updates"] == 6 * 16
 
 
+def test_a_lost_learner_ends_the_job_with_a_checkpoint(tmp_path: Path) -> None:
+    run = ["train", "ddppo", "--output-dir", "run", "--timeout-s", "20"]
+    toy = [*run, *SMALL, *OFTEN, "--frames-per-batch", "128", "--total-frames", "100_000_000"]
+    with started(toy, tmp_path) as job:
+        job.until(progress(tmp_path / "run"), "progress")
+        everybody = job.descendants()
+        workers_of(job)[0].kill()
+        assert job.wait(60) == 1, job.said()
+        assert_gone(everybody)
+    (line,) = [x for x in job.stderr.read_text().splitlines() if "torchrl-dist: failed" in x]
+    assert "learner1" in line or "rank 1" in line
+    assert "--resume" in line
+    assert load_checkpoint(tmp_path / "run/checkpoint.pt").counters["updates"] > 0
+
+
 @pytest.mark.parametrize(
     ("recipe", "settings"), [(ddppo, {"learners": 1}), (impala, {}), (sac, {"learning_starts": 16})]
 )

@@ -33,7 +33,7 @@ class RecipeConfig:
     title: ClassVar[str]
     policy_kind: ClassVar[str]
     discrete: ClassVar[bool] = True
-    fixed_on_resume: ClassVar[tuple[str, ...]] = ("env", "hidden")
+    fixed_on_resume: ClassVar[tuple[str, ...]] = ("env", "hidden", "network")
 
     env: str = option(
         "CartPole-v1", "gymnasium environment id, or package.module:function that makes one",
@@ -66,6 +66,12 @@ class RecipeConfig:
     gamma: float = option(0.99, "discount per step", above=0, maximum=1, group=LEARNING)
     hidden: tuple[int, ...] = option(
         (64, 64), "widths of the networks' hidden layers", minimum=1, group=LEARNING
+    )
+    network: str | None = option(
+        None,
+        "package.module:function; function(inputs, outputs) returns the torch module from float32 "
+        "[..., inputs] to [..., outputs] that each network is, in place of the hidden layers",
+        group=LEARNING,
     )
 
     eval_interval_frames: int = option(

@@ -186,7 +186,7 @@ def build(
     workers = my_collectors(session)
     learners = len(session.of_role("learner"))
     network = policy.network().to(device)
-    critic = ValueNetwork(task.observation_size, config.hidden).to(device)
+    critic = ValueNetwork(task.observation_size, config.hidden, config.network).to(device)
     actor = categorical_actor(network)
     loss = DistributedLoss(
         ClipPPOLoss(

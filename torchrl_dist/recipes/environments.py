@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigurationError
 
@@ -33,19 +33,27 @@ class Task:
     action_high: tuple[float, ...] = ()
 
 
-def env_factory(env: str) -> Callable[[], gymnasium.Env] | None:
-    """The function that ``env`` names as ``package.module:function``; None: a gymnasium id.
+def named_function(text: str) -> Callable[..., Any] | None:
+    """The function that ``text`` names as ``package.module:function``; None: it names none.
 
-    gymnasium's own ids may begin with a module, too (``module:Name-v0``); a function of that name
-    comes first. Modules in the working directory are found.
+    Modules in the working directory are found. Raises what the import of the module raises.
     """
-    module, colon, name = env.partition(":")
+    module, colon, name = text.partition(":")
     if not colon or not name.isidentifier():
         return None
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
     return getattr(importlib.import_module(module), name, None)
+
+
+def env_factory(env: str) -> Callable[..., gymnasium.Env] | None:
+    """The function that ``env`` names as ``package.module:function``; None: a gymnasium id.
+
+    gymnasium's own ids may begin with a module, too (``module:Name-v0``); a function of that name
+    comes first.
+    """
+    return named_function(env)
 
 
 def make_env(env: str, **options: object) -> gymnasium.Env:

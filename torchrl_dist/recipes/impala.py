@@ -167,7 +167,7 @@ def build(
     """
     device = choose_device(config, session)
     network = policy.network().to(device)
-    critic = ValueNetwork(task.observation_size, config.hidden).to(device)
+    critic = ValueNetwork(task.observation_size, config.hidden, config.network).to(device)
     actor = categorical_actor(network)
     loss = A2CLoss(
         actor,

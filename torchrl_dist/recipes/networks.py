@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .environments import Task
+from ..errors import ConfigurationError
+from .environments import Task, named_function
 
 
 def mlp(
@@ -33,14 +34,56 @@ def mlp(
     return layers[:-1]
 
 
+def layers(
+    make: str | None,
+    sizes: Sequence[int],
+    activation: type[nn.Module],
+    *,
+    last_gain: float | None = None,
+) -> list[nn.Module]:
+    """Those of :func:`mlp`, or the one module that the user's function ``make`` returns.
+
+    Raises:
+        ConfigurationError: there is no such function, or its module gives another shape.
+    """
+    if make is None:
+        return mlp(sizes, activation, last_gain=last_gain)
+    inputs, outputs = sizes[0], sizes[-1]
+    try:
+        function = named_function(make)
+    except ImportError as error:
+        raise ConfigurationError(f"--network: cannot import {make!r} ({error})") from error
+    if function is None:
+        raise ConfigurationError(f"--network: got {make!r}, expected package.module:function")
+    made = function(inputs, outputs)
+    if not isinstance(made, nn.Module):
+        raise ConfigurationError(
+            f"--network: {make} returned a {type(made).__name__}, expected a torch.nn.Module"
+        )
+    with torch.no_grad():
+        answer = made(torch.zeros(2, inputs))
+    if getattr(answer, "shape", None) != (2, outputs):
+        raise ConfigurationError(
+            f"--network: the module of {make}({inputs}, {outputs}) made "
+            f"{list(getattr(answer, 'shape', []))} of [2, {inputs}], expected [2, {outputs}]"
+        )
+    return [made]
+
+
 class QNetwork(nn.Sequential):
-    """MLP from observations to one value per action.
+    """From observations to one value per action.
 
     ``forward``: any real dtype ``[..., observation_size]`` -> float32 ``[..., num_actions]``.
     """
 
-    def __init__(self, observation_size: int, num_actions: int, hidden: Sequence[int]) -> None:
-        super().__init__(*mlp([observation_size, *hidden, num_actions], nn.ReLU))
+    def __init__(
+        self,
+        observation_size: int,
+        num_actions: int,
+        hidden: Sequence[int],
+        make: str | None = None,
+    ) -> None:
+        super().__init__(*layers(make, [observation_size, *hidden, num_actions], nn.ReLU))
 
     def forward(self, observation: Tensor) -> Tensor:
         return super().forward(observation.to(torch.float32))
@@ -53,24 +96,31 @@ class QNetwork(nn.Sequential):
 class CategoricalNetwork(QNetwork):
     """As :class:`QNetwork`, to the logits of a categorical policy, all alike at the start."""
 
-    def __init__(self, observation_size: int, num_actions: int, hidden: Sequence[int]) -> None:
-        nn.Sequential.__init__(
-            self, *mlp([observation_size, *hidden, num_actions], nn.Tanh, last_gain=0.01)
-        )
+    def __init__(
+        self,
+        observation_size: int,
+        num_actions: int,
+        hidden: Sequence[int],
+        make: str | None = None,
+    ) -> None:
+        sizes = [observation_size, *hidden, num_actions]
+        nn.Sequential.__init__(self, *layers(make, sizes, nn.Tanh, last_gain=0.01))
 
 
 class ValueNetwork(nn.Sequential):
-    """MLP ``[..., observation_size]`` -> the state's value, float32 ``[..., 1]``."""
+    """``[..., observation_size]`` -> the state's value, float32 ``[..., 1]``."""
 
-    def __init__(self, observation_size: int, hidden: Sequence[int]) -> None:
-        super().__init__(*mlp([observation_size, *hidden, 1], nn.Tanh, last_gain=1.0))
+    def __init__(
+        self, observation_size: int, hidden: Sequence[int], make: str | None = None
+    ) -> None:
+        super().__init__(*layers(make, [observation_size, *hidden, 1], nn.Tanh, last_gain=1.0))
 
     def forward(self, observation: Tensor) -> Tensor:
         return super().forward(observation.to(torch.float32))
 
 
 class SquashedGaussianNetwork(nn.Module):
-    """MLP to a Gaussian whose tanh, stretched to the bounds, is the action (Haarnoja et al. 2018).
+    """To a Gaussian whose tanh, stretched to the bounds, is the action (Haarnoja et al. 2018).
 
     ``forward``: ``[..., observation_size]`` -> location and scale, float32 ``[..., action_size]``;
     the scale is between e^-5 and e^2.
@@ -82,9 +132,11 @@ class SquashedGaussianNetwork(nn.Module):
         low: Sequence[float],
         high: Sequence[float],
         hidden: Sequence[int],
+        make: str | None = None,
     ) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*mlp([observation_size, *hidden, 2 * len(low)], nn.ReLU))
+        sizes = [observation_size, *hidden, 2 * len(low)]
+        self.layers = nn.Sequential(*layers(make, sizes, nn.ReLU))
         self.register_buffer("low", torch.tensor(low, dtype=torch.float32), persistent=False)
         self.register_buffer("high", torch.tensor(high, dtype=torch.float32), persistent=False)
 
@@ -105,6 +157,7 @@ class PolicySpec:
     Attributes:
         kind: ``"values"``, ``"categorical"`` or ``"squashed_gaussian"``.
         env: what it plays: a gymnasium id or ``package.module:make``.
+        make: the user's function in place of ``hidden``, as :func:`layers` takes it.
         num_actions: 0 for continuous actions, which are between ``action_low`` and ``action_high``.
     """
 
@@ -115,12 +168,15 @@ class PolicySpec:
     num_actions: int = 0
     action_low: tuple[float, ...] = ()
     action_high: tuple[float, ...] = ()
+    make: str | None = None
 
     @classmethod
-    def of(cls, task: Task, kind: str, hidden: Sequence[int]) -> PolicySpec:
+    def of(
+        cls, task: Task, kind: str, hidden: Sequence[int], make: str | None = None
+    ) -> PolicySpec:
         """For the observations and actions of ``task``."""
         sizes = (task.num_actions, task.action_low, task.action_high)
-        return cls(task.env, task.observation_size, tuple(hidden), kind, *sizes)
+        return cls(task.env, task.observation_size, tuple(hidden), kind, *sizes, make)
 
     @classmethod
     def from_plain(cls, info: Mapping[str, Any]) -> PolicySpec:
@@ -138,7 +194,7 @@ class PolicySpec:
         """New, with random weights. Raises KeyError for another kind."""
         if self.kind == "squashed_gaussian":
             return SquashedGaussianNetwork(
-                self.observation_size, self.action_low, self.action_high, self.hidden
+                self.observation_size, self.action_low, self.action_high, self.hidden, self.make
             )
         kinds = {"values": QNetwork, "categorical": CategoricalNetwork}
-        return kinds[self.kind](self.observation_size, self.num_actions, self.hidden)
+        return kinds[self.kind](self.observation_size, self.num_actions, self.hidden, self.make)

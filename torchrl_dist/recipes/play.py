@@ -32,7 +32,7 @@ def play(
         episodes: how many.
         seed: of the environments.
         render: show them in a window.
-        video: where to write them as a video, replacing the file; needs ``imageio[ffmpeg]``.
+        video: where to write them as a video, replacing the file; needs the extra ``video``.
 
     Raises:
         CheckpointError: the file is missing, damaged, or holds no policy of a recipe.
@@ -90,7 +90,7 @@ def _video_writer() -> Callable[[Any, list, int], None]:
         import imageio_ffmpeg  # noqa: F401
     except ImportError as error:
         raise ConfigurationError(
-            "--video needs a package that is not installed: pip install 'imageio[ffmpeg]'"
+            "--video needs a package that is not installed: pip install 'torchrl-dist[video]'"
         ) from error
 
     def write(path: Any, pictures: list, fps: int) -> None:

@@ -23,7 +23,7 @@ from ..learn.ranks import Ranks
 from ..replay import RateLimiter, SharedMemmapStorage, SharedReplayBuffer
 from ..runtime import Session
 from .environments import Task, for_collectors
-from .networks import PolicySpec, mlp
+from .networks import PolicySpec, layers
 from .policies import action_values_of, squashed_gaussian_actor
 from .sac_config import SACConfig
 from .training import Learner, Start, choose_device, copied, stream_seed, train
@@ -34,11 +34,11 @@ _BATCHES_OFF = 2  # of frames, by which learner and collectors may be apart befo
 
 
 class ActionValue(nn.Sequential):
-    """MLP of observation and action ``[..., *]`` to the value, float32 ``[..., 1]``."""
+    """Of observation and action ``[..., *]`` to the value, float32 ``[..., 1]``."""
 
-    def __init__(self, task: Task, hidden: tuple[int, ...]) -> None:
+    def __init__(self, task: Task, hidden: tuple[int, ...], make: str | None = None) -> None:
         inputs = task.observation_size + len(task.action_low)
-        super().__init__(*mlp([inputs, *hidden, 1], nn.ReLU))
+        super().__init__(*layers(make, [inputs, *hidden, 1], nn.ReLU))
 
     def forward(self, observation: Tensor, action: Tensor) -> Tensor:
         return super().forward(torch.cat([observation, action], -1))
@@ -154,7 +154,7 @@ def build(config: SACConfig, task: Task, policy: PolicySpec, session: Session, s
     device = choose_device(config, session)
     network = policy.network().to(device)
     actor = squashed_gaussian_actor(network, task.action_low, task.action_high)
-    values = action_values_of(ActionValue(task, config.hidden).to(device))
+    values = action_values_of(ActionValue(task, config.hidden, config.network).to(device))
     loss = SACLoss(
         actor,
         values,

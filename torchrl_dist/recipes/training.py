@@ -24,7 +24,7 @@ from torch import nn
 
 from ..checkpoint import Checkpoint, load_checkpoint, rng_state, save_checkpoint, set_rng_state
 from ..collect import RPCBatchedCollector
-from ..errors import ConfigurationError, DeadlineError, PeerLostError
+from ..errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
 from ..learn.ranks import Ranks
 from ..runtime import Peer, Session, current_session
 from .config import RecipeConfig
@@ -190,8 +190,9 @@ def _follow(build: Build, config: RecipeConfig, start: Start) -> None:
 
 
 def _cause(others: list[Future]) -> BaseException | None:
-    """What another learner failed of before it could tell."""
-    return next((f.exception() for f in others if f.done() and f.exception() is not None), None)
+    """What another learner raised before it could tell."""
+    errors = [other.exception() for other in others if other.done()]
+    return next((error for error in errors if isinstance(error, RemoteError)), None)
 
 
 @contextlib.contextmanager
@@ -240,7 +241,7 @@ class Training:
         self.start = start
         self.frames = start.frames
         self.task = look_at(config.env, discrete=config.discrete)
-        self.policy = PolicySpec.of(self.task, config.policy_kind, config.hidden)
+        self.policy = PolicySpec.of(self.task, config.policy_kind, config.hidden, config.network)
         torch.manual_seed(config.seed)  # the same weights for all
         self.learner = build(config, self.task, self.policy, session, start)
         try:
