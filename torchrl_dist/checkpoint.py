@@ -131,7 +131,8 @@ def load_checkpoint(
 
 def rng_state() -> dict[str, Any]:
     """State of this process's torch (CPU), NumPy and Python generators, as plain values."""
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    numpy_state: Any = np.random.get_state(legacy=True)
+    name, keys, position, has_gauss, cached = numpy_state
     version_, internal, gauss_next = random.getstate()
     return {
         "torch": torch.get_rng_state(),

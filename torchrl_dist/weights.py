@@ -76,7 +76,7 @@ def named_tensors(source: nn.Module | TensorDictBase | Mapping[str, Any]) -> dic
             without tensors, or with something else in it.
     """
     if isinstance(source, nn.Module):
-        found = dict(source.named_parameters())
+        found: dict[str, Tensor] = dict(source.named_parameters())
         found.update(source.named_buffers())
     elif isinstance(source, TensorDictBase):
         leaves = source.items(include_nested=True, leaves_only=True)
@@ -149,7 +149,7 @@ def _aliases(
 
 def _with_aliases(module: nn.Module) -> dict[str, Tensor]:
     """As :func:`named_tensors`, with a tied tensor under each of its names."""
-    found = dict(module.named_parameters(remove_duplicate=False))
+    found: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     found.update(module.named_buffers(remove_duplicate=False))
     return found
 

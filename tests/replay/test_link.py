@@ -140,7 +140,7 @@ def storage_of(client: ReplayClient) -> RemoteStorage:
     storage = object.__new__(RemoteStorage)
     storage.client, storage.max_size = client, CAPACITY * len(client.links)
     storage.owner = SimpleNamespace(shard_capacity=CAPACITY)  # type: ignore[assignment]
-    storage._handed = threading.local()
+    storage._handed, storage.gate = threading.local(), None
     return storage
 
 

@@ -169,12 +169,13 @@ class GradientAverage:
     @torch.no_grad()
     def _average(self) -> None:
         before, self._versions = self._versions, None
-        for name in sorted(self._reached if before is not None else ()):
-            if self._parameters[name]._version != before.get(name):
-                raise ConfigurationError(
-                    f"{name} was changed during the backward pass, before its gradient was "
-                    "averaged: take the optimizer's steps after backward(), not in its hooks"
-                )
+        if before is not None:
+            for name in sorted(self._reached):
+                if self._parameters[name]._version != before.get(name):
+                    raise ConfigurationError(
+                        f"{name} was changed during the backward pass, before its gradient was "
+                        "averaged: take the optimizer's steps after backward(), not in its hooks"
+                    )
         if self._local or not self._reached:
             return
         parameters = list(self._parameters.values())

@@ -8,7 +8,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,13 @@ from .reductions import (
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-class DistributedLoss:
+if TYPE_CHECKING:  # _subclass mixes the classes below into one of TorchRL's
+    from torchrl.objectives import LossModule as _Loss
+else:
+    _Loss = object
+
+
+class DistributedLoss(_Loss):
     """Makes a TorchRL loss one of all ranks: ``loss = DistributedLoss(DQNLoss(...))``.
 
     Returns ``loss_module`` itself, which stays what it was: a ``DQNLoss`` with its attributes,
@@ -106,7 +112,8 @@ class DistributedLoss:
             _compare(loss_module, ranks)
             _take_from_first(loss_module, ranks)
             gradients.attach(dict(loss_module.named_parameters()))
-        loss_module.__class__ = _subclass(type(loss_module))
+        loss_class: Any = type(loss_module)
+        loss_module.__class__ = _subclass(loss_class)
         loss_module.ranks = ranks
         loss_module._gradients = gradients
         loss_module._weight = weight
@@ -241,7 +248,7 @@ class DistributedLoss:
         )
 
 
-class _NormalizedByAll:
+class _NormalizedByAll(_Loss):
     """What PPO losses are given in addition."""
 
     def _maybe_normalize_advantage(
@@ -269,7 +276,8 @@ def _subclass(loss_class: type[LossModule]) -> type:
         and inspect.isfunction(inspect.getattr_static(loss_class, name))
     }
     added = (_NormalizedByAll,) if issubclass(loss_class, PPOLoss) else ()
-    return type(loss_class)(
+    metaclass: Any = type(loss_class)
+    return metaclass(
         f"Distributed{loss_class.__name__}",
         (DistributedLoss, *added, loss_class),
         {**methods, "__module__": __name__},
@@ -518,5 +526,5 @@ def _is_expanded(tensor: Tensor) -> bool:
 
 
 def _digest(tensor: Tensor) -> str:
-    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
     return hashlib.blake2b(data, digest_size=8).hexdigest()

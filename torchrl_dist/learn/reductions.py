@@ -199,7 +199,7 @@ def leaves(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
             continue
         seen.add(node)
         if node.name() == "torch::autograd::AccumulateGrad":
-            yield node.variable
+            yield node.variable  # type: ignore[attr-defined]  # nodes of this name have it
         stack.extend(inner for inner, _ in node.next_functions)
 
 

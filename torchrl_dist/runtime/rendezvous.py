@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -179,7 +180,7 @@ def meet(
         DeadlineError: somebody did not come in time; names who.
     """
     seats = assign_roles(roles, world.world_size)
-    card = {
+    card: dict[str, Any] = {
         "token": uuid.uuid4().hex[:12],
         "host": world.host,
         "node_rank": world.node_rank,
@@ -223,7 +224,7 @@ def make_process_group(
 ) -> dist.ProcessGroup | None:
     """Make this role's default torch.distributed group, if ``backends`` asks for one."""
     me = member.peers[member.world.global_rank]
-    backend = backends if isinstance(backends, str) or not backends else backends.get(me.role)
+    backend = backends.get(me.role) if isinstance(backends, Mapping) else backends
     if not backend:
         return None
     if dist.is_initialized():

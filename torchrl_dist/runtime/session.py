@@ -382,7 +382,7 @@ class Session:
             else:
                 answer(())
         else:
-            reply = ()
+            reply: tuple[str | None, ...] = ()
             if kind == "serving":
                 self._members.serve(*args)
             elif kind == "lost":

@@ -12,11 +12,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 # A launcher or a terminal may send each of them to every process of a job.
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # as sbatch --signal=USR1@60; their default is to kill
 STOP_SIGNALS = (*_ENDS, *_NOTICES)
+_Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 # Slurm and timeout(1) send SIGTERM twice for one reason; who types Ctrl-C twice means it.
 _SAME_S = 0.25
 
@@ -80,7 +82,7 @@ class StopSignals:
     def __init__(self, latch: Latch, first: Callable[[signal.Signals], None] | None = None) -> None:
         self._latch = latch
         self._first = first
-        self._previous: dict[int, object] = {}
+        self._previous: dict[int, _Handler] = {}
         self._asked_at: float | None = None
         self.patient = False
         self.received: signal.Signals | None = None  # the first one
@@ -102,7 +104,7 @@ class StopSignals:
         for number, previous in self._previous.items():
             # None: the previous handler was not installed from Python and cannot be put back.
             if signal.getsignal(number) == self._handle and previous is not None:
-                signal.signal(number, previous)  # type: ignore[arg-type]
+                signal.signal(number, previous)
         self._previous.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -172,7 +174,7 @@ def _unblock_after_fork() -> None:
 def _forget_in_child() -> None:
     """A forked child is not in the session: ``multiprocessing`` ends its children by SIGTERM and
     waits for them, and a handler of ours would tell the parent's waits of a stop."""
-    defaults = {number: signal.SIG_DFL for number in _ENDS}
+    defaults: dict[int, _Handler] = {number: signal.SIG_DFL for number in _ENDS}
     defaults[signal.SIGINT] = signal.default_int_handler
     for number in STOP_SIGNALS:
         handler = signal.getsignal(number)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import gymnasium
 import torch
@@ -117,7 +117,7 @@ class Settings:
     max_frames_per_traj: int
     set_truncated: bool
     track_policy_version: bool | None
-    cat_results: str | int | None
+    cat_results: Literal["stack"] | int | None
     storing_device: torch.device | None
 
     def __post_init__(self) -> None:
@@ -354,11 +354,9 @@ def _choose_env(
         return make
     if isinstance(make, GivenEnv):
         raise ConfigurationError("create_env_kwargs= does not go with an env that was made already")
-    return partial(gymnasium.make if isinstance(make, str) else make, *_id(make), **kwargs)
-
-
-def _id(make: Any) -> tuple[str, ...]:
-    return (make,) if isinstance(make, str) else ()
+    if isinstance(make, str):
+        return partial(gymnasium.make, make, **kwargs)
+    return partial(make, **kwargs)
 
 
 PolicyFactory = Callable[[int, int], Any]

@@ -11,7 +11,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -52,7 +52,7 @@ from torchrl_dist.runtime import Peer, Session
 from torchrl_dist.runtime.pulse import Pulse
 from torchrl_dist.weights import PackedWeights, find_target, pack
 
-Weights = nn.Module | TensorDictBase | Mapping[str, Any]
+Weights: TypeAlias = nn.Module | TensorDictBase | Mapping[str, Any]
 
 _SHUTDOWN_S = 10.0
 _ONE_POLICY = "with inference='learner' all have one policy, the learner's"
@@ -337,9 +337,13 @@ class RPCBatchedCollector(BaseCollector):
         self._run = 0
         self._inference: LearnerInference | None = None
         if inference == "learner":
-            unfit = {"policy_factory": policy_factory, "postproc_factory": postproc_factory}
+            unfit: dict[str, Any] = {
+                "policy_factory": policy_factory,
+                "postproc_factory": postproc_factory,
+            }
             unfit |= {"readiness": self.readiness.cuts}
             check_inference(session, peers, policy, unfit)
+            assert session is not None and isinstance(policy, nn.Module)
             self._inference = LearnerInference(session, policy, exploration_type, compilation)
             config = replace(
                 config,
@@ -473,16 +477,18 @@ class RPCBatchedCollector(BaseCollector):
                 f"model_id={model_id!r}, weights_dict={list(weights_dict or ())}: the workers have "
                 "one model, 'policy'"
             )
-        source = given[0] if given else self.policy
+        source: Any = given[0] if given else self.policy
         version = self._version + 1
+        by_worker: dict[tuple[int, ...] | None, PackedWeights] = {}
         if _by_worker(source):
             if worker_ids is not None:
                 raise ConfigurationError("weights by worker index do not go with worker_ids=")
-            by_worker = {(worker,): self._pack(each, version) for worker, each in source.items()}
+            for worker, each in source.items():
+                by_worker[(worker,)] = self._pack(each, version)
         else:
             chosen = (worker_ids,) if isinstance(worker_ids, int) else worker_ids
             packed = self._pack(source, version)
-            by_worker = {None if chosen is None else tuple(chosen): packed}
+            by_worker[None if chosen is None else tuple(chosen)] = packed
         known = {worker.index for worker in self._crew.workers}
         for workers in by_worker:
             if workers is not None and (self._inference is not None or not known >= set(workers)):

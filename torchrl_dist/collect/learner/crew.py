@@ -274,7 +274,9 @@ class Crew:
     def _give_up_hanging(self) -> None:
         """Count workers as lost whose rollout takes too long, and free what they were to do."""
         limit_s = self._worker_timeout_s
-        for worker in self.workers if limit_s is not None else ():
+        if limit_s is None:
+            return
+        for worker in self.workers:
             if worker.in_flight and time.monotonic() - worker.busy_since > limit_s:
                 worker.failure = PeerLostError(
                     f"{worker.name}: no rollout within worker_timeout_s={limit_s:g} s"

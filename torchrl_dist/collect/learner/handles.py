@@ -45,12 +45,12 @@ class LocalHandle:
             DeadlineError: it did not end in time.
             RemoteError: the method raised; its exception is the cause.
         """
-        waits = timeout_s is not None and method not in _DURING_ROLLOUTS
-        if waits and not self._worker.wait_idle(timeout_s):
-            raise DeadlineError(
-                f"{method}: the rollout under way in this process did not end within "
-                f"{timeout_s:g} s; its env or policy hangs, or timeout_s is too short"
-            )
+        if timeout_s is not None and method not in _DURING_ROLLOUTS:
+            if not self._worker.wait_idle(timeout_s):
+                raise DeadlineError(
+                    f"{method}: the rollout under way in this process did not end within "
+                    f"{timeout_s:g} s; its env or policy hangs, or timeout_s is too short"
+                )
         try:
             return getattr(self._worker, method)(*args, **kwargs)
         except Exception as error:

@@ -98,7 +98,8 @@ class LearnerInference:
         exploration_type: ExplorationType,
         compilation: Compilation,
     ) -> None:
-        outputs = {key if isinstance(key, str) else tuple(key) for key in policy.out_keys}
+        reads: Any = policy  # a TensorDictModule
+        outputs = {key if isinstance(key, str) else tuple(key) for key in reads.out_keys}
         if any(isinstance(key, tuple) and key[0] == "next" for key in outputs):
             raise ConfigurationError(
                 "inference='learner' does not carry the state of a recurrent policy: leave it out, "
@@ -107,7 +108,7 @@ class LearnerInference:
         self._policy = copy.deepcopy(policy).to("cpu")
         self._calls = compilation.calls(self._policy, exploration_type)
         self._outputs = [plain_key(key) for key in outputs]
-        self.inputs = tuple(plain_key(key) for key in policy.in_keys)
+        self.inputs = tuple(plain_key(key) for key in reads.in_keys)
         self._version = 0
         self._lock = threading.Lock()
         self._transport = RPCInferenceTransport()

@@ -65,7 +65,10 @@ def summarize(
     lost_workers: Sequence[str],
 ) -> CollectReport:
     """Join the rollouts' statistics."""
-    frames, collect_s, write_s, lengths = {}, {}, {}, {}
+    frames: dict[int, int] = {}
+    collect_s: dict[int, float] = {}
+    write_s: dict[int, float] = {}
+    lengths: dict[int, tuple[int, ...]] = {}
     for r in rollouts:
         lengths[r.worker_index] = (*lengths.get(r.worker_index, ()), *r.episode_lengths)
         frames[r.worker_index] = frames.get(r.worker_index, 0) + r.frames

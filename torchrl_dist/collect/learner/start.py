@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -102,7 +102,7 @@ def _set_steps(workers: Sequence[Worker], infos: Sequence[WorkerInfo], limit_s: 
 
 def seconds_per_message(workers: Sequence[WorkerInfo]) -> float:
     """How long a message may take to fill: longer where many processes share their node's cores."""
-    crowds: Counter[str] = Counter()
+    crowds: defaultdict[str, float] = defaultdict(float)  # processes per core
     for worker in workers:
         crowds[worker.host] += worker.processes / worker.cores
     return MESSAGE_S * max(1.0, max(crowds.values()) / _PROCESSES_PER_CORE)

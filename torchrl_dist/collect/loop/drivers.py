@@ -65,7 +65,7 @@ class EnvDriver(Protocol):
 class EnvListDriver:
     """Plain envs in a row. Cheaper than SyncVectorEnv, which merges infos and copies results."""
 
-    valid = None
+    valid: np.ndarray | None = None
     one_seed_only = False
 
     def __init__(self, envs: Sequence[gymnasium.Env]) -> None:
@@ -209,7 +209,7 @@ class SameStepDriver(_VectorDriver):
                     f"an episode has no 'final_obs' (it has {sorted(info)}): without it the last "
                     "observation of the episode is lost"
                 )
-            for i in np.flatnonzero(done):
+            for i in np.flatnonzero(done).tolist():
                 last = final[i] if not isinstance(final, dict) else _index(final, i)
                 for leaf, out in zip(self.leaves, following, strict=True):
                     leaf.write(out[i, ...], last)
@@ -246,6 +246,8 @@ class EnvPoolDriver(NextStepDriver):
     """EnvPool resets envs in the next step, and takes its seed only when it is made."""
 
     DEFAULT_SEED = 42
+
+    env: Any  # EnvPool's own class, which has a config
 
     def __init__(self, env: Any) -> None:
         super().__init__(env)

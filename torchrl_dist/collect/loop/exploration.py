@@ -24,6 +24,8 @@ _POLITE_S = 5.0
 class _UnderWay:
     """The calls of this process. Guarded by ``changed``."""
 
+    before: set_exploration_type  # what the first call has set
+
     def __init__(self) -> None:
         self.calls: list[Exploring] = []  # all under one type
         now_and_in_children(self, _UnderWay._renew)
@@ -39,6 +41,7 @@ class _UnderWay:
             f"{call.what}, in thread {call.thread.name!r} under {call.type}, has been running for "
             f"{now - call.since:.1f} s"
             for call in self.calls
+            if call.thread is not None  # it has one while it is under way
         )
 
 

@@ -148,6 +148,7 @@ def make_grouped_rollout(
         )
         for _ in range(groups)
     ]
+    fit = [each for each in built if isinstance(each, GymnasiumRollout)]
     for rollout in built:
         if not isinstance(rollout, GymnasiumRollout) or rollout.driver.valid is not None:
             for each in built:
@@ -156,9 +157,9 @@ def make_grouped_rollout(
                 "inference='learner' takes gymnasium envs that do not reset in steps of their own "
                 "(no TorchRL env, no vector env with next-step autoreset)"
             )
-    known = built[0].observed
+    known = fit[0].observed
     if not any(key in known for key in inference.inputs):
         raise ConfigurationError(
             f"the policy reads {list(inference.inputs)}, and the envs give {sorted(known, key=str)}"
         )
-    return GroupedRollout(built, inference)
+    return GroupedRollout(fit, inference)

@@ -531,9 +531,13 @@ class GymnasiumRollout:
             )
             ends[t] = done
             cuts[t] = cut
-            if valid is not None:
+            if valid is None:
+                resets = done | cut
+            else:
+                assert driver.valid is not None
                 valid[:, t] = driver.valid
-            self._carry_on(out, made.carried, done | cut if valid is None else ~driver.valid)
+                resets = ~driver.valid
+            self._carry_on(out, made.carried, resets)
             if self._stop:
                 raise RolloutStopped
             if enough(t + 1 if valid is None else int(valid[:, : t + 1].sum(1).min())):
@@ -587,15 +591,22 @@ class GymnasiumRollout:
         """
         have = [0 if part is None else part.shape[0] for part in self._surplus]
         while (ahead := min(have)) < steps and not enough(ahead):
-            chunk, valid = self._run(steps - ahead, lambda done, a=ahead: enough(a + done))
+
+            def with_surplus(done: int, ahead: int = ahead) -> bool:
+                return enough(ahead + done)
+
+            chunk, valid = self._run(steps - ahead, with_surplus)
+            assert valid is not None
             for i in range(self.num_envs):
                 rows = chunk[i][torch.from_numpy(valid[i, : chunk.shape[1]])]
                 before = self._surplus[i]
-                self._surplus[i] = rows if before is None else torch.cat([before, rows], 0)
-                have[i] = self._surplus[i].shape[0]
+                kept = rows if before is None else torch.cat([before, rows], 0)
+                self._surplus[i] = kept
+                have[i] = kept.shape[0]
         steps = min(steps, *have)
-        out = torch.stack([part[:steps] for part in self._surplus], 0)
-        self._surplus = [part[steps:].clone() for part in self._surplus]
+        parts = [part for part in self._surplus if part is not None]  # all: steps are above 0
+        out: TensorDict = torch.stack([part[:steps] for part in parts], 0)
+        self._surplus = [part[steps:].clone() for part in parts]
         out.names = [None, "time"]
         self._check_surplus(max(have) - steps)
         return out

@@ -73,7 +73,7 @@ class TrajectoryAssembler:
         for trajectory in chosen:
             trajectory.set(MASK, torch.ones(len(trajectory), dtype=torch.bool))
             padded.append(_padded(trajectory, longest - len(trajectory)))
-        batch = torch.stack(padded, 0)
+        batch: TensorDict = torch.stack(padded, 0)
         batch.names = [None, "time"]
         return batch
 

@@ -176,7 +176,8 @@ class _Part:
     ) -> tuple[TensorDictBase | None, RolloutStats]:
         """As ``RolloutWorker.collect``; rows that fit the ticket stay in its block, and None is
         answered in their place."""
-        data, stats = self.worker.collect(steps, num_envs, weights, request, anew, at_random)
+        packed: Any = weights  # which _Watched finds in the block
+        data, stats = self.worker.collect(steps, num_envs, packed, request, anew, at_random)
         if data is None or rows is None:
             return data, stats
         if data.shape != (stats.num_envs, stats.frames // stats.num_envs):
@@ -196,7 +197,8 @@ class _Watched(RolloutWorker):
         super().__init__(config)
         self._turns.open()  # the node worker asks in order, but not from 0 on
 
-    def _take_weights(self, ticket: WeightsTicket) -> None:
+    def _take_weights(self, ticket: Any) -> None:
+        """Of a ``WeightsTicket``."""
         self._weights.take(ticket, require_module(self.policy))
         self._rollout.policy_version = ticket.version
 

@@ -358,10 +358,11 @@ class NodeWorker:
             busy = {index for each in self._under_way for index in each.pending}
             if relay is not None:
                 flush_s = relay.flush(most=len(busy))
-            for index in busy if limit_s is not None else ():
-                process = self._pool.processes[index]
-                if self._pool.hangs(process, limit_s):
-                    self._bury(process, f"made no step for {limit_s:g} s")
+            if limit_s is not None:
+                for index in busy:
+                    process = self._pool.processes[index]
+                    if self._pool.hangs(process, limit_s):
+                        self._bury(process, f"made no step for {limit_s:g} s")
 
     def _finish_all(self) -> None:
         """Wait until all processes are idle: a call is answered by them between two rollouts."""
@@ -370,7 +371,8 @@ class NodeWorker:
 
     def _take_answer(self, process: Process) -> None:
         rollout = next((r for r in self._under_way if process.index in r.pending), None)
-        answer, failure = None, None
+        answer: Any = None
+        failure: RemoteError | None = None
         try:
             answer = self._pool.receive(process)
         except EOFError as error:

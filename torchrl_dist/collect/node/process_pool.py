@@ -129,7 +129,7 @@ class ProcessPool:
                     f"within {_START_S:g} s"
                 )
             waiting = [p for p in self.processes if p.connection and not p.ready]
-            relay = self._relay
+            relay: Any = self._relay  # waited for by its fileno()
             sources: list[Any] = [self._listener, *(p.connection for p in waiting)]
             readable = wait([*sources, relay] if relay else sources, min(left_s, _GLANCE_S))
             if self._listener in readable:
@@ -185,6 +185,7 @@ class ProcessPool:
             connection.close()
 
     def _make_ready(self, process: Process) -> None:
+        assert process.connection is not None
         process.ready = True
         self._selector.register(process.connection, selectors.EVENT_READ, process)
 

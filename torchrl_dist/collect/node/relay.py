@@ -226,7 +226,7 @@ class Relay:
         self._in_flight += 1
         begun_s = time.monotonic()
         inference = self._inference
-        future = inference.learner.submit("submit", values, timeout_s=inference.timeout_s)
+        future: Any = inference.learner.submit("submit", values, timeout_s=inference.timeout_s)
         future.add_done_callback(lambda done: self._arrived(asked, done, begun_s))
         return math.inf
 

@@ -545,7 +545,7 @@ class RolloutWorker:
         if self.config.max_frames_per_traj and "step_count" not in rollout.keys():
             self._set_step_count(rollout, ended)
         ids, returns, lengths = self._episodes.advance(reward, ended)
-        collector = {
+        collector: dict[str | tuple[str, ...], torch.Tensor] = {
             "traj_ids": torch.from_numpy(ids),
             "worker_index": torch.full(shape, self._shown_index),
         }
