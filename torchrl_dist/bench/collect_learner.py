@@ -319,7 +319,10 @@ def _weights(cell: Question, server: ForkServer | None) -> dict[str, Any]:
     ):  # fmt: skip
         collector.next()
         startup_s = time.perf_counter() - begun
-        plain, updated, packing, sent = [], [], [], []
+        plain: list[float] = []
+        updated: list[float] = []
+        packing: list[float] = []
+        sent: list[int] = []
         start = time.perf_counter()
         while time.perf_counter() - start < cell.seconds or len(updated) < 2:
             before = _written_bytes()

@@ -222,7 +222,7 @@ class _TorchRLCollector(Peer):
     class_name: ClassVar[str]
 
     @classmethod
-    def build(cls, cell: Cell, envs: list[Callable[[], Any]], **options: Any) -> Any:
+    def build(cls, cell: Cell, envs: Sequence[Callable[[], Any]], **options: Any) -> Any:
         from torchrl import collectors
         from torchrl.collectors import distributed
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import IO, Any, Protocol
 
 from torchrl_dist.errors import DeadlineError, PeerLostError, TorchRLDistError
 
@@ -58,6 +58,8 @@ class Launcher:
             env=variables,
             start_new_session=True,  # Ctrl-C is for the caller, who then ends this one in order
         )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._requests, self._answers = self._process.stdin, self._process.stdout
         self._child = 0
         try:
             self._answer(time.monotonic() + _START_S, "import torch and torchrl")
@@ -85,7 +87,7 @@ class Launcher:
             DeadlineError: it took longer than ``timeout_s``, and was killed.
         """
         call = (function.__module__, function.__qualname__, pickle.dumps(args))
-        _send(self._process.stdin, (call, str(folder), dict(environment or {})))
+        _send(self._requests, (call, str(folder), dict(environment or {})))
         deadline = time.monotonic() + timeout_s
         self._child = self._answer(time.monotonic() + _END_S, "fork")
         try:
@@ -110,7 +112,7 @@ class Launcher:
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait(_END_S)
-        for stream in (self._process.stdin, self._process.stdout):
+        for stream in (self._requests, self._answers):
             with contextlib.suppress(OSError):
                 stream.close()
 
@@ -122,10 +124,10 @@ class Launcher:
 
     def _answer(self, deadline: float, doing: str) -> int:
         with selectors.DefaultSelector() as selector:
-            selector.register(self._process.stdout, selectors.EVENT_READ)
+            selector.register(self._answers, selectors.EVENT_READ)
             if not selector.select(max(0.0, deadline - time.monotonic())):
                 raise DeadlineError(f"the measuring process did not {doing} in time")
-        data = self._process.stdout.read(8)
+        data = self._answers.read(8)
         if len(data) < 8:
             raise MeasurementError(f"the launcher of the measurements died; it had to {doing}")
         return struct.unpack("<q", data)[0]
@@ -138,7 +140,7 @@ class Launcher:
                 os.killpg(child, signal.SIGKILL)
 
 
-def _send(stream: BinaryIO, message: Any) -> None:
+def _send(stream: IO[bytes], message: Any) -> None:
     data = pickle.dumps(message)
     stream.write(struct.pack("<q", len(data)) + data)
     stream.flush()
@@ -289,6 +291,7 @@ def _work(peer: Any, pipe: Connection, other_end: Connection) -> None:
     other_end.close()
     host = Host(peer)
     while (message := pipe.recv()) is not None:
+        answer: tuple[str | None, Any]
         try:
             answer = None, host.run(message[0], *message[1])
         except Exception as error:

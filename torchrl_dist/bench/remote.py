@@ -229,10 +229,10 @@ def learn(peer: Peer, window: Window) -> Learned:
             step()
         now = time.monotonic()
         window = Window(now, now)
-    before = peer.traffic() if isinstance(peer, Ours) else (None, None)
+    before: tuple[Any, Any] = peer.traffic() if isinstance(peer, Ours) else (None, None)
     steps = 0
     tally = window.count(step)
-    after = peer.traffic() if isinstance(peer, Ours) else (None, None)
+    after: tuple[Any, Any] = peer.traffic() if isinstance(peer, Ours) else (None, None)
     used = [None if a is None else b - a for a, b in zip(before, after, strict=True)]
     return Learned(tally, steps, *used)
 
@@ -338,7 +338,8 @@ def _measure_all(options: argparse.Namespace, results: dict[Case, list[Result]])
 
 def _median(results: list[Result]) -> Result:
     columns = zip(*(asdict(result).values() for result in results), strict=True)
-    return Result(*(None if None in each else statistics.median(each) for each in columns))
+    medians: list[Any] = [None if None in each else statistics.median(each) for each in columns]
+    return Result(*medians)
 
 
 def shard_bound_ms(one: Result, shards: int) -> float:

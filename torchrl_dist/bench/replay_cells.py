@@ -139,7 +139,7 @@ class Window:
         call()
         while time.monotonic() < self.start:
             call()
-        durations = []
+        durations: list[float] = []
         faults = _page_faults()
         begin = last = time.monotonic()
         if begin - self.start > max(_LATE_S, (self.stop - self.start) / 2):

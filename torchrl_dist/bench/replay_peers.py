@@ -77,7 +77,8 @@ class Peer:
     def close(self) -> None:
         """End the workers and the buffer."""
         for worker in self.workers:
-            worker.close()
+            if isinstance(worker, ForkedWorker):
+                worker.close()
 
 
 class TorchRLBuffer(Peer):
@@ -563,7 +564,7 @@ class Floor(Peer):
         self._priorities = torch.zeros(self.capacity)
         self._random = np.random.default_rng()
         share = self.capacity // max(1, workers)
-        started = []
+        started: list[Worker] = []
         for index in range(workers):  # each in a part of its own, mapped when it was filled once
             self._part = range(index * share, (index + 1) * share)
             self._at = self._part.start

@@ -472,16 +472,17 @@ def run(options: argparse.Namespace) -> int:
         return probe(folder, processes=options.processes, planned_bytes=planned)
 
     found = look()
-    measured = None
+    measured: Rounds | TorchRLDistError | None = None
     if not options.no_round_trips and found.world_error is None and found.lone is None:
-        from . import rounds
+        from .rounds import Served, measure
 
         try:
-            measured = rounds.measure(_versions, look, timeout_s=options.timeout_s)
+            answer = measure(_versions, look, timeout_s=options.timeout_s)
+            if isinstance(answer, Served):  # rank 0 prints
+                return 0
+            measured = answer
         except TorchRLDistError as error:
             measured = error
-        if isinstance(measured, rounds.Served):  # rank 0 prints
-            return 0
     findings = examine(found, measured)
     if options.json:
         print(json.dumps(as_json(found, findings)), flush=True)

@@ -209,8 +209,8 @@ def cpu_quota(own: Path, root: Path) -> float | None:
     quotas = []
     for group in _groups(own, root, "cpu"):
         with contextlib.suppress(OSError, ValueError):
-            quota, period = (group / "cpu.max").read_text().split()
-            quotas.append(int(quota) / int(period))
+            most, each = (group / "cpu.max").read_text().split()
+            quotas.append(int(most) / int(each))
         with contextlib.suppress(OSError, ValueError):
             quota = int((group / "cpu.cfs_quota_us").read_text())
             period = int((group / "cpu.cfs_period_us").read_text())

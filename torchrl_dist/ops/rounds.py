@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -73,7 +74,7 @@ def _job(timeout_s: float) -> Iterator[Session]:
 
 def _measure(me: Session, software: Callable, look: Callable) -> Rounds:
     peers = me.peers
-    rpc_s = {}
+    rpc_s: dict[tuple[int, int], float] = {}
     for peer in peers[:-1]:  # one pair at a time: they would slow one another down
         answers = me.call(peer, _call_those_above)
         rpc_s |= {(peer.global_rank, rank): seconds for rank, seconds in answers.items()}
@@ -100,7 +101,7 @@ def _call_those_above() -> dict[int, float]:
     me = current_session()
     times = {}
     for peer in me.peers[me.me.global_rank + 1 :]:
-        times[peer.global_rank] = _usual(lambda peer=peer: me.call(peer, time.time))
+        times[peer.global_rank] = _usual(partial(me.call, peer, time.time))
     return times
 
 

@@ -236,7 +236,7 @@ def _command(job: Job) -> str:
         "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 "
         f'--shutdown-timeout={max(30, job.signal_s - 30)} "$@"'
     )
-    words = job.command[1:] if _is_python(job.command[0]) else job.command
+    words = [*(job.command[1:] if _is_python(job.command[0]) else job.command)]
     text = shlex.join(words) + (' --seed "$SLURM_ARRAY_TASK_ID"' if job.seeds else "")
     inside = shlex.join([*job.container, "bash", "-c"])
     return f"{inside} '{torchrun}' torchrun {text}"

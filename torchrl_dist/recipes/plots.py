@@ -6,6 +6,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 @dataclass(frozen=True)
@@ -50,9 +54,9 @@ def draw_learning_curve(
         x, y = zip(*training, strict=True)
         axes.plot(x, y, color="tab:gray", alpha=0.6, lw=1, label="training episodes (exploring)")
     if evaluations:
-        x = [e.frames for e in evaluations]
+        frames = [e.frames for e in evaluations]
         axes.fill_between(
-            x,
+            frames,
             [e.lowest for e in evaluations],
             [e.highest for e in evaluations],
             color="tab:blue",
@@ -60,7 +64,7 @@ def draw_learning_curve(
             lw=0,
             label="evaluation, worst to best episode",
         )
-        axes.plot(x, [e.mean for e in evaluations], "o-", color="tab:blue", ms=3, label="mean")
+        axes.plot(frames, [e.mean for e in evaluations], "o-", color="tab:blue", ms=3, label="mean")
         _seconds_axis(axes, evaluations)
     if threshold is not None:
         axes.axhline(threshold, color="tab:green", ls="--", lw=1, label=f"solved: {threshold:g}")
@@ -78,7 +82,7 @@ def draw_learning_curve(
     os.replace(beside, path)
 
 
-def _seconds_axis(axes, evaluations: Sequence[Evaluation]) -> None:
+def _seconds_axis(axes: Axes, evaluations: Sequence[Evaluation]) -> None:
     """A second axis on top that says at which second a frame was reached."""
     import numpy as np
 
@@ -87,10 +91,10 @@ def _seconds_axis(axes, evaluations: Sequence[Evaluation]) -> None:
     if (np.diff(frames) <= 0).any() or (np.diff(seconds) <= 0).any():
         return
 
-    def to_seconds(x):
+    def to_seconds(x: Any) -> Any:
         return np.interp(x, frames, seconds) + np.maximum(0, x - frames[-1]) * slope
 
-    def to_frames(x):
+    def to_frames(x: Any) -> Any:
         return np.interp(x, seconds, frames) + np.maximum(0, x - seconds[-1]) / slope
 
     slope = seconds[-1] / frames[-1]
