@@ -58,7 +58,7 @@ class RemoteError(TorchRLDistError):
             f"{self.message}\n--- raised in {self.peer} on {self.host} ---\n{self.remote_traceback}"
         )
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[object, ...]:
         return _rebuild_remote_error, (self.message, self.peer, self.host, self.remote_traceback)
 
 

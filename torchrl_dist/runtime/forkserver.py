@@ -267,7 +267,7 @@ class ForkServer:
                 self._take(*report)
         self._server_died()
 
-    def _next_report(self) -> tuple | None:
+    def _next_report(self) -> tuple[Any, ...] | None:
         try:
             data = self._reports.recv(2 * _MAX_REPORT_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:

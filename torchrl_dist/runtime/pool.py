@@ -18,7 +18,7 @@ class DaemonPool:
     def __init__(self, max_threads: int, name: str) -> None:
         self._max_threads = max_threads
         self._name = name
-        self._work: queue.SimpleQueue[tuple[Callable[..., Any], tuple] | None]
+        self._work: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]] | None]
         self._work = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._threads = 0

@@ -21,9 +21,11 @@ class Caller(Protocol):
     session_id: str
     me: Peer
 
-    def _call(self, peer: Peer, operation: tuple, timeout_s: float | None) -> Any: ...
+    def _call(self, peer: Peer, operation: tuple[Any, ...], timeout_s: float | None) -> Any: ...
 
-    def _submit(self, peer: Peer, operation: tuple, timeout_s: float | None) -> Future: ...
+    def _submit(
+        self, peer: Peer, operation: tuple[Any, ...], timeout_s: float | None
+    ) -> Future[Any]: ...
 
 
 _current: Caller | None = None
@@ -60,7 +62,7 @@ class Remote(Generic[T]):
 
     def submit(
         self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any
-    ) -> Future:
+    ) -> Future[Any]:
         """Like ``call``, without blocking. The future fails with the errors of ``call``; it
         cannot be cancelled, and its callbacks run in a thread that must not block. With
         ``timeout_s=math.inf`` it fails only when the process is known to be gone: when its

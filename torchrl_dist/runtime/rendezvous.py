@@ -257,11 +257,11 @@ class _Exchange:
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
 
-    def run(self, rank: int, card: dict) -> list[dict]:
+    def run(self, rank: int, card: dict[Any, Any]) -> list[dict[Any, Any]]:
         """Blocks for at most ``timeout_s``; raises DeadlineError, which names the missing."""
         return self._collect(card) if rank == 0 else self._join(rank, card)
 
-    def _collect(self, card: dict) -> list[dict]:
+    def _collect(self, card: dict[Any, Any]) -> list[dict[Any, Any]]:
         session_id = card["token"]
         self._store.set("card/0", json.dumps(card))
         cards = {0: card}
@@ -286,7 +286,7 @@ class _Exchange:
         self._store.set(f"cards/{session_id}", json.dumps(everybody))
         return everybody
 
-    def _join(self, rank: int, card: dict) -> list[dict]:
+    def _join(self, rank: int, card: dict[Any, Any]) -> list[dict[Any, Any]]:
         self._store.set(f"card/{rank}", json.dumps(card))
         found = f"found/{card['token']}"
         self._wait([found], lambda: self._absent() or [0])
@@ -320,7 +320,7 @@ class _Exchange:
         )
 
 
-def _set_interface(world: World, cards: list[dict]) -> Callable[[], None]:
+def _set_interface(world: World, cards: list[dict[Any, Any]]) -> Callable[[], None]:
     """Choose the network interface of RPC and gloo until the returned function is called.
 
     Left alone, both listen on the address of the host's own name. Between hosts that is often a
@@ -344,7 +344,7 @@ def _set_interface(world: World, cards: list[dict]) -> Callable[[], None]:
     return restore
 
 
-def _interface_towards_others(world: World, cards: list[dict]) -> str | None:
+def _interface_towards_others(world: World, cards: list[dict[Any, Any]]) -> str | None:
     others = [card["address"] for card in cards if card["node_rank"] != world.node_rank]
     # The first node's address is a loopback one where its own name is; then ask for its name.
     usable = [a for a in others if a and not ipaddress.ip_address(a).is_loopback]

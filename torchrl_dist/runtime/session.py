@@ -77,9 +77,11 @@ class Session:
         self._barriers = itertools.count()
         self._members = Membership(self.world.world_size, self.me.global_rank)
         self._lock = threading.Lock()
-        self._in_flight: dict[int, set[Future]] = {p.global_rank: set() for p in self.peers}
+        self._in_flight: dict[int, set[Future[Any]]] = {p.global_rank: set() for p in self.peers}
         self._suspects: set[int] = set()
-        self._watchers: dict[int, Callable[[tuple], None]] = {}  # by the rank that watches us
+        self._watchers: dict[
+            int, Callable[[tuple[Any, ...]], None]
+        ] = {}  # by the rank that watches us
         self._stop = Latch()
         self._end = Latch()  # the driver has ended the job, or is lost
         self._end_reason: str | None = None
@@ -146,7 +148,7 @@ class Session:
         *args: Any,
         timeout_s: float | None = None,
         **kwargs: Any,
-    ) -> Remote:
+    ) -> Remote[Any]:
         """Run ``factory(*args, **kwargs)`` in ``peer``'s process, keep the object there until the
         session ends, return a handle. Everything may be a lambda or a closure.
 
@@ -176,11 +178,11 @@ class Session:
         *args: Any,
         timeout_s: float | None = None,
         **kwargs: Any,
-    ) -> Future:
+    ) -> Future[Any]:
         """Like ``call``, without blocking; see ``Remote.submit``."""
         return self._submit(peer, ("function", fn, args, kwargs), timeout_s)
 
-    def _call(self, peer: Peer, operation: tuple, timeout_s: float | None) -> Any:
+    def _call(self, peer: Peer, operation: tuple[Any, ...], timeout_s: float | None) -> Any:
         timeout_s = self._deadline(timeout_s)
         if peer == self.me:
             return self._run_here(operation)
@@ -193,10 +195,12 @@ class Session:
                 raise
             raise self._late(peer, operation, timeout_s) from error
 
-    def _submit(self, peer: Peer, operation: tuple, timeout_s: float | None) -> Future:
+    def _submit(
+        self, peer: Peer, operation: tuple[Any, ...], timeout_s: float | None
+    ) -> Future[Any]:
         endless = timeout_s == float("inf")
         timeout_s = self._deadline(None if endless else timeout_s)
-        future: Future = Future()
+        future: Future[Any] = Future()
         future.set_running_or_notify_cancel()
         if peer == self.me:
             self._pool.submit(self._run_into, future, operation)
@@ -210,7 +214,7 @@ class Session:
             self._settle(rank, future, error=self._lost_error(peer))
             return future
 
-        def done(answer: tuple | None, error: Exception | None) -> None:
+        def done(answer: tuple[Any, ...] | None, error: Exception | None) -> None:
             if answer is not None:
                 self._settle_with(peer, future, answer)
             elif isinstance(error, DeadlineError):
@@ -223,7 +227,7 @@ class Session:
         self._transport.send(rank, "call", body, tensors, timeout_s=limit_s, done=done)
         return future
 
-    def _late(self, peer: Peer, operation: tuple, timeout_s: float) -> DeadlineError:
+    def _late(self, peer: Peer, operation: tuple[Any, ...], timeout_s: float) -> DeadlineError:
         what = operation[2] if operation[0] == "method" else operation[1]
         name = what if isinstance(what, str) else getattr(what, "__name__", repr(what))
         return DeadlineError(f"{peer} did not answer {name} within {timeout_s:g} s")
@@ -238,7 +242,7 @@ class Session:
 
     # ---- running what others (or this process itself) asked for
 
-    def _execute(self, operation: tuple) -> Any:
+    def _execute(self, operation: tuple[Any, ...]) -> Any:
         kind, *rest = operation
         if kind == "method":
             key, method, args, kwargs = rest
@@ -253,20 +257,22 @@ class Session:
         self._objects[key] = result
         return key
 
-    def _run_here(self, operation: tuple) -> Any:
+    def _run_here(self, operation: tuple[Any, ...]) -> Any:
         try:
             result = self._execute(operation)
             return result.result() if isinstance(result, Future) else result
         except Exception as error:
             raise self._remote_error(self.me, _describe(error)) from error
 
-    def _run_into(self, future: Future, operation: tuple) -> None:
+    def _run_into(self, future: Future[Any], operation: tuple[Any, ...]) -> None:
         try:
             future.set_result(self._run_here(operation))
         except BaseException as error:
             future.set_exception(error)
 
-    def _run_for_peer(self, body: bytes, tensors: list, answer: Callable[[tuple], None]) -> None:
+    def _run_for_peer(
+        self, body: bytes, tensors: list[Any], answer: Callable[[tuple[Any, ...]], None]
+    ) -> None:
         def run() -> Any:
             # RPC is up before this process has left _open.
             self._opened.wait(self.timeout_s)
@@ -286,7 +292,7 @@ class Session:
 
         reply(run)
 
-    def _settle_with(self, peer: Peer, future: Future, answer: tuple) -> None:
+    def _settle_with(self, peer: Peer, future: Future[Any], answer: tuple[Any, ...]) -> None:
         fine, body, tensors = answer
         try:
             content = wire.loads(body, tensors)
@@ -299,7 +305,12 @@ class Session:
             self._settle(peer.global_rank, future, error=self._remote_error(peer, content))
 
     def _settle(
-        self, rank: int, future: Future, *, result: Any = None, error: BaseException | None = None
+        self,
+        rank: int,
+        future: Future[Any],
+        *,
+        result: Any = None,
+        error: BaseException | None = None,
     ) -> None:
         with self._lock:
             self._in_flight[rank].discard(future)
@@ -311,7 +322,7 @@ class Session:
             else:
                 future.set_exception(error)
 
-    def _remote_error(self, peer: Peer, description: tuple) -> RemoteError:
+    def _remote_error(self, peer: Peer, description: tuple[Any, ...]) -> RemoteError:
         message, trace, cause = description
         error = RemoteError(message, peer=peer.name, host=peer.host, remote_traceback=trace)
         error.__cause__ = cause
@@ -360,7 +371,7 @@ class Session:
     # ---- control messages: handled in the RPC thread, never block
 
     def _receive(
-        self, kind: str, body: bytes, tensors: list, answer: Callable[[tuple], None]
+        self, kind: str, body: bytes, tensors: list[Any], answer: Callable[[tuple[Any, ...]], None]
     ) -> None:
         if kind == "call":
             self._pool.submit(self._run_for_peer, body, tensors, answer)
@@ -397,9 +408,11 @@ class Session:
         else:
             self._lose(rank, reason)
 
-    def _tell(self, peer: Peer, kind: str, *args: Any, timeout_s: float = _GOODBYE_S) -> Future:
+    def _tell(
+        self, peer: Peer, kind: str, *args: Any, timeout_s: float = _GOODBYE_S
+    ) -> Future[Any]:
         """Send a control message. The future never fails: it gives (answer, error)."""
-        future: Future = Future()
+        future: Future[Any] = Future()
         assert self._transport is not None
         self._transport.send(
             peer.global_rank,
@@ -413,7 +426,7 @@ class Session:
     def _watch(self, peer: Peer) -> None:
         """Notice at once when ``peer`` leaves or dies: a call that it answers when it leaves."""
 
-        def done(answer: tuple | None, error: Exception | None) -> None:
+        def done(answer: tuple[Any, ...] | None, error: Exception | None) -> None:
             if answer is None:
                 self._suspect(peer.global_rank, f"connection failed: {error}")
             elif peer == self._driver:
@@ -437,7 +450,7 @@ class Session:
         patience_s = _BEAT_PATIENCE * self.timeout_s
         waiting: set[int] = set()
 
-        def answered(peer: Peer, future: Future) -> None:
+        def answered(peer: Peer, future: Future[Any]) -> None:
             answer, error = future.result()
             if isinstance(error, DeadlineError):
                 self._lose(peer.global_rank, f"no sign of life for {patience_s:g} s")
@@ -524,7 +537,7 @@ class Session:
         number = next(self._barriers)
         if self._transport is None:
             return
-        released: Future = Future()
+        released: Future[Any] = Future()
         if self.is_driver:
             self._members.arrive(
                 number, self.me.global_rank, lambda: released.set_result(((), None))
@@ -771,7 +784,7 @@ def _describe(error: BaseException) -> tuple[str, str, BaseException | None]:
     return _summary(error), trace, error
 
 
-def _dump_error(error: BaseException) -> tuple[bytes, list]:
+def _dump_error(error: BaseException) -> tuple[bytes, list[Any]]:
     message, trace, cause = _describe(error)
     try:
         body, tensors = wire.dumps((message, trace, cause))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,8 +18,8 @@ import torch.distributed.rpc as rpc
 
 from ..errors import ConfigurationError, DeadlineError, PeerLostError
 
-Answer = tuple
-Handler = Callable[[str, bytes, list, Callable[[Answer], None]], None]
+Answer = tuple[Any, ...]
+Handler = Callable[[str, bytes, list[Any], Callable[[Answer], None]], None]
 
 _SCHEME = "torchrl-dist"
 # A request only hands work to a pool, so few threads do; facts: fewer are faster.
@@ -87,7 +87,7 @@ class Transport:
         """Send and return at once; ``done(answer, error)`` is called once, in an RPC thread or
         in this one. ``error`` is a DeadlineError or a PeerLostError. None waits for ever."""
 
-        def arrived(future: torch.futures.Future) -> None:
+        def arrived(future: torch.futures.Future[Any]) -> None:
             try:
                 answer = future.wait()
             except Exception as error:  # RuntimeError with a text from C++
@@ -135,8 +135,8 @@ def _find_log_level() -> ctypes.c_int | None:
 
 
 @rpc.functions.async_execution
-def _receive(kind: str, body: bytes, tensors: list) -> torch.futures.Future:
-    answer: torch.futures.Future = torch.futures.Future()
+def _receive(kind: str, body: bytes, tensors: list[Any]) -> torch.futures.Future[Any]:
+    answer: torch.futures.Future[Any] = torch.futures.Future()
     handler = _handler
     if handler is None:
         raise ConnectionError("eof: the session of this process is closed")
@@ -200,5 +200,5 @@ def _register_scheme() -> None:
         _registered = True
 
 
-def _our_store(url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Generator:
+def _our_store(url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Iterator[Any]:
     yield _store_for_init, rank, world_size

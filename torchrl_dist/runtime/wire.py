@@ -79,7 +79,7 @@ class _Pickler(cloudpickle.Pickler):
             return reduced
         return super().reducer_override(obj)
 
-    def _reduce_tensor(self, tensor: torch.Tensor) -> tuple:
+    def _reduce_tensor(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         if tensor.nbytes <= _INSIDE_BYTES and tensor.device.type == "cpu":
             name = _NAMES.get(tensor.dtype)
             if name is not None and not tensor.is_conj() and not tensor.is_neg():

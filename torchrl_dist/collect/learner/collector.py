@@ -832,7 +832,7 @@ class RPCBatchedCollector(BaseCollector):
             )
         return workers[number].handle
 
-    def _visit(self, env: int | None, what: str, name: str, *args: Any, **kwargs: Any) -> list:
+    def _visit(self, env: int | None, what: str, name: str, *args: Any, **kwargs: Any) -> list[Any]:
         if env is None:
             answers = self._crew.ask_all(
                 "visit_envs", None, what, name, args, kwargs, timeout_s=self.timeout_s
@@ -844,7 +844,7 @@ class RPCBatchedCollector(BaseCollector):
             "visit_envs", env % size, what, name, args, kwargs, timeout_s=self.timeout_s
         )
 
-    def state_dict(self) -> OrderedDict:
+    def state_dict(self) -> OrderedDict[Any, Any]:
         """Progress, small and plain. Envs start anew on loading; weights are the caller's."""
         return OrderedDict(
             frames=self._frames, batches=self._iter + 1, policy_version=self._version, run=self._run

@@ -258,7 +258,7 @@ class ReplayClient:
         Blocks."""
         return self.call_each(method, [(shard, args)])[0]
 
-    def call_each(self, method: str, calls: Sequence[tuple[int, tuple]]) -> list[Any]:
+    def call_each(self, method: str, calls: Sequence[tuple[int, tuple[Any, ...]]]) -> list[Any]:
         """A method of several hosts at once that changes nothing, ``(shard, arguments)`` each,
         after all operations of this client there. Blocks, in all not longer than one call.
 
@@ -286,7 +286,9 @@ class ReplayClient:
         """A method of one host, in order with the operations of this client there. Blocks."""
         return self.order_each(method, [(shard, args, size)])[0]
 
-    def order_each(self, method: str, calls: Sequence[tuple[int, tuple, int]]) -> list[Any]:
+    def order_each(
+        self, method: str, calls: Sequence[tuple[int, tuple[Any, ...], int]]
+    ) -> list[Any]:
         """A method of several hosts at once, ``(shard, arguments, bytes)`` each, in order with the
         operations of this client there. Blocks, in all not longer than one call.
 

@@ -123,7 +123,7 @@ class Link(Protocol):
     ) -> None:
         """Hand an operation over; see ``RemoteLink.put``."""
 
-    def order(self, method: str, *args: Any, size: int = 0) -> Future:
+    def order(self, method: str, *args: Any, size: int = 0) -> Future[Any]:
         """Call another method of the host, after all operations put before. A future that is
         cancelled before the call was sent leaves nothing behind."""
 
@@ -133,7 +133,7 @@ class Link(Protocol):
         ``prioritized`` also says what the masses of the answer are; None: it does not matter.
         """
 
-    def submit(self, method: str, *args: Any, timeout_s: float) -> Future:
+    def submit(self, method: str, *args: Any, timeout_s: float) -> Future[Any]:
         """Call a method that changes nothing; in no order with the operations. One that ran out of
         time still runs."""
 
@@ -184,7 +184,7 @@ class LocalLink:
         if written is not None:
             written(*result)
 
-    def order(self, method: str, *args: Any, size: int = 0) -> Future:
+    def order(self, method: str, *args: Any, size: int = 0) -> Future[Any]:
         return self.submit(method, *args, timeout_s=0)
 
     def ask(self, count: int | None, prioritized: bool | None) -> Future[Answer | None]:
@@ -206,8 +206,8 @@ class LocalLink:
             future.set_exception(error)
         return future
 
-    def submit(self, method: str, *args: Any, timeout_s: float) -> Future:
-        future: Future = Future()
+    def submit(self, method: str, *args: Any, timeout_s: float) -> Future[Any]:
+        future: Future[Any] = Future()
         try:
             future.set_result(getattr(self._host, method)(*args))
         except Exception as error:
@@ -232,7 +232,7 @@ class _Queued:
     operation: Operation | Callable[[], Operation]
     size: int
     written: Written | None = None
-    future: Future | None = None
+    future: Future[Any] | None = None
 
     @property
     def cost(self) -> int:
@@ -245,7 +245,7 @@ class _Ask:
 
     count: int | None
     prioritized: bool | None
-    future: Future = field(default_factory=Future)
+    future: Future[Any] = field(default_factory=Future)
 
 
 @dataclass
@@ -291,7 +291,7 @@ class RemoteLink:
     """
 
     def __init__(
-        self, host: Remote, *, timeout_s: float, max_queued_bytes: int, merged_rows: int
+        self, host: Remote[Any], *, timeout_s: float, max_queued_bytes: int, merged_rows: int
     ) -> None:
         self.name = str(host.peer)
         self.max_priority = math.nan
@@ -355,8 +355,8 @@ class RemoteLink:
             self._uncounted += _samples(operation)
             self._add(_Queued(operation, size, written), size, urgent)
 
-    def order(self, method: str, *args: Any, size: int = 0) -> Future:
-        future: Future = Future()
+    def order(self, method: str, *args: Any, size: int = 0) -> Future[Any]:
+        future: Future[Any] = Future()
         with self._lock:
             self._wait_for_room(size)
             self._add(_Queued(Invoke(method, args), size, None, future), size, True)
@@ -415,7 +415,7 @@ class RemoteLink:
         if self._closed:
             raise PeerLostError(f"this client of {self.name} was closed")
 
-    def submit(self, method: str, *args: Any, timeout_s: float) -> Future:
+    def submit(self, method: str, *args: Any, timeout_s: float) -> Future[Any]:
         return self._host.submit(method, *args, timeout_s=timeout_s)
 
     def counts(self) -> Counts | None:
@@ -545,7 +545,7 @@ class RemoteLink:
             future.set_exception(PeerLostError(str(error)))
         future.add_done_callback(lambda done: self._arrived(call, done))
 
-    def _arrived(self, call: _Call, future: Future) -> None:
+    def _arrived(self, call: _Call, future: Future[Any]) -> None:
         """Runs in a thread of the transport; does not block."""
         try:
             error = future.exception()
@@ -685,7 +685,7 @@ def _samples(operation: Operation | Callable[[], Operation]) -> int:
     return operation.rows if isinstance(operation, CountSamples) else 0
 
 
-def await_answer(future: Future, link: Link, begin: float, timeout_s: float) -> Any:
+def await_answer(future: Future[Any], link: Link, begin: float, timeout_s: float) -> Any:
     """The result of what the link was asked at ``begin``, in ``time.monotonic()``. The deadline,
     ``timeout_s``, runs anew with every answer of the host: what was asked before comes first.
 

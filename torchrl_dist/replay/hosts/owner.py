@@ -45,7 +45,7 @@ _hosts_lock = threading.Lock()
 class HostAddress:
     """Where one host is: a handle for calls, and its directory for processes of its node."""
 
-    host: Remote
+    host: Remote[Any]
     path: str
     job_id: str
     identity: tuple[str, int, int]

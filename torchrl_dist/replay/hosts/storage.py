@@ -346,7 +346,7 @@ class RemoteStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
 
     # --- moving between processes ------------------------------------------------------------
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         return RemoteStorage, (self.owner,), {"attached": self._attached_entities_list}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -459,7 +459,7 @@ class _DirectStorage(DirectStorage):
         """``directory.counters``."""
         return self.directory.counters
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         return RemoteStorage, (self.owner,), {"attached": self._attached_entities_list}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -541,7 +541,7 @@ class _RPCSampler(SharedSampler):
         """A function that makes this sampler again, in any process."""
         raise NotImplementedError
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         return self._rebuild(), ()
 
 
@@ -568,7 +568,7 @@ class RPCRandomSampler(_RPCSampler, RandomSampler):
         self._setup()
         self._set_owner(owner, prefetch, batches_per_call)
 
-    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict]:
+    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
         """Returns global indices, int64 [batch_size], and no further information."""
         return self._next(storage, batch_size).index, {}
 
@@ -596,7 +596,7 @@ class _DirectRandomSampler(SharedRandomSampler):
             RPCRandomSampler, owner=owner, prefetch=prefetch, batches_per_call=batches_per_call
         )
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         return self._remote, ()
 
 
@@ -735,7 +735,7 @@ class RPCPrioritizedSampler(_RPCSampler, PrioritizedSampler):
         if storage is not None:
             self.attach(storage)
 
-    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict]:
+    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
         """Returns ``(index, {"priority_weight": weight})``: int64 and float32, [batch_size]."""
         batch = self._next(storage, batch_size)
         remote = self._storage
@@ -747,7 +747,7 @@ class RPCPrioritizedSampler(_RPCSampler, PrioritizedSampler):
     def add(self, index: torch.Tensor | int) -> None:
         pass  # publishing did it
 
-    def extend(self, index: torch.Tensor | tuple) -> None:
+    def extend(self, index: torch.Tensor | tuple[Any, ...]) -> None:
         pass
 
     @torch.no_grad()
@@ -833,7 +833,7 @@ class _DirectPrioritizedSampler(SharedPrioritizedSampler):
         super().__init__(max_capacity, alpha, beta, eps, dtype, reduction)
         self._elsewhere = owner, prefetch, batches_per_call
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         owner, prefetch, batches_per_call = self._elsewhere
         rebuild = functools.partial(
             RPCPrioritizedSampler,

@@ -302,7 +302,7 @@ class SharedRandomSampler(SharedSampler, RandomSampler):
         super().__init__()
         self._setup()
 
-    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict]:
+    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
         """Returns slots, int64 [batch_size], and no further information.
 
         Raises:
@@ -523,7 +523,7 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
 
     # --- drawing -----------------------------------------------------------------------------
 
-    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict]:
+    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
         """Returns ``(index, {"priority_weight": weight})``: int64 and float32, [batch_size]."""
         gate = self.attach(storage).gate
         if gate is None:
@@ -589,7 +589,7 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
     def add(self, index: torch.Tensor | int) -> None:
         pass  # publishing did it
 
-    def extend(self, index: torch.Tensor | tuple) -> None:
+    def extend(self, index: torch.Tensor | tuple[Any, ...]) -> None:
         pass
 
     @torch.no_grad()

@@ -56,7 +56,7 @@ class SharedCursorWriter(Writer):
             if _torchrl.writer_of(buffer) is self:
                 _torchrl.check_buffer(buffer, self._storage)
 
-    def extend(self, data: Sequence, *, priority: np.ndarray | None = None) -> torch.Tensor:
+    def extend(self, data: Sequence[Any], *, priority: np.ndarray | None = None) -> torch.Tensor:
         """Write a batch; each row appears with its priority at once.
 
         Args:
