@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigurationError
@@ -141,7 +141,7 @@ def _buffers(now: Snapshot, per: Rates | None) -> Any:
         left = name in ("buffer", "waits")
         table.add_column(name, justify="left" if left else "right", overflow="fold")
     for each in now.buffers:
-        limiter = each.limiter or {}
+        limiter: Mapping[str, Any] = each.limiter or {}
         ratio = ""
         if limiter.get("inserts"):
             ratio = f"{limiter['samples'] / limiter['inserts']:.2f}"

@@ -162,10 +162,10 @@ def print_table(costs: Costs, lines: Sequence[dict[str, Any]]) -> None:
         table.add_row(str(ranks["nodes"]), f"{ranks['step_s']:g}", published, *cells)
     console.print(table)
     for step_s in STEPS_S:
-        ranks, node = (full_at(costs, step_s, joined) for joined in (False, True))
+        by_rank, by_node = (full_at(costs, step_s, joined) for joined in (False, True))
         console.print(
-            f"steps of {step_s:g} s: the learner's intake is full at {ranks:,.0f} nodes with a "
-            f"rank per core, at {node:,.0f} with a node worker each"
+            f"steps of {step_s:g} s: the learner's intake is full at {by_rank:,.0f} nodes with a "
+            f"rank per core, at {by_node:,.0f} with a node worker each"
         )
 
 

@@ -263,13 +263,14 @@ def _measure_steps(subject: Subject, found: Measured, seconds: float) -> TensorD
 
 
 def _measure_policy(subject: Subject, rows: TensorDict, found: Measured, seconds: float) -> None:
-    if subject.policy is None:
+    policy = subject.policy
+    if policy is None:
         return
     for size in (1, 16, 256):
         batch = rows.reshape(-1)[:1].expand(size).clone().exclude("next", "action")
         with torch.no_grad():
             # not timed for long: shown for the reader, and part of every step that was timed
-            repeats = _repeat(lambda batch=batch: subject.policy(batch), seconds / 10)
+            repeats = _repeat(functools.partial(policy, batch), seconds / 10)
             found.policy[size] = [cpu for cpu, _ in repeats]
 
 

@@ -106,7 +106,7 @@ def best_deadline(
     workers: int, spread: float, *, batch_s: float = 0.0, rows_s: float = 0.0
 ) -> Gain:
     """The deadline, in mean rollouts, with the most frames per second."""
-    work = {"batch_s": batch_s, "rows_s": rows_s}
+    work: dict[str, Any] = {"batch_s": batch_s, "rows_s": rows_s}
     patient = simulate(workers, spread, **work)
     best = Gain(1.0, math.inf, patient.workers)
     for deadline_s in DEADLINES:

@@ -130,15 +130,20 @@ def build(
         )
     device = choose_device(config, session)
 
+    def new_network() -> QNetwork:
+        network = policy.network()
+        assert isinstance(network, QNetwork)  # a policy by action values
+        return network
+
     def actor(worker_index: int, num_workers: int) -> EpsilonGreedy:
         n = config.envs_per_collector
         epsilons = actor_epsilons(num_workers * n, config.epsilon, config.epsilon_alpha)
-        return EpsilonGreedy(policy.network(), epsilons[worker_index * n : (worker_index + 1) * n])
+        return EpsilonGreedy(new_network(), epsilons[worker_index * n : (worker_index + 1) * n])
 
     def rows(policy: EpsilonGreedy) -> RowsWithPriority:
         return RowsWithPriority(policy.network, gamma=config.gamma, n_steps=config.n_steps)
 
-    network = policy.network().to(device)
+    network = new_network().to(device)
     dqn = DQNLearner(
         network,
         gamma=config.gamma,

@@ -56,7 +56,7 @@ def env_factory(env: str) -> Callable[..., gymnasium.Env] | None:
     return named_function(env)
 
 
-def make_env(env: str, **options: object) -> gymnasium.Env:
+def make_env(env: str, **options: Any) -> gymnasium.Env:
     """One environment; ``options``, such as ``render_mode``, are for gymnasium or the function."""
     import gymnasium
 

@@ -126,6 +126,9 @@ class SquashedGaussianNetwork(nn.Module):
     the scale is between e^-5 and e^2.
     """
 
+    low: Tensor  # the buffers
+    high: Tensor
+
     def __init__(
         self,
         observation_size: int,

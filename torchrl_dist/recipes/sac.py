@@ -40,7 +40,9 @@ class ActionValue(nn.Sequential):
         inputs = task.observation_size + len(task.action_low)
         super().__init__(*layers(make, [inputs, *hidden, 1], nn.ReLU))
 
-    def forward(self, observation: Tensor, action: Tensor) -> Tensor:
+    def forward(  # type: ignore[override]  # it takes two inputs where a Sequential takes one
+        self, observation: Tensor, action: Tensor
+    ) -> Tensor:
         return super().forward(torch.cat([observation, action], -1))
 
 

@@ -216,7 +216,7 @@ class Pulse:
             return f"{told}: {_place(frame) if frame else 'its thread has ended'}"
         (peer,) = (peer for peer in self._workers if peer.name == name)
         told += f" (pid {session.pid_of(peer)} on {peer.host})"
-        asked: Future = session.submit(peer, places, timeout_s=_ANSWER_S)
+        asked: Future[Any] = session.submit(peer, places, timeout_s=_ANSWER_S)
         try:
             return f"{told}: {asked.result(2 * _ANSWER_S)}"
         except Exception as error:

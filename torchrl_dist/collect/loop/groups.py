@@ -59,6 +59,9 @@ class GroupedRollout:
         self.policy_version = 0  # of no use: the learner stamps its own
         self.at_random = False  # never asked for
 
+    def call_policy_once(self) -> None:
+        pass  # the learner has it
+
     def seed(self, seeds: Sequence[int]) -> None:
         first = 0
         for group in self._groups:
