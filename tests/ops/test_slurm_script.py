@@ -66,6 +66,9 @@ def test_the_script_is_the_golden_one_and_shells_accept_it(name: str) -> None:
         ("--collector-nodes 2 -- train apex", "memory of one node"),
         ("--tasks-per-node 3 -- train apex --collectors 3", "--collectors: got 3"),
         ("-- train apex --collectors many", "many"),
+        ("-- train apex --gamma 2", "--gamma: got 2.0"),
+        ("-- train nothing", "invalid choice: 'nothing'"),
+        ("--nodes 3 -- train ddppo --collectors 1", "divides the launcher's 3 ranks"),
         ("--seeds 0-4 -- train apex --output-dir x", "leave --seed and --output-dir out"),
         ("--collector-mem 2G -- python t.py", "--collector-nodes is missing"),
         ("--nodes 0 -- python t.py", "--nodes"),
@@ -93,6 +96,9 @@ def test_the_command_line_makes_the_job(capsys: pytest.CaptureFixture) -> None:
     assert capsys.readouterr().out == golden
     assert main(["slurm", "--collector-nodes", "1", "--", "python", "t.py", "--", "--nodes"]) == 0
     assert "python t.py -- --nodes :" in capsys.readouterr().out
+    assert main(["slurm", "--collector-nodes", "2", "--", "train", "impala"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("-m torchrl_dist train impala") == 2 and "replay" not in text
 
 
 def test_submit_without_slurm_says_so(

@@ -100,7 +100,9 @@ def test_what_limits_the_job_is_said_with_the_reason() -> None:
     waiting = at(20, wait_s=11.0)
     assert verdict(at(10), waiting) == "collectors: the learner waits for them 85% of the time"
     idle = at(20, busy_s_by_worker={"0": 10.0, "1": 9.0})
-    assert verdict(at(10), idle) == "the learner: collectors work 15% of the time"
+    assert verdict(at(10), idle) == (
+        "the learner: collectors work 15% of the time, and it runs 50% of the time"
+    )
     two = dataclasses.replace(at(20), cores=1)
     assert verdict(at(10), two) == "the 1 cores: all are busy"
     hung = [at(t, waiting_since=5.0, batches=3, wait_s=1.0) for t in (10, 20)]

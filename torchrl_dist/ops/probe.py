@@ -212,9 +212,9 @@ def cpu_quota(own: Path, root: Path) -> float | None:
             most, each = (group / "cpu.max").read_text().split()
             quotas.append(int(most) / int(each))
         with contextlib.suppress(OSError, ValueError):
-            quota = int((group / "cpu.cfs_quota_us").read_text())
-            period = int((group / "cpu.cfs_period_us").read_text())
-            quotas += [quota / period] if quota > 0 else []
+            quota_us = int((group / "cpu.cfs_quota_us").read_text())
+            period_us = int((group / "cpu.cfs_period_us").read_text())
+            quotas += [quota_us / period_us] if quota_us > 0 else []
     return min(quotas, default=None)
 
 

@@ -15,8 +15,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 from ..errors import ConfigurationError
+from ..recipes.catalog import RECIPES
+from ..recipes.config import RecipeConfig, ReplayConfig
+from ..recipes.options import add_options as add_fields
+from ..recipes.options import given_options, read_options
 
 STOPPED_BY_USR1, STOPPED_BY_TERM = 138, 143
 """Exit codes of ``torchrl-dist train`` after these signals: its checkpoint is written, go on."""
@@ -120,36 +125,42 @@ def check(job: Job) -> None:
 def _check_recipe(job: Job) -> None:
     if job.torchrun is not None:
         raise ConfigurationError("--torchrun is for scripts of your own; srun starts a recipe")
-    if job.collectors is not None or job.first.nodes > 1:
+    config, given = recipe_of(job.command)
+    nodes = [job.first, *([job.collectors] if job.collectors else [])]
+    if _has_replay(config) and sum(each.nodes for each in nodes) > 1:
         raise ConfigurationError(
-            "the processes of `train` share a replay buffer in the memory of one node; --nodes and "
-            "--collector-nodes are for scripts of your own: torchrl-dist slurm ... -- python "
-            "train.py"
+            f"the processes of {config.recipe} share a replay buffer in the memory of one node; "
+            "leave --nodes and --collector-nodes out, or take another recipe or a script of yours"
         )
-    given = _options(job.command)
-    ranks = job.first.tasks_per_node
-    if given.collectors is not None and given.collectors != ranks - 1:
-        raise ConfigurationError(
-            f"--collectors: got {given.collectors}, but --tasks-per-node {ranks} makes {ranks - 1} "
-            "beside the learner; leave one of them out"
-        )
-    if job.seeds is not None and (given.seed is not None or given.output_dir is not None):
+    config.check_launched(given, sum(each.nodes * each.tasks_per_node for each in nodes))
+    if job.seeds is not None and {"seed", "output_dir"} & given.keys():
         raise ConfigurationError(
             "--seeds gives each job its --seed and its folder; leave --seed and --output-dir out"
         )
 
 
-def _options(command: Sequence[str]) -> argparse.Namespace:
-    """Those of a recipe that matter here."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--collectors", type=int)
-    parser.add_argument("--seed")
-    parser.add_argument("--output-dir")
-    parser.add_argument("--replay-dir")
-    try:
-        return parser.parse_known_args(list(command))[0]
-    except argparse.ArgumentError as error:
-        raise ConfigurationError(str(error)) from error
+def recipe_of(command: Sequence[str]) -> tuple[RecipeConfig, dict[str, Any]]:
+    """The configuration that ``train RECIPE ...`` names, and the fields that it gives."""
+    parser = _Parser(prog="torchrl-dist train", allow_abbrev=False, add_help=False)
+    parser.add_argument("recipe", choices=sorted(RECIPES))
+    recipe = RECIPES[parser.parse_known_args(command[1:2])[0].recipe]
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--config", dest="config_file")
+    add_fields(parser, recipe.config)
+    options = parser.parse_args(command[1:])
+    given = given_options(options, recipe.config)
+    if options.config_file is not None:
+        given = {**read_options(options.config_file, recipe.config), **given}
+    return recipe.config(**given), given
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(f"{message} (see {self.prog} --help)")
+
+
+def _has_replay(config: RecipeConfig) -> bool:
+    return isinstance(config, ReplayConfig)
 
 
 # ---- the script
@@ -215,7 +226,10 @@ def _environment(job: Job) -> list[str]:
 
 
 def _own_replay_dir(job: Job) -> bool:
-    return job.recipe and _options(job.command).replay_dir is None
+    if not job.recipe:
+        return False
+    config, _ = recipe_of(job.command)
+    return isinstance(config, ReplayConfig) and config.replay_dir is None
 
 
 def _command(job: Job) -> str:
@@ -340,7 +354,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     first.add_argument("--nodes", type=_count, default=1, metavar="N", help="(default: 1)")
     first.add_argument(
         "--tasks-per-node", type=_count, metavar="N",
-        help="ranks on each (default: 1; for a recipe its collectors and the learner)",
+        help="ranks on each (default: 1; for a recipe on one node all its processes)",
     )  # fmt: skip
     first.add_argument("--cpus-per-task", type=_count, default=1, metavar="N", help="(default: 1)")
     first.add_argument("--gpus", type=int, default=0, metavar="N", help="per node (default: 0)")
@@ -397,8 +411,10 @@ def job_of(options: argparse.Namespace) -> Job:
     words = tuple(options.words[1:] if options.words[:1] == ["--"] else options.words)
     tasks = options.tasks_per_node
     if tasks is None:
-        collectors = _options(words).collectors
-        tasks = 1 + (2 if collectors is None else collectors) if words[:1] == ("train",) else 1
+        tasks = 1
+        if words[:1] == ("train",) and options.collector_nodes is None and options.nodes == 1:
+            roles = recipe_of(words)[0].roles(None)
+            tasks = roles["learner"] + roles["collector"]  # evaluating is done by the learner
     first = Component(
         options.nodes, tasks, options.cpus_per_task, options.gpus, options.partition, options.mem
     )

@@ -367,7 +367,9 @@ def bound_by(now: Snapshot, per: Rates) -> str:
     if per.learner_waits > _WAITS:
         return f"collectors: the learner waits for them {per.learner_waits:.0%} of the time{cores}"
     if busy is not None and busy < _IDLE:
-        return f"the learner: collectors work {busy:.0%} of the time{cores}"
+        own = per.cpu.get(now.figures.get("learner", ""))
+        runs = "" if own is None or own >= _IDLE else f", and it runs {own:.0%} of the time"
+        return f"the learner: collectors work {busy:.0%} of the time{runs}{cores}"
     if full:
         return f"the {now.cores} cores: all are busy"
     return f"both: the learner waits {per.learner_waits:.0%}" + (

@@ -39,6 +39,7 @@ def render(
     parts: list[RenderableType] = [Text(_headline(now, per), style="bold"), Text(_learning(now))]
     if now.processes:
         parts += [_processes(now, per)]
+        parts += [Text(_traffic(per))] if per is not None else []
     if now.buffers:
         parts += [Text(""), _buffers(now, per)]
     if per is not None and now.figures:
@@ -121,14 +122,15 @@ def _processes(now: Snapshot, per: Rates | None) -> Any:
             f"{frames[each.name]:,.0f}" if each.name in frames else "",
             f"{totals[each.name] / everything:.0%}" if each.name in totals else "",
         )
-    if per is not None:
-        busy = "" if per.workers_busy is None else f"; collectors work {per.workers_busy:.0%}"
-        table.caption = (
-            f"the learner waits for rollouts {per.learner_waits:.0%} of the time{busy}; "
-            f"{per.messages:.1f} messages/s, {_bytes(per.data_bytes)}/s"
-        )
-        table.caption_justify = "left"
     return table
+
+
+def _traffic(per: Rates) -> str:
+    busy = "" if per.workers_busy is None else f"; collectors work {per.workers_busy:.0%}"
+    return (
+        f"the learner waits for rollouts {per.learner_waits:.0%} of the time{busy}; "
+        f"{per.messages:.1f} messages/s, {_bytes(per.data_bytes)}/s"
+    )
 
 
 def _buffers(now: Snapshot, per: Rates | None) -> Any:
@@ -143,8 +145,8 @@ def _buffers(now: Snapshot, per: Rates | None) -> Any:
     for each in now.buffers:
         limiter: Mapping[str, Any] = each.limiter or {}
         ratio = ""
-        if limiter.get("inserts"):
-            ratio = f"{limiter['samples'] / limiter['inserts']:.2f}"
+        if inserts := limiter.get("inserts"):
+            ratio = f"{(limiter.get('samples') or 0) / inserts:.2f}"
             target = limiter.get("samples_per_insert")
             ratio += f" of {target:g}" if target else ""
         inflow = None if per is None else per.written.get(each.path)
