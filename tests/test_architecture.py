@@ -24,7 +24,7 @@ LAYERS = {
     "learn": 3,
     "recipes": 4,
     "ops": 5,
-    "plan": 5,
+    "plan": 4,
     "bench": 5,
     "cli": 6,
     "__main__": 7,

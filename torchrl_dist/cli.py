@@ -324,7 +324,7 @@ def _clean(options: argparse.Namespace) -> int:
 
 
 def _add_bench(commands: argparse._SubParsersAction) -> None:
-    from .bench import checkpoint, collect, ddp, law, limiter, remote, replay
+    from .bench import checkpoint, collect, ddp, law, limiter, plan, remote, replay
 
     bench = commands.add_parser("bench", help="measure", description="Run a benchmark.")
     questions = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
@@ -340,6 +340,8 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     ddp.add_options(questions.add_parser("ddp", help=summary))
     summary = "how long a checkpoint of a replay buffer takes, beside a plain copy"
     checkpoint.add_options(questions.add_parser("checkpoint", help=summary))
+    summary = "what the planner predicts, beside what is measured"
+    plan.add_options(questions.add_parser("plan", help=summary))
     summary = "how soon a sample returns that waits for the rate limiter"
     limiter.add_options(questions.add_parser("limiter", help=summary))
 

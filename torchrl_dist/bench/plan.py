@@ -1,0 +1,332 @@
+"""Does it come true? What the planner predicts, beside what is measured.
+
+    torchrl-dist bench plan
+
+First the planner measures its costs. ``grid``: settings that it has not seen, by ``bench collect``
+(workers, steps of 0 to 100 ms, 1 to 256 steps per message), and rounds that wait for all with
+normal and heavy-tailed step times. ``verdicts``: one process beside the processes that the planner
+would start, with learners that need more or less time per frame. ``bounds``: where it calls a job
+bound by the learner, the environment or the messages, that and only that is relieved.
+
+Needs a quiet machine and about five minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import itertools
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torchrl_dist.bench.command import above_zero, check_folders, folder_in, names, say
+from torchrl_dist.planner import MIN_GAIN, Costs, Layout, predict
+
+CHECKS = ("grid", "verdicts", "bounds")
+_TIMEOUT_S = 150.0
+_PACE_S = 1e-3  # of the sleeping env whose costs are measured
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is predicted and measured.
+
+    Attributes:
+        env: of ``bench collect``; ``step_s`` is how long a sleeping one sleeps.
+        learn_s: the learner computes for so long per frame.
+        durations: law of the step times; None: each takes ``step_s``.
+    """
+
+    env: str
+    step_s: float
+    layout: Layout
+    learn_s: float = 0.0
+    durations: str | None = None
+
+    def describe(self) -> str:
+        layout = self.layout
+        if layout.alone:
+            kind = "one process"
+        else:
+            kind = f"{layout.processes} {'processes' if layout.node_workers else 'ranks'}"
+        law = f" {self.durations}" if self.durations else ""
+        learn = f", learner {1e6 * self.learn_s:g} us/frame" if self.learn_s else ""
+        step = f" {1e3 * self.step_s:g} ms{law}" if self.env == "sleep" else ""
+        return f"{self.env}{step}, {kind} x {layout.envs}, {layout.steps} per message{learn}"
+
+
+# ---- what is asked
+
+
+def grid() -> list[Job]:
+    """Settings that no constant was fitted to."""
+    jobs = []
+    for processes, steps, node in itertools.product((2, 8, 32), (1, 16, 256), (False, True)):
+        layout = Layout(1, processes, 1, steps, node, 1, False)
+        for step_s in (0.0, 0.001, 0.01, 0.1):
+            if steps * step_s <= 0.3:  # longer messages are counted as none, or as two
+                jobs.append(Job("sleep", step_s, layout))
+    waiting = Layout(1, 8, 1, 8)
+    for law, envs in itertools.product(("normal", "lognormal", "slow"), (1, 8)):
+        jobs.append(Job("sleep", 0.004, replace(waiting, envs=envs), durations=law))
+    return jobs
+
+
+def verdicts() -> list[tuple[Job, list[Job]]]:
+    """One process, and layouts of several from which the planner takes the best."""
+    cases = [
+        ("sleep", 0.001, 1, 0.0), ("sleep", 0.01, 1, 0.0), ("sleep", 0.05, 1, 0.0),
+        ("sleep", 0.01, 1, 0.02), ("sleep", 0.001, 1, 0.002), ("cartpole", 0.0, 1, 0.0),
+        ("cartpole", 0.0, 64, 0.0), ("cartpole", 0.0, 64, 3e-5), ("cartpole", 0.0, 512, 1e-5),
+        ("cartpole", 0.0, 8, 1e-3),
+    ]  # fmt: skip
+    found = []
+    for env, step_s, envs, learn_s in cases:
+        steps = max(1, min(256, int(0.2 / max(step_s, 2e-4))))
+        alone = Job(env, step_s, Layout(envs=envs, steps=steps), learn_s)
+        several = [
+            Job(env, step_s, Layout(1, n, envs, steps, node, 1, False), learn_s)
+            for n, node in itertools.product((1, 2, 8), (False, True))
+        ]
+        found.append((alone, several))
+    return found
+
+
+def bounds() -> list[tuple[str, Job, Job]]:
+    """What binds, a job, and the same job with that made easier. Each is bound by one thing."""
+    base = Layout(1, 8, 1, 16, True, 1, False)
+    single = Layout(1, 8, 1, 1, False, 1, False)
+    learner = Job("sleep", 0.01, base, learn_s=0.005)
+    return [
+        ("learner", learner, replace(learner, learn_s=0.0025)),
+        ("environment", Job("sleep", 0.04, base), Job("sleep", 0.02, base)),
+        ("messages", Job("sleep", 0.001, single),
+         Job("sleep", 0.001, replace(single, steps=4))),
+    ]  # fmt: skip
+
+
+def ten_ms() -> Any:
+    """For ``torchrl-dist plan --env torchrl_dist.bench.plan:ten_ms``: steps that sleep 10 ms."""
+    from torchrl_dist.bench.collect_cells import SleepEnv
+
+    return SleepEnv(0.01)
+
+
+# ---- predicted
+
+
+@functools.cache
+def _costs(env: str, seconds: float) -> Costs:
+    """Measured by the planner."""
+    from torchrl_dist.bench.collect_cells import SleepEnv, make_policy
+    from torchrl_dist.plan.measure import Subject, envs_of, measure
+
+    if env == "sleep":
+        sleeper = functools.partial(SleepEnv, _PACE_S)
+        subject = Subject(lambda _: sleeper, False, make_policy(env), update_s=0.0)
+    else:
+        make_env, native = envs_of("CartPole-v1")
+        subject = Subject(make_env, native, make_policy(env), update_s=0.0)
+    return measure(subject, seconds=seconds).costs(subject)
+
+
+def predicted(job: Job, seconds: float) -> float:
+    """Frames per second, by the model."""
+    costs = replace(_costs(job.env, seconds), update_s=job.learn_s, updates_per_frame=1.0)
+    if job.env == "sleep":
+        late_s = max(0.0, costs.idle_s - _PACE_S)  # what a sleep takes longer than it should
+        costs = replace(costs, idle_s=job.step_s + late_s if job.step_s else 0.0)
+        spreads = {None: 0.0, "normal": 0.1, "lognormal": 1.31, "slow": 1.42}
+        costs = replace(costs, spread=spreads[job.durations])
+    return predict(costs, job.layout, os.cpu_count() or 1).frames_per_s
+
+
+# ---- measured
+
+
+def measured(job: Job, folder: Path, seconds: float, launcher: Any) -> float:
+    """Frames per second, in fresh processes; blocks for seconds."""
+    seconds = max(seconds, 6 * job.layout.steps * job.layout.envs * job.step_s)
+    call: Callable[..., float] = _in_rounds if job.durations else _stepped
+    return launcher.run(
+        call, job, str(folder), seconds, folder=folder, timeout_s=_TIMEOUT_S + 2 * seconds
+    )
+
+
+def _in_rounds(job: Job, folder: str, seconds: float) -> float:
+    from torchrl_dist.bench import collect_learner
+
+    layout = job.layout
+    question = collect_learner.Question(
+        "deadlines", "ours", "sleep", layout.processes, layout.envs, job.step_s, layout.steps,
+        seconds, durations=str(job.durations),
+    )  # fmt: skip
+    return collect_learner.measure_alone(question)["sps"]
+
+
+def _stepped(job: Job, folder: str, seconds: float) -> float:
+    """Frames that the learner took, and computed on, per second."""
+    import torch
+
+    from torchrl_dist.bench.collect_cells import set_step_s
+
+    torch.set_num_threads(1)
+    set_step_s(folder, job.step_s)
+    with _collector(job, folder) as collector:
+        for _ in range(max(3, 2 * job.layout.messages)):
+            collector.next()
+        frames, begun = 0, time.perf_counter()
+        while time.perf_counter() - begun < seconds:
+            frames_now = collector.next().numel()
+            frames += frames_now
+            until = time.thread_time() + job.learn_s * frames_now
+            while time.thread_time() < until:
+                pass
+        return frames / (time.perf_counter() - begun)
+
+
+@contextlib.contextmanager
+def _collector(job: Job, folder: str) -> Iterator[Any]:
+    from torchrl_dist.bench.collect_cells import make_env, make_policy
+    from torchrl_dist.bench.collect_plan import Cell
+    from torchrl_dist.collect import FirstReady, RPCBatchedCollector
+    from torchrl_dist.runtime import local_cluster
+
+    layout = job.layout
+    cell = Cell("ours", job.env, layout.processes, layout.envs, job.step_s, layout.steps, 0.0, 0.0)
+    own_envs = layout.envs > 1 and job.env == "cartpole"  # a vector env
+    per_process = layout.envs * layout.steps
+    options = {"num_envs": 1 if own_envs else layout.envs, "categorical_action_encoding": True}
+    with contextlib.ExitStack() as stack:
+        if layout.alone:
+            options |= {"frames_per_batch": per_process}
+        else:
+            ranks = 1 if layout.node_workers else layout.processes
+            session = stack.enter_context(local_cluster({"learner": 1, "collector": ranks}))
+            options |= {
+                "session": session,
+                "readiness": FirstReady(),
+                "max_policy_lag": layout.lag,
+                "env_processes": layout.processes if layout.node_workers else 0,
+                "frames_per_batch": per_process * (layout.processes // ranks),
+                "timeout_s": _TIMEOUT_S,
+            }
+        collector = RPCBatchedCollector(make_env(cell, folder), make_policy(job.env), **options)
+        yield stack.enter_context(collector)
+
+
+# ---- the command
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and its options."""
+    parser.description = __doc__
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--checks", type=names(CHECKS), default=list(CHECKS), metavar="A,B", help="(default: all)"
+    )
+    parser.add_argument(
+        "--seconds", type=above_zero(float), default=1.0, help="per measurement (default: 1)"
+    )
+    parser.add_argument(
+        "--every", type=above_zero(int), default=1, metavar="N", help="each Nth setting only"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append a line per setting")
+    parser.set_defaults(command=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure and print; 0 unless a measurement raised."""
+    from torchrl_dist.bench.processes import Launcher
+
+    check_folders(options.json)
+    lines: list[dict[str, Any]] = []
+    with Launcher() as launcher:
+
+        def both(job: Job) -> tuple[float, float]:
+            guess = predicted(job, seconds=options.seconds)
+            with folder_in(Path("/dev/shm")) as folder:
+                found = measured(job, folder, options.seconds, launcher)
+            lines.append({"bench": "plan", **asdict(job), "predicted": guess, "measured": found})
+            say(f"{job.describe()}: predicted {guess:,.0f}, measured {found:,.0f} "
+                f"({guess / found - 1:+.0%})")  # fmt: skip
+            return guess, found
+
+        guess_of = functools.partial(predicted, seconds=options.seconds)
+        checks = {
+            "grid": check_grid,
+            "verdicts": functools.partial(check_verdicts, guess_of=guess_of),
+            "bounds": check_bounds,
+        }
+        for name in options.checks:
+            print(checks[name](both, options.every), flush=True)
+    if options.json is not None:
+        with options.json.open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+    return 0
+
+
+Both = Callable[[Job], tuple[float, float]]
+
+
+def check_grid(both: Both, every: int = 1) -> str:
+    """The errors of all settings, in a sentence."""
+    errors = []
+    for job in grid()[::every]:
+        guess, found = both(job)
+        errors.append(abs(guess / found - 1))
+    near = sum(error <= 0.2 for error in errors) / len(errors)
+    return (
+        f"grid: {len(errors)} settings, median error {statistics.median(errors):.1%}, "
+        f"{near:.0%} within 20 %, largest {max(errors):.0%}"
+    )
+
+
+def check_verdicts(both: Both, every: int, guess_of: Callable[[Job], float]) -> str:
+    """How often the planner's choice is the measured winner, and what it costs where it is not."""
+    agree, regrets = 0, []
+    cases = verdicts()[::every]
+    for alone, several in cases:
+        best = max(several, key=lambda job: guess_of(job))
+        (alone_guess, alone_found), (guess, found) = both(alone), both(best)
+        chosen = guess >= MIN_GAIN * alone_guess
+        winner = found >= MIN_GAIN * alone_found
+        agree += chosen == winner
+        regret = max(found, alone_found) / (found if chosen else alone_found) - 1
+        regrets.append(regret if chosen != winner else 0.0)
+        say(f"    {'distribute' if chosen else 'do not distribute'}: "
+            f"{'right' if chosen == winner else f'wrong, costs {regret:.0%}'}")  # fmt: skip
+    return (
+        f"verdicts: {agree} of {len(cases)} as measured; a wrong one costs at most "
+        f"{max(regrets):.0%}"
+    )
+
+
+def check_bounds(both: Both, every: int = 1) -> str:
+    """Whether what is said to bind does."""
+    says = []
+    for name, job, easier in bounds()[::every]:
+        (guess, found), (easier_guess, easier_found) = both(job), both(easier)
+        says.append(
+            f"{name}: relieved, {easier_found / found:.2f} times as fast "
+            f"(predicted {easier_guess / guess:.2f})"
+        )
+    return "bounds: " + "; ".join(says)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse ``argv`` and :func:`run`."""
+    parser = argparse.ArgumentParser(prog="torchrl-dist bench plan")
+    add_options(parser)
+    return run(parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
