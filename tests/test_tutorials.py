@@ -47,6 +47,8 @@ HEADLINES: dict[str, dict[str, Any]] = {
         "rows_by_writer": [2500] * 4,
         "late_rank_law_error": near(0, 0.02),
         "synced_lengths_agree": False,
+        "torchrl_recycled_share": 1.0,
+        "torchrl_late_rank_share": near(1 / 8, 0.04),
         "recycled_share": near(1 / 8, 0.04),
         "late_rank_share_kept": near(1, 0.05),
         "beta_agrees": True,
@@ -151,7 +153,7 @@ def unused(names: set[str]) -> set[str]:
     until = time.monotonic() + 5
     while True:
         inodes = {}
-        for name in names - named_after_processes(names):
+        for name in names - named_after_others(names):
             with contextlib.suppress(FileNotFoundError):
                 inodes[Path("/dev/shm", name).stat().st_ino] = name
         left = {inodes[inode] for inode in inodes.keys() - inodes_in_use()}
@@ -160,10 +162,11 @@ def unused(names: set[str]) -> set[str]:
         time.sleep(0.5)
 
 
-def named_after_processes(names: set[str]) -> set[str]:
-    """Folders whose name has the number of a living process."""
+def named_after_others(names: set[str]) -> set[str]:
+    """Folders whose name has the number of a living process, and those of other tests."""
     living = {str(pid) for pid in psutil.pids() if pid > 1}
-    return {name for name in names if living & set(re.findall(r"\d+", name))}
+    tests = {name for name in names if re.match(r"torchrl_dist-(test|suite)-", name)}
+    return tests | {name for name in names if living & set(re.findall(r"\d+", name))}
 
 
 def inodes_in_use() -> set[int]:
