@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -132,3 +133,44 @@ def test_importing_the_package_has_no_side_effects_and_costs_nothing() -> None:
         "assert (dict(os.environ), signal.getsignal(signal.SIGINT)) == before\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+DOCUMENTS = ["torchrl_dist/ARCHITECTURE.md", ".github/CONTRIBUTING.md"]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_files_that_a_document_names_exist(document: str) -> None:
+    text = (ROOT.parent / document).read_text()
+    base = ROOT if document.startswith("torchrl_dist/") else ROOT.parent
+    named = re.findall(r"(?<![\w/.])(?:[\w.]+/)*[\w]+\.(?:py|c|md)\b|(?:[\w.]+/)+(?=`)", text)
+    named += re.findall(r"-m pytest -n 0 (\S+)", text)
+    named = [name for name in named if "NAME" not in name]
+    assert len(named) > 10
+    for name in named:
+        found = [root / name for root in (base, ROOT.parent) if (root / name).exists()]
+        inside = [ROOT / package / name for package in FOLDERS]  # folders named with their package
+        assert found or any(path.is_dir() for path in inside), f"{document} names {name}"
+
+
+def test_the_page_on_architecture_names_each_layer_and_folder() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    for layer in LAYERS:
+        path = ROOT / layer
+        name = f"{layer}/" if path.is_dir() else f"{layer}.py"
+        assert f"`{name}`" in text or layer == "__main__", name
+    for package, folders in FOLDERS.items():
+        order = [
+            text.index(f"`{folder}/`", text.index(f"Inside `{package}/`")) for folder in folders
+        ]
+        assert order == sorted(order), package
+
+
+def test_commands_that_the_page_for_contributors_names_exist() -> None:
+    from torchrl_dist.cli import _parser
+
+    text = (ROOT.parent / ".github" / "CONTRIBUTING.md").read_text()
+    commands = set(re.findall(r"torchrl-dist (\w+)", text))
+    assert commands
+    usage = _parser().format_help()
+    for command in commands:
+        assert re.search(rf"^    {command}\b", usage, re.MULTILINE), command

@@ -20,7 +20,7 @@ by RPC: in order, each once                numbered requests, ``link``,         
                                            ``host``                              hosted
 samples per insert stay in their range     ``limiter``; ``gate`` on a node,      limiter, gate,
                                            ``totals`` over hosts                 limiter_hosts
-the earlier checkpoint, or the new one     one rename, ``dump``; the ring's      checkpoint,
+the earlier checkpoint, or the new one     one rename, ``disk``; the ring's      checkpoint,
                                            order, ``snapshot``                   checkpoint_shards
 any of these, in any order of calls        a plain model                         fuzz
 =========================================  ====================================  ================

@@ -438,7 +438,7 @@ class SharedCursor:
             versions = directory.versions[start:stop]
             if alpha is not None:
                 leaf = under_alpha_now(directory, leaf, alpha)
-            used_up = leaf == 0  # see ``draws``; the others' counts begin anew
+            used_up = leaf == 0  # see ``times_sampled``; the others' counts begin anew
             if directory.draws is None:
                 leaf = np.where(used_up, default_leaf(directory), leaf)
             directory.tree.set_range(start, stop, leaf)

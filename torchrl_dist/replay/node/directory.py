@@ -13,7 +13,7 @@ Files::
     limiter.bin     with a rate limiter: who waits, and how often rows were sampled; see ``gate``
     pass.bin        with sampling without replacement: what is still to be drawn; see ``passes``
 
-Which of them are made, adopted and removed when is the matter of ``folder``.
+Which of them are made, adopted and removed when is the matter of ``files``.
 
 What holds at every instant, whoever is killed:
 

@@ -28,7 +28,7 @@ class Sink(Protocol):
 
     Attributes:
         folder: where they become files, so that whoever has the rows can write them there himself,
-            with :class:`dump.RowFiles`, and only :meth:`append`; None: they must come here.
+            with :class:`disk.RowFiles`, and only :meth:`append`; None: they must come here.
     """
 
     folder: Path | None
@@ -148,7 +148,7 @@ def save_in_memory(shards: Sequence[Shard | None], lost: Lost) -> list[SavedShar
 def save_to_disk(
     path: Path, shards: Sequence[Shard | None], lost: Lost, extra: Mapping[str, Any] | None = None
 ) -> None:
-    """Write all rows to a folder; see :func:`dump.writing`. Writers may go on meanwhile.
+    """Write all rows to a folder; see :func:`disk.writing`. Writers may go on meanwhile.
 
     Shards that do not answer are left out, and the checkpoint says so.
 
@@ -300,7 +300,7 @@ class SavedStorage:
 
         Args:
             path: made if need be.
-            extra: what a buffer adds; see :meth:`dump.DumpWriter.commit`.
+            extra: what a buffer adds; see :meth:`disk.DumpWriter.commit`.
 
         Raises:
             CheckpointError: the disk is full or cannot be written, or another process is writing
