@@ -135,7 +135,7 @@ def pulses(folder: Path = pulse.FOLDER) -> dict[Path, dict[str, Any]]:
         content = _read_pulse(path)
         if stamp and content and not has_ended(stamp):
             found[path] = content
-    return dict(sorted(found.items(), key=lambda each: each[1]["started_unix_s"]))
+    return dict(sorted(found.items(), key=lambda e: (e[1]["started_unix_s"], e[1]["job_id"])))
 
 
 def _read_pulse(path: Path) -> dict[str, Any] | None:
