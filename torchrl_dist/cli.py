@@ -132,9 +132,11 @@ def _train(options: argparse.Namespace) -> int:
     world = World.from_env()
     launched = world.world_size if world.launcher in ("torchrun", "slurm") else None
     if launched is not None:
-        config.check_launched(given, launched)
+        config.check_launched(given_options(options, recipe.config), launched)
     if world.global_rank > 0:
         return _serve_rank_zero(config, launched)
+    # Under a launcher, roles follow from what all ranks were given, a resumed run's or not.
+    for_roles = config
     from .recipes.environments import look_at
     from .recipes.run_directory import claim
 
@@ -151,13 +153,15 @@ def _train(options: argparse.Namespace) -> int:
         config = config_to_resume(recipe.config, config.checkpoint_path, given)
     from .runtime import ForkServer, local_cluster, session
 
-    roles = config.roles(launched)
+    if launched is None:
+        for_roles = config
+    roles = for_roles.roles(launched)
     with contextlib.ExitStack() as stack:
         # Started first, because it imports what we import below: on two cores at the same time.
         alone = launched is not None or sum(roles.values()) == 1
         server = None if alone else stack.enter_context(ForkServer())
         run = recipe.load_run()
-        groups = _process_groups(config, roles)
+        groups = _process_groups(for_roles, roles)
         if launched is not None:
             opened = session(roles, timeout_s=config.timeout_s, process_group=groups)
         else:

@@ -53,3 +53,15 @@ def test_pendulum_is_cut_and_never_terminated_and_keeps_its_last_observation() -
     assert not torch.allclose(last, begun, atol=1e-3)
     torch.testing.assert_close(batch[:, 10]["next", "observation"], batch[:, 11]["observation"])
     assert all(value.dtype != torch.float64 for value in batch.values(True, True))
+
+
+def test_the_greedy_action_is_the_middle_of_what_the_actor_draws() -> None:
+    spec = PolicySpec("x", 3, (8,), "squashed_gaussian", 0, (-1.0, 0.0), (3.0, 0.5))
+    network = spec.network()
+    actor = squashed_gaussian_actor(network, spec.action_low, spec.action_high)
+    observation = torch.randn(4, 3)
+    drawn = actor(TensorDict({"observation": observation.repeat(2000, 1)}, [8000]))["action"]
+    low, high = torch.tensor(spec.action_low), torch.tensor(spec.action_high)
+    assert (drawn >= low).all() and (drawn <= high).all()
+    medians = drawn.reshape(2000, 4, 2).median(0).values
+    torch.testing.assert_close(medians, network.greedy(observation), atol=0.06, rtol=0.1)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from tensordict.nn import InteractionType, TensorDictModule
-from torch import nn
+from torch import Tensor, nn
 from torch.distributions import Categorical
 from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
 
@@ -28,6 +28,14 @@ def critic_of(network: nn.Module) -> ValueOperator:
     return ValueOperator(network, in_keys=["observation"])
 
 
+class _Squashed(TanhNormal):
+    """TorchRL's, with bounds that follow the network to another device."""
+
+    def __init__(self, loc: Tensor, scale: Tensor, low: Tensor, high: Tensor) -> None:
+        bounds = {"low": low.to(loc.device), "high": high.to(loc.device)}
+        super().__init__(loc, scale, tanh_loc=False, **bounds)
+
+
 def squashed_gaussian_actor(
     network: nn.Module, low: Sequence[float], high: Sequence[float]
 ) -> ProbabilisticActor:
@@ -36,12 +44,8 @@ def squashed_gaussian_actor(
     return ProbabilisticActor(
         TensorDictModule(network, ["observation"], ["loc", "scale"]),
         in_keys=["loc", "scale"],
-        distribution_class=TanhNormal,
-        distribution_kwargs={
-            "low": torch.tensor(low),
-            "high": torch.tensor(high),
-            "tanh_loc": False,
-        },
+        distribution_class=_Squashed,
+        distribution_kwargs={"low": torch.tensor(low), "high": torch.tensor(high)},
         default_interaction_type=InteractionType.RANDOM,
     )
 

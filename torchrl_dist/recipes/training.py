@@ -24,7 +24,13 @@ from torch import nn
 
 from ..checkpoint import Checkpoint, load_checkpoint, rng_state, save_checkpoint, set_rng_state
 from ..collect import RPCBatchedCollector
-from ..errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
+from ..errors import (
+    CheckpointError,
+    ConfigurationError,
+    DeadlineError,
+    PeerLostError,
+    RemoteError,
+)
 from ..learn.ranks import Ranks
 from ..runtime import Peer, Session, current_session
 from .config import RecipeConfig
@@ -99,6 +105,11 @@ class Start:
     def of(cls, before: Checkpoint | None) -> Start:
         if before is None:
             return cls()
+        if not {"history", "learner", "lost_collectors"} <= set(before.extra):
+            raise CheckpointError(
+                "the run to resume was written by another version of torchrl_dist; it can be "
+                "played, and a new run started in another folder"
+            )
         return cls(
             before.extra["history"]["frames"],
             before.counters["resumes"] + 1,
