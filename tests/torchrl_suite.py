@@ -188,7 +188,7 @@ class Collector(torchrl_dist.RPCBatchedCollector):
     ) -> None:
         global _built
         _built += 1
-        others = {"track_policy_version": False, "timeout_s": 20, **others}
+        others = {"track_policy_version": False, "timeout_s": 60, **others}
         super().__init__(create_env_fn, policy, frames_per_batch=frames_per_batch, **others)
 
     def _next_batch(self) -> Any:

@@ -440,7 +440,9 @@ def test_a_policy_that_cannot_be_called_is_refused_as_by_torchrl(build: Any) -> 
 
     for policy in (Unfit(), lambda: None, lambda observation, other: observation):
         for make in (lambda: GymWrapper(Plain()), Plain):
-            with pytest.raises(TypeError, match="incompatible with entries in"):
+            with pytest.raises(
+                TypeError, match="Arguments to policy.forward are incompatible with entries in"
+            ):
                 build(make, policy, frames_per_batch=5)
 
 

@@ -390,9 +390,9 @@ def on_tensordicts(
             signature.bind(None)
         except TypeError as error:
             raise UnfitPolicyError(
-                f"the arguments to policy.forward, {list(signature.parameters)}, are incompatible "
-                f"with entries in the observations, {sorted(observed, key=str)}, and it cannot be "
-                f"called with one TensorDict either. {_EXPECTED}"
+                "Arguments to policy.forward are incompatible with entries in the observations: it "
+                f"takes {list(signature.parameters)}, the env gives {sorted(observed, key=str)}; "
+                f"nor can it be called with one TensorDict. {_EXPECTED}"
             ) from error
         return policy
     return _OnTensors(policy, takes, action_keys or ["action"])
