@@ -203,7 +203,10 @@ def _collector(job: Job, folder: str) -> Iterator[Any]:
     cell = Cell("ours", job.env, layout.processes, layout.envs, job.step_s, layout.steps, 0.0, 0.0)
     own_envs = layout.envs > 1 and job.env == "cartpole"  # a vector env
     per_process = layout.envs * layout.steps
-    options = {"num_envs": 1 if own_envs else layout.envs, "categorical_action_encoding": True}
+    options: dict[str, Any] = {
+        "num_envs": 1 if own_envs else layout.envs,
+        "categorical_action_encoding": True,
+    }
     with contextlib.ExitStack() as stack:
         if layout.alone:
             options |= {"frames_per_batch": per_process}
@@ -260,7 +263,7 @@ def run(options: argparse.Namespace) -> int:
             return guess, found
 
         guess_of = functools.partial(predicted, seconds=options.seconds)
-        checks = {
+        checks: dict[str, Callable[..., str]] = {
             "grid": check_grid,
             "verdicts": functools.partial(check_verdicts, guess_of=guess_of),
             "bounds": check_bounds,

@@ -20,7 +20,8 @@ from torchrl_dist.replay.saving import snapshot
 from torchrl_dist.replay.saving.disk import read_dump, writing
 from torchrl_dist.replay.saving.snapshot import Chunk, Head, SavedShard
 
-Rows = list[np.ndarray]
+Arrays = list[np.ndarray]
+"""The leaves of some rows."""
 
 
 class Sink(Protocol):
@@ -33,7 +34,7 @@ class Sink(Protocol):
 
     folder: Path | None
 
-    def write(self, arrays: Rows) -> None:
+    def write(self, arrays: Arrays) -> None:
         """The rows of the next chunk; again, if some of them changed: the last call counts."""
 
     def append(self, chunk: Chunk) -> None:
@@ -62,7 +63,7 @@ class Shard(Protocol):
         version: int,
         leaf: np.ndarray,
         alpha: float | None,
-        arrays: Rows,
+        arrays: Arrays,
     ) -> None:
         """As :func:`snapshot.restore_rows`."""
 
@@ -97,7 +98,7 @@ class DirectoryShard:
         version: int,
         leaf: np.ndarray,
         alpha: float | None,
-        arrays: Rows,
+        arrays: Arrays,
     ) -> None:
         snapshot.restore_rows(self._cursor, since, slot, version, leaf, alpha, arrays)
 
@@ -109,10 +110,10 @@ class MemorySink:
 
     def __init__(self, head: Head) -> None:
         self._head = head
-        self._rows: list[Rows] = []
+        self._rows: list[Arrays] = []
         self._chunks: list[Chunk] = []
 
-    def write(self, arrays: Rows) -> None:
+    def write(self, arrays: Arrays) -> None:
         del self._rows[len(self._chunks) :]
         self._rows.append([array.copy() for array in arrays])
 
