@@ -22,7 +22,8 @@ _POLITE_S = 5.0
 
 
 class _UnderWay:
-    """The calls of this process. Guarded by ``changed``."""
+    """The calls of this process. Guarded by ``lock``, which costs less by itself than by the
+    condition ``changed`` over it."""
 
     before: set_exploration_type  # what the first call has set
 
@@ -31,14 +32,16 @@ class _UnderWay:
         now_and_in_children(self, _UnderWay._renew)
 
     def _renew(self) -> None:
-        self.changed = threading.Condition(threading.Lock())
+        self.lock = threading.Lock()
+        self.changed = threading.Condition(self.lock)
         self.waits: list[float] = []  # since when, time.monotonic(); longest first
-        self.calls = [call for call in self.calls if call.thread is threading.current_thread()]
+        self.calls = [call for call in self.calls if call.thread == threading.get_ident()]
 
     def __str__(self) -> str:
         now = time.monotonic()
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
         return ", ".join(
-            f"{call.what}, in thread {call.thread.name!r} under {call.type}, has been running for "
+            f"{call.what}, in thread {names.get(call.thread)!r} under {call.type}, has run for "
             f"{now - call.since:.1f} s"
             for call in self.calls
             if call.thread is not None  # it has one while it is under way
@@ -50,7 +53,7 @@ _now = _UnderWay()
 
 def held_up() -> str:
     """What calls of this process wait for, in words; empty if none waits."""
-    with _now.changed:
+    with _now.lock:
         return str(_now) if _now.waits else ""
 
 
@@ -63,30 +66,34 @@ class Exploring:
 
     def __init__(self, type: ExplorationType, what: str) -> None:
         self.type, self.what = type, what
-        self.thread: threading.Thread | None = None
+        self.thread = 0  # its ident
         self.since = 0.0
+        self._setting = set_exploration_type(type)
         self._nested: list[set_exploration_type] = []
 
     def __enter__(self) -> None:
-        with _now.changed:
+        me = threading.get_ident()
+        with _now.lock:
             if _now.calls or _now.waits:
-                if any(call.thread is threading.current_thread() for call in _now.calls):
-                    self._nested.append(_set(self.type))
+                if any(call.thread == me for call in _now.calls):
+                    self._nested.append(set_exploration_type(self.type))
+                    self._nested[-1].__enter__()
                     return
                 self._wait_for_turn()
             if not _now.calls:
-                _now.before = _set(self.type)
-            self.thread, self.since = threading.current_thread(), time.monotonic()
+                self._setting.__enter__()
+                _now.setting = self._setting
+            self.thread, self.since = me, time.monotonic()
             _now.calls.append(self)
 
     def __exit__(self, *error: Any) -> None:
-        with _now.changed:
+        with _now.lock:
             if self._nested:
                 self._nested.pop().__exit__(*error)
                 return
             _now.calls.remove(self)
             if not _now.calls:
-                _now.before.__exit__(*error)
+                _now.setting.__exit__(*error)
                 if _now.waits:
                     _now.changed.notify_all()
 
@@ -111,10 +118,3 @@ class Exploring:
         finally:
             _now.waits.remove(begun)
             _now.changed.notify_all()
-
-
-def _set(type_: ExplorationType) -> set_exploration_type:
-    """Set it; leaving the result restores what was set before."""
-    setting = set_exploration_type(type_)
-    setting.__enter__()
-    return setting

@@ -149,7 +149,8 @@ def _call(module: Any, values: Values, n: int, known: Collection[type]) -> Value
                     inner = module._modules.get("module")  # a quarter of a look at the attribute
                     made = (module.module if inner is None else inner)(*inputs)
                     keys = module.out_keys
-                    if type(made) is Tensor and len(keys) == 1 and made.ndim and len(made) == n:
+                    # len() of a tensor takes a microsecond
+                    if type(made) is Tensor and len(keys) == 1 and made.ndim and made.size(0) == n:
                         values[plain_key(keys[0])] = made
                     else:
                         _write(keys, made, values, n)
@@ -215,7 +216,7 @@ def _write(keys: Iterable[Key], made: Any, values: Values, n: int) -> None:
             f"a module of the policy returned {len(made)} tensors for the out_keys {keys}"
         )
     for key, value in zip(keys, made, strict=True):
-        if type(value) is Tensor and value.ndim and len(value) == n:
+        if type(value) is Tensor and value.ndim and value.size(0) == n:
             values[plain_key(key)] = value
         else:  # is converted, or refused
             td = TensorDict(batch_size=[n])

@@ -197,7 +197,10 @@ class Episodes:
 
 
 class _Given:
-    """What the policy sees of its envs in a rollout: a place in memory for every step."""
+    """What the policy sees of its envs in a rollout: a place in memory for every step.
+
+    ``places``: those of the step that ``values`` was asked for last, by key.
+    """
 
     def __init__(self, leaves: Sequence[ObservationLeaf], n: int, steps: int) -> None:
         self._keys: list[Key] = [leaf.key for leaf in leaves] + list(_DONE_KEYS)
@@ -205,22 +208,19 @@ class _Given:
         # The root is always an observation after a reset or in mid-episode.
         ends = [np.zeros((steps, n, 1), bool) for _ in _DONE_KEYS]
         self._blocks = [torch.from_numpy(array) for array in (*self.observations, *ends)]
-        self._views: list[tuple[Key, tuple[Tensor, ...]]] = []
+        self._steps: list[tuple[Tensor, ...]] = []
+        self.places: Values = {}
         self._size = (n, steps)
 
     def values(self, t: int) -> Values:
         """To be asked for in the order of the steps."""
         i = t % _CHUNK
         if i == 0:
-            self._views = [
-                (key, block[t : t + _CHUNK].unbind(0))
-                for key, block in zip(self._keys, self._blocks, strict=True)
-            ]
-        return {key: views[i] for key, views in self._views}
-
-    def places(self, t: int) -> Values:
-        """The same for a step of the last chunk."""
-        return {key: views[t % _CHUNK] for key, views in self._views}
+            end = min(t + _CHUNK, self._size[1])  # of observations there is one more
+            views = [block[t:end].unbind(0) for block in self._blocks]
+            self._steps = list(zip(*views, strict=True))
+        self.places = dict(zip(self._keys, self._steps[i], strict=True))
+        return self.places.copy()
 
     def share_changes(self, following: Sequence[np.ndarray], done: np.ndarray) -> None:
         """What the policy has changed in place was also the next observation of the step before,
@@ -252,7 +252,7 @@ class _Made:
     """
 
     def __init__(self, out: Values, given: _Given, n: int, steps: int) -> None:
-        first = given.places(0)
+        first = given.places
         self._given = given
         self._keys = len(out)
         self._kept: list[Key] = []
@@ -288,7 +288,7 @@ class _Made:
         for key, views in self._slots:
             views[i].copy_(out[key])
         if self._kept:
-            places = self._given.places(t)
+            places = self._given.places
             for key in self._kept:
                 if out[key] is not places[key]:
                     places[key].copy_(out[key])
@@ -411,11 +411,16 @@ class GymnasiumRollout:
         """Hand the policy's state and what else it wrote to its next step. Where an episode
         ``begins`` the state is a new one, and all else is zero, as with TorchRL's batched envs."""
         self._others = {key: out[key] for key in carried}
-        if 1 in begins.tobytes():  # a tenth of any()
-            kept = torch.from_numpy(~begins)
+        which = begins.tobytes()
+        if 1 in which:  # a tenth of any()
+            kept = torch.from_numpy(~begins) if 0 in which else None
             for key, value in self._others.items():
                 if isinstance(value, Tensor):
-                    self._others[key] = torch.where(_like(kept, value), value, 0)
+                    self._others[key] = (
+                        torch.zeros_like(value)
+                        if kept is None
+                        else torch.where(_like(kept, value), value, 0)
+                    )
         if not self._new_state:
             return
         first = torch.from_numpy(begins)
@@ -520,7 +525,11 @@ class GymnasiumRollout:
             block[0] = now
         made: _Made | None = None
         for t in range(steps):
-            out = yield given.values(t) | self._others | self._state
+            values = given.values(t)
+            values.update(self._others)
+            if self._state:
+                values.update(self._state)
+            out = yield values
             if made is None:
                 made = _Made(self._checked(out), given, n, steps)
             made.record(t, out)
