@@ -39,6 +39,7 @@ COSTS = Costs(
     message_learner_s=1e-3,
     byte_worker_s=1e-9,
     byte_learner_s=1e-9,
+    process_s=5e-4,
     latency_s=1e-3,
     broadcast_s=5e-4,
     request_s=150e-6,

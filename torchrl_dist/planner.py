@@ -112,6 +112,7 @@ class Costs:
         frame_bytes: of a row in a message.
         message_worker_s, message_learner_s: CPU of one message, whatever its size.
         byte_worker_s, byte_learner_s: CPU per byte on top.
+        process_s: CPU of one env process's part in a node worker's message, on the node.
         latency_s: from a message's end on the worker to its batch at the learner, and back.
         broadcast_s: learner's CPU for new weights, per worker.
         request_s: learner's CPU for an inference request, policy included, per env process.
@@ -129,6 +130,7 @@ class Costs:
     message_learner_s: float
     byte_worker_s: float
     byte_learner_s: float
+    process_s: float
     latency_s: float
     broadcast_s: float
     request_s: float
@@ -291,6 +293,7 @@ class _Parts:
         size = self._frames * costs.frame_bytes
         per_process = layout.processes if layout.node_workers else 1
         own_s = costs.message_worker_s + size * costs.byte_worker_s
+        own_s += layout.processes * costs.process_s if layout.node_workers else 0.0
         # of one step of an env process, for one group
         self._step_s = step_cpu_s
         self._cpu_s = step_cpu_s + own_s / (per_process * layout.steps * max(1, layout.groups))

@@ -105,6 +105,7 @@ def simulated(costs: Costs, layout: Layout, step_s: float) -> float:
     size = frames * costs.frame_bytes
     rollout_s = layout.steps * layout.envs * (step_s + costs.step_s(1))
     rollout_s += (costs.message_worker_s + size * costs.byte_worker_s) / per_process
+    rollout_s += costs.process_s if layout.node_workers else 0.0
     intake_s = costs.message_learner_s + size * costs.byte_learner_s
     sources = layout.messages
     return frames * intake_rate(sources, rollout_s, intake_s, lag=layout.lag)

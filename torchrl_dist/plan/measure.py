@@ -370,6 +370,9 @@ def _measure_messages(
             ]
         with collect(blank, _weights(subject), postproc=Stamped(small)) as collector:
             _measure_rounds(collector, few, found, seconds)
+        options = {"env_processes": _ASKING, "frames_per_batch": _ASKING, "max_policy_lag": 1}
+        with collect(blank, None, **options) as collector:
+            _measure_processes(collector, found, seconds)
         _measure_requests(subject, collect, found, seconds)
 
 
@@ -425,6 +428,37 @@ def _measure_rounds(
     found.figures["broadcast_s"] = [
         max(0.0, b - a) for (a, _), (b, _) in zip(plain, new, strict=True)
     ]
+
+
+def _measure_processes(collector: RPCBatchedCollector, found: Measured, seconds: float) -> None:
+    """Messages of single steps of env processes: what they cost all processes, less a message."""
+    sides = [found.figures[f"message_{side}_s"] for side in ("worker", "learner")]
+    own = sum(statistics.median(side) for side in sides)
+    found.figures["process_s"] = []
+    collector.next()
+    for _ in range(_REPEATS):
+        begun, until, messages = _family_cpu_s(), time.perf_counter() + seconds / _REPEATS, 0
+        while messages < 3 or time.perf_counter() < until:
+            collector.next()
+            messages += 1
+        each = ((_family_cpu_s() - begun) / messages - own) / _ASKING
+        found.figures["process_s"].append(max(0.0, each))
+
+
+def _family_cpu_s() -> float:
+    """CPU time so far of this process and all that descend from it and live."""
+    parents, used = {}, {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError, ValueError):  # it has ended
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            parents[int(folder.name)] = int(fields[1])
+            used[int(folder.name)] = int(fields[11]) + int(fields[12])  # utime, stime in ticks
+    family, grown = {os.getpid()}, True
+    while grown:
+        children = {pid for pid, parent in parents.items() if parent in family} - family
+        family |= children
+        grown = bool(children)
+    return sum(used.get(pid, 0) for pid in family) / os.sysconf("SC_CLK_TCK")
 
 
 def _measure_requests(subject: Subject, collect: Any, found: Measured, seconds: float) -> None:
