@@ -89,7 +89,6 @@ HEADLINES: dict[str, dict[str, Any]] = {
         "relative_spread_falls_by": near(16, 2),
         "gain_heavy_tail_one_env": Above(1.5),
         "gain_normal_many_envs": near(1, 0.15),
-        "patient_receives_all": True,
         "slow_share_wait_all": near(0.25, 0.01),
         "slow_share_first_ready": near(0.12, 0.08),
     },
