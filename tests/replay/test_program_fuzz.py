@@ -204,16 +204,16 @@ class Program:
 
     def run_beside(self) -> None:
         """What only who is not going to die can do: the tables are watched where they were."""
-        self.run(30, self.common() | {self.fork: 3, self.close: 3})
+        self.run(30, self.common() | {self.fork: 8, self.close: 3})
 
     def run_with_others(self) -> None:
         self.run(30, self.common())
 
     def run_alone(self) -> None:
-        self.run(30, self.common() | {self.refused: 1})
+        self.run(30, self.common() | {self.refused: 6})
 
     def change_alpha(self) -> None:
-        for _ in range(4):
+        for _ in range(40):  # a dozen stores each
             self.alpha()
 
 

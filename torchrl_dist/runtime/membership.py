@@ -9,18 +9,23 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
+from ..forks import now_and_in_children
+
 
 class Membership:
     """Thread-safe. Ranks are global ranks; ``me`` is never lost."""
 
     def __init__(self, world_size: int, me: int) -> None:
         self._others = frozenset(range(world_size)) - {me}
-        self._changed = threading.Condition()
+        now_and_in_children(self, Membership._renew)
         self._lost: dict[int, str] = {}
         self._serving: set[int] = set()
         self._left: set[int] = set()
         self._arrived: dict[int, dict[int, Callable[[], None]]] = {}
         self._departing: list[Callable[[], None]] = []
+
+    def _renew(self) -> None:
+        self._changed = threading.Condition()
 
     def lose(self, rank: int, reason: str) -> bool:
         """Note that ``rank`` is gone; False if that was known or it had left in order."""

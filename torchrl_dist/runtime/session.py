@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
+from ..forks import now_and_in_children
 from . import rendezvous, wire
 from .membership import Membership
 from .peer import Peer
@@ -76,7 +77,8 @@ class Session:
         self._keys = itertools.count()
         self._barriers = itertools.count()
         self._members = Membership(self.world.world_size, self.me.global_rank)
-        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        now_and_in_children(self, Session._renew)
         self._in_flight: dict[int, set[Future[Any]]] = {p.global_rank: set() for p in self.peers}
         self._suspects: set[int] = set()
         self._watchers: dict[
@@ -97,6 +99,17 @@ class Session:
         if supervised:  # by local_cluster, whose children do nothing but serve
             for peer in self.peers[1:]:
                 self._members.serve(peer.global_rank)
+
+    def _renew(self) -> None:
+        self._lock = threading.Lock()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ConfigurationError(
+                f"process {os.getpid()} was forked from {self._pid}, {self.me.name} of a session, "
+                "and is no member of it: its connections stay with that process. Start processes "
+                "that call others with local_cluster, torchrun or Slurm"
+            )
 
     # ---- who
 
@@ -233,6 +246,7 @@ class Session:
         return DeadlineError(f"{peer} did not answer {name} within {timeout_s:g} s")
 
     def _deadline(self, timeout_s: float | None) -> float:
+        self._check_process()
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         if not 0 < timeout_s < float("inf"):
             raise ConfigurationError(f"timeout_s={timeout_s}: expected a positive, finite number.")
@@ -412,6 +426,7 @@ class Session:
         self, peer: Peer, kind: str, *args: Any, timeout_s: float = _GOODBYE_S
     ) -> Future[Any]:
         """Send a control message. The future never fails: it gives (answer, error)."""
+        self._check_process()
         future: Future[Any] = Future()
         assert self._transport is not None
         self._transport.send(
@@ -614,6 +629,8 @@ class Session:
         self._close(None)
 
     def _close(self, error: BaseException | None) -> None:
+        if os.getpid() != self._pid:
+            return  # it is not a forked child's to leave
         with self._lock:
             if self._closed or self._ending:
                 return

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.errors import ConfigurationError, DirectoryError
+from torchrl_dist.forks import now_and_in_children
 from torchrl_dist.replay.hosts.client import ReplayClient
 from torchrl_dist.replay.hosts.link import Answer, Rows
 from torchrl_dist.replay.law.shard_law import (
@@ -86,7 +87,10 @@ class BatchSource:
         self._rounds: deque[_Round] = deque()
         self._dropped: dict[Any, int] = {}
         """Futures of draws that came too late to be used, and their shards."""
-        self._lock = threading.Lock()
+        now_and_in_children(self, BatchSource._renew)
+
+    def _renew(self) -> None:
+        self._lock = threading.RLock()  # it says whether this very thread has it
 
     def next(self, batch_size: int) -> Batch:
         """The next batch. Blocks until it is there, at most the client's deadline for each round of
@@ -99,6 +103,11 @@ class BatchSource:
         self._client.check()
         if batch_size < 1:
             raise ConfigurationError(f"batch_size={batch_size}: expected at least 1")
+        if self._lock._is_owned():  # type: ignore[attr-defined]
+            raise DirectoryError(
+                "a signal handler that interrupted a sample of the buffer cannot sample from it. "
+                "Have the handler set a flag, and act on it between two uses"
+            )
         with self._lock:
             if batch_size != self._batch_size:
                 self._drop()

@@ -18,6 +18,7 @@ import torch
 from tensordict import TensorDictBase
 
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
+from torchrl_dist.forks import now_and_in_children
 from torchrl_dist.replay.hosts.link import SHORTEST_CALL_S, Answer, Link, await_answer
 from torchrl_dist.replay.hosts.messages import (
     CountSamples,
@@ -104,9 +105,30 @@ class ReplayClient:
         self._spec: RowSpec | None = None
         self._pending: dict[int, _PendingWrite] = {}  # by the identity of the index
         self._reported: dict[int, int] = {}  # replies that the shard had sent when it failed
-        self._lock = threading.Lock()
         self._closed = False
         self._pid = os.getpid()
+        now_and_in_children(self, ReplayClient._renew)
+
+    def _renew(self) -> None:
+        self._lock = threading.RLock()
+
+    def check_entry(self) -> None:
+        """To be called before this thread waits for a lock of TorchRL's buffer.
+
+        Raises:
+            ConfigurationError: this process was forked from the one that has the connections.
+            DirectoryError: see :meth:`Link.check_entry`.
+        """
+        self._check_process()
+        for link in self.links:
+            link.check_entry()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ConfigurationError(
+                f"process {os.getpid()} was forked from {self._pid}, whose connections it does not "
+                "have: start it by spawn or a fork server, in the session, and pickle the buffer"
+            )
 
     # --- who answers -------------------------------------------------------------------------
 
@@ -115,11 +137,7 @@ class ReplayClient:
         shards answer, or this process can make no calls."""
         if self._closed:
             raise ConfigurationError("this buffer was closed in this process; build it again")
-        if os.getpid() != self._pid:
-            raise ConfigurationError(
-                f"process {os.getpid()} was forked from {self._pid}, whose connections it does not "
-                "have: start it by spawn or a fork server, in the session, and pickle the buffer"
-            )
+        self._check_process()
         for shard, link in enumerate(self.links):
             if link.fine and shard not in self._reported:
                 continue

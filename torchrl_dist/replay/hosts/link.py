@@ -28,7 +28,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from torchrl_dist.errors import DeadlineError, PeerLostError, RemoteError
+from torchrl_dist.errors import DeadlineError, DirectoryError, PeerLostError, RemoteError
+from torchrl_dist.forks import now_and_in_children
 from torchrl_dist.replay.hosts.host import ReplayHost
 from torchrl_dist.replay.hosts.merging import merged
 from torchrl_dist.replay.hosts.messages import (
@@ -137,6 +138,10 @@ class Link(Protocol):
         """Call a method that changes nothing; in no order with the operations. One that ran out of
         time still runs."""
 
+    def check_entry(self) -> None:
+        """Raises DirectoryError in a signal handler that interrupted a use of this link: others
+        may wait for that while they have a lock for which the handler would wait."""
+
     def failure(self) -> Exception | None:
         """An error that nobody was told yet."""
 
@@ -213,6 +218,9 @@ class LocalLink:
         except Exception as error:
             future.set_exception(error)
         return future
+
+    def check_entry(self) -> None:
+        self._host.storage.check_entry()
 
     def failure(self) -> Exception | None:
         return None
@@ -303,11 +311,6 @@ class RemoteLink:
         self._timeout_s = timeout_s
         self._max_queued_bytes = max_queued_bytes
         self._merged_rows = merged_rows
-        # Entered as such, not through a condition: an exception of a signal handler cannot come
-        # between the lock's being taken and the block that gives it back.
-        self._lock = threading.RLock()
-        self._room = threading.Condition(self._lock)
-        self._work = threading.Condition(self._lock)
         self._queue: deque[_Queued | _Ask] = deque()
         self._bytes = 0  # queued and under way
         self._line: deque[object] = deque()  # who waits for room, so that nobody is passed for ever
@@ -325,6 +328,14 @@ class RemoteLink:
         self.messages = 0
         self.bytes_sent = 0
         self.bytes_received = 0
+        now_and_in_children(self, RemoteLink._renew)
+
+    def _renew(self) -> None:
+        # Entered as such, not through a condition: an exception of a signal handler cannot come
+        # between the lock's being taken and the block that gives it back.
+        self._lock = threading.RLock()
+        self._room = threading.Condition(self._lock)
+        self._work = threading.Condition(self._lock)
 
     # --- the caller's side -------------------------------------------------------------------
 
@@ -424,6 +435,13 @@ class RemoteLink:
             if state is None:
                 return None
             return Counts(state.inserts, state.samples + self._uncounted, state.size)
+
+    def check_entry(self) -> None:
+        if self._lock._is_owned():  # type: ignore[attr-defined]
+            raise DirectoryError(
+                "a signal handler that interrupted a use of the buffer cannot use it itself. Have "
+                "the handler set a flag, and act on it between two uses"
+            )
 
     def failure(self) -> Exception | None:
         with self._lock:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 from torchrl_dist.errors import ConfigurationError, TorchRLDistError
+from torchrl_dist.forks import now_and_in_children
 from torchrl_dist.replay.hosts.client import ReplayClient, close_links
 from torchrl_dist.replay.hosts.host import ReplayHost
 from torchrl_dist.replay.hosts.link import Link, LocalLink, RemoteLink
@@ -38,7 +39,18 @@ _opened: dict[str, _Opened] = {}
 """Direct storages in this process by session."""
 _terms: dict[tuple[str, str], dict[str, Any]] = {}
 """In the driver's process: what the users of a buffer agreed on, by session and name."""
-_hosts_lock = threading.Lock()
+
+
+class _Locks:
+    hosts: threading.Lock
+    """Of the four tables above."""
+
+    def renew(self) -> None:
+        self.hosts = threading.Lock()
+
+
+_LOCKS = _Locks()
+now_and_in_children(_LOCKS, _Locks.renew)
 
 
 @dataclass(frozen=True)
@@ -181,7 +193,7 @@ class _Clients:
 
 
 def _clients_of(session: Session) -> _Clients:
-    with _hosts_lock:
+    with _LOCKS.hosts:
         clients = _clients.get(session.session_id)
         if clients is None:
             clients = _clients[session.session_id] = _Clients()
@@ -190,7 +202,7 @@ def _clients_of(session: Session) -> _Clients:
 
 
 def _leave(session_id: str, clean: bool) -> None:
-    with _hosts_lock:
+    with _LOCKS.hosts:
         clients = _clients.pop(session_id)
     if clean:
         clients.close()
@@ -241,7 +253,7 @@ def open_directly(
         timeout_s=owner.timeout_s,
     )
     session = current_session()
-    with _hosts_lock:
+    with _LOCKS.hosts:
         opened = _opened.get(session.session_id)
         if opened is None:
             opened = _opened[session.session_id] = _Opened()
@@ -390,7 +402,7 @@ def _agree(session: Session, name: str, terms: dict[str, Any], timeout_s: float 
 def _terms_of(name: str, terms: dict[str, Any]) -> dict[str, Any] | None:
     """Runs in the driver: what was agreed on before, or None, and these are agreed on."""
     session = current_session()
-    with _hosts_lock:
+    with _LOCKS.hosts:
         known = _terms.get((session.session_id, name))
         if known is not None:
             if known["sampling"] is None:  # of a buffer that was built of its parts
@@ -403,7 +415,7 @@ def _terms_of(name: str, terms: dict[str, Any]) -> dict[str, Any] | None:
 
 def _withdraw(name: str, session_id: str | None = None) -> None:
     """Runs in the driver: a buffer of this name may be built anew."""
-    with _hosts_lock:
+    with _LOCKS.hosts:
         _terms.pop((session_id or current_session().session_id, name), None)
 
 
@@ -452,7 +464,7 @@ def open_host(
 ) -> ReplayHost:
     """Runs in the host's process: make the host of this name, or find it."""
     session = current_session()
-    with _hosts_lock:
+    with _LOCKS.hosts:
         host = _hosts.get((session.session_id, name))
         if host is None:
             job_id = session.world.job_id
@@ -487,7 +499,7 @@ def open_host(
 
 
 def _close_host(key: tuple[str, str], clean: bool) -> None:
-    with _hosts_lock:
+    with _LOCKS.hosts:
         host = _hosts.pop(key, None)
     if host is not None:  # else it was released
         host.close(clean)

@@ -17,6 +17,7 @@ from torchrl.data.replay_buffers.samplers import PrioritizedSampler, RandomSampl
 from torchrl.data.replay_buffers.storages import Storage, TensorStorage
 
 from torchrl_dist.errors import ConfigurationError, RemoteError, TorchRLDistError
+from torchrl_dist.forks import now_and_in_children
 from torchrl_dist.replay.hosts.batches import Batch, BatchSource
 from torchrl_dist.replay.hosts.client import ReplayClient
 from torchrl_dist.replay.hosts.messages import Empty, SetAlpha, UsePriorities
@@ -86,6 +87,15 @@ class RemoteStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         self._handed = threading.local()
         self.client = owner.connect()
         self.gate = None if owner.limiter is None else TotalsGate(self.client, owner.limiter)
+        now_and_in_children(self, RemoteStorage._renew)
+
+    def _renew(self) -> None:
+        for buffer in _torchrl.buffers_over(self):
+            _torchrl.renew_after_fork(buffer)
+
+    def check_entry(self) -> None:
+        """See :meth:`ReplayClient.check_entry`."""
+        self.client.check_entry()
 
     def flush(self) -> None:
         """Block until the owner has applied everything that this process queued.

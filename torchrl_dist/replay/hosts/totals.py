@@ -32,6 +32,7 @@ from collections.abc import Callable
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_dist.errors import RateLimitError
+from torchrl_dist.forks import now_and_in_children
 from torchrl_dist.replay.hosts.batches import Batch, BatchSource
 from torchrl_dist.replay.hosts.client import ReplayClient
 from torchrl_dist.replay.law.limiter import Counts, RateLimiter
@@ -49,6 +50,9 @@ class TotalsGate:
         self.limiter = limiter
         self._client = client
         self._admitted = 0  # rows of samples that are not counted at their shards yet
+        now_and_in_children(self, TotalsGate._renew)
+
+    def _renew(self) -> None:
         self._lock = threading.RLock()
 
     def counts(self) -> Counts | None:

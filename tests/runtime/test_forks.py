@@ -1,0 +1,120 @@
+"""A child that is forked from a member of a session is none: it is told so, and never waits."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from tests.replay.conftest import folder  # noqa: F401
+from tests.replay.faults import end_of, start
+from tests.runtime.helpers import Counter
+from torchrl_dist import (
+    ConfigurationError,
+    HostedReplayBuffer,
+    Session,
+    local_cluster,
+    replay_buffer,
+)
+
+_FORKS = 30
+
+
+@pytest.fixture
+def job(fork_server) -> Iterator[Session]:
+    roles = {"learner": 1, "owner": 1}
+    with local_cluster(roles, timeout_s=30, fork_server=fork_server) as session:
+        yield session
+
+
+@pytest.fixture
+def buffer(job: Session, folder: Path) -> HostedReplayBuffer:  # noqa: F811
+    owners = job.of_role("owner")
+    buffer = replay_buffer(
+        job, "rows", capacity=64, batch_size=8, hosts=owners, alpha=0.6, beta=0.4,
+        scratch_dir=folder, shortcut=False, prefetch=2,
+    )  # fmt: skip
+    buffer.extend(_rows())
+    buffer.flush()
+    return buffer
+
+
+def _rows() -> TensorDict:
+    return TensorDict({"key": torch.arange(16)}, [16])
+
+
+def _refuse(uses: dict[str, Callable[[], object]]) -> None:
+    for name, use in uses.items():
+        with pytest.raises(ConfigurationError, match="forked from"):
+            use()
+            print(f"{name} did not raise", flush=True)
+
+
+@pytest.mark.timeout(240)
+def test_a_forked_child_is_told_that_it_is_no_member(job: Session, buffer, folder: Path) -> None:  # noqa: F811
+    """While threads hammer all that has a lock."""
+    torch.set_num_threads(1)
+    peer = job.of_role("owner")[0]
+    counter = job.remote(peer, Counter)
+    batch = buffer.sample()
+
+    def update() -> None:
+        sampled = buffer.sample()
+        buffer.update_priority(
+            sampled["index"], torch.rand(8), generation=sampled["index_generation"]
+        )
+
+    def extend() -> None:
+        buffer.extend(_rows())
+
+    def child() -> None:
+        assert not job.lost()
+        _refuse(
+            {
+                "call": lambda: counter.call("add", 1),
+                "submit": lambda: job.submit(peer, os.getpid),
+                "barrier": job.barrier,
+                "remote": lambda: job.remote(peer, Counter),
+                "sample": buffer.sample,
+                "extend": lambda: buffer.extend(_rows()),
+                "update": lambda: buffer.update_priority(batch["index"], torch.rand(8)),
+                "len": lambda: len(buffer),
+                "read": lambda: buffer[:],
+                "empty": buffer.empty,
+                "save": lambda: buffer.dumps(folder / "saved"),
+                "flush": buffer.flush,
+                "another one": lambda: replay_buffer(
+                    job, "more", capacity=8, batch_size=8, hosts=(peer,)
+                ),
+            }
+        )
+        job.close()  # as the end of the block would
+
+    uses = (lambda: counter.call("add", 1), lambda: job.submit(peer, os.getpid).result(), update,
+            extend)  # fmt: skip
+    stop, errors = threading.Event(), []
+
+    def hammer(use: Callable[[], object]) -> None:
+        try:
+            while not stop.is_set():
+                use()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=hammer, args=(use,), daemon=True) for use in uses]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(_FORKS):
+            assert end_of(start(child), 20) == 0
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(30)
+    assert not errors
+    assert counter.call("add", 1) > 1 and len(buffer) == 64  # the parent's session goes on
