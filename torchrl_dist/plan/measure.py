@@ -370,7 +370,11 @@ def _measure_messages(
             ]
         with collect(blank, _weights(subject), postproc=Stamped(small)) as collector:
             _measure_rounds(collector, few, found, seconds)
-        options = {"env_processes": _ASKING, "frames_per_batch": _ASKING, "max_policy_lag": 1}
+        options: dict[str, Any] = {
+            "env_processes": _ASKING,
+            "frames_per_batch": _ASKING,
+            "max_policy_lag": 1,
+        }
         with collect(blank, None, **options) as collector:
             _measure_processes(collector, found, seconds)
         _measure_requests(subject, collect, found, seconds)

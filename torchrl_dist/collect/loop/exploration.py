@@ -25,7 +25,7 @@ class _UnderWay:
     """The calls of this process. Guarded by ``lock``, which costs less by itself than by the
     condition ``changed`` over it."""
 
-    before: set_exploration_type  # what the first call has set
+    setting: set_exploration_type  # of the first call
 
     def __init__(self) -> None:
         self.calls: list[Exploring] = []  # all under one type
