@@ -299,3 +299,12 @@ def test_ranks_of_a_local_cluster_have_the_callers_environment_and_configuration
     assert child[:5] == ["from the caller", "gloo", False, False, False]
     assert "float64 [16, 5] on rank 0 and torch.float32 [16, 5] on rank 1" in mine[5]
     assert "configuration" in mine[5] and mine[5] == child[5]
+
+
+def test_ddp_dqn_leaves_a_file_of_others_alone(tmp_path: Path, monkeypatch, capsys) -> None:
+    (tmp_path / "loss.pt").write_text("mine")
+    monkeypatch.setattr("sys.argv", ["ddp_dqn", "--output", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        ddp_dqn.main()
+    assert "loss.pt is there already" in capsys.readouterr().err
+    assert (tmp_path / "loss.pt").read_text() == "mine"

@@ -92,6 +92,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
     parser.add_argument("--output", type=Path, default=Path("runs/ddp-dqn"), metavar="FOLDER")
     options = parser.parse_args()
+    if (options.output / "loss.pt").exists():
+        parser.error(f"--output: {options.output}/loss.pt is there already: choose another folder")
     options.output.mkdir(parents=True, exist_ok=True)
     with session({"learner": -1}, process_group="gloo", timeout_s=120) as job:
         result = train(job, options.output, options.updates, options.seed)
