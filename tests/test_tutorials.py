@@ -102,6 +102,13 @@ HEADLINES: dict[str, dict[str, Any]] = {
 }
 
 
+COMPARE_TIMES = {
+    "1_one_buffer_for_all_ranks",
+    "4_collecting_at_every_step_duration",
+    "5_does_a_receive_deadline_pay",
+}
+
+
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder with a short name (sockets below it), where kernels of notebooks of toy size
@@ -120,9 +127,15 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-@pytest.mark.alone  # it measures
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=pytest.mark.alone if path.stem in COMPARE_TIMES else ())
+        for path in NOTEBOOKS
+    ],
+    ids=lambda path: path.stem,
+)
 def test_a_notebook_finds_what_it_tells_and_leaves_nothing(path: Path, folder: Path) -> None:
     shared, beside = set(os.listdir("/dev/shm")), set(FOLDER.iterdir())
     notebook = nbformat.read(path, as_version=4)
