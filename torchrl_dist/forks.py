@@ -8,6 +8,7 @@ anything else runs there.
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -34,8 +35,12 @@ def _renew_all() -> None:
     for key in list(_renewals):
         reference = _renewals.get(key)
         owner = None if reference is None else reference()
-        if owner is not None:
+        if owner is None:
+            continue
+        try:
             key[1](owner)
+        except Exception as error:  # must not keep the others from theirs
+            sys.excepthook(type(error), error, error.__traceback__)
 
 
 os.register_at_fork(after_in_child=_renew_all)

@@ -18,9 +18,12 @@ from torchrl_dist import (
     ConfigurationError,
     HostedReplayBuffer,
     Session,
+    SharedMemmapStorage,
+    SharedReplayBuffer,
     local_cluster,
     replay_buffer,
 )
+from torchrl_dist.forks import now_and_in_children
 
 _FORKS = 30
 
@@ -118,3 +121,59 @@ def test_a_forked_child_is_told_that_it_is_no_member(job: Session, buffer, folde
             thread.join(30)
     assert not errors
     assert counter.call("add", 1) > 1 and len(buffer) == 64  # the parent's session goes on
+
+
+@pytest.mark.timeout(120)
+def test_a_buffer_of_this_node_is_renewed_beside_one_that_others_host(
+    buffer, tmp_path: Path
+) -> None:
+    """Each of the children finds the locks of the former free, though threads sample from it."""
+    torch.set_num_threads(1)
+    own = SharedReplayBuffer(
+        storage=SharedMemmapStorage(64, scratch_dir=tmp_path / "own"), batch_size=8
+    )
+    own.extend(_rows())
+    stop = threading.Event()
+
+    def hammer() -> None:
+        while not stop.is_set():
+            own.sample()
+
+    def child() -> None:
+        own.sample()
+        own.extend(_rows())
+
+    threads = [threading.Thread(target=hammer, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(_FORKS):
+            assert end_of(start(child), 20) == 0
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(30)
+        own.storage.close()
+
+
+def test_one_renewal_that_fails_is_said_and_keeps_no_other_from_its_own(capfd) -> None:
+    class Owner:
+        pid = 0
+
+        def renew(self) -> None:
+            self.pid = os.getpid()
+
+        def fail(self) -> None:
+            if self.pid:
+                raise ValueError("cannot be renewed")
+
+    first, second = Owner(), Owner()
+    now_and_in_children(first, Owner.fail)
+    now_and_in_children(second, Owner.renew)
+    first.pid = 1
+
+    def child() -> None:
+        assert second.pid == os.getpid()
+
+    assert end_of(start(child), 20) == 0
+    assert "cannot be renewed" in capfd.readouterr().err

@@ -111,9 +111,10 @@ def renew_after_fork(buffer: Any) -> None:
 
     What it was fetching ahead is dropped: the threads that did so are not in this process.
     """
+    attributes = buffer.__dict__  # not by an EntryLock, which asks before it gives a lock away
     for name in ("_replay_lock", "_futures_lock"):
-        if isinstance(getattr(buffer, name, None), type(threading.RLock())):
-            setattr(buffer, name, threading.RLock())
+        if isinstance(attributes.get(name), type(threading.RLock())):
+            attributes[name] = threading.RLock()
     for name in ("_prefetch_queue", "_pending_update_futures"):
         if isinstance(getattr(buffer, name, None), deque):
             setattr(buffer, name, deque())
