@@ -7,23 +7,23 @@ compute. A test marked ``alone`` (it compares times, say) runs while the other h
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import os
-import tempfile
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
 from tests.spawn import end_marked
+from tests.turns import Turns
 
 _MARK = "TORCHRL_DIST_TEST"
 _GRACE_S = 5.0
 
 _server = None
+_turns: Turns | None = None
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -31,22 +31,50 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 2 if config.args == config.getini("testpaths") else 0
 
 
-@pytest.fixture(autouse=True)
-def beside_others_or_alone(request: pytest.FixtureRequest) -> Iterator[None]:
+# What takes a worker longest, so that no worker is still at it when the other has nothing left.
+_FIRST = (
+    "recipes/test_apex_job.py",
+    "recipes/test_recipe_jobs.py",
+    "recipes/test_nodes.py",
+    "replay/test_shard_hosts.py",
+    "replay/test_program_fuzz.py",
+    "learn/test_jobs.py",
+    "ops/test_slurm_script.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first. Those with tests that must be alone last and together, when what the others
+    have to wait for is short; of these the notebooks first."""
+    alone = {item.path for item in items if item.get_closest_marker("alone")}
+
+    def place(item: pytest.Item) -> int:
+        name = f"{item.path.parent.name}/{item.path.name}"
+        if item.path in alone:
+            return len(_FIRST) + (1 if item.path.name == "test_tutorials.py" else 2)
+        return _FIRST.index(name) if name in _FIRST else len(_FIRST)
+
+    items.sort(key=place)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    global _turns
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
-    if run is None:
-        yield
-        return
-    alone = request.node.get_closest_marker("alone") is not None
-    with open(Path(tempfile.gettempdir(), f"torchrl_dist-tests-{run}"), "w") as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        yield
+    _turns = None if run is None else Turns(run)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
-    if run is not None:
-        Path(tempfile.gettempdir(), f"torchrl_dist-tests-{run}").unlink(missing_ok=True)
+    if _turns is not None:
+        _turns.close()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Around all else: waiting for the turn is no part of the test's time."""
+    if _turns is None:
+        return (yield)
+    with _turns.take(alone=item.get_closest_marker("alone") is not None):
+        return (yield)
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -60,25 +88,34 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     ]
 
 
+@contextlib.contextmanager
+def unmarked() -> Iterator[None]:
+    """What is started in here outlives the test."""
+    mark = os.environ.pop(_MARK, None)
+    try:
+        yield
+    finally:
+        if mark is not None:
+            os.environ[_MARK] = mark
+
+
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator:
     """A running fork server: ``local_cluster(..., fork_server=fork_server)`` starts in 0.1 s."""
     global _server
     from torchrl_dist.runtime import ForkServer
 
-    with ForkServer() as server:
+    with unmarked():
+        server = ForkServer()
+    with server:
         _server = server
         yield server
     _server = None
 
 
 @pytest.fixture(autouse=True)
-def no_process_is_left(
-    request: pytest.FixtureRequest, beside_others_or_alone: None
-) -> Iterator[None]:
+def no_process_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test after which a process of its lives on; the process is killed."""
-    if "fork_server" in request.fixturenames:
-        request.getfixturevalue("fork_server")  # started without this test's mark
     before = frozenset(psutil.pids())
     mark = uuid.uuid4().hex
     os.environ[_MARK] = mark
@@ -86,15 +123,18 @@ def no_process_is_left(
         yield
     finally:
         del os.environ[_MARK]
-    left = end_marked(_MARK, mark, grace_s=_GRACE_S, known=before) + _end_children_of_server()
+    left = end_marked(_MARK, mark, grace_s=_GRACE_S, known=before)
+    left += _end_children_of_server(before)
     assert not left, f"processes outlived the test: {left}"
 
 
-def _end_children_of_server() -> list[str]:
+def _end_children_of_server(known: frozenset[int]) -> list[str]:
+    """But for those that were ``known`` before the test: a module's tests may share a cluster."""
     if _server is None or not psutil.pid_exists(_server.pid):
         return []
     server = psutil.Process(_server.pid)
-    children = [child for child in server.children(recursive=True) if _may_be_left(child)]
+    new = [child for child in server.children(recursive=True) if child.pid not in known]
+    children = [child for child in new if _may_be_left(child)]
     _, alive = psutil.wait_procs(children, timeout=_GRACE_S)
     for process in alive:
         process.kill()

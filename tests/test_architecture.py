@@ -125,10 +125,12 @@ def test_public_names_are_pinned_and_exist() -> None:
 def test_importing_the_package_has_no_side_effects_and_costs_nothing() -> None:
     code = (
         "import sys, threading, os, signal\n"
+        # what recipes and commands need, and nothing else (tutorials/reference/faq.md)
+        "sys.modules |= dict.fromkeys('matplotlib tensorboard tqdm yaml rich'.split())\n"
         "before = dict(os.environ), signal.getsignal(signal.SIGINT)\n"
         "import torchrl_dist\n"
         "assert not {'torch', 'torchrl', 'numpy', 'tensordict'} & set(sys.modules)\n"
-        "import torchrl_dist.replay, torchrl_dist.collect, torchrl_dist.runtime\n"
+        "import torchrl_dist.replay, torchrl_dist.collect, torchrl_dist.learn\n"
         "assert threading.active_count() == 1, threading.enumerate()\n"
         "assert (dict(os.environ), signal.getsignal(signal.SIGINT)) == before\n"
     )
@@ -140,7 +142,7 @@ DOCUMENTS = ["torchrl_dist/ARCHITECTURE.md", ".github/CONTRIBUTING.md"]
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_files_that_a_document_names_exist(document: str) -> None:
-    text = (ROOT.parent / document).read_text()
+    text = re.sub(r"\]\(.*?\)", "]", (ROOT.parent / document).read_text())  # links: test_site.py
     base = ROOT if document.startswith("torchrl_dist/") else ROOT.parent
     named = re.findall(r"(?<![\w/.])(?:[\w.]+/)*[\w]+\.(?:py|c|md)\b|(?:[\w.]+/)+(?=`)", text)
     named += re.findall(r"-m pytest -n 0 (\S+)", text)

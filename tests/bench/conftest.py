@@ -1,12 +1,54 @@
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
+from unittest import mock
 
 import psutil
 import pytest
 
+from tests.conftest import unmarked
+from tests.spawn import end_marked
+from torchrl_dist.bench import processes
+from torchrl_dist.bench.processes import Launcher
+
 PREFIX = "torchrl-bench-"
+_MARK, _VALUE = "TORCHRL_DIST_TEST_LAUNCHER", uuid.uuid4().hex
+
+
+@pytest.fixture(scope="session")
+def launchers() -> Iterator[Callable[[], Launcher]]:
+    """One for all benchmarks: importing costs seconds, and each measurement has its own fork."""
+    running: list[Launcher] = []
+
+    def one() -> Launcher:
+        if not running or running[-1]._process.poll() is not None:
+            with unmarked(), mock.patch.dict(os.environ, {_MARK: _VALUE}):
+                running.append(Launcher())
+        return running[-1]
+
+    yield one
+    for each in running:
+        each.close()
+
+
+@pytest.fixture(autouse=True)
+def one_launcher(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Benchmarks use the shared one, and leave none of its processes behind."""
+    used = []
+
+    def shared() -> contextlib.AbstractContextManager[Launcher]:
+        used.append(request.getfixturevalue("launchers")())
+        return contextlib.nullcontext(used[-1])
+
+    monkeypatch.setattr(processes, "Launcher", shared)
+    yield
+    if used:
+        known = frozenset({used[-1]._process.pid})
+        left = end_marked(_MARK, _VALUE, grace_s=5.0, known=known)
+        assert not left, f"processes outlived the measurement: {left}"
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -55,14 +56,14 @@ def test_errors_and_verdicts_are_counted() -> None:
 
 
 @pytest.mark.alone
-@pytest.mark.timeout(200)
-def test_sleeping_envs_come_near_what_is_predicted(tmp_path: Path) -> None:
+@pytest.mark.timeout(100)
+def test_sleeping_envs_come_near_what_is_predicted(
+    tmp_path: Path, launchers: Callable[[], Launcher]
+) -> None:
     """Sleeps need little of a busy machine; a factor is all that it is asked for."""
-    layouts = [Layout(steps=8), Layout(1, 3, 1, 8, True, 1, False)]
-    with Launcher() as launcher:
-        for layout in layouts:
-            job = Job("sleep", 0.03, layout)
-            found = plan.measured(job, tmp_path, 1.0, launcher)
-            for path in tmp_path.iterdir():
-                path.unlink()
-            assert 0.3 < found / plan.predicted(job, 0.3) < 1.3
+    for layout in (Layout(steps=8), Layout(1, 3, 1, 8, True, 1, False)):
+        job = Job("sleep", 0.03, layout)
+        found = plan.measured(job, tmp_path, 1.0, launchers())
+        for path in tmp_path.iterdir():
+            path.unlink()
+        assert 0.3 < found / plan.predicted(job, 0.3) < 1.3

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from torchrl_dist.bench import replay
-from torchrl_dist.bench.processes import Launcher, MeasurementError
+from torchrl_dist.bench import processes, replay
+from torchrl_dist.bench.processes import MeasurementError
 from torchrl_dist.bench.replay_peers import PEERS
 from torchrl_dist.bench.table import Table
 from torchrl_dist.errors import ConfigurationError, DeadlineError
@@ -119,7 +119,7 @@ def answer() -> int:
 def test_a_measurement_that_fails_or_hangs_is_reported_and_ended(tmp_path: Path) -> None:
     for name in "abc":
         (tmp_path / name).mkdir()
-    with Launcher() as launcher:
+    with processes.Launcher() as launcher:
         with pytest.raises(MeasurementError, match="(?s)ValueError: as asked.*about to fail"):
             launcher.run(fail, folder=tmp_path / "a", timeout_s=20)
         with pytest.raises(DeadlineError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tests.replay.test_rows import agents_rows, check_agents_rows
 from torchrl_dist import (
     RemoteStorage,
     RPCPrioritizedSampler,
+    Session,
     SharedCursorWriter,
     SharedMemmapStorage,
     SharedPrioritizedSampler,
@@ -38,14 +40,21 @@ HOSTED = ["owner by RPC", "owner by RPC, stock class", "owner on this node"]
 SHARDED = ["shards by RPC", "uniform shards by RPC", "shards on this node", "pickled shards"]
 
 
+@pytest.fixture(scope="module")
+def job(fork_server: ForkServer) -> Iterator[Session]:
+    """One for all tests: each builds its buffer there, and gives it back."""
+    with local_cluster({"learner": 1, "owner": 2}, fork_server=fork_server, timeout_s=20) as job:
+        yield job
+
+
 @pytest.fixture(params=[*LOCAL, *HOSTED, *SHARDED])
 def buffer(
     request: pytest.FixtureRequest,
     folder: Path,  # noqa: F811
-    fork_server: ForkServer,
+    job: Session,
 ) -> Iterator[TensorDictReplayBuffer]:
     if request.param in HOSTED + SHARDED:
-        yield from hosted_buffer(request.param, folder, fork_server)
+        yield from hosted_buffer(request.param, folder, job)
         return
     if request.param == "torchrl":
         yield TensorDictReplayBuffer(
@@ -70,35 +79,41 @@ def buffer(
 def hosted_buffer(
     form: str,
     folder: Path,  # noqa: F811
-    fork_server: ForkServer,
+    job: Session,
 ) -> Iterator[TensorDictReplayBuffer]:
     """Kept by one or two other processes; this one writes to the first of them."""
     shards = 2 if form in SHARDED else 1
-    roles = {"learner": 1, "owner": shards}
-    with local_cluster(roles, fork_server=fork_server, timeout_s=20) as job:
-        where = {
-            "hosts": job.of_role("owner"),
-            "shortcut": "on this node" in form,
-            "scratch_dir": folder,
-        }
-        if "stock" in form:
-            owner = host_replay(job, CAPACITY, **where)
-            rb = TensorDictReplayBuffer(
-                storage=RemoteStorage(owner),
-                sampler=RPCPrioritizedSampler(CAPACITY, 0.6, 0.4, owner=owner, prefetch=0),
-                writer=SharedCursorWriter(),
-                batch_size=8,
-            )
-        else:
-            rb = replay_buffer(
-                job,
-                capacity=shards * CAPACITY,
-                batch_size=8,
-                prefetch=0,
-                uniform="uniform" in form,
-                **where,
-            )
-        yield pickle.loads(pickle.dumps(rb)) if "pickled" in form else rb
+    where = {
+        "hosts": job.of_role("owner")[:shards],
+        "shortcut": "on this node" in form,
+        "scratch_dir": folder,
+    }
+    if "stock" in form:
+        owner = host_replay(job, CAPACITY, **where)
+        rb = TensorDictReplayBuffer(
+            storage=RemoteStorage(owner),
+            sampler=RPCPrioritizedSampler(CAPACITY, 0.6, 0.4, owner=owner, prefetch=0),
+            writer=SharedCursorWriter(),
+            batch_size=8,
+        )
+        yield rb
+        rb.storage.close()
+        owner.release()
+        return
+    rb = replay_buffer(
+        job,
+        capacity=shards * CAPACITY,
+        batch_size=8,
+        prefetch=0,
+        uniform="uniform" in form,
+        **where,
+    )
+    used = pickle.loads(pickle.dumps(rb)) if "pickled" in form else rb
+    yield used
+    used.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # this process has a directory of its node still open
+        rb.release()
 
 
 def settle(buffer: TensorDictReplayBuffer) -> None:

@@ -155,7 +155,7 @@ def at_different_calls(case: str) -> tuple[str, str, float]:
     def go_apart() -> None:
         loss = make_loss("ppo")
         loss.actor_network_params.requires_grad_(False)
-        with DistributedLoss(loss, timeout_s=2.5):
+        with DistributedLoss(loss, timeout_s=20):
             if loss.ranks.is_first and case == "a question":
                 loss.ranks.any(False)
             elif loss.ranks.is_first and case == "metrics":
@@ -189,7 +189,7 @@ def at_different_calls(case: str) -> tuple[str, str, float]:
 )
 def test_ranks_at_different_calls_are_told(two_ranks, case: str, kind: str, message: str) -> None:
     for found, text, seconds in two_ranks.run(at_different_calls, case):
-        assert found == kind and message in text and seconds < 2, text
+        assert found == kind and message in text and seconds < 10, (text, seconds)
 
 
 def stop_after_different_updates() -> tuple[str, str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -55,6 +55,13 @@ def assert_close(
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, atol=atol, rtol=rtol, msg=name)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(fork_server) -> Iterator[LearningRanks]:
+    """The same two for all tests: none of them ends in an error of one rank alone."""
+    with LearningRanks.start(2, fork_server) as ranks:
+        yield ranks
 
 
 # ---- equal to the whole batch

@@ -62,8 +62,7 @@ def test_the_script_is_the_golden_one_and_shells_accept_it(name: str) -> None:
         ("--seeds all -- python t.py", "--seeds: got 'all'"),
         ("--torchrun 2 --collector-nodes 2 -- python t.py", "--torchrun starts equally many"),
         ("--torchrun 2 -- train apex", "srun starts a recipe"),
-        ("--nodes 2 -- train apex", "memory of one node"),
-        ("--collector-nodes 2 -- train apex", "memory of one node"),
+        ("--nodes 3 -- train apex --learners 2", "--learners: got 2"),
         ("--tasks-per-node 3 -- train apex --collectors 3", "--collectors: got 3"),
         ("-- train apex --collectors many", "many"),
         ("-- train apex --gamma 2", "--gamma: got 2.0"),
@@ -96,9 +95,10 @@ def test_the_command_line_makes_the_job(capsys: pytest.CaptureFixture) -> None:
     assert capsys.readouterr().out == golden
     assert main(["slurm", "--collector-nodes", "1", "--", "python", "t.py", "--", "--nodes"]) == 0
     assert "python t.py -- --nodes :" in capsys.readouterr().out
-    assert main(["slurm", "--collector-nodes", "2", "--", "train", "impala"]) == 0
-    text = capsys.readouterr().out
-    assert text.count("-m torchrl_dist train impala") == 2 and "replay" not in text
+    for recipe in ("impala", "apex"):  # over nodes, a buffer is in their memory
+        assert main(["slurm", "--collector-nodes", "2", "--", "train", recipe]) == 0
+        text = capsys.readouterr().out
+        assert text.count(f"-m torchrl_dist train {recipe}") == 2 and "replay" not in text
 
 
 def test_submit_without_slurm_says_so(

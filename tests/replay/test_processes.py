@@ -92,11 +92,14 @@ def assert_consistent(rb: TensorDictReplayBuffer) -> None:
 
 
 @spawn(nproc=4, timeout_s=90)
-def test_four_ranks_that_extend_2500_rows_each_see_10000_rows(tmp_path: Path) -> None:
+def test_four_ranks_that_extend_2500_rows_each_see_10000_rows_and_2500_with_torchrls_parts(
+    tmp_path: Path,
+) -> None:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
+    mine = [range(at, at + 50) for at in range(2500 * rank, 2500 * (rank + 1), 50)]
     if rank == 3:  # joins late: the others have written and set priorities by then
         dist.barrier()
     rb = TensorDictReplayBuffer(
@@ -106,18 +109,14 @@ def test_four_ranks_that_extend_2500_rows_each_see_10000_rows(tmp_path: Path) ->
         batch_size=32,
     )
     if rank < 3:
-        written = [
-            rb.extend(make_rows(range(at, at + 50)))
-            for at in range(2500 * rank, 2500 * (rank + 1), 50)
-        ]
-        index = torch.cat(written)
+        index = torch.cat([rb.extend(make_rows(keys)) for keys in mine])
         rb.update_priority(index, 1.0 + rb[index]["id"].double())
         dist.barrier()
     else:
         assert len(rb) == 7500
-        for at in range(7500, 10_000, 50):
-            index = rb.extend(make_rows(range(at, at + 50)))
-            rb.update_priority(index, torch.arange(at, at + 50).double() + 1)
+        for keys in mine:
+            index = rb.extend(make_rows(keys))
+            rb.update_priority(index, torch.tensor(keys).double() + 1)
     dist.barrier()
     assert len(rb) == 10_000
     rows = rb[:]
@@ -126,25 +125,17 @@ def test_four_ranks_that_extend_2500_rows_each_see_10000_rows(tmp_path: Path) ->
     expected = (rows["id"].double().numpy() + 1 + 1e-8) ** 0.6
     np.testing.assert_allclose(rb.storage.directory.tree.leaves[:10_000], expected, rtol=1e-9)
     dist.barrier()
-    dist.destroy_process_group()
 
-
-@spawn(nproc=4, timeout_s=90)
-def test_torchrls_own_parts_show_2500_rows_in_the_same_job(tmp_path: Path) -> None:
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    rb = TensorDictReplayBuffer(
-        storage=LazyMemmapStorage(20_000, scratch_dir=tmp_path / "replay", existsok=True),
+    stock = TensorDictReplayBuffer(
+        storage=LazyMemmapStorage(20_000, scratch_dir=tmp_path / "stock", existsok=True),
         batch_size=32,
     )
     for turn in range(4):  # one after the other, so that creating the files does not race too
         if turn == rank:
-            for at in range(2500 * rank, 2500 * (rank + 1), 50):
-                rb.extend(make_rows(range(at, at + 50)))
+            for keys in mine:
+                stock.extend(make_rows(keys))
         dist.barrier()
-    assert len(rb) == 2500
+    assert len(stock) == 2500
     dist.destroy_process_group()
 
 

@@ -144,22 +144,15 @@ def disturb(job: HostJob, folder: Path, event: str, by: Callable[[], None]) -> N
     assert "replay shard 2 (collector1 on host2) is left out, the other 2 go on" in report[0]
 
 
-def test_the_others_go_on_without_a_host_that_is_cut_off_or_paused_until_it_is_back(
+def test_the_others_go_on_without_a_host_that_is_cut_off_or_paused_until_it_is_back_or_killed(
     network, tmp_path
 ):
-    arguments = {"folder": str(tmp_path), "events": ["unplugged", "paused"]}
+    arguments = {"folder": str(tmp_path), "events": ["unplugged", "paused", "killed"]}
     job = run_tasks(network, the_learner_samples, arguments, tmp_path)
     disturb(job, tmp_path, "unplugged", network[2].unplug)
     network[2].plug_in()
     disturb(job, tmp_path, "paused", network[2].pause)
     network[2].resume()
-    assert job.wait(60) == [0, 0, 0], job
-    assert [list(host.shm.iterdir()) for host in network] == [[], [], []]
-
-
-def test_the_others_go_on_after_a_host_was_killed(network, tmp_path):
-    arguments = {"folder": str(tmp_path), "events": ["killed"]}
-    job = run_tasks(network, the_learner_samples, arguments, tmp_path)
     disturb(job, tmp_path, "killed", network[2].kill)
     assert job.wait(60) == [0, 0, -9], job
     assert [list(host.shm.iterdir()) for host in network[:2]] == [[], []]

@@ -24,8 +24,7 @@ from torchrl_dist.runtime import session
 ROLES = {"learner": 1, "collector": -1}
 
 
-@spawn(nproc=3)
-def test_the_driver_calls_and_the_others_serve_until_it_is_done():
+def the_driver_calls_and_the_others_serve_until_it_is_done() -> None:
     with session(ROLES, timeout_s=30) as me:
         assert me.world.launcher == "torchrun" and me.world.world_size == 3
         if me.role == "learner":
@@ -39,8 +38,7 @@ def test_the_driver_calls_and_the_others_serve_until_it_is_done():
             assert me.stop_requested
 
 
-@spawn(nproc=3)
-def test_ranks_with_code_of_their_own_meet_at_barriers_and_wait_for_the_slowest():
+def ranks_with_code_of_their_own_meet_at_barriers_and_wait_for_the_slowest() -> None:
     with session(timeout_s=30) as me:
         counter = me.remote(me.me, Counter)
         start = time.monotonic()
@@ -54,16 +52,7 @@ def test_ranks_with_code_of_their_own_meet_at_barriers_and_wait_for_the_slowest(
         assert counter.call("add", 1) == 1
 
 
-@spawn(nproc=2)
-def test_one_session_may_follow_another():
-    for round_number in range(3):
-        with session(ROLES, timeout_s=30) as me:
-            if me.role == "learner":
-                assert me.call(me.peers[1], lambda n=round_number: n) == round_number
-
-
-@spawn(nproc=3)
-def test_each_role_gets_a_process_group_of_its_own():
+def each_role_gets_a_process_group_of_its_own() -> None:
     with session({"learner": 2, "collector": 1}, timeout_s=30, process_group="gloo") as me:
         total = torch.ones(1)
         dist.all_reduce(total, group=me.process_group)
@@ -71,12 +60,20 @@ def test_each_role_gets_a_process_group_of_its_own():
     assert not dist.is_initialized()
 
 
-@spawn(nproc=2)
-def test_ranks_that_disagree_about_roles_are_told():
-    mine = {"a": 1, "b": 1} if os.environ["RANK"] == "0" else {"a": 2}
+def ranks_that_disagree_about_roles_are_told() -> None:
+    mine = {"a": 1, "b": 2} if os.environ["RANK"] == "0" else {"a": 3}
     with pytest.raises(ConfigurationError, match="entered the session with roles"):
         with session(mine, timeout_s=30):
             pass
+
+
+@spawn(nproc=3, timeout_s=120)
+def test_in_one_job_sessions_of_each_kind_follow_one_another():
+    the_driver_calls_and_the_others_serve_until_it_is_done()
+    ranks_with_code_of_their_own_meet_at_barriers_and_wait_for_the_slowest()
+    each_role_gets_a_process_group_of_its_own()
+    ranks_that_disagree_about_roles_are_told()
+    the_driver_calls_and_the_others_serve_until_it_is_done()
 
 
 def the_driver_fails() -> None:
@@ -91,7 +88,7 @@ def the_driver_fails() -> None:
 
 
 def test_an_exception_in_the_driver_ends_the_others():
-    job = run_job(the_driver_fails, nproc=3)
+    job = run_job(the_driver_fails, nproc=2)
     assert job.returncode != 0 and job.seconds < 40
     assert "ValueError: the driver's own mistake" in job.log(0)
 

@@ -83,16 +83,21 @@ class Launcher:
             environment: variables set in the child before the function is imported.
 
         Raises:
-            MeasurementError: it raised or died.
+            MeasurementError: it raised or died, or the launcher has.
             DeadlineError: it took longer than ``timeout_s``, and was killed.
         """
         call = (function.__module__, function.__qualname__, pickle.dumps(args))
-        _send(self._requests, (call, str(folder), dict(environment or {})))
+        try:
+            _send(self._requests, (call, str(folder), dict(environment or {})))
+        except BrokenPipeError as error:
+            raise MeasurementError(
+                "the launcher of the measurements died before this one"
+            ) from error
         deadline = time.monotonic() + timeout_s
         self._child = self._answer(time.monotonic() + _END_S, "fork")
         try:
             self._answer(deadline, f"measure ({timeout_s:g} s allowed)")
-        except DeadlineError:
+        except BaseException:  # its end must not be taken for the answer of the next
             self._end_child()
             self._answer(time.monotonic() + _END_S, "notice that its child was killed")
             raise

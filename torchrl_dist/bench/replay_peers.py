@@ -619,6 +619,7 @@ def versions(names: Iterator[str] | list[str]) -> dict[str, str]:
 
     wanted = ["torchrl-dist", "torch", "torchrl", "tensordict", "numpy"]
     packages = {"cpprb": "cpprb", "ray": "ray", "reverb": "dm-reverb", "tianshou": "tianshou"}
+    packages["sb3"] = "stable-baselines3"
     wanted += [package for name, package in packages.items() if name in set(names)]
     found = {"python": platform.python_version()}
     for package in wanted:
