@@ -49,7 +49,12 @@ from torchrl.data.replay_buffers import (
 from torchrl.envs import EnvBase
 
 import torchrl_dist
-from torchrl_dist.errors import RemoteError, TorchRLDistError
+from torchrl_dist.errors import (
+    DeadlineError,
+    PeerLostError,
+    RemoteError,
+    TorchRLDistError,
+)
 
 _FOLDER = Path("/dev/shm") / f"torchrl_dist-suite-{os.getpid()}-{uuid.uuid4().hex[:6]}"
 _built = 0
@@ -248,12 +253,24 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Any:
         return
     error: BaseException | None = call.excinfo.value if call.excinfo else None
     text = f"{type(error).__name__}: {error}"
-    while error is not None:
-        if isinstance(error, TorchRLDistError):
-            _outcomes[item.nodeid] = "refused", f"{type(error).__name__}: {error}"
-            return
-        error = error.__cause__ or error.__context__
-    _outcomes[item.nodeid] = "fail", text
+    refusal = _refusal(error)
+    if refusal is None:
+        _outcomes[item.nodeid] = "fail", text
+    else:
+        _outcomes[item.nodeid] = "refused", f"{type(refusal).__name__}: {refusal}"
+
+
+def _refusal(error: BaseException | None) -> TorchRLDistError | None:
+    """What it goes back to, if that is an error of this package and no mishap."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        mishap = isinstance(error, RemoteError | DeadlineError | PeerLostError)
+        if isinstance(error, TorchRLDistError) and not mishap:
+            return error
+        told = error.__cause__ or error.__context__
+        error = error.__cause__ if isinstance(error, RemoteError) else told
+    return None
 
 
 def pytest_runtest_teardown() -> None:

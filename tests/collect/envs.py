@@ -185,3 +185,55 @@ class Pictures(gymnasium.Env):
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         seen = self.np_random.integers(0, 256, (6, 6, 3), np.uint8)
         return seen, np.array([1.5 * action[0]]), bool(seen[0, 0, 0] < 40), False, {}
+
+
+class Seen(gymnasium.Env):
+    """Observes what it draws from a space; ends after five steps."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, space: spaces.Space) -> None:
+        self.observation_space = space
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        if seed is not None:
+            self.observation_space.seed(seed)
+        self.t = 0
+        return self.observation_space.sample(), {}
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        self.t += 1
+        return self.observation_space.sample(), float(action), self.t == 5, False, {}
+
+
+class Growing(EnvBase):
+    """Observes all that it has drawn in its episode, ``[steps + 1, 2]``; ends at random."""
+
+    def __init__(self) -> None:
+        super().__init__(batch_size=[])
+        self.observation_spec = Composite(observation=Unbounded((-1, 2)))
+        self.action_spec = Unbounded((1,), dtype=torch.int64)
+        self.reward_spec = Unbounded((1,))
+        self.drawn, self.generator = torch.empty(0, 2), torch.Generator()
+
+    def _draw(self) -> TensorDict:
+        new = torch.rand(1, 2, generator=self.generator)
+        self.drawn = torch.cat([self.drawn, new])
+        return TensorDict({"observation": self.drawn.clone()}, [])
+
+    def _reset(self, tensordict: Any, **kwargs: Any) -> TensorDict:
+        self.drawn = self.drawn[:0]
+        return self._draw()
+
+    def _step(self, tensordict: Any) -> TensorDict:
+        out = self._draw()
+        return out.update(
+            {
+                "reward": out["observation"].sum().reshape(1),
+                "done": out["observation"][-1:, 0] > 0.7,
+            }
+        )
+
+    def _set_seed(self, seed: int | None) -> None:
+        self.generator.manual_seed(seed or 0)

@@ -233,8 +233,10 @@ class TestVectorEnvs:
         lengths = [2, 3]
 
         def make() -> AsyncVectorEnv:
-            return AsyncVectorEnv(
-                [lambda n=n: Counter(n) for n in lengths], shared_memory=shared_memory
+            return AsyncVectorEnv(  # TorchRL makes "spawn" the usual, which imports it per process
+                [lambda n=n: Counter(n) for n in lengths],
+                shared_memory=shared_memory,
+                context="fork",
             )
 
         rollout = make_rollout(make, None, frames=20)

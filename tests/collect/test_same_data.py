@@ -14,19 +14,34 @@ from typing import Any
 import gymnasium
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase
+from gymnasium import spaces
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_non_tensor
 from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential
 from torch import nn
 from torchrl.collectors import Collector
 from torchrl.data import OneHot
-from torchrl.envs import Compose, GymWrapper, InitTracker, SerialEnv, StepCounter, TransformedEnv
+from torchrl.envs import (
+    Compose,
+    EnvBase,
+    GymWrapper,
+    InitTracker,
+    SerialEnv,
+    StepCounter,
+    TransformedEnv,
+)
 from torchrl.envs.utils import ExplorationType
 from torchrl.modules import LSTMModule, ProbabilisticActor, QValueActor, TanhNormal
+from torchrl.testing.mocking_classes import (
+    CountingEnv,
+    HeterogeneousCountingEnv,
+    HeterogeneousCountingEnvPolicy,
+)
 
-from tests.collect.envs import Agents, Pictures, Talking, mlp
+from tests.collect.envs import Agents, Growing, Pictures, Seen, Talking, mlp
 from torchrl_dist.collect import RPCBatchedCollector
+from torchrl_dist.collect.loop.batches import stack
 from torchrl_dist.collect.node.node import NodeWorker
-from torchrl_dist.collect.worker.worker import WorkerConfig
+from torchrl_dist.collect.worker.worker import WorkerConfig, env_seeds
 from torchrl_dist.runtime import ForkServer, local_cluster
 
 _ENVS, _SEED, _BATCHES = 4, 7, 2
@@ -56,6 +71,10 @@ def minigrid() -> gymnasium.Env:
     from minigrid.wrappers import ImgObsWrapper
 
     return ImgObsWrapper(gymnasium.make("MiniGrid-Empty-Random-5x5-v0"))
+
+
+def two_by_two(kind: type[EnvBase]) -> Callable[[], EnvBase]:
+    return lambda: kind(max_steps=3, batch_size=(2, 2))
 
 
 # ---- policies
@@ -162,6 +181,10 @@ class Named(nn.Module):
         return chosen(observation), observation.sum(-1, keepdim=True)
 
 
+def counting(td: TensorDictBase) -> TensorDictBase:
+    return td.set("action", torch.ones(*td.shape, 1, dtype=torch.int64))
+
+
 class Empty(nn.ModuleList):
     """A module whose length is 0."""
 
@@ -175,6 +198,8 @@ class Case:
 
     ``theirs``: an env for TorchRL's collector, where it is not GymWrapper's around ``make``.
     ``differs``: in the first steps, as TorchRL calls the policy once before it begins.
+    ``batched``: one env of ``make`` is all of them; they are not divided.
+    ``singly``: TorchRL's collector cannot step several of them.
     """
 
     make: Callable[[], Any]
@@ -183,6 +208,8 @@ class Case:
     steps: int = 25
     needs: str = ""
     differs: int = 0
+    batched: bool = False
+    singly: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -220,6 +247,28 @@ CASES = {
         ),
         Agents,
     ),
+    "two batch dimensions": Case(two_by_two(CountingEnv), lambda: counting, batched=True),
+    "agents with specs of their own": Case(
+        two_by_two(HeterogeneousCountingEnv),
+        lambda: HeterogeneousCountingEnvPolicy(
+            two_by_two(HeterogeneousCountingEnv)().full_action_spec
+        ),
+        batched=True,
+        steps=4,
+    ),
+    "dynamic specs": Case(Growing, lambda: counting, Growing, singly=True),
+    "MultiDiscrete": Case(
+        lambda: Seen(spaces.MultiDiscrete([3, 2])),
+        lambda: TensorDictModule(lambda o: o[..., :2] + 0, ["observation"], ["action"]),
+    ),
+    "Tuple": Case(
+        lambda: Seen(spaces.Tuple((spaces.Box(-1, 1, (2,)), spaces.Box(-1, 1, (2,))))),
+        lambda: TensorDictModule(
+            lambda o: nn.functional.one_hot((o[..., 0, 0] > 0).long(), 2),
+            ["observation"],
+            ["action"],
+        ),
+    ),
     "a TorchRL env with transforms": Case(
         lambda: TransformedEnv(GymWrapper(_CARTPOLE()), StepCounter(9)),
         lambda: q(4, 2),
@@ -244,6 +293,7 @@ SPLIT = [
     for name in CASES
     if name
     not in ("overwrites in place", "compiled", "overwrites, a function", "selects", "toy text")
+    and not CASES[name].batched
 ]
 
 
@@ -252,10 +302,19 @@ def theirs(name: str) -> TensorDictBase:
     case = CASES[name]
     if case.needs:
         pytest.importorskip(case.needs)
+    if case.batched:
+        return _collected_by_torchrl(case, case.make(), _SEED, _ENVS).reshape(_ENVS, -1)
     make = case.theirs or (lambda: GymWrapper(case.make(), **case.options))
-    env = SerialEnv(_ENVS, make)
-    env.set_seed(_SEED)
-    frames = _ENVS * case.steps
+    if case.singly:
+        seeds = env_seeds(_SEED, 0, _ENVS)
+        apart = [_collected_by_torchrl(case, make(), seed, 1) for seed in seeds]
+        return LazyStackedTensorDict.lazy_stack(apart, 0)
+    return _collected_by_torchrl(case, SerialEnv(_ENVS, make), _SEED, _ENVS)
+
+
+def _collected_by_torchrl(case: Case, env: EnvBase, seed: int, envs: int) -> TensorDictBase:
+    env.set_seed(seed)
+    frames = envs * case.steps
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         collector = Collector(
@@ -268,35 +327,42 @@ def theirs(name: str) -> TensorDictBase:
         )
     batches = [batch.clone() for batch in collector]
     collector.shutdown()
-    return torch.cat(batches, 1)
+    return torch.cat(batches, -1)
 
 
 def assert_theirs(name: str, batches: list[TensorDict]) -> None:
     first = CASES[name].differs
-    ours = torch.cat(batches, 1).exclude("policy_version", "collector")[:, first:]
+    ours = stack([step for batch in batches for step in batch.unbind(1)], 1)
+    ours = ours.exclude("policy_version", "collector")[:, first:]
     expected = theirs(name).exclude("collector")[:, first:]
-    keys = set(expected.keys(True, True, is_leaf=_is_leaf))
-    assert set(ours.keys(True, True, is_leaf=_is_leaf)) == keys
-    assert ours.shape == expected.shape and ours.names == expected.names
-    for key in keys:
-        got, wanted = ours.get(key), expected.get(key)
+    assert all(batch.names == [None, "time"] for batch in batches)
+    assert_equal(ours, expected)
+
+
+def assert_equal(ours: TensorDictBase, expected: TensorDictBase) -> None:
+    assert ours.shape == expected.shape
+    if isinstance(expected, LazyStackedTensorDict):  # whose parts have shapes of their own
+        for parts in zip(ours.unbind(0), expected.unbind(0), strict=True):
+            assert_equal(*parts)
+        return
+    assert set(ours.keys()) == set(expected.keys())
+    for key, wanted in expected.items():
+        got = ours.get(key)
         if isinstance(wanted, torch.Tensor):
             assert got.dtype == wanted.dtype and got.shape == wanted.shape, key
             # A network's last bits depend on how many rows it is given.
-            close = wanted.is_floating_point() and (got - wanted).abs().max() < 1e-5
-            assert close or torch.equal(got, wanted), key
-        else:
+            atol = 1e-5 if wanted.is_floating_point() else 0
+            assert torch.allclose(got, wanted, rtol=0, atol=atol), key
+        elif is_non_tensor(wanted):
             assert got.tolist() == wanted.tolist(), key
-
-
-def _is_leaf(kind: type) -> bool:
-    return issubclass(kind, torch.Tensor) or kind.__name__.startswith("NonTensor")
+        else:
+            assert_equal(got, wanted)
 
 
 def options(case: Case, envs: int) -> dict[str, Any]:
     return {
-        "num_envs": envs,
-        "seed": _SEED,
+        "num_envs": 1 if case.batched else envs,
+        "seed": None if case.batched else _SEED,
         "exploration_type": ExplorationType.DETERMINISTIC,
         **case.options,
     }

@@ -12,12 +12,13 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDictBase, assert_close
+from tensordict import LazyStackedTensorDict, TensorDictBase, assert_close
 from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, OneHot, TensorDictReplayBuffer
 from torchrl.envs import (
+    EnvBase,
     EnvCreator,
     GymEnv,
     GymWrapper,
@@ -29,7 +30,7 @@ from torchrl.envs import (
 from torchrl.modules import QValueActor, RandomPolicy
 from torchrl.testing.mocking_classes import CountingEnv
 
-from tests.collect.envs import Counter, Talking
+from tests.collect.envs import Counter, Growing, Talking
 from torchrl_dist.collect import Preempt, RPCBatchedCollector
 from torchrl_dist.collect.learner.arguments import _ANYTHING, _REFUSED
 from torchrl_dist.errors import ConfigurationError, DeadlineError, RemoteError
@@ -278,6 +279,46 @@ def test_cat_results_joins_as_multi_sync_collector_does(build: Any, alone: Any, 
 def test_values_that_mean_nothing_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         RPCBatchedCollector(**{"make_env": Plain, "frames_per_batch": 4} | options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"readiness": Preempt()},
+        {"trajs_per_batch": 2},
+        {"split_trajs": True},
+        {"init_random_frames": 4},
+    ],
+    ids=str,
+)
+def test_what_would_fill_in_rows_of_dynamic_specs_is_refused(options: dict[str, Any]) -> None:
+    threads = threading.active_count()
+    with pytest.raises(ConfigurationError, match=r"(?s)shapes of their own.*observation"):
+        RPCBatchedCollector(Growing, None, frames_per_batch=8, **options)
+    deadline = time.monotonic() + 5
+    while threading.active_count() > threads:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_rows_of_dynamic_specs_are_changed_and_put_together(build: Any) -> None:
+    def make() -> EnvBase:
+        return Growing().add_truncated_keys()
+
+    batch = build(make, None, num_envs=2, frames_per_batch=8, set_truncated=True).next()
+    assert isinstance(batch, LazyStackedTensorDict) and batch.shape == (2, 4)
+    assert batch["next", "truncated"][:, -1].all() and batch["next", "done"][:, -1].all()
+    whole = build(make, None, frames_per_batch=8, trajs_per_batch=3, traj_format="cat").next()
+    assert whole["next", "done"].sum() == 3 and whole["next", "done"][-1].all()
+    lengths = [len(row["observation"]) for row in whole.unbind(0)]
+    assert lengths == [i + 1 for i in whole_steps(whole)]
+
+
+def whole_steps(trajectories: TensorDictBase) -> list[int]:
+    steps, done = [0], trajectories["next", "done"].flatten().tolist()
+    for end in done[:-1]:
+        steps.append(0 if end else steps[-1] + 1)
+    return steps
 
 
 def test_what_is_not_there_is_refused_with_the_reason(build: Any) -> None:

@@ -250,6 +250,25 @@ class Settings:
                 f"{frames_per_batch} frames per batch"
             )
 
+    def check_ragged(self, specs: str) -> None:
+        """What rows with shapes of their own do not go with."""
+        asked = {
+            f"readiness={self.readiness}": self.readiness.cuts,
+            f"trajs_per_batch={self.trajs_per_batch} without traj_format='cat'": (
+                self.trajs_per_batch is not None
+                and self.traj_format != "cat"
+                and self.replay_buffer is None
+            ),
+            "split_trajs=True": self.split_trajs,
+            f"init_random_frames={self.init_random_frames}": self.init_random_frames > 0,
+        }
+        given = [name for name, is_asked in asked.items() if is_asked]
+        if given:
+            raise ConfigurationError(
+                f"{', '.join(given)}: rows of this env may have shapes of their own, which can be "
+                f"neither padded nor filled in; its specs are {specs}"
+            )
+
 
 _ANYTHING = object()
 _WEIGHTS = "weights reach all workers as one packed message: call update_policy_weights_()"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from torchrl_dist.errors import DeadlineError
+from torchrl_dist.forks import now_and_in_children
 
 
 class Collecting(Protocol):
@@ -23,7 +24,7 @@ class Background:
     """
 
     def __init__(self, collector: Collecting) -> None:
-        self._cond = threading.Condition()
+        now_and_in_children(self, Background._renew)
         self._paused = 0
         self._busy = False
         self._stopped = False
@@ -35,6 +36,9 @@ class Background:
             daemon=True,
         )
         self._thread.start()
+
+    def _renew(self) -> None:
+        self._cond = threading.Condition()
 
     @property
     def running(self) -> bool:

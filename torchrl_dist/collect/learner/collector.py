@@ -181,6 +181,16 @@ class RPCBatchedCollector(BaseCollector):
         PeerLostError: fewer than ``min_workers`` are alive; the collector is shut down. Up to that,
             the death of a worker is one warning, ``report.lost_workers``, and smaller batches;
             the frames that it had not delivered are collected by the others.
+
+    Example:
+        >>> collector = RPCBatchedCollector(
+        ...     "CartPole-v1", None, num_envs=4, frames_per_batch=32, total_frames=64
+        ... )
+        >>> for batch in collector:  # [N, T]; here in this process, with ``session`` in others
+        ...     print(batch.shape, batch["next", "reward"].shape)
+        torch.Size([4, 8]) torch.Size([4, 8, 1])
+        torch.Size([4, 8]) torch.Size([4, 8, 1])
+        >>> collector.shutdown()
     """
 
     def __init__(
@@ -370,7 +380,7 @@ class RPCBatchedCollector(BaseCollector):
         self._pulse = None if session is None else Pulse(session, peers, self._figures)
         first = self._crew.workers[0]
         self.frames_per_batch = rollouts * first.num_envs * first.steps
-        self._check_frames()
+        self._check_workers()
         self.requested_frames_per_batch = frames_per_batch or self.frames_per_batch
         if self.frames_per_batch > self.requested_frames_per_batch:
             warnings.warn(
@@ -379,9 +389,12 @@ class RPCBatchedCollector(BaseCollector):
                 stacklevel=2,
             )
 
-    def _check_frames(self) -> None:
+    def _check_workers(self) -> None:
+        first = self._crew.workers[0]
         try:
             self._settings.check_frames(self.frames_per_batch)
+            if first.ragged:
+                self._settings.check_ragged(first.specs["observation spec"])
         except ConfigurationError:
             self.shutdown()
             raise
@@ -466,6 +479,7 @@ class RPCBatchedCollector(BaseCollector):
                 there; an option of TorchRL's collectors that has no meaning here. Then nothing has
                 changed, the version neither.
         """
+        self._crew.require_here()
         given = [x for x in (policy_or_weights, weights, policy, weights_dict) if x is not None]
         unsupported = [name for name, value in kwargs.items() if value is not None]
         if len(given) > 1 or unsupported:
@@ -557,6 +571,7 @@ class RPCBatchedCollector(BaseCollector):
             raise
 
     def _next_batch(self) -> TensorDict | CollectReport | None:
+        self._crew.require_here()
         if self.trajs_per_batch is None or self.replay_buffer is not None:
             return self._stored(self._next_rollouts())
         while len(self._trajectories) < self.trajs_per_batch:
@@ -660,6 +675,7 @@ class RPCBatchedCollector(BaseCollector):
             DeadlineError: they did not end in time.
             Exception: what collection in the background ended with.
         """
+        self._crew.require_here()
         with contextlib.ExitStack() as stack:
             if self._background is not None:
                 stack.enter_context(self._background.between_batches(self.timeout_s))
@@ -859,6 +875,7 @@ class RPCBatchedCollector(BaseCollector):
         Raises:
             ConfigurationError: this collector has been iterated already.
         """
+        self._crew.require_here()
         if self._crew.budget.begun:
             raise ConfigurationError("load_state_dict comes before the first batch")
         self._frames = int(state_dict["frames"])
@@ -882,7 +899,8 @@ class RPCBatchedCollector(BaseCollector):
         raise_on_error: bool = True,
     ) -> None:
         """Stop the rollouts in flight after their current step and close all envs. Idempotent;
-        blocks at most ``timeout`` seconds (default 10), dead or stuck workers or not.
+        blocks at most ``timeout`` seconds (default 10), dead or stuck workers or not. In a forked
+        child it does nothing: the workers are the parent's.
 
         Args:
             close_env: False lets envs be that others hold as well, such as one that was given to
@@ -892,6 +910,8 @@ class RPCBatchedCollector(BaseCollector):
             RemoteError: an env raised as it was closed, unless ``raise_on_error`` is False.
         """
         self._abandoned.detach()
+        if not self._crew.is_here:
+            return  # it is not a forked child's to end
         if self._pulse is not None:
             self._pulse.close()
         until = time.monotonic() + (_SHUTDOWN_S if timeout is None else timeout)
@@ -922,6 +942,8 @@ class RPCBatchedCollector(BaseCollector):
 def _close_soon(crew: Crew, inference: LearnerInference | None) -> None:
     """For a collector that nobody shut down. In a thread: it may be collected as garbage anywhere,
     also where locks are held."""
+    if not crew.is_here:
+        return  # the parent still has it, perhaps
 
     def close() -> None:
         crew.close(_SHUTDOWN_S)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import threading
 import time
 import warnings
@@ -34,6 +35,7 @@ from torchrl_dist.errors import (
     PeerLostError,
     RemoteError,
 )
+from torchrl_dist.forks import now_and_in_children
 from torchrl_dist.weights import PackedWeights
 
 Delivery = tuple[RolloutStats, TensorDict | None]
@@ -69,6 +71,7 @@ class Worker:
     steps: int
     max_ahead: int
     specs: dict[str, str]
+    ragged: bool = False  # its rows may have shapes of their own
     in_flight: list[Request] = field(default_factory=list)
     requests: int = 0
     settled: int = 0  # of all requests before this number it is known what came of them
@@ -130,11 +133,16 @@ class Crew:
         self._names_of_unstarted = list(names_of_unstarted)
         self._readiness = readiness
         self._min_workers = min_workers
-        self._cond = threading.Condition()
         self._arrivals: list[int] = []
         self._waiting = False
         self._paused = 0
         self._closed = False
+        self._pid = os.getpid()
+        now_and_in_children(self, Crew._renew)
+
+    def _renew(self) -> None:
+        self._cond = threading.Condition()
+        self._closed = self._closed or not self.is_here
 
     @property
     def lost(self) -> list[str]:
@@ -480,7 +488,21 @@ class Crew:
             raise PeerLostError(f"{method}: {len(results)} workers answered")
         return results
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the process that has the workers, and no forked child of it."""
+        return os.getpid() == self._pid
+
+    def require_here(self) -> None:
+        if not self.is_here:
+            raise ConfigurationError(
+                f"process {os.getpid()} was forked from {self._pid}, which has this collector: its "
+                "envs and workers stay with that process. Build another one here, or hand batches "
+                "to this process"
+            )
+
     def require_open(self) -> None:
+        self.require_here()
         if self._closed:
             raise ConfigurationError("this collector was shut down; build a new one")
 

@@ -58,7 +58,14 @@ class Readiness(ABC):
 
 @dataclass(frozen=True)
 class WaitAll(Readiness):
-    """A batch is one rollout of every worker, in the order of their indices."""
+    """A batch is one rollout of every worker, in the order of their indices.
+
+    Example:
+        >>> WaitAll().take(arrived=[1], expected=[0, 1], waited_s=3.0)
+        ()
+        >>> WaitAll().take(arrived=[1, 0], expected=[0, 1], waited_s=3.0)
+        (0, 1)
+    """
 
     def take(
         self, arrived: Sequence[int], expected: Sequence[int], waited_s: float
@@ -72,6 +79,10 @@ class FirstReady(Readiness):
 
     Rollouts of the others are older by one update or more when their turn comes, even with
     ``max_policy_lag=0``: the batch says so in ``policy_version``.
+
+    Example:
+        >>> FirstReady().take(arrived=[1, 0], expected=[0, 1], waited_s=0.0)
+        (1,)
     """
 
     @property
@@ -99,6 +110,12 @@ class Quorum(Readiness):
     Args:
         min_workers: at least 1.
         timeout_s: counts from the beginning of the call for the batch, once for all workers.
+
+    Example:
+        >>> Quorum(min_workers=1, timeout_s=0.5).take(arrived=[1], expected=[0, 1], waited_s=0.1)
+        ()
+        >>> Quorum(min_workers=1, timeout_s=0.5).take(arrived=[1], expected=[0, 1], waited_s=0.6)
+        (1,)
     """
 
     min_workers: int
@@ -144,6 +161,10 @@ class Preempt(Readiness):
     Args:
         fraction: of the workers asked for this batch, above 0, at most 1 (never cuts).
         min_part: above 0, at most 1.
+
+    Example:
+        >>> Preempt(fraction=0.6, min_part=0.25).least_part(arrived=[0, 2], expected=[0, 1, 2])
+        0.25
     """
 
     fraction: float = 0.6

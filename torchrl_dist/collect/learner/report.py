@@ -19,16 +19,25 @@ class CollectReport:
     Attributes:
         frames: env steps in this batch.
         total_frames: env steps so far, those before a resumed checkpoint included.
-        frames_by_worker, total_frames_by_worker: the same, divided.
-        episode_returns, episode_lengths: of the episodes that ended in this batch.
-        episode_lengths_by_worker: the same, divided.
+        frames_by_worker: ``frames``, divided.
+        total_frames_by_worker: ``total_frames``, divided.
+        episode_returns: sums of rewards of the episodes that ended in this batch.
+        episode_lengths: their steps.
+        episode_lengths_by_worker: their steps, divided.
         policy_version: of the newest weights given to the collector.
         policy_lag: how many versions behind the oldest transition of this batch is.
-        messages, data_bytes: rollouts in this batch and their size.
+        messages: rollouts in this batch.
+        data_bytes: their size.
         wait_s: how long the caller was blocked for this batch.
-        collect_s, write_s: seconds of stepping, and of postproc and writing, by worker.
+        collect_s: seconds of stepping, by worker.
+        write_s: seconds of postproc and writing, by worker.
         lost_workers: names of the workers that died so far.
         replaced: env processes that ended in this batch, and how; others have taken their places.
+
+    Example:
+        >>> report = CollectReport(total_frames=100, total_frames_by_worker={0: 75, 1: 25})
+        >>> report.shares
+        {0: 0.75, 1: 0.25}
     """
 
     frames: int = 0

@@ -58,7 +58,9 @@ def start_workers(
             handle.submit("close", step_limit_s=limit_s, timeout_s=limit_s)
             raise
         infos.append(info)
-        return Worker(index, name, handle, info.num_envs, info.steps, ahead, _specs(info))
+        return Worker(
+            index, name, handle, info.num_envs, info.steps, ahead, _specs(info), info.ragged
+        )
 
     registrations = dump_registrations()
     infos: list[WorkerInfo] = []
@@ -174,8 +176,9 @@ class Replacer:
             handle.submit("close", step_limit_s=limit_s, timeout_s=limit_s)
             raise
         name = f"worker {lost.index} (env processes of this process, in place of {lost.name})"
+        ahead = self._max_ahead
         return Worker(
-            lost.index, name, handle, info.num_envs, info.steps, self._max_ahead, lost.specs
+            lost.index, name, handle, info.num_envs, info.steps, ahead, lost.specs, info.ragged
         )
 
 

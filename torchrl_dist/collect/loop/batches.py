@@ -5,11 +5,19 @@ Pure functions over TensorDicts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
-from tensordict import TensorDict, TensorDictBase, pad
+from tensordict import (
+    LazyStackedTensorDict,
+    TensorDict,
+    TensorDictBase,
+    is_leaf_nontensor,
+    is_non_tensor,
+    is_tensor_collection,
+    pad,
+)
 from torch import Tensor
 
 from torchrl_dist.collect.loop.spaces import Key
@@ -45,9 +53,10 @@ def truncate_last(rollout: TensorDict) -> None:
     _have_truncated(rollout)
     following = rollout.get("next")
     for key in [key for key in following.keys(True, True) if _last(key) == "done"]:
-        done = following.get(key)
-        following.get(_beside(key, "truncated"))[:, -1] |= ~done[:, -1]
+        done, truncated = following.get(key), following.get(_beside(key, "truncated"))
+        truncated[:, -1] |= ~done[:, -1]
         done[:, -1] = True
+        _put_back(following, {key: done, _beside(key, "truncated"): truncated})
 
 
 def set_truncated(rollout: TensorDict) -> None:
@@ -61,8 +70,43 @@ def set_truncated(rollout: TensorDict) -> None:
             "adds it"
         )
     for key in found:
-        following.get(key)[:, -1] = True
-        following.get(_beside(key, "done"))[:, -1] = True
+        truncated, done = following.get(key), following.get(_beside(key, "done"))
+        truncated[:, -1] = True
+        done[:, -1] = True
+        _put_back(following, {key: truncated, _beside(key, "done"): done})
+
+
+def _put_back(td: TensorDictBase, changed: Mapping[Key, Tensor]) -> None:
+    """What a lazy stack gives are copies."""
+    for key, value in changed.items():
+        td.set(key, value)
+
+
+def is_ragged(td: TensorDictBase) -> bool:
+    """Whether there are lazy stacks in it, whose parts may have tensors of different shapes, or
+    different keys, as those of envs with dynamic specs have; not stacks of non-tensor data."""
+    if isinstance(td, LazyStackedTensorDict):
+        return not is_non_tensor(td)
+    return any(is_ragged(part) for part in td.values() if is_tensor_collection(part))
+
+
+def stack(parts: Sequence[TensorDictBase], dim: int) -> TensorDictBase:
+    """A TensorDict, or a lazy stack where shapes differ, as TorchRL's ``Collector`` makes it; which
+    fails where only some of the parts are lazy stacks (tensordict 0.14.3)."""
+    try:
+        return TensorDict.maybe_dense_stack(parts, dim=dim)
+    except RuntimeError:
+        if not any(map(is_ragged, parts)):
+            raise
+        return LazyStackedTensorDict.lazy_stack(parts, dim)
+
+
+def size_bytes(rows: TensorDictBase) -> int:
+    """Of all its tensors."""
+    if isinstance(rows, LazyStackedTensorDict) and not is_non_tensor(rows):
+        return sum(size_bytes(part) for part in rows.tensordicts)
+    values = rows.values(is_leaf=is_leaf_nontensor)
+    return sum(size_bytes(v) if is_tensor_collection(v) else v.nbytes for v in values)
 
 
 def _last(key: str | tuple[str, ...]) -> str:
@@ -96,8 +140,14 @@ def join(
     if masked:
         rollouts = _padded(rollouts)
     if dim == "stack":
-        return torch.stack(list(rollouts), 0)
-    return rollouts[0] if len(rollouts) == 1 else torch.cat(list(rollouts), dim)
+        return stack(list(rollouts), 0)
+    if len(rollouts) == 1:
+        return rollouts[0]
+    if dim == 0 and any(map(is_ragged, rollouts)):
+        joined = stack([row for rollout in rollouts for row in rollout.unbind(0)], 0)
+        joined.names = [None, "time"]
+        return joined
+    return torch.cat(list(rollouts), dim)
 
 
 def _padded(rollouts: Sequence[TensorDict]) -> list[TensorDict]:

@@ -2,18 +2,26 @@
 
 Calls under the same type run side by side; one under another type waits until they have ended. So
 a policy that hangs holds up only those that need another type, and these only for a while.
+
+A Ctrl-C may come between any two instructions, and in the middle of whatever a context manager
+does. Therefore what is to be taken back is noted before it is done, taking back may be repeated,
+and :meth:`Exploring.call` does so.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-from torchrl.envs.utils import ExplorationType, set_exploration_type
+from tensordict.nn import probabilistic
+from torchrl.envs.utils import ExplorationType, exploration_type, set_exploration_type
 
 from torchrl_dist.errors import DeadlineError
 from torchrl_dist.forks import now_and_in_children
+
+_T = TypeVar("_T")
 
 _WAIT_S = 60.0
 # Others could keep a type set for ever by taking turns. They hold back for one who waits, but only
@@ -21,21 +29,120 @@ _WAIT_S = 60.0
 _POLITE_S = 5.0
 
 
+def _setter(kind: ExplorationType | None) -> Callable[..., None]:
+    """Who leaves a setting goes back to what was before it: the cheapest way to set it."""
+    setting = set_exploration_type(kind)
+    setting.prev = kind
+    return setting.__exit__
+
+
+_SETTERS = {kind: _setter(kind) for kind in (None, *ExplorationType)}
+
+
+def _set(kind: ExplorationType | None) -> None:
+    _SETTERS[kind](None, None, None)
+
+
+class _Call:
+    """One call, from before it begins until it has ended.
+
+    ``since``: it runs, or waits, time.monotonic(). ``inside``: it runs inside another one of its
+    thread, and the type was then ``outside``.
+    """
+
+    __slots__ = ("inside", "outside", "since", "thread", "type", "what")
+
+    def __init__(self, type: ExplorationType, what: str) -> None:
+        self.type, self.what = type, what
+        self.thread = threading.get_ident()
+        self.since = time.monotonic()
+        self.inside = False
+        self.outside: ExplorationType | None = None
+
+
 class _UnderWay:
     """The calls of this process. Guarded by ``lock``, which costs less by itself than by the
     condition ``changed`` over it."""
 
-    setting: set_exploration_type  # of the first call
-
     def __init__(self) -> None:
-        self.calls: list[Exploring] = []  # all under one type
+        self.calls: list[_Call] = []  # all under one type
+        self.is_set = False  # the type is to be ``outside`` again when they have ended
+        self.outside: ExplorationType | None = None
         now_and_in_children(self, _UnderWay._renew)
 
     def _renew(self) -> None:
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
-        self.waits: list[float] = []  # since when, time.monotonic(); longest first
+        self.waits: list[_Call] = []  # longest first
+        # A thread of the parent may have been asking for the type, or another setting it.
+        kept = getattr(probabilistic, "_interaction_type", None)
+        if kept is not None and hasattr(kept, "_lock"):
+            kept._lock = threading.Lock()
         self.calls = [call for call in self.calls if call.thread == threading.get_ident()]
+        self._restore()
+
+    def begin(self, call: _Call) -> None:
+        """Blocks until it may; its type is set then.
+
+        Raises:
+            DeadlineError: calls under another type have not ended within a minute; names them.
+        """
+        with self.lock:
+            if self.calls or self.waits:
+                if any(other.thread == call.thread for other in self.calls):
+                    call.outside = exploration_type()
+                    call.inside = True
+                    _set(call.type)
+                    return
+                self._wait_for_turn(call)
+            if not self.calls:
+                if not self.is_set:
+                    self.outside = exploration_type()
+                    self.is_set = True
+                _set(call.type)
+            self.calls.append(call)
+
+    def end(self, call: _Call) -> None:
+        """Take back what ``begin`` did of its work, if it did; without effect the second time."""
+        with self.lock:
+            if call.inside:
+                _set(call.outside)
+                call.inside = False
+                return
+            if call in self.waits:
+                self.waits.remove(call)
+                self.changed.notify_all()
+            if call in self.calls:
+                self.calls.remove(call)
+            self._restore()
+
+    def _restore(self) -> None:
+        if self.calls:
+            return
+        if self.is_set:
+            _set(self.outside)
+            self.is_set = False
+        if self.waits:
+            self.changed.notify_all()
+
+    def _fits(self, call: _Call) -> bool:
+        return not self.calls or self.calls[0].type is call.type
+
+    def _wait_for_turn(self, call: _Call) -> None:
+        if self.waits and self._fits(call):
+            polite_s = self.waits[0].since + _POLITE_S - call.since
+            self.changed.wait_for(lambda: not self.waits, max(0.0, polite_s))
+        if not self._fits(call):
+            self.waits.append(call)
+            if not self.changed.wait_for(lambda: self._fits(call), _WAIT_S):
+                raise DeadlineError(
+                    f"{call.what}, under {call.type}, has waited {_WAIT_S:g} s for its turn: "
+                    f"{self}. TorchRL's exploration type is one per process: let this collector, "
+                    "or that one, have the same type, or run in another process"
+                )
+            self.waits.remove(call)
+            self.changed.notify_all()
+        call.since = time.monotonic()
 
     def __str__(self) -> str:
         now = time.monotonic()
@@ -44,7 +151,6 @@ class _UnderWay:
             f"{call.what}, in thread {names.get(call.thread)!r} under {call.type}, has run for "
             f"{now - call.since:.1f} s"
             for call in self.calls
-            if call.thread is not None  # it has one while it is under way
         )
 
 
@@ -58,63 +164,24 @@ def held_up() -> str:
 
 
 class Exploring:
-    """``with`` this, TorchRL's exploration type is ``type``. For one thread at a time.
-
-    Entering raises:
-        DeadlineError: calls under another type have not ended within a minute; names them.
-    """
+    """Makes calls under one exploration type."""
 
     def __init__(self, type: ExplorationType, what: str) -> None:
-        self.type, self.what = type, what
-        self.thread = 0  # its ident
-        self.since = 0.0
-        self._setting = set_exploration_type(type)
-        self._nested: list[set_exploration_type] = []
+        self._type, self._what = type, what
 
-    def __enter__(self) -> None:
-        me = threading.get_ident()
-        with _now.lock:
-            if _now.calls or _now.waits:
-                if any(call.thread == me for call in _now.calls):
-                    self._nested.append(set_exploration_type(self.type))
-                    self._nested[-1].__enter__()
-                    return
-                self._wait_for_turn()
-            if not _now.calls:
-                self._setting.__enter__()
-                _now.setting = self._setting
-            self.thread, self.since = me, time.monotonic()
-            _now.calls.append(self)
+    def call(self, function: Callable[..., _T], *args: Any) -> _T:
+        """``function(*args)``, with TorchRL's exploration type set.
 
-    def __exit__(self, *error: Any) -> None:
-        with _now.lock:
-            if self._nested:
-                self._nested.pop().__exit__(*error)
-                return
-            _now.calls.remove(self)
-            if not _now.calls:
-                _now.setting.__exit__(*error)
-                if _now.waits:
-                    _now.changed.notify_all()
-
-    def _fits(self) -> bool:
-        return not _now.calls or _now.calls[0].type is self.type
-
-    def _wait_for_turn(self) -> None:
-        begun = time.monotonic()
-        if _now.waits and self._fits():
-            polite_s = _now.waits[0] + _POLITE_S - begun
-            _now.changed.wait_for(lambda: not _now.waits, max(0.0, polite_s))
-        if self._fits():
-            return
-        _now.waits.append(begun)
+        Raises:
+            DeadlineError: calls under another type have not ended within a minute; names them.
+        """
+        call = _Call(self._type, self._what)
         try:
-            if not _now.changed.wait_for(self._fits, _WAIT_S):
-                raise DeadlineError(
-                    f"{self.what}, under {self.type}, has waited {_WAIT_S:g} s for its turn: "
-                    f"{_now}. TorchRL's exploration type is one per process: let this collector, "
-                    "or that one, have the same type, or run in another process"
-                )
-        finally:
-            _now.waits.remove(begun)
-            _now.changed.notify_all()
+            try:
+                _now.begin(call)
+                return function(*args)
+            finally:
+                _now.end(call)
+        except BaseException:  # an interrupt, perhaps, of the line above
+            _now.end(call)
+            raise

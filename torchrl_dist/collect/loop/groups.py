@@ -51,6 +51,8 @@ class Inference:
 class GroupedRollout:
     """As :class:`~torchrl_dist.collect.loop.rollout.Rollout`. Not thread-safe, but for ``stop``."""
 
+    ragged = False
+
     def __init__(self, groups: Sequence[GymnasiumRollout], inference: Inference) -> None:
         self._groups = list(groups)
         self._inference = inference

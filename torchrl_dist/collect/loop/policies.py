@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -289,25 +290,18 @@ class PolicyCalls:
 
     def on_values(self, values: Values, n: int) -> Values:
         """See :func:`act`."""
-        with self._exploring:
-            out = act(self._policy, values, n, self._known)
-            return {key: value.clone() for key, value in out.items()} if self._clones else out
+        out = self._exploring.call(act, self._policy, values, n, self._known)
+        return {key: value.clone() for key, value in out.items()} if self._clones else out
 
     def exploring(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """A call of something else that has policies inside."""
-
-        def exploring(*args: Any) -> Any:
-            with self._exploring:
-                return call(*args)
-
-        return exploring
+        return partial(self._exploring.call, call)
 
     def on_tensordict(self, td: TensorDictBase) -> TensorDictBase:
         """The plain call."""
-        with self._exploring:
-            out = self._policy(td)
-            out = td if out is None else out
-            return out.clone() if self._clones else out
+        out = self._exploring.call(self._policy, td)
+        out = td if out is None else out
+        return out.clone() if self._clones else out
 
 
 def _name(policy: Policy) -> str:

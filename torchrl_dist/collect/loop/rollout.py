@@ -18,10 +18,12 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
+from torchrl.data import StackedComposite
 from torchrl.envs import EnvBase, GymWrapper, SerialEnv
 from torchrl.envs.utils import ExplorationType, RandomPolicy
 from torchrl.modules.tensordict_module.exploration import set_exploration_modules_spec_from_env
 
+from torchrl_dist.collect.loop.batches import is_ragged, stack
 from torchrl_dist.collect.loop.drivers import EnvDriver, EnvListDriver, make_driver
 from torchrl_dist.collect.loop.policies import (
     Compilation,
@@ -70,6 +72,7 @@ class Rollout(Protocol):
     steps: int
     policy_version: int
     at_random: bool
+    ragged: bool  # rows may have shapes of their own
 
     def seed(self, seeds: Sequence[int]) -> None:
         """Seed the envs (one seed per env) and start new episodes in all of them."""
@@ -329,6 +332,8 @@ class GymnasiumRollout:
     What the policy is given in a step is its own: nobody writes there again, so that it may keep
     it, and what it changes in place is in the rollout, as with TorchRL's ``Collector``.
     """
+
+    ragged = False
 
     def __init__(
         self,
@@ -673,6 +678,10 @@ class TorchRLRollout:
         )
         self._carrier: TensorDictBase | None = None
         self._stop = False
+        self.ragged = any(
+            isinstance(spec, StackedComposite) or -1 in spec.shape
+            for spec in env.specs.values(True)
+        )
 
     def resize(self, steps: int) -> None:
         self.steps = steps
@@ -699,9 +708,9 @@ class TorchRLRollout:
                     raise RolloutStopped
                 if enough(t + 1):
                     break
-            batch = TensorDict.maybe_dense_stack(rows, dim=-1)
+            batch = stack(rows, -1)
         private = [key for key in batch.keys(True) if _is_private(key)]
-        batch = batch.exclude(*private).reshape(self.num_envs, len(rows))
+        batch = _of_envs(batch.exclude(*private))
         batch.names = [None, "time"]
         batch.set("policy_version", torch.full(batch.shape, self.policy_version))
         return batch
@@ -759,6 +768,18 @@ class TorchRLRollout:
     def close(self) -> None:
         if not self.env.is_closed:
             self.env.close()
+
+
+def _of_envs(batch: TensorDictBase) -> TensorDictBase:
+    """``[*batch_size of the env, T]`` as ``[N, T]``."""
+    if batch.ndim == 1:
+        return batch.unsqueeze(0)
+    if batch.ndim == 2:
+        return batch
+    if is_ragged(batch):  # whose lazy stacks reshape() leaves as they are (tensordict 0.14.3)
+        by_env = [batch[index] for index in np.ndindex(*batch.shape[:-1])]
+        return stack(by_env, 0)
+    return batch.reshape(-1, batch.shape[-1])
 
 
 def make_rollout(

@@ -200,9 +200,14 @@ def _discrete_codec(n: int, start: int, dtype: np.dtype, categorical: bool) -> A
         return ActionCodec(
             (), lambda a: (a + start).astype(dtype, copy=False), sample_class, _CATEGORICAL_HINT
         )
+
+    def to_env(action: np.ndarray) -> np.ndarray:
+        classes = action.argmax(-1)
+        return (classes + start if start else classes).astype(dtype, copy=False)
+
     return ActionCodec(
         (n,),
-        lambda a: (a.argmax(-1) + start).astype(dtype, copy=False),
+        to_env,
         lambda rng, envs: torch.nn.functional.one_hot(sample_class(rng, envs), n),
         _ONE_HOT_HINT,
     )

@@ -6,12 +6,17 @@ import contextlib
 import os
 import threading
 
+from torchrl_dist.forks import now_and_in_children
+
 
 class Bell:
     """``fileno`` is readable from a ``ring`` on until ``quiet``."""
 
     def __init__(self) -> None:
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        now_and_in_children(self, Bell._renew)
+
+    def _renew(self) -> None:
         self._lock = threading.Lock()  # a closed number may be another file's in the next instant
 
     def fileno(self) -> int:

@@ -48,6 +48,7 @@ from torchrl_dist.collect.worker.worker import (
     wait_free,
 )
 from torchrl_dist.errors import ConfigurationError, PeerLostError, RemoteError
+from torchrl_dist.forks import now_and_in_children
 from torchrl_dist.runtime import ForkServer
 from torchrl_dist.weights import PackedWeights
 
@@ -114,7 +115,7 @@ class NodeWorker:
             raise ConfigurationError(f"env_processes={config.env_processes}: expected at least 1")
         self.config = config
         self._count = config.env_processes
-        self._lock = threading.Lock()
+        now_and_in_children(self, NodeWorker._renew)
         self._turns = Turns()
         self._closed = False
         self._weights = SharedWeights()
@@ -149,6 +150,9 @@ class NodeWorker:
             step_s=statistics.median(info.step_s for info in infos),
             step_bytes=sum(info.step_bytes for info in infos),
         )
+
+    def _renew(self) -> None:
+        self._lock = threading.Lock()
 
     def describe(self) -> WorkerInfo:
         return self._info

@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
+from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor, is_tensor_collection
 from torch import Tensor, nn
 
+from torchrl_dist.collect.loop.batches import is_ragged
 from torchrl_dist.collect.loop.rollout import nested
 from torchrl_dist.collect.loop.spaces import Key, plain_key
 from torchrl_dist.weights import PackedWeights, find_target, named_tensors, untied
@@ -66,12 +67,15 @@ def attach(path: str) -> Tensor:
 class RolloutLayout:
     """Where the tensors of a rollout ``[num_envs, steps]`` lie in a block.
 
-    ``entries``: key, NumPy's name of the dtype, shape behind ``[num_envs, steps]``.
+    ``entries``: key, NumPy's name of the dtype, shape behind ``[num_envs, steps]``. ``groups``: the
+    nested TensorDicts that have more batch dimensions than these two, such as those of agents, the
+    inner ones first, and these dimensions.
     """
 
     num_envs: int
     steps: int
     entries: tuple[tuple[Key, str, tuple[int, ...]], ...]
+    groups: tuple[tuple[Key, tuple[int, ...]], ...] = ()
 
     @classmethod
     def of(cls, rows: TensorDictBase, num_envs: int, steps: int) -> RolloutLayout:
@@ -80,7 +84,13 @@ class RolloutLayout:
         entries = tuple(
             (plain_key(key), _NAMES[value.dtype], tuple(value.shape[2:])) for key, value in items
         )
-        return cls(num_envs, steps, entries)
+        groups = [
+            (plain_key(key), tuple(value.batch_size[2:]))
+            for key, value in rows.items(True)
+            if is_tensor_collection(value) and value.ndim > 2
+        ]
+        groups.sort(key=lambda group: len(group[0]) if isinstance(group[0], tuple) else 1)
+        return cls(num_envs, steps, entries, tuple(reversed(groups)))
 
     def _places(self) -> tuple[list[int], int]:
         places, offset = [], 0
@@ -97,7 +107,12 @@ class RolloutLayout:
     def view(self, data: Tensor) -> TensorDict:
         """The block as a TensorDict of views."""
         tensors = {key: torch.from_numpy(array) for key, array in self._arrays(data)}
-        return nested(tensors, [self.num_envs, self.steps], [None, "time"])
+        rows = nested(tensors, [self.num_envs, self.steps], [None, "time"])
+        for key, shape in self.groups:
+            group = rows.get(key)
+            group.batch_size = torch.Size([self.num_envs, self.steps, *shape])
+            group.names = [None, "time", *[None] * len(shape)]
+        return rows
 
     def write(self, data: Tensor, rows: TensorDictBase) -> None:
         """Copy rows ``[num_envs, steps]`` into the block."""
@@ -166,9 +181,9 @@ class PackedRows:
 
 def packable(rows: TensorDictBase) -> bool:
     """Whether the rows are tensors ``[n, t, ...]``, and NumPy can read them all."""
-    return rows.ndim == 2 and all(
-        _is_plain(value) for value in rows.values(True, True, is_leaf=is_leaf_nontensor)
-    )
+    if rows.ndim != 2 or is_ragged(rows):
+        return False
+    return all(_is_plain(value) for value in rows.values(True, True, is_leaf=is_leaf_nontensor))
 
 
 def _is_plain(value: Any) -> bool:

@@ -25,7 +25,13 @@ from torchrl._utils import seed_generator
 from torchrl.envs.utils import ExplorationType
 
 from torchrl_dist.collect.loop.access import visit
-from torchrl_dist.collect.loop.batches import ends_of, rewards_of, set_truncated, truncate_last
+from torchrl_dist.collect.loop.batches import (
+    ends_of,
+    rewards_of,
+    set_truncated,
+    size_bytes,
+    truncate_last,
+)
 from torchrl_dist.collect.loop.groups import Inference, make_grouped_rollout
 from torchrl_dist.collect.loop.policies import Compilation
 from torchrl_dist.collect.loop.rollout import (
@@ -41,6 +47,7 @@ from torchrl_dist.collect.loop.trajectories import TrajectoryAssembler
 from torchrl_dist.collect.worker.registrations import Registrations
 from torchrl_dist.collect.worker.shared_block import PackedRows, packable
 from torchrl_dist.errors import ConfigurationError, DeadlineError
+from torchrl_dist.forks import now_and_in_children
 from torchrl_dist.weights import PackedWeights, unpack
 
 Postproc = Callable[[TensorDictBase], TensorDictBase]
@@ -147,7 +154,8 @@ class WorkerInfo:
     """What the collector must know before the first rollout.
 
     ``processes``: that step envs, and ``cores`` that they may use; ``step_s``, ``step_bytes``: what
-    a step of all envs takes, if the config leaves T open.
+    a step of all envs takes, if the config leaves T open. ``ragged``: rows may have shapes of their
+    own.
     """
 
     num_envs: int
@@ -159,6 +167,7 @@ class WorkerInfo:
     cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     step_s: float = 0.0
     step_bytes: float = 0.0
+    ragged: bool = False
 
 
 @dataclass(frozen=True)
@@ -214,10 +223,6 @@ def require_module(policy: Any) -> nn.Module:
     return policy
 
 
-def _size_bytes(rows: TensorDictBase) -> int:
-    return sum(value.nbytes for value in rows.values(True, True))
-
-
 def wait_free(lock: threading.Lock, timeout_s: float) -> bool:
     """Block until nobody holds the lock, at most so long; whether that is so."""
     if not lock.acquire(timeout=timeout_s):
@@ -230,9 +235,12 @@ class Turns:
     """Lets numbered calls in one by one, in the order of their numbers, whenever they come."""
 
     def __init__(self) -> None:
-        self._cond = threading.Condition()
+        now_and_in_children(self, Turns._renew)
         self._next = 0
         self._open = False
+
+    def _renew(self) -> None:
+        self._cond = threading.Condition()
 
     @contextlib.contextmanager
     def wait_for(self, number: int | None) -> Iterator[None]:
@@ -258,15 +266,22 @@ class RolloutWorker:
     """Runs rollouts on request, one at a time; calls from several threads wait for each other.
 
     Raises:
-        ConfigurationError: the env cannot be used, see
-            :func:`~torchrl_dist.collect.loop.rollout.make_rollout`.
+        ConfigurationError: the env cannot be used; says what would be.
+
+    Example:
+        >>> from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig
+        >>> worker = RolloutWorker(WorkerConfig("CartPole-v1", frames_per_rollout=8, num_envs=4))
+        >>> rows, stats = worker.collect()
+        >>> rows.shape  # [N, T]
+        torch.Size([4, 2])
+        >>> worker.close()
     """
 
     def __init__(self, config: WorkerConfig) -> None:
         if config.postproc is not None and config.postproc_factory is not None:
             raise ConfigurationError("pass postproc or postproc_factory, not both")
         self.config = config
-        self._lock = threading.Lock()
+        now_and_in_children(self, RolloutWorker._renew)
         self._shown_index = (
             config.worker_index if config.shown_index is None else config.shown_index
         )
@@ -314,10 +329,20 @@ class RolloutWorker:
             self._require_a_seed_per_env()
         self._seed_envs()
 
+    def _renew(self) -> None:
+        self._lock = threading.Lock()
+
     def describe(self) -> WorkerInfo:
         """Blocks for a few steps if a step is to be timed; ``set_steps`` comes next."""
         specs = self._rollout.specs
-        info = WorkerInfo(self.num_envs, self.steps, socket.gethostname(), os.getpid(), specs)
+        info = WorkerInfo(
+            self.num_envs,
+            self.steps,
+            socket.gethostname(),
+            os.getpid(),
+            specs,
+            ragged=self._rollout.ragged,
+        )
         return info if self.config.frames_per_rollout is not None else self._with_step_time(info)
 
     def _with_step_time(self, info: WorkerInfo) -> WorkerInfo:
@@ -332,7 +357,7 @@ class RolloutWorker:
                 taken_s = time.perf_counter() - begun
                 # While many start the cores are not only for this one: the best is what counts.
                 step_s = min(step_s, taken_s / steps)
-        return replace(info, step_s=step_s, step_bytes=_size_bytes(rows) / steps)
+        return replace(info, step_s=step_s, step_bytes=size_bytes(rows) / steps)
 
     def set_steps(self, steps: int) -> None:
         """Make this T. The episodes begin anew, from the config's seed."""
@@ -507,7 +532,7 @@ class RolloutWorker:
                 rollout = rollout.exclude("policy_version")
             elif self.config.stamp_version:
                 rollout.set(("next", "policy_version"), versions.clone())
-            data, size_bytes = self._deliver(rollout, behind)
+            data, data_bytes = self._deliver(rollout, behind)
             return data, RolloutStats(
                 index,
                 rollout.numel(),
@@ -517,7 +542,7 @@ class RolloutWorker:
                 lengths,
                 stepped - begun,
                 time.perf_counter() - stepped,
-                size_bytes,
+                data_bytes,
                 self._episodes.numbered,
                 kept,
             )
@@ -565,13 +590,13 @@ class RolloutWorker:
         if self._postproc is not None:
             with torch.no_grad():
                 rows = self._postproc(rollout)
-        size_bytes = _size_bytes(rows)
+        data_bytes = size_bytes(rows)
         if hook is not None:
             hook(rows)
         if self.config.replay_buffer is None:
             if self.config.packed and packable(rows):
-                return PackedRows.of(rows), size_bytes
-            return rows, size_bytes
+                return PackedRows.of(rows), data_bytes
+            return rows, data_bytes
         parts = [rows.reshape(-1)]
         if self.config.whole_trajectories:
             self._trajectories.add(rows)
@@ -579,7 +604,7 @@ class RolloutWorker:
         for part in parts:
             if part.numel():
                 self.config.replay_buffer.extend(part)
-        return None, size_bytes
+        return None, data_bytes
 
     def close(self, step_limit_s: float = 10.0, close_env: bool = True) -> None:
         """Stop a running rollout after its current step, then close the envs, unless they are to
