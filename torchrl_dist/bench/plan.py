@@ -31,7 +31,6 @@ from torchrl_dist.planner import MIN_GAIN, Costs, Layout, predict
 
 CHECKS = ("grid", "verdicts", "bounds")
 _TIMEOUT_S = 150.0
-_PACE_S = 1e-3  # of the sleeping env whose costs are measured
 
 
 @dataclass(frozen=True)
@@ -123,13 +122,14 @@ def ten_ms() -> Any:
 
 
 @functools.cache
-def _costs(env: str, seconds: float) -> Costs:
-    """Measured by the planner."""
+def _costs(env: str, step_s: float, seconds: float) -> Costs:
+    """Measured by the planner, of the env that it is to plan: a process that sleeps between its
+    steps finds colder caches than one that does not."""
     from torchrl_dist.bench.collect_cells import SleepEnv, make_policy
     from torchrl_dist.plan.measure import Subject, envs_of, measure
 
     if env == "sleep":
-        sleeper = functools.partial(SleepEnv, _PACE_S)
+        sleeper = functools.partial(SleepEnv, step_s)
         subject = Subject(lambda _: sleeper, False, make_policy(env), update_s=0.0)
     else:
         make_env, native = envs_of("CartPole-v1")
@@ -139,11 +139,10 @@ def _costs(env: str, seconds: float) -> Costs:
 
 def predicted(job: Job, seconds: float) -> float:
     """Frames per second, by the model."""
-    costs = replace(_costs(job.env, seconds), update_s=job.learn_s, updates_per_frame=1.0)
-    if job.env == "sleep":
-        late_s = max(0.0, costs.idle_s - _PACE_S)  # what a sleep takes longer than it should
-        costs = replace(costs, idle_s=job.step_s + late_s if job.step_s else 0.0)
-        spreads = {None: 0.0, "normal": 0.1, "lognormal": 1.31, "slow": 1.42}
+    costs = _costs(job.env, job.step_s, seconds)
+    costs = replace(costs, update_s=job.learn_s, updates_per_frame=1.0)
+    if job.durations is not None:  # what was measured is a step that always takes the same
+        spreads = {"normal": 0.1, "lognormal": 1.31, "slow": 1.42}
         costs = replace(costs, spread=spreads[job.durations])
     return predict(costs, job.layout, os.cpu_count() or 1).frames_per_s
 
@@ -172,7 +171,8 @@ def _in_rounds(job: Job, folder: str, seconds: float) -> float:
 
 
 def _stepped(job: Job, folder: str, seconds: float) -> float:
-    """Frames that the learner took, and computed on, per second."""
+    """Frames that the learner took, and computed on, per second; six rollouts of each process or
+    more, however many share a core."""
     import torch
 
     from torchrl_dist.bench.collect_cells import set_step_s
@@ -183,7 +183,7 @@ def _stepped(job: Job, folder: str, seconds: float) -> float:
         for _ in range(max(3, 2 * job.layout.messages)):
             collector.next()
         frames, begun = 0, time.perf_counter()
-        while time.perf_counter() - begun < seconds:
+        while time.perf_counter() - begun < seconds or frames < 6 * job.layout.frames:
             frames_now = collector.next().numel()
             frames += frames_now
             until = time.thread_time() + job.learn_s * frames_now

@@ -41,8 +41,9 @@ class Subject:
     """What is to be planned.
 
     Attributes:
-        make_env: called with the number of envs; returns one env, or a vector env of so many.
-        native: it returns vector envs.
+        make_env: called with the number of envs; returns what makes one env, or a vector env of
+            so many.
+        native: it makes vector envs of more than one.
         policy: a module; None: random actions.
         update_s: of an update of the learner; None: measure one of a network of two layers of 64.
         updates_per_frame, batch_size: of the learner.
@@ -244,7 +245,7 @@ def _measure_steps(subject: Subject, found: Measured, seconds: float) -> TensorD
         with RPCBatchedCollector(
             subject.make_env(envs),
             subject.policy,
-            num_envs=1 if subject.native else envs,
+            num_envs=1 if subject.native else envs,  # a vector env counts as one
             frames_per_batch=envs * steps,
             categorical_action_encoding=True,
         ) as collector:
@@ -571,11 +572,16 @@ def envs_of(text: str) -> tuple[Callable[[int], Callable[[], Any]], bool]:
     if spec is None:
         raise ConfigurationError(f"--env: got {text!r}, expected gymnasium's id, or package:make")
     if spec.vector_entry_point is not None:
-        vectorized = functools.partial(
-            gymnasium.make_vec, text, vectorization_mode="vector_entry_point"
-        )
-        return lambda envs: functools.partial(vectorized, num_envs=envs), True
+        return functools.partial(_own_vector_env, text), True
     return lambda envs: functools.partial(gymnasium.make, text), False
+
+
+def _own_vector_env(text: str, envs: int) -> Callable[[], Any]:
+    """Of one env the plain form: what is vectorized pays only for more."""
+    if envs == 1:
+        return functools.partial(gymnasium.make, text)
+    mode = gymnasium.VectorizeMode.VECTOR_ENTRY_POINT
+    return functools.partial(gymnasium.make_vec, text, envs, mode)
 
 
 def usable_cores() -> int:
