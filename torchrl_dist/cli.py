@@ -328,7 +328,7 @@ def _clean(options: argparse.Namespace) -> int:
 
 
 def _add_bench(commands: argparse._SubParsersAction) -> None:
-    from .bench import checkpoint, collect, ddp, law, limiter, plan, remote, replay
+    from .bench import checkpoint, collect, ddp, law, limiter, plan, remote, replay, train
 
     bench = commands.add_parser("bench", help="measure", description="Run a benchmark.")
     questions = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
@@ -348,6 +348,8 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     plan.add_options(questions.add_parser("plan", help=summary))
     summary = "how soon a sample returns that waits for the rate limiter"
     limiter.add_options(questions.add_parser("limiter", help=summary))
+    summary = "how soon recipes reach a good policy, beside other libraries"
+    train.add_options(questions.add_parser("train", help=summary))
 
 
 # ---- before, beside and after a job

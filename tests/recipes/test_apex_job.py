@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import signal
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from torchrl_dist.checkpoint import load_checkpoint
+from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.recipes.monitor import check_wandb
 
 from .jobs import (
     ENDLESS,
@@ -113,12 +116,26 @@ def test_resume_continues_weights_counters_and_buffer(
     assert history["frames"] == 3512
 
 
-def test_no_collectors_means_that_the_learner_collects(tmp_path: Path) -> None:
-    toy = [*RUN, *TOY, "--collectors", "0", "--total-frames", "1024"]
-    with started(toy, tmp_path) as job:
-        job.wait()
-    assert job.result["frames"] == 1024
-    assert job.result["updates"] > 0
+def test_no_collectors_means_that_the_learners_collect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two, with one buffer. And Weights & Biases is logged to, where it is installed."""
+    toy = [*RUN, *TOY, "--collectors", "0", "--learners", "2", "--total-frames", "1024"]
+    has_wandb = importlib.util.find_spec("wandb") is not None
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    job = finished([*toy, *(["--wandb", "a-test"] if has_wandb else [])], tmp_path)
+    assert (job.result["frames"], job.result["learners"]) == (1024, 2)
+    assert job.result["updates"] == 2 * 7  # of 8 batches, the first of which has 96 rows
+    if has_wandb:
+        (log,) = (tmp_path / "run/wandb").glob("offline-run-*/run-*.wandb")
+        assert b"eval/return" in log.read_bytes()
+
+
+def test_wandb_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    check_wandb(None)
+    with pytest.raises(ConfigurationError, match=r"torchrl-dist\[wandb\]"):
+        check_wandb("a-test")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -175,14 +192,6 @@ def test_nothing_outlives_a_learner_that_was_killed(tmp_path: Path) -> None:
         job.process.wait()
         assert_gone(everybody, timeout_s=10)
     load_checkpoint(tmp_path / "run/checkpoint.pt")
-
-
-def test_torchrun_runs_the_same_job(tmp_path: Path) -> None:
-    arguments = [*RUN, *TOY, "--frames-per-batch", "192"]
-    result = finished(arguments, tmp_path, launcher=[*TORCHRUN, "--nproc-per-node", "4"]).result
-    assert result["frames"] == 3000
-    assert result["collectors"] == 3
-    assert result["updates"] > 0
 
 
 @pytest.mark.parametrize("victim", ["learner", "collector"])

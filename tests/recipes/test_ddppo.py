@@ -1,17 +1,28 @@
-"""What DD-PPO's learners do together, in the ranks of a real job."""
+"""What several learners do together, DD-PPO's and Ape-X's, in the ranks of a real job."""
 
 from __future__ import annotations
 
+import copy
+import os
+import time
+from pathlib import Path
+
+import gymnasium
 import pytest
 import torch
+from tensordict import TensorDict
+from torchrl.objectives import ClipPPOLoss
 
 from tests.spawn import spawn
 from torchrl_dist import session
 from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.recipes import apex
+from torchrl_dist.recipes.apex_config import ApexConfig
 from torchrl_dist.recipes.ddppo import DDPPO, build, normalized
 from torchrl_dist.recipes.ddppo_config import DDPPOConfig
 from torchrl_dist.recipes.environments import look_at
 from torchrl_dist.recipes.networks import PolicySpec
+from torchrl_dist.recipes.policies import categorical_actor, critic_of
 from torchrl_dist.recipes.training import Start
 
 TASK = look_at("CartPole-v1", discrete=True)
@@ -61,8 +72,77 @@ def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
     return x.square().sum()
 
 
+def slow_where_told() -> gymnasium.Env:
+    """CartPole with slow steps on all ranks but the first."""
+
+    class Slow(gymnasium.Wrapper):
+        def step(self, action):
+            time.sleep(0.04 * (os.environ["RANK"] != "0"))
+            return self.env.step(action)
+
+    return Slow(gymnasium.make("CartPole-v1"))
+
+
+def gradients(loss, rows) -> list[torch.Tensor]:
+    losses = loss(rows)
+    (losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]).backward()
+    return [p.grad.clone() for p in loss.parameters() if p.grad is not None]
+
+
+def a_slow_rank_is_cut_short_and_its_rows_count_as_those_of_others(me) -> None:
+    learner = a_learner(
+        me, env=f"{__name__}:slow_where_told", preempt_fraction=0.5, preempt_min_part=0.25,
+        envs_per_collector=2,
+    )  # fmt: skip
+    ranks, batches = learner.ranks, iter(learner.collector)
+    for _ in range(2):
+        data = next(batches)
+        lengths = ranks.exchange(data.shape[1])
+        assert lengths[0] == 32 and 8 <= lengths[1] < 32, lengths
+        assert bool(data["next", "done"][:, -1].all()) or ranks.is_first
+    rows = learner._rows(data)
+    keys = ("observation", "action", "action_log_prob", "advantage", "value_target")
+    told = ranks.exchange([rows[key].tolist() for key in keys])
+    joined = [torch.cat([torch.tensor(part[k]) for part in told]) for k in range(len(keys))]
+    alone = ClipPPOLoss(
+        categorical_actor(copy.deepcopy(learner.network)),
+        critic_of(copy.deepcopy(learner.critic)),
+        clip_epsilon=0.15, entropy_coeff=0.01, critic_coeff=0.5, loss_critic_type="l2",
+        normalize_advantage=False,
+    )  # fmt: skip
+    learner.loss.clip_epsilon.fill_(0.15)
+    of_one = gradients(alone, TensorDict(dict(zip(keys, joined, strict=True)), [2 * sum(lengths)]))
+    of_all = gradients(learner.loss, rows)
+    for ours, theirs in zip(of_all, of_one, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
+    assert learner.learn(data, frames=400)["train/valid_rows"] == lengths[ranks.index] / 32
+    learner.loss.check_drift()
+    learner.close()
+
+
+def apexs_learners_stay_alike_and_draw_apart(me, folder: Path) -> None:
+    config = ApexConfig(
+        learners=2, collectors=0, envs_per_collector=2, frames_per_batch=64, learning_starts=32,
+        batch_size=16, updates_per_batch=3, hidden=(8,), capacity=500, output_dir=str(folder),
+    )  # fmt: skip
+    policy = PolicySpec.of(TASK, config.policy_kind, config.hidden)
+    learner = apex.build(config, TASK, policy, me, Start())
+    ranks, reports = learner.ranks, iter(learner.collector)
+    for frames in (64, 128):
+        report = next(reports)
+        ranks.exchange("all have written")
+        learner.learn(report, frames)
+    assert learner.updates == 6
+    learner.dqn.loss.check_drift()
+    batch = learner.buffer.sample()
+    assert len(batch) == 8
+    drawn = ranks.exchange(batch["index"].tolist())
+    assert drawn[0] != drawn[1]
+    learner.close()
+
+
 @spawn(2)
-def test_learners_normalize_stop_and_anneal_together() -> None:
+def test_learners_normalize_stop_anneal_and_end_rollouts_together(tmp_path) -> None:
     torch.set_num_threads(1)
     with session({"learner": 2}, process_group="gloo") as me:
         # It would take 40 steps of a learning rate that tears the policy away at once.
@@ -86,6 +166,8 @@ def test_learners_normalize_stop_and_anneal_together() -> None:
         assert learner.learn(data, frames=500)["train/learning_rate"] == pytest.approx(0.0622)
         assert float(learner._optimizer.param_groups[0]["lr"]) == pytest.approx(0.0622)
         learner.close()
+        a_slow_rank_is_cut_short_and_its_rows_count_as_those_of_others(me)
+        apexs_learners_stay_alike_and_draw_apart(me, tmp_path)
 
 
 @pytest.mark.parametrize(

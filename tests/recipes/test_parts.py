@@ -12,7 +12,7 @@ import torch
 from torchrl_dist import local_cluster
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.recipes.apex_config import ApexConfig
-from torchrl_dist.recipes.environments import look_at
+from torchrl_dist.recipes.environments import for_collectors, look_at, make_env
 from torchrl_dist.recipes.evaluate import evaluate
 from torchrl_dist.recipes.monitor import Bound, Monitor
 from torchrl_dist.recipes.networks import PolicySpec
@@ -133,6 +133,17 @@ def test_an_environment_may_be_a_function_of_the_users(
     name = "my_envs_of_a_test:short"
     assert look_at(name, discrete=True).num_actions == 2
     assert evaluate(hold_right, name, episodes=3, seed=0) == [5.0, 5.0, 5.0]
+
+
+def test_collectors_are_given_clipped_rewards_and_evaluations_are_not() -> None:
+    assert for_collectors("Pendulum-v1") == "Pendulum-v1"
+    made, whole = for_collectors("Pendulum-v1", 8.0)(), make_env("Pendulum-v1")
+    rewards = []
+    for env in (made, whole):
+        env.reset(seed=3)
+        rewards.append([float(env.step(np.zeros(1))[1]) for _ in range(60)])
+    assert rewards[0] == [max(-8.0, reward) for reward in rewards[1]]
+    assert min(rewards[1]) < -8 < max(rewards[1])
 
 
 @pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])

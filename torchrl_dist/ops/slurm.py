@@ -126,13 +126,9 @@ def _check_recipe(job: Job) -> None:
     if job.torchrun is not None:
         raise ConfigurationError("--torchrun is for scripts of your own; srun starts a recipe")
     config, given = recipe_of(job.command)
-    nodes = [job.first, *([job.collectors] if job.collectors else [])]
-    if _has_replay(config) and sum(each.nodes for each in nodes) > 1:
-        raise ConfigurationError(
-            f"the processes of {config.recipe} share a replay buffer in the memory of one node; "
-            "leave --nodes and --collector-nodes out, or take another recipe or a script of yours"
-        )
-    config.check_launched(given, sum(each.nodes * each.tasks_per_node for each in nodes))
+    ranks = sum(each.nodes * each.tasks_per_node for each in _components(job))
+    config.check_launched(given, ranks)
+    config.roles(ranks)
     if job.seeds is not None and {"seed", "output_dir"} & given.keys():
         raise ConfigurationError(
             "--seeds gives each job its --seed and its folder; leave --seed and --output-dir out"
@@ -159,8 +155,8 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigurationError(f"{message} (see {self.prog} --help)")
 
 
-def _has_replay(config: RecipeConfig) -> bool:
-    return isinstance(config, ReplayConfig)
+def _components(job: Job) -> list[Component]:
+    return [job.first, *([job.collectors] if job.collectors else [])]
 
 
 # ---- the script
@@ -226,7 +222,8 @@ def _environment(job: Job) -> list[str]:
 
 
 def _own_replay_dir(job: Job) -> bool:
-    if not job.recipe:
+    """Of several nodes each keeps a shard, in memory that goes with the job by itself."""
+    if not job.recipe or sum(each.nodes for each in _components(job)) > 1:
         return False
     config, _ = recipe_of(job.command)
     return isinstance(config, ReplayConfig) and config.replay_dir is None

@@ -1,39 +1,43 @@
-"""Ape-X: many actors, one shared prioritized buffer, one learner (Horgan et al. 2018).
+"""Ape-X: many actors, one shared prioritized buffer, a learner or several (Horgan et al. 2018).
 
-``build`` is the program's topology; the loop is every recipe's (``training.py``). The other
-processes serve. Environments: gymnasium's with flat Box observations and Discrete actions.
+Several learners take one step together: each draws its part of every batch, and gradients are those
+of the whole. On several nodes each keeps a shard of the buffer, and batches are still those of one.
+``build`` is what each learner's process holds; the loop is every recipe's (``training.py``). The
+other processes serve. Environments: gymnasium's with Discrete actions that observe a flat Box or
+images, which the buffer keeps as uint8.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torchrl.data import TensorDictReplayBuffer
 
 from ..collect import CollectReport, RPCBatchedCollector
-from ..errors import ConfigurationError
+from ..learn import DistributedLoss
 from ..learn.ranks import Ranks
-from ..replay import (
-    SharedCursorWriter,
-    SharedMemmapStorage,
-    SharedPrioritizedSampler,
-    anneal_beta,
-)
+from ..replay import SharedReplayBuffer, anneal_beta
 from ..runtime import Session
 from .apex_actor import EpsilonGreedy, RowsWithPriority, actor_epsilons
 from .apex_config import ApexConfig
 from .dqn_learner import DQNLearner
 from .environments import Task, for_collectors
 from .networks import PolicySpec, QNetwork
-from .training import Learner, Start, choose_device, train
+from .shared_rows import remarks_on_resume, shared_buffer, stale_priorities
+from .training import Learner, Start, choose_device, my_collectors, stream_seed, train
 
 __all__ = ["Apex", "ApexConfig", "build", "run"]
 
 
 class Apex(Learner):
-    """The learner, its collectors, and the buffer between them."""
+    """A learner, its collectors, and the buffer between them.
+
+    Args:
+        dqn: over ``network``; its loss is distributed.
+        seed: of what this learner draws from the buffer.
+    """
 
     def __init__(
         self,
@@ -41,9 +45,10 @@ class Apex(Learner):
         session: Session,
         network: QNetwork,
         dqn: DQNLearner,
-        buffer: TensorDictReplayBuffer,
+        buffer: SharedReplayBuffer,
         collector: RPCBatchedCollector,
         device: torch.device,
+        seed: int,
     ) -> None:
         self.config = config
         self.session = session
@@ -52,14 +57,18 @@ class Apex(Learner):
         self.buffer = buffer
         self.collector = collector
         self.device = device
-        self.ranks = Ranks(timeout_s=config.timeout_s)
-        self._generator = torch.Generator().manual_seed(config.seed)
+        self.ranks: Ranks = dqn.loss.ranks
+        self._has_enough = False
+        self._generator = torch.Generator().manual_seed(seed)
         buffer.set_rng(self._generator)
 
     def learn(self, data: CollectReport, frames: int) -> dict[str, Any]:
         """``updates_per_batch`` gradient steps, once there are ``learning_starts`` rows."""
         config, buffer = self.config, self.buffer
-        if len(buffer) < config.learning_starts:
+        if not self._has_enough:
+            mine = len(buffer) >= config.learning_starts
+            self._has_enough = all(self.ranks.exchange(mine, "the question whether to learn"))
+        if not self._has_enough:
             return {}
         share = min(1.0, frames / config.total_frames)
         anneal_beta(
@@ -77,12 +86,14 @@ class Apex(Learner):
             loss = self.dqn.update(batch)
             buffer.update_tensordict_priority(batch.cpu())
             self.updates += 1
-            if self.session.stop_requested:
+            if self.session.stop_requested and self.ranks.size == 1:  # several stop together
                 break
         self.collector.update_policy_weights_()
+        rows = self.updates * config.batch_size
         return {
             "train/loss": loss,
-            "train/replay_ratio": self.updates * config.batch_size / frames,
+            "train/replay_ratio": rows / frames,
+            "train/stale_priorities": stale_priorities(buffer) / rows,
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -92,43 +103,34 @@ class Apex(Learner):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.dqn.load_state_dict(state)
-        self._generator.set_state(state["extra"]["sampler"])
+        if self.ranks.is_first:  # whose it is; all draw differently
+            self._generator.set_state(state["extra"]["sampler"])
         self.collector.update_policy_weights_()
-        if len(self.buffer) == 0:
-            self.remarks = (
-                f"the replay directory {self.config.replay_path} was gone: the buffer fills anew",
-            )
+        self.remarks = remarks_on_resume(self.buffer)
 
     def close(self) -> None:
-        """Stop the workers, then leave the buffer's directory."""
-        try:
+        """Stop the workers, then leave the buffer; gradients are averaged no more."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.dqn.loss.close)
+            stack.callback(self.buffer.storage.close)
             super().close()
-        finally:
-            self.buffer.storage.close()
 
 
 def build(
     config: ApexConfig, task: Task, policy: PolicySpec, session: Session, start: Start
 ) -> Apex:
-    """Create every part of the job and hand each the others it needs.
+    """Create the parts of one learner's process; each learner calls it.
 
     Args:
         config: what to build.
         task: sizes of ``config.env``.
         policy: of the network that is trained.
-        session: the learner's; its collectors serve.
+        session: this learner's; its collectors serve.
         start: where the run begins, if an earlier one is resumed.
-
-    Raises:
-        ConfigurationError: the job spans several machines.
     """
-    if not session.world.one_node:
-        raise ConfigurationError(
-            "this recipe's replay buffer is shared by the processes of one machine, but the job "
-            f"has {session.world.world_size} processes of which "
-            f"{session.world.local_world_size} are here; start it on one node"
-        )
     device = choose_device(config, session)
+    learners, place = len(session.of_role("learner")), session.me.index
+    actors = (len(session.of_role("collector")) or learners) * config.envs_per_collector
 
     def new_network() -> QNetwork:
         network = policy.network()
@@ -137,8 +139,9 @@ def build(
 
     def actor(worker_index: int, num_workers: int) -> EpsilonGreedy:
         n = config.envs_per_collector
-        epsilons = actor_epsilons(num_workers * n, config.epsilon, config.epsilon_alpha)
-        return EpsilonGreedy(new_network(), epsilons[worker_index * n : (worker_index + 1) * n])
+        first = (place + worker_index * learners) * n  # see my_collectors
+        epsilons = actor_epsilons(actors, config.epsilon, config.epsilon_alpha)
+        return EpsilonGreedy(new_network(), epsilons[first : first + n])
 
     def rows(policy: EpsilonGreedy) -> RowsWithPriority:
         return RowsWithPriority(policy.network, gamma=config.gamma, n_steps=config.n_steps)
@@ -151,38 +154,35 @@ def build(
         target_tau=config.target_tau,
         max_grad_norm=config.max_grad_norm,
     )
-    buffer = TensorDictReplayBuffer(
-        storage=SharedMemmapStorage(
-            config.capacity,
-            scratch_dir=config.replay_path,
-            job_id=session.world.job_id,
-            resume=start.resumes > 0,
-            keep=True,
-            timeout_s=config.timeout_s,
-        ),
-        sampler=SharedPrioritizedSampler(
-            config.capacity, alpha=config.alpha, beta=config.beta_start
-        ),
-        writer=SharedCursorWriter(),
-        batch_size=config.batch_size,
-        priority_key="td_error",
+    DistributedLoss(dqn.loss, group=session.process_group, timeout_s=config.timeout_s)
+    buffer = shared_buffer(
+        config,
+        session,
+        start,
+        batch_size=config.batch_size // learners,
+        exponents=(config.alpha, config.beta_start),
     )
     collector = RPCBatchedCollector(
-        for_collectors(config.env),
+        for_collectors(config.env, config.reward_clip),
         EpsilonGreedy(network),
         session=session,
-        frames_per_batch=config.frames_per_batch,
-        total_frames=config.total_frames - min(start.frames, config.total_frames - 1),
+        workers=my_collectors(session),
+        frames_per_batch=config.frames_per_batch // learners,
+        # several end together, by the frames of all
+        total_frames=-1
+        if learners > 1
+        else config.total_frames - min(start.frames, config.total_frames - 1),
         policy_factory=actor,
         num_envs=config.envs_per_collector,
         max_policy_lag=config.max_policy_lag,
         replay_buffer=buffer,
         postproc_factory=rows,
-        seed=config.seed + 1_000_003 * start.resumes,
+        seed=stream_seed(config.seed, start.resumes, place, 1),
         categorical_action_encoding=True,
         timeout_s=config.timeout_s,
     )
-    return Apex(config, session, network, dqn, buffer, collector, device)
+    seed = stream_seed(config.seed, start.resumes, place, 2)
+    return Apex(config, session, network, dqn, buffer, collector, device, seed)
 
 
 def run(config: ApexConfig, session: Session, *, resume: bool = False) -> dict[str, Any]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ..errors import ConfigurationError
-from .config import LEARNING, RecipeConfig, ReplayConfig
-from .options import option
+from .config import JOB, LEARNING, REPLAY, RecipeConfig, ReplayConfig
+from .options import flag, option
 
-REPLAY = "replay"
 EXPLORATION = "exploration"
 
 
@@ -28,9 +28,13 @@ class ApexConfig(ReplayConfig):
         "alpha",
     )
 
-    hidden: tuple[int, ...] = option(
-        (128, 128), "widths of the network's hidden layers", minimum=1, group=LEARNING
+    learners: int = option(
+        1, "processes that learn together, each from its part of every batch", minimum=1, group=JOB
     )
+    hidden: tuple[int, ...] = option(
+        (128, 128), "widths of the network's hidden layers, of images behind the convolutions",
+        minimum=1, group=LEARNING,
+    )  # fmt: skip
     updates_per_batch: int = option(
         32, "gradient steps per batch of frames", minimum=1, group=LEARNING
     )
@@ -44,11 +48,7 @@ class ApexConfig(ReplayConfig):
         0.02, "share of the weights that the target network takes over per update",
         above=0, maximum=1, group=LEARNING,
     )  # fmt: skip
-    learning_starts: int = option(
-        2_000, "rows in the buffer before the first update", minimum=1, group=LEARNING
-    )
 
-    capacity: int = option(50_000, "rows the buffer holds", minimum=1, group=REPLAY)
     alpha: float = option(0.6, "rows are drawn as priority^alpha", minimum=0, group=REPLAY)
     beta_start: float = option(
         0.4, "exponent of the importance weights at the start", minimum=0, maximum=1, group=REPLAY
@@ -68,8 +68,29 @@ class ApexConfig(ReplayConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.learning_starts > self.capacity:
+        for name in ("batch_size", "frames_per_batch"):
+            if getattr(self, name) % self.learners:
+                raise ConfigurationError(
+                    f"{flag(name)}: got {getattr(self, name)}, expected a multiple of the "
+                    f"{self.learners} learners"
+                )
+
+    def roles(self, launched: int | None) -> dict[str, int]:
+        collectors = self.collectors if launched is None else launched - self.learners
+        if collectors and collectors < self.learners:
             raise ConfigurationError(
-                f"--learning-starts: got {self.learning_starts}, expected at most the capacity "
-                f"({self.capacity})"
+                f"--learners: got {self.learners} beside {collectors} collectors, expected a "
+                "collector for each, or none"
+            )
+        roles = {"learner": self.learners, "collector": collectors}
+        if launched is None:
+            roles["evaluator"] = int(collectors > 0)
+        return roles
+
+    def check_launched(self, given: Mapping[str, Any], launched: int) -> None:
+        beside = launched - self.learners
+        if given.get("collectors", beside) != beside:
+            raise ConfigurationError(
+                f"--collectors: got {given['collectors']}, but the launcher started {beside} "
+                "ranks beside the learners; leave the option out"
             )

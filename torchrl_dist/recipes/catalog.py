@@ -41,23 +41,23 @@ RECIPES: dict[str, Recipe] = {
         "distributed prioritized n-step double DQN",
         "Train with distributed prioritized n-step double DQN (Ape-X): collectors step "
         "environments and write to one shared replay buffer, one learner learns from it. "
-        "Environments: gymnasium's with flat observations and numbered actions.",
+        "Environments: gymnasium's with numbered actions that observe numbers or images.",
         "rank 0 is the learner and the other ranks collect",
     ),
     "ddppo": Recipe(
         DDPPOConfig,
         "PPO by several learners that average their gradients",
         "Train with PPO by several learners, each with environments of its own, that average "
-        "their gradients (DD-PPO). Environments: gymnasium's with flat observations and numbered "
-        "actions.",
+        "their gradients (DD-PPO). Environments: gymnasium's with numbered actions that observe "
+        "numbers or images.",
         "all ranks learn, with --collectors K every (K + 1)-th of them",
     ),
     "impala": Recipe(
         ImpalaConfig,
         "actors that run ahead of one learner, corrected by V-trace",
         "Train with IMPALA: collectors run ahead of one learner, which takes each rollout as it "
-        "arrives and corrects for older policies by V-trace. Environments: gymnasium's with flat "
-        "observations and numbered actions.",
+        "arrives and corrects for older policies by V-trace. Environments: gymnasium's with "
+        "numbered actions that observe numbers or images.",
         "rank 0 is the learner and the other ranks collect",
     ),
     "sac": Recipe(

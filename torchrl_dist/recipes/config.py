@@ -14,6 +14,7 @@ from .options import check_options, flag, from_plain, option
 
 JOB = "job"
 LEARNING = "learning"
+REPLAY = "replay"
 WATCHING = "evaluation and checkpoints"
 
 
@@ -64,13 +65,22 @@ class RecipeConfig:
 
     learning_rate: float = option(1e-3, "step size of Adam at the start", above=0, group=LEARNING)
     gamma: float = option(0.99, "discount per step", above=0, maximum=1, group=LEARNING)
-    hidden: tuple[int, ...] = option(
-        (64, 64), "widths of the networks' hidden layers", minimum=1, group=LEARNING
+    reward_clip: float = option(
+        0.0,
+        "training clips rewards to plus and minus this, as is usual for Atari with 1; its return "
+        "counts these, evaluations what the environment gives; 0: they are not clipped",
+        minimum=0,
+        group=LEARNING,
     )
+    hidden: tuple[int, ...] = option(
+        (64, 64), "widths of the networks' hidden layers, of images behind the convolutions",
+        minimum=1, group=LEARNING,
+    )  # fmt: skip
     network: str | None = option(
         None,
         "package.module:function; function(inputs, outputs) returns the torch module from float32 "
-        "[..., inputs] to [..., outputs] that each network is, in place of the hidden layers",
+        "[..., inputs] to [..., outputs] that each network is, in place of the hidden layers; of "
+        "images, inputs is (channels, height, width), and they come as [N, *inputs] in [0, 1]",
         group=LEARNING,
     )
 
@@ -86,6 +96,11 @@ class RecipeConfig:
     )  # fmt: skip
     checkpoint_interval_s: float = option(
         15.0, "time between two checkpoints", unit="s", minimum=0, group=WATCHING
+    )
+    wandb: str | None = option(
+        None,
+        "log to this project of Weights & Biases, too; WANDB_MODE=offline keeps it in OUTPUT_DIR",
+        group=WATCHING,
     )
 
     def __post_init__(self) -> None:
@@ -147,9 +162,22 @@ class ReplayConfig(RecipeConfig):
 
     replay_dir: str | None = option(
         None,
-        "folder of the replay buffer, e.g. on /dev/shm (default: OUTPUT_DIR/replay)",
+        "folder of the replay buffer, e.g. on /dev/shm (default: OUTPUT_DIR/replay); on several "
+        "nodes each keeps a part in its own, by default in memory, where --resume does not find it",
         group=JOB,
     )
+    learning_starts: int = option(
+        2_000, "rows in the buffer before the first update", minimum=1, group=LEARNING
+    )
+    capacity: int = option(50_000, "rows the buffer holds", minimum=1, group=REPLAY)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.learning_starts > self.capacity:
+            raise ConfigurationError(
+                f"--learning-starts: got {self.learning_starts}, expected at most the capacity "
+                f"({self.capacity})"
+            )
 
     @property
     def replay_path(self) -> Path:

@@ -2,14 +2,15 @@
 
 Each step is that of one process with all rows: advantages are normalized, gradients averaged and
 the divergence measured over the valid rows of all learners (Wijmans et al. 2020, arXiv:1911.00357).
-Where a learner has several collectors, those that are late are cut short, as the paper does with
-its workers. ``build`` is what each learner's process holds; the loop is every recipe's
-(``training.py``). Environments: gymnasium's with flat Box observations and Discrete actions.
+Once most of the job's collectors are done (of learners without any, the learners), those that are
+late are cut short, as the paper does with its workers. ``build`` is what each learner's process
+holds; the loop is every recipe's (``training.py``). Environments: gymnasium's with Discrete actions
+that observe a flat Box or images.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value.functional import vec_generalized_advantage_estimate
 
 from ..collect import Preempt, RPCBatchedCollector, WaitAll
+from ..collect.learner.readiness import Readiness
 from ..learn import DistributedLoss
 from ..learn.ranks import Ranks
 from ..runtime import Session
@@ -26,11 +28,11 @@ from .ddppo_config import DDPPOConfig
 from .environments import Task, for_collectors
 from .networks import PolicySpec, ValueNetwork
 from .policies import categorical_actor, critic_of
+from .preemption import PreemptAll, tally_of_all
 from .training import (
-    Learner,
+    LossLearner,
     Start,
     choose_device,
-    copied,
     my_collectors,
     stream_seed,
     train,
@@ -41,7 +43,7 @@ __all__ = ["DDPPO", "DDPPOConfig", "build", "run"]
 _KL_MARGIN = 1.5  # as in OpenAI's Spinning Up
 
 
-class DDPPO(Learner):
+class DDPPO(LossLearner):
     """One of the learners, and its collectors.
 
     Args:
@@ -59,26 +61,20 @@ class DDPPO(Learner):
         device: torch.device,
         start: Start,
     ) -> None:
+        super().__init__(loss, collector, lr=config.learning_rate, eps=1e-5)
         self.config = config
         self.network = network
         self.critic = critic
-        self.loss = loss
         self.ranks: Ranks = loss.ranks
-        self.collector = collector
         self.device = device
         self._frames = start.frames
-        self._weights = list(loss.parameters())
-        self._optimizer = torch.optim.Adam(
-            self._weights, lr=config.learning_rate, eps=1e-5, fused=True
-        )
 
     def learn(self, data: TensorDictBase, frames: int) -> dict[str, Any]:
         """``epochs`` passes over all learners' rows, or fewer if the policy has gone far."""
         config = self.config
         share = 1 - self._frames / config.total_frames if config.anneal else 1.0
         self._frames = frames
-        for group in self._optimizer.param_groups:
-            group["lr"] = share * config.learning_rate
+        self.set_learning_rate(share * config.learning_rate)
         self.loss.clip_epsilon.fill_(max(share * config.clip, 1e-8))
         rows = self._rows(data.to(self.device))
         kl, steps = 0.0, 0
@@ -87,12 +83,11 @@ class DDPPO(Learner):
             kl = self._mean_over_all(float(losses["kl_approx"]), len(minibatch))
             if config.target_kl and kl > _KL_MARGIN * config.target_kl:
                 break
-            self._optimizer.zero_grad()
-            (losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]).backward()
-            nn.utils.clip_grad_norm_(self._weights, config.max_grad_norm)
-            self._optimizer.step()
+            self.step(
+                losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"],
+                config.max_grad_norm,
+            )
             steps += 1
-        self.updates += steps
         lag = self.collector.policy_version - rows["policy_version"].float().mean()
         self.collector.update_policy_weights_()
         return {
@@ -103,7 +98,7 @@ class DDPPO(Learner):
             "train/kl": kl,
             "train/steps_per_batch": steps,
             "train/learning_rate": share * config.learning_rate,
-            "train/valid_rows": len(rows) / data.numel(),
+            "train/valid_rows": len(rows) / self.collector.frames_per_batch,
             "train/policy_lag_mean": lag,
         }
 
@@ -137,16 +132,6 @@ class DDPPO(Learner):
     def _mean_over_all(self, value: float, rows: int) -> float:
         total, count = self.ranks.add_up("the divergence", [value * rows, float(rows)])
         return total / count
-
-    def state_dict(self) -> dict[str, Any]:
-        return copied(
-            model=dict(self.loss.state_dict()), optimizer=self._optimizer.state_dict(), extra={}
-        )
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.loss.load_state_dict(dict(state["model"]))
-        self._optimizer.load_state_dict(dict(state["optimizer"]))
-        self.collector.update_policy_weights_()
 
     def close(self) -> None:
         """Stop the workers; gradients are averaged no more."""
@@ -186,7 +171,7 @@ def build(
     workers = my_collectors(session)
     learners = len(session.of_role("learner"))
     network = policy.network().to(device)
-    critic = ValueNetwork(task.observation_size, config.hidden, config.network).to(device)
+    critic = ValueNetwork(task.inputs, config.hidden, config.network).to(device)
     actor = categorical_actor(network)
     loss = DistributedLoss(
         ClipPPOLoss(
@@ -201,8 +186,14 @@ def build(
         group=session.process_group,
         timeout_s=config.timeout_s,
     )
+    readiness: Readiness = WaitAll()
+    if config.preempt_fraction < 1 and learners > 1:
+        tally = tally_of_all(session, loss.ranks, config.preempt_fraction, len(workers))
+        readiness = PreemptAll(tally, session.me.index, config.preempt_min_part)
+    elif config.preempt_fraction < 1 and len(workers) > 1:
+        readiness = Preempt(config.preempt_fraction, config.preempt_min_part)
     collector = RPCBatchedCollector(
-        for_collectors(config.env),
+        for_collectors(config.env, config.reward_clip),
         actor,
         session=session,
         workers=workers,
@@ -210,9 +201,7 @@ def build(
         total_frames=-1,  # learners end together, by the frames of all
         num_envs=config.envs_per_collector,
         max_policy_lag=config.max_policy_lag,
-        readiness=Preempt(config.preempt_fraction, config.preempt_min_part)
-        if len(workers) > 1 and config.preempt_fraction < 1
-        else WaitAll(),
+        readiness=readiness,
         seed=stream_seed(config.seed, start.resumes, session.me.index, 1),
         categorical_action_encoding=True,
         timeout_s=config.timeout_s,

@@ -38,8 +38,8 @@ class DDPPOConfig(RecipeConfig):
         group=JOB,
     )  # fmt: skip
     preempt_fraction: float = option(
-        0.6, "once this part of a learner's collectors is done, the others stop early; 1: never",
-        above=0, maximum=1, group=JOB,
+        0.6, "once this part of all collectors is done (of learners that step themselves), the "
+        "others stop early; 1: never", above=0, maximum=1, group=JOB,
     )  # fmt: skip
     preempt_min_part: float = option(
         0.25, "but no sooner than with this part of their rollout", above=0, maximum=1, group=JOB

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import sys
 import warnings
 from collections.abc import Callable
@@ -21,9 +22,18 @@ MAX_EPISODE_STEPS = 10_000
 
 
 @dataclass(frozen=True)
+class Images:
+    """Observations uint8 ``shape`` = (channels, height, width), from 0 to ``high``."""
+
+    shape: tuple[int, int, int]
+    high: float
+
+
+@dataclass(frozen=True)
 class Task:
-    """Sizes of an environment with flat observations: ``num_actions`` numbered actions, or (0)
-    continuous ones between ``action_low`` and ``action_high``."""
+    """Sizes of an environment: ``num_actions`` numbered actions, or (0) continuous ones between
+    ``action_low`` and ``action_high``. ``observation_size`` is the number of elements, also of
+    ``images``; these are None where observations are flat."""
 
     env: str
     observation_size: int
@@ -31,6 +41,12 @@ class Task:
     num_actions: int = 0
     action_low: tuple[float, ...] = ()
     action_high: tuple[float, ...] = ()
+    images: Images | None = None
+
+    @property
+    def inputs(self) -> int | Images:
+        """What a network of observations takes."""
+        return self.observation_size if self.images is None else self.images
 
 
 def named_function(text: str) -> Callable[..., Any] | None:
@@ -56,17 +72,70 @@ def env_factory(env: str) -> Callable[..., gymnasium.Env] | None:
     return named_function(env)
 
 
+def atari(env: str, **options: Any) -> gymnasium.Env:
+    """``ALE/...`` as in Machado et al. 2018: each action for 4 frames (and, in version 5, not taken
+    by the game one time in four), seen as the maximum of the last two, gray, 84 x 84; the last 4
+    of these are an observation, uint8 ``[4, 84, 84]``. Up to 30 idle frames begin an episode."""
+    import ale_py
+    import gymnasium
+    from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
+
+    gymnasium.register_envs(ale_py)
+    made = gymnasium.make(env, frameskip=1, **options)
+    return FrameStackObservation(AtariPreprocessing(made), 4)
+
+
+def minigrid(env: str, **options: Any) -> gymnasium.Env:
+    """``MiniGrid-...``: the 7 x 7 cells before the agent, each thing, colour and state a channel of
+    zeros and ones, uint8 ``[20, 7, 7]``. The mission, a text, is left out."""
+    import gymnasium
+    import minigrid
+    from minigrid.wrappers import ImgObsWrapper, OneHotPartialObsWrapper
+
+    gymnasium.register_envs(minigrid)
+    made: Any = ImgObsWrapper(OneHotPartialObsWrapper(gymnasium.make(env, **options)))
+    height, width, channels = made.observation_space.shape
+    space = gymnasium.spaces.Box(0, 1, (channels, height, width), made.observation_space.dtype)
+    return gymnasium.wrappers.TransformObservation(made, lambda x: x.transpose(2, 0, 1), space)
+
+
+_IMAGES: dict[str, Callable[..., Any]] = {"ALE/": atari, "MiniGrid-": minigrid}
+
+
+def _maker(env: str) -> Callable[..., gymnasium.Env] | None:
+    """What makes ``env``, other than ``gymnasium.make`` alone."""
+    for prefix, make in _IMAGES.items():
+        if env.startswith(prefix):
+            return functools.partial(make, env)
+    return env_factory(env)
+
+
 def make_env(env: str, **options: Any) -> gymnasium.Env:
-    """One environment; ``options``, such as ``render_mode``, are for gymnasium or the function."""
+    """One environment; ``options``, such as ``render_mode``, are for gymnasium or the function.
+
+    Atari's and MiniGrid's ids are observed through :func:`atari` and :func:`minigrid`.
+    """
     import gymnasium
 
-    factory = env_factory(env)
-    return gymnasium.make(env, **options) if factory is None else factory(**options)
+    make = _maker(env)
+    return gymnasium.make(env, **options) if make is None else make(**options)
 
 
-def for_collectors(env: str) -> str | Callable[[], gymnasium.Env]:
-    """``env`` as a collector wants it; a function is looked up by name in each worker."""
-    return env if env_factory(env) is None else functools.partial(make_env, env)
+def for_collectors(env: str, reward_clip: float = 0.0) -> str | Callable[[], gymnasium.Env]:
+    """``env`` as a collector wants it; a function is looked up by name in each worker.
+
+    Args:
+        reward_clip: rewards are clipped to plus and minus this; 0: they are not.
+    """
+    if reward_clip:
+        return functools.partial(_clipped, env, reward_clip)
+    return env if _maker(env) is None else functools.partial(make_env, env)
+
+
+def _clipped(env: str, bound: float) -> gymnasium.Env:
+    from gymnasium.wrappers import TransformReward
+
+    return TransformReward(make_env(env), lambda reward: min(bound, max(-bound, float(reward))))
 
 
 def look_at(env: str, *, discrete: bool) -> Task:
@@ -74,11 +143,12 @@ def look_at(env: str, *, discrete: bool) -> Task:
 
     Args:
         env: a gymnasium id, or ``package.module:make``.
-        discrete: whether actions are to be numbered, or continuous and bounded.
+        discrete: whether actions are to be numbered, or continuous and bounded; images go with
+            numbered ones.
 
     Raises:
         ConfigurationError: there is no such environment, it cannot be built here, its
-            observations are no flat Box, or its actions are of the other kind.
+            observations are no flat Box and no images, or its actions are of the other kind.
     """
     import gymnasium
     import numpy as np
@@ -98,17 +168,23 @@ def look_at(env: str, *, discrete: bool) -> Task:
         threshold = made.spec.reward_threshold if made.spec is not None else None
     finally:
         made.close()
-    if not isinstance(observations, gymnasium.spaces.Box) or len(observations.shape) != 1:
+    images = None
+    box = observations if isinstance(observations, gymnasium.spaces.Box) else None
+    if box is not None and discrete and len(box.shape) == 3 and box.dtype == np.uint8:
+        channels, height, width = box.shape
+        images = Images((channels, height, width), float(max(1, box.high.max())))
+    elif box is None or len(box.shape) != 1:
+        more = ", or images: uint8 [channels, height, width]" if discrete else ""
         raise ConfigurationError(
-            f"--env: {env} observes {observations}, expected a Box with one dimension"
+            f"--env: {env} observes {_short(observations)}, expected a Box with one dimension{more}"
         )
-    size = int(observations.shape[0])
+    size = math.prod(box.shape)
     if discrete:
         if not isinstance(actions, gymnasium.spaces.Discrete) or int(actions.start) != 0:
             raise ConfigurationError(
                 f"--env: {env} takes actions {actions}, expected Discrete, starting at 0"
             )
-        return Task(env, size, threshold, num_actions=int(actions.n))
+        return Task(env, size, threshold, num_actions=int(actions.n), images=images)
     if (
         not isinstance(actions, gymnasium.spaces.Box)
         or len(actions.shape) != 1
@@ -119,3 +195,9 @@ def look_at(env: str, *, discrete: bool) -> Task:
         )
     low, high = map(float, actions.low.tolist()), map(float, actions.high.tolist())
     return Task(env, size, threshold, action_low=tuple(low), action_high=tuple(high))
+
+
+def _short(space: gymnasium.Space) -> str:
+    """A Box of images prints all its bounds."""
+    text = str(space)
+    return text if len(text) < 100 else f"{text[:100]}..."

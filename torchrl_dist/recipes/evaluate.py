@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .environments import MAX_EPISODE_STEPS, env_factory, make_env
+from .environments import MAX_EPISODE_STEPS, for_collectors, make_env
 
 Act = Callable[[Tensor], Tensor]
-"""Observations ``[episodes, observation_size]`` -> actions ``[episodes, ...]``."""
+"""Observations ``[episodes, ...]`` -> actions ``[episodes, ...]``."""
 
 
 class GreedyEpisodes:
@@ -22,7 +22,7 @@ class GreedyEpisodes:
 
     Args:
         act: the policy.
-        env: gymnasium id with flat observations, or ``package.module:make``.
+        env: gymnasium id, or ``package.module:make``.
         episodes: how many.
         seed: of the environments.
         max_steps: an episode that has not ended by itself ends here.
@@ -43,11 +43,11 @@ class GreedyEpisodes:
         self._steps_left = max_steps
         self._returns = np.zeros(episodes, dtype=np.float64)
         self._running = np.ones(episodes, dtype=bool)
-        factory = env_factory(env)
+        make = for_collectors(env)
         self._envs = (
-            gymnasium.make_vec(env, num_envs=episodes)
-            if factory is None
-            else gymnasium.vector.SyncVectorEnv([factory] * episodes)
+            gymnasium.make_vec(make, num_envs=episodes)
+            if isinstance(make, str)
+            else gymnasium.vector.SyncVectorEnv([make] * episodes)
         )
         self._observation, _ = self._envs.reset(seed=seed)
 

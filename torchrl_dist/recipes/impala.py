@@ -2,12 +2,12 @@
 
 The learner takes each actor's rollout as it arrives and makes one update of it. ``build`` is the
 program's topology; the loop is every recipe's (``training.py``). The other processes serve.
-Environments: gymnasium's with flat Box observations and Discrete actions.
+Environments: gymnasium's with Discrete actions that observe a flat Box or
+images.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from .environments import Task, for_collectors
 from .impala_config import ImpalaConfig
 from .networks import PolicySpec, ValueNetwork
 from .policies import categorical_actor, critic_of
-from .training import Learner, Start, choose_device, copied, stream_seed, train
+from .training import LossLearner, Start, choose_device, stream_seed, train
 
 __all__ = ["Impala", "ImpalaConfig", "VTrace", "build", "run", "vtrace"]
 
@@ -72,7 +72,7 @@ def vtrace(
     return VTrace(advantage, target, (log_pi - log_mu).exp().unsqueeze(-1))
 
 
-class Impala(Learner):
+class Impala(LossLearner):
     """The learner and its collectors.
 
     Args:
@@ -91,27 +91,21 @@ class Impala(Learner):
         device: torch.device,
         start: Start,
     ) -> None:
+        super().__init__(loss, collector, lr=config.learning_rate, eps=1e-5)
         self.config = config
         self.network = network
         self.critic = critic
         self.actor = actor
-        self.loss = loss
-        self.collector = collector
         self.device = device
         self.ranks = Ranks(timeout_s=config.timeout_s)
         self._frames = start.frames
-        self._weights = list(loss.parameters())
-        self._optimizer = torch.optim.Adam(
-            self._weights, lr=config.learning_rate, eps=1e-5, fused=True
-        )
 
     def learn(self, data: TensorDictBase, frames: int) -> dict[str, Any]:
         """One gradient step."""
         config = self.config
         share = 1 - self._frames / config.total_frames if config.anneal else 1.0
         self._frames = frames
-        for group in self._optimizer.param_groups:
-            group["lr"] = share * config.learning_rate
+        self.set_learning_rate(share * config.learning_rate)
         data = data.to(self.device)
         traced = vtrace(
             data,
@@ -125,11 +119,10 @@ class Impala(Learner):
         rows["advantage"] = traced.advantage.reshape(-1, 1)
         rows["value_target"] = traced.value_target.reshape(-1, 1)
         losses = self.loss(rows)
-        self._optimizer.zero_grad()
-        (losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]).backward()
-        nn.utils.clip_grad_norm_(self._weights, config.max_grad_norm)
-        self._optimizer.step()
-        self.updates += 1
+        self.step(
+            losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"],
+            config.max_grad_norm,
+        )
         lag = self.collector.policy_version - data["policy_version"].float().mean()
         self.collector.update_policy_weights_()
         return {
@@ -141,16 +134,6 @@ class Impala(Learner):
             "train/learning_rate": share * config.learning_rate,
             "train/policy_lag_mean": lag,
         }
-
-    def state_dict(self) -> dict[str, Any]:
-        return copied(
-            model=dict(self.loss.state_dict()), optimizer=self._optimizer.state_dict(), extra={}
-        )
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.loss.load_state_dict(dict(state["model"]))
-        self._optimizer.load_state_dict(dict(state["optimizer"]))
-        self.collector.update_policy_weights_()
 
 
 def build(
@@ -167,7 +150,7 @@ def build(
     """
     device = choose_device(config, session)
     network = policy.network().to(device)
-    critic = ValueNetwork(task.observation_size, config.hidden, config.network).to(device)
+    critic = ValueNetwork(task.inputs, config.hidden, config.network).to(device)
     actor = categorical_actor(network)
     loss = A2CLoss(
         actor,
@@ -177,7 +160,7 @@ def build(
         loss_critic_type="l2",
     )
     collector = RPCBatchedCollector(
-        for_collectors(config.env),
+        for_collectors(config.env, config.reward_clip),
         actor,
         session=session,
         frames_per_batch=config.frames_per_batch,

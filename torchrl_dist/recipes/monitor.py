@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import math
+import secrets
 import sys
 import threading
 import time
@@ -14,6 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from ..errors import ConfigurationError
 from .plots import Evaluation, draw_learning_curve
 
 _LOG_INTERVAL_S = 1.0
@@ -51,17 +54,36 @@ class Bound:
 class Monitor:
     """Collects what happens in one training loop and shows it. One thread only.
 
-    Frames, updates and seconds go on where an earlier, resumed run stopped. Tags in TensorBoard
-    and CSV, over frames of the whole job:
+    Frames, updates and seconds go on where an earlier, resumed run stopped. Tags in TensorBoard,
+    CSV and wandb, over frames of the whole job:
 
-    - ``eval/return``, ``eval/lowest``: greedy episodes, mean and worst
-    - ``train/return``: mean of the episodes that ended since the last point, exploration included
-    - ``train/sps``, ``train/updates_per_second``, ``train/updates``: frames and gradient steps
-    - ``train/policy_lag``: versions of the weights that the oldest data of the last batch are old;
-      ``train/policy_lag_mean``, of that batch's rows (ddppo, impala)
-    - ``train/replay_ratio``: rows sampled per row collected (apex, sac)
-    - ``time/learner_waits``, ``time/collectors_wait``: shares of the time since the last point
-    - ``train/loss``, and what else the recipe tells
+    ============================  ==========================================================
+    ``eval/return``               greedy episodes, mean; ``eval/lowest``: the worst
+    ``train/return``              mean of the episodes that ended since the last point,
+                                  exploration included
+    ``train/sps``                 frames per second; ``train/updates_per_second``: gradient
+                                  steps
+    ``train/updates``             gradient steps so far
+    ``train/policy_lag``          versions of the weights that the oldest data of the last
+                                  batch are old; ``train/policy_lag_mean``: of that batch's
+                                  rows (ddppo, impala)
+    ``train/replay_ratio``        rows sampled per row collected (apex, sac)
+    ``train/stale_priorities``    share of the priorities that came after their rows were
+                                  overwritten, and were dropped (apex)
+    ``time/learner_waits``        share of the time since the last point that the learner (the
+                                  mean of several) waited for data
+    ``time/collectors_wait``      and collectors for the learner or a core
+    ``train/loss``                of the policy or the values
+    ``train/loss_critic``         (ddppo, impala); ``train/loss_actor`` (sac)
+    ``train/entropy``             of the policy (ddppo, impala, sac); ``train/alpha``: its weight
+                                  (sac)
+    ``train/learning_rate``       of the last step (ddppo, impala)
+    ``train/rho_mean``            importance weights of V-trace; ``train/rho_clipped``: share
+                                  that is clipped (impala)
+    ``train/kl``                  divergence from the policy that collected; and
+                                  ``train/clip_fraction``, ``train/steps_per_batch`` (ddppo)
+    ``train/valid_rows``          share of a whole batch that late collectors left (ddppo)
+    ============================  ==========================================================
 
     Args:
         output: folder; gets ``tensorboard/``, ``csv/`` and ``learning_curve.png``.
@@ -69,6 +91,10 @@ class Monitor:
         title: of the picture.
         threshold: the mean return that counts as solved.
         history: what :meth:`state` returned in the run that is resumed.
+        wandb: project of Weights & Biases; None: none.
+
+    Raises:
+        ConfigurationError: wandb does not start.
     """
 
     def __init__(
@@ -79,6 +105,7 @@ class Monitor:
         title: str,
         threshold: float | None,
         history: dict[str, Any] | None = None,
+        wandb: str | None = None,
     ) -> None:
         from torchrl.record.loggers import CSVLogger, TensorboardLogger
         from tqdm import tqdm
@@ -104,10 +131,13 @@ class Monitor:
         self._turned = time.monotonic()
         # TorchRL's loggers report themselves on stdout, where the result belongs.
         with contextlib.redirect_stdout(sys.stderr):
-            self._loggers = (
+            self._loggers = [
                 TensorboardLogger("tensorboard", log_dir=str(output)),
                 CSVLogger("csv", log_dir=str(output)),
-            )
+            ]
+            self._wandb_id: str = history.get("wandb_id") or secrets.token_hex(6)
+            if wandb is not None:
+                self._loggers.append(_wandb_logger(wandb, self._wandb_id, title, output))
         watched = sys.stderr.isatty()
 
         class Bar(tqdm):
@@ -280,18 +310,47 @@ class Monitor:
             "seconds": self.seconds,
             "evaluations": [list(vars(e).values()) for e in self.evaluations],
             "training": [list(point) for point in self.training],
+            "wandb_id": self._wandb_id,
         }
 
     def close(self) -> None:
         """End the progress line and flush the logs; idempotent."""
         self._bar.close()
-        tensorboard, _csv = self._loggers
+        tensorboard, _csv, *others = self._loggers
         tensorboard.experiment.close()
+        for wandb in others:
+            wandb.experiment.finish()
 
     def _log(self, values: dict[str, float], frames: int | None = None) -> None:
         for logger in self._loggers:
             for name, value in values.items():
                 logger.log_scalar(name, value, step=self.frames if frames is None else frames)
+
+
+def check_wandb(project: str | None) -> None:
+    """Raise ConfigurationError if it is wanted and not installed."""
+    if project is not None and importlib.util.find_spec("wandb") is None:
+        raise ConfigurationError(
+            "--wandb needs a package that is not installed: pip install 'torchrl-dist[wandb]'"
+        )
+
+
+def _wandb_logger(project: str, run_id: str, title: str, output: Path) -> Any:
+    """Of a resumed run, the one it had. What is printed, and which packages are installed, is not
+    sent."""
+    from torchrl.record.loggers import WandbLogger
+
+    try:
+        return WandbLogger(
+            title,
+            project=project,
+            id=run_id,
+            save_dir=str(output),
+            log_env_packages=False,
+            settings={"console": "off"},
+        )
+    except Exception as error:
+        raise ConfigurationError(f"--wandb: {project} cannot be logged to ({error})") from error
 
 
 def _bound(before: tuple[float, float, float], now: tuple[float, float, float]) -> Bound | None:

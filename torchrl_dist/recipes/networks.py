@@ -1,4 +1,4 @@
-"""Networks of the recipes' policies, in plain torch so that ``play`` needs nothing else.
+"""Networks of the recipes' policies.
 
 :class:`PolicySpec` says all that it takes to make one, so that weights can be played anywhere.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigurationError
-from .environments import Task, named_function
+from .environments import Images, Task, named_function
 
 
 def mlp(
@@ -34,21 +34,80 @@ def mlp(
     return layers[:-1]
 
 
+class Scaled(nn.Module):
+    """``body`` of images as float32 in [0, 1], with one batch dimension in place of any number.
+
+    ``forward``: ``[..., channels, height, width]`` -> ``[..., outputs]``.
+    """
+
+    def __init__(self, images: Images, body: nn.Module) -> None:
+        super().__init__()
+        self.high = images.high
+        self.body = body
+
+    def forward(self, observation: Tensor) -> Tensor:
+        *batch, channels, height, width = observation.shape
+        rows = observation.reshape(-1, channels, height, width) / self.high
+        return self.body(rows).reshape(*batch, -1)
+
+
+_NATURE_SIDE = 36  # the smallest image that three layers can take
+
+
+def convolutions(images: Images, *, orthogonal: bool) -> nn.Module:
+    """TorchRL's ConvNet, ``[N, channels, height, width]`` -> ``[N, features]``: the three layers of
+    Mnih et al. 2015, or for small images the one of Young and Tian 2019 (MinAtar).
+
+    Raises:
+        ConfigurationError: an image is smaller than the kernel.
+    """
+    from torchrl.modules import ConvNet
+
+    channels, *sides = images.shape
+    if min(sides) < 3:
+        raise ConfigurationError(f"--env: got images {images.shape}, expected at least 3 x 3")
+    layers: dict[str, Any] = {"num_cells": [16], "kernel_sizes": [3], "strides": [1]}
+    if min(sides) >= _NATURE_SIDE:
+        layers = {"num_cells": [32, 64, 64], "kernel_sizes": [8, 4, 3], "strides": [4, 2, 1]}
+    net = ConvNet(in_features=channels, activation_class=nn.ReLU, **layers)
+    for layer in net:
+        if orthogonal and isinstance(layer, nn.Conv2d):
+            nn.init.orthogonal_(layer.weight, math.sqrt(2))
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+    return net
+
+
 def layers(
     make: str | None,
-    sizes: Sequence[int],
+    inputs: int | Images,
+    hidden: Sequence[int],
+    outputs: int,
     activation: type[nn.Module],
     *,
     last_gain: float | None = None,
 ) -> list[nn.Module]:
-    """Those of :func:`mlp`, or the one module that the user's function ``make`` returns.
+    """Those of :func:`mlp`, of images behind :func:`convolutions`; or the one module that the
+    user's function ``make`` returns.
 
     Raises:
         ConfigurationError: there is no such function, or its module gives another shape.
     """
-    if make is None:
-        return mlp(sizes, activation, last_gain=last_gain)
-    inputs, outputs = sizes[0], sizes[-1]
+    if isinstance(inputs, int):
+        if make is None:
+            return mlp([inputs, *hidden, outputs], activation, last_gain=last_gain)
+        return [_made(make, inputs, outputs)]
+    if make is not None:
+        return [Scaled(inputs, _made(make, inputs.shape, outputs))]
+    seen = convolutions(inputs, orthogonal=last_gain is not None)
+    with torch.no_grad():
+        features = seen(torch.zeros(1, *inputs.shape)).shape[-1]
+    behind = mlp([features, *hidden, outputs], activation, last_gain=last_gain)
+    return [Scaled(inputs, nn.Sequential(seen, *behind))]
+
+
+def _made(make: str, inputs: int | tuple[int, ...], outputs: int) -> nn.Module:
+    """What the user's function returns."""
     try:
         function = named_function(make)
     except ImportError as error:
@@ -60,30 +119,31 @@ def layers(
         raise ConfigurationError(
             f"--network: {make} returned a {type(made).__name__}, expected a torch.nn.Module"
         )
+    rows = torch.zeros(2, inputs) if isinstance(inputs, int) else torch.zeros(2, *inputs)
     with torch.no_grad():
-        answer = made(torch.zeros(2, inputs))
+        answer = made(rows)
     if getattr(answer, "shape", None) != (2, outputs):
         raise ConfigurationError(
             f"--network: the module of {make}({inputs}, {outputs}) made "
-            f"{list(getattr(answer, 'shape', []))} of [2, {inputs}], expected [2, {outputs}]"
+            f"{list(getattr(answer, 'shape', []))} of {list(rows.shape)}, expected [2, {outputs}]"
         )
-    return [made]
+    return made
 
 
 class QNetwork(nn.Sequential):
     """From observations to one value per action.
 
-    ``forward``: any real dtype ``[..., observation_size]`` -> float32 ``[..., num_actions]``.
+    ``forward``: any real dtype ``[..., inputs]`` -> float32 ``[..., num_actions]``.
     """
 
     def __init__(
         self,
-        observation_size: int,
+        inputs: int | Images,
         num_actions: int,
         hidden: Sequence[int],
         make: str | None = None,
     ) -> None:
-        super().__init__(*layers(make, [observation_size, *hidden, num_actions], nn.ReLU))
+        super().__init__(*layers(make, inputs, hidden, num_actions, nn.ReLU))
 
     def forward(self, observation: Tensor) -> Tensor:
         return super().forward(observation.to(torch.float32))
@@ -98,22 +158,22 @@ class CategoricalNetwork(QNetwork):
 
     def __init__(
         self,
-        observation_size: int,
+        inputs: int | Images,
         num_actions: int,
         hidden: Sequence[int],
         make: str | None = None,
     ) -> None:
-        sizes = [observation_size, *hidden, num_actions]
-        nn.Sequential.__init__(self, *layers(make, sizes, nn.Tanh, last_gain=0.01))
+        made = layers(make, inputs, hidden, num_actions, nn.Tanh, last_gain=0.01)
+        nn.Sequential.__init__(self, *made)
 
 
 class ValueNetwork(nn.Sequential):
-    """``[..., observation_size]`` -> the state's value, float32 ``[..., 1]``."""
+    """``[..., inputs]`` -> the state's value, float32 ``[..., 1]``."""
 
     def __init__(
-        self, observation_size: int, hidden: Sequence[int], make: str | None = None
+        self, inputs: int | Images, hidden: Sequence[int], make: str | None = None
     ) -> None:
-        super().__init__(*layers(make, [observation_size, *hidden, 1], nn.Tanh, last_gain=1.0))
+        super().__init__(*layers(make, inputs, hidden, 1, nn.Tanh, last_gain=1.0))
 
     def forward(self, observation: Tensor) -> Tensor:
         return super().forward(observation.to(torch.float32))
@@ -138,8 +198,7 @@ class SquashedGaussianNetwork(nn.Module):
         make: str | None = None,
     ) -> None:
         super().__init__()
-        sizes = [observation_size, *hidden, 2 * len(low)]
-        self.layers = nn.Sequential(*layers(make, sizes, nn.ReLU))
+        self.layers = nn.Sequential(*layers(make, observation_size, hidden, 2 * len(low), nn.ReLU))
         self.register_buffer("low", torch.tensor(low, dtype=torch.float32), persistent=False)
         self.register_buffer("high", torch.tensor(high, dtype=torch.float32), persistent=False)
 
@@ -162,6 +221,7 @@ class PolicySpec:
         env: what it plays: a gymnasium id or ``package.module:make``.
         make: the user's function in place of ``hidden``, as :func:`layers` takes it.
         num_actions: 0 for continuous actions, which are between ``action_low`` and ``action_high``.
+        images: what it sees, unless that is flat.
     """
 
     env: str
@@ -172,6 +232,7 @@ class PolicySpec:
     action_low: tuple[float, ...] = ()
     action_high: tuple[float, ...] = ()
     make: str | None = None
+    images: Images | None = None
 
     @classmethod
     def of(
@@ -179,7 +240,7 @@ class PolicySpec:
     ) -> PolicySpec:
         """For the observations and actions of ``task``."""
         sizes = (task.num_actions, task.action_low, task.action_high)
-        return cls(task.env, task.observation_size, tuple(hidden), kind, *sizes, make)
+        return cls(task.env, task.observation_size, tuple(hidden), kind, *sizes, make, task.images)
 
     @classmethod
     def from_plain(cls, info: Mapping[str, Any]) -> PolicySpec:
@@ -187,6 +248,8 @@ class PolicySpec:
         known = {name: info[name] for name in cls.__dataclass_fields__ if name in info}
         for name in ("env", "observation_size", "hidden"):
             known[name] = info[name]
+        if known.get("images") is not None:
+            known["images"] = Images(tuple(known["images"]["shape"]), known["images"]["high"])
         return cls(**known)
 
     def as_plain(self) -> dict[str, Any]:
@@ -200,4 +263,5 @@ class PolicySpec:
                 self.observation_size, self.action_low, self.action_high, self.hidden, self.make
             )
         kinds = {"values": QNetwork, "categorical": CategoricalNetwork}
-        return kinds[self.kind](self.observation_size, self.num_actions, self.hidden, self.make)
+        inputs = self.observation_size if self.images is None else self.images
+        return kinds[self.kind](inputs, self.num_actions, self.hidden, self.make)

@@ -2,9 +2,9 @@
 
 How often a frame is learned from is a hyper-parameter of SAC, and drifts where processes run as
 fast as they can. Here samples per insert are batch size times updates per frame, whoever is faster
-(Haarnoja et al. 2018, arXiv:1812.05905). ``build`` is the program's topology; the loop is every
-recipe's (``training.py``). The other processes serve. Environments: gymnasium's with flat Box
-observations and bounded continuous actions.
+(Haarnoja et al. 2018, arXiv:1812.05905), also where each node keeps a shard. ``build`` is the
+program's topology; the loop is every recipe's (``training.py``). The other processes serve.
+Environments: gymnasium's with flat Box observations and bounded continuous actions.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from torchrl.objectives import SACLoss, SoftUpdate
 
 from ..collect import CollectReport, RPCBatchedCollector
-from ..errors import ConfigurationError
 from ..learn.ranks import Ranks
-from ..replay import RateLimiter, SharedMemmapStorage, SharedReplayBuffer
+from ..replay import RateLimiter, SharedReplayBuffer
 from ..runtime import Session
 from .environments import Task, for_collectors
 from .networks import PolicySpec, layers
 from .policies import action_values_of, squashed_gaussian_actor
 from .sac_config import SACConfig
-from .training import Learner, Start, choose_device, copied, stream_seed, train
+from .shared_rows import remarks_on_resume, shared_buffer
+from .training import LossLearner, Start, choose_device, stream_seed, train
 
 __all__ = ["SAC", "SACConfig", "build", "rows", "run"]
 
@@ -38,7 +38,7 @@ class ActionValue(nn.Sequential):
 
     def __init__(self, task: Task, hidden: tuple[int, ...], make: str | None = None) -> None:
         inputs = task.observation_size + len(task.action_low)
-        super().__init__(*layers(make, [inputs, *hidden, 1], nn.ReLU))
+        super().__init__(*layers(make, inputs, hidden, 1, nn.ReLU))
 
     def forward(  # type: ignore[override]  # it takes two inputs where a Sequential takes one
         self, observation: Tensor, action: Tensor
@@ -62,7 +62,7 @@ def rows(rollout: TensorDictBase) -> TensorDictBase:
     return kept
 
 
-class SAC(Learner):
+class SAC(LossLearner):
     """The learner, its collectors, and the buffer between them."""
 
     def __init__(
@@ -75,17 +75,15 @@ class SAC(Learner):
         collector: RPCBatchedCollector,
         device: torch.device,
     ) -> None:
+        # One optimizer: no part of the loss has gradients for another part's weights.
+        super().__init__(loss, collector, lr=config.learning_rate)
         self.config = config
         self.session = session
         self.network = network
-        self.loss = loss
         self.buffer = buffer
-        self.collector = collector
         self.device = device
         self.ranks = Ranks(timeout_s=config.timeout_s)
         self._target = SoftUpdate(loss, tau=config.target_tau)
-        # One for all: no part of the loss has gradients for another part's weights.
-        self._optimizer = torch.optim.Adam(loss.parameters(), lr=config.learning_rate, fused=True)
 
     def learn(self, data: CollectReport, frames: int) -> dict[str, Any]:
         """As many gradient steps as the limiter allows after these frames."""
@@ -105,29 +103,16 @@ class SAC(Learner):
 
     def _update(self, batch: TensorDictBase) -> TensorDictBase:
         losses = self.loss(batch)
-        self._optimizer.zero_grad()
-        (losses["loss_qvalue"] + losses["loss_actor"] + losses["loss_alpha"]).backward()
-        self._optimizer.step()
+        self.step(losses["loss_qvalue"] + losses["loss_actor"] + losses["loss_alpha"])
         self._target.step()
-        self.updates += 1
         return losses
 
-    def state_dict(self) -> dict[str, Any]:
-        return copied(
-            model=dict(self.loss.state_dict()), optimizer=self._optimizer.state_dict(), extra={}
-        )
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.loss.load_state_dict(dict(state["model"]))
-        self._optimizer.load_state_dict(dict(state["optimizer"]))
-        self.collector.update_policy_weights_()
-        if len(self.buffer) == 0:
-            self.remarks = (
-                f"the replay directory {self.config.replay_path} was gone: the buffer fills anew",
-            )
+        super().load_state_dict(state)
+        self.remarks = remarks_on_resume(self.buffer)
 
     def close(self) -> None:
-        """Stop the workers, then leave the buffer's directory."""
+        """Stop the workers, then leave the buffer."""
         try:
             super().close()
         finally:
@@ -143,16 +128,7 @@ def build(config: SACConfig, task: Task, policy: PolicySpec, session: Session, s
         policy: of the network that is trained.
         session: the learner's; its collectors serve.
         start: where the run begins, if an earlier one is resumed.
-
-    Raises:
-        ConfigurationError: the job spans several machines.
     """
-    if not session.world.one_node:
-        raise ConfigurationError(
-            "this recipe's replay buffer is shared by the processes of one machine, but the job "
-            f"has {session.world.world_size} processes of which "
-            f"{session.world.local_world_size} are here; start it on one node"
-        )
     device = choose_device(config, session)
     network = policy.network().to(device)
     actor = squashed_gaussian_actor(network, task.action_low, task.action_high)
@@ -166,26 +142,16 @@ def build(config: SACConfig, task: Task, policy: PolicySpec, session: Session, s
     ).to(device)
     loss.make_value_estimator(gamma=config.gamma)
     samples_per_insert = config.batch_size * config.updates_per_frame
-    buffer = SharedReplayBuffer(
-        storage=SharedMemmapStorage(
-            config.capacity,
-            scratch_dir=config.replay_path,
-            job_id=session.world.job_id,
-            resume=start.resumes > 0,
-            keep=True,
-            timeout_s=config.timeout_s,
-            limiter=RateLimiter(
-                min_size_to_sample=config.learning_starts,
-                samples_per_insert=samples_per_insert,
-                error_buffer=max(
-                    config.batch_size, _BATCHES_OFF * config.frames_per_batch * samples_per_insert
-                ),
-            ),
+    limiter = RateLimiter(
+        min_size_to_sample=config.learning_starts,
+        samples_per_insert=samples_per_insert,
+        error_buffer=max(
+            config.batch_size, _BATCHES_OFF * config.frames_per_batch * samples_per_insert
         ),
-        batch_size=config.batch_size,
     )
+    buffer = shared_buffer(config, session, start, batch_size=config.batch_size, limiter=limiter)
     collector = RPCBatchedCollector(
-        for_collectors(config.env),
+        for_collectors(config.env, config.reward_clip),
         actor,
         session=session,
         frames_per_batch=config.frames_per_batch,

@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..errors import ConfigurationError
-from .config import JOB, LEARNING, RecipeConfig, ReplayConfig
+from .config import JOB, LEARNING, REPLAY, WATCHING, RecipeConfig, ReplayConfig
 from .options import option
-
-REPLAY = "replay"
 
 
 @dataclass(frozen=True)
@@ -34,7 +31,7 @@ class SACConfig(ReplayConfig):
     )
     eval_interval_frames: int = option(
         2_000, "frames between two evaluations", unit="frames", minimum=1,
-        group="evaluation and checkpoints",
+        group=WATCHING,
     )  # fmt: skip
 
     updates_per_frame: float = option(
@@ -51,11 +48,3 @@ class SACConfig(ReplayConfig):
     )  # fmt: skip
 
     capacity: int = option(100_000, "rows the buffer holds", minimum=1, group=REPLAY)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.learning_starts > self.capacity:
-            raise ConfigurationError(
-                f"--learning-starts: got {self.learning_starts}, expected at most the capacity "
-                f"({self.capacity})"
-            )

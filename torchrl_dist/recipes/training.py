@@ -36,7 +36,7 @@ from ..runtime import Peer, Session, current_session
 from .config import RecipeConfig
 from .environments import Task, look_at
 from .evaluator import Evaluations, EvaluatorConfig
-from .monitor import Monitor
+from .monitor import Monitor, check_wandb
 from .networks import PolicySpec
 from .plots import Evaluation
 
@@ -83,6 +83,44 @@ class Learner(ABC):
     def close(self) -> None:
         """Stop the workers."""
         self.collector.shutdown()
+
+
+class LossLearner(Learner):
+    """A learner whose weights are those of one of TorchRL's losses, all updated by one Adam.
+
+    Attributes:
+        loss: sends its weights to the collectors through the policy in it.
+    """
+
+    def __init__(self, loss: Any, collector: RPCBatchedCollector, **adam: Any) -> None:
+        self.loss = loss
+        self.collector = collector
+        self._weights = list(loss.parameters())
+        self._optimizer = torch.optim.Adam(self._weights, fused=True, **adam)
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """From the next step on."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+
+    def step(self, total: torch.Tensor, max_grad_norm: float | None = None) -> None:
+        """One gradient step on the sum of the losses."""
+        self._optimizer.zero_grad()
+        total.backward()
+        if max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self._weights, max_grad_norm)
+        self._optimizer.step()
+        self.updates += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        # an optimizer keeps the tensors of a state, which later steps would change
+        model, optimizer = dict(self.loss.state_dict()), self._optimizer.state_dict()
+        return copy.deepcopy({"model": model, "optimizer": optimizer, "extra": {}})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.loss.load_state_dict(dict(state["model"]))
+        self._optimizer.load_state_dict(dict(state["optimizer"]))
+        self.collector.update_policy_weights_()
 
 
 @dataclass(frozen=True)
@@ -163,12 +201,13 @@ def train(
     signal it finishes the batch at hand, writes the checkpoint and returns.
 
     Raises:
-        ConfigurationError: the environment, the machines or the device do not fit.
+        ConfigurationError: the environment, the machines, the device or a logger do not fit.
         CheckpointError: ``resume``, and the checkpoint is missing or damaged.
         DirectoryError: the replay directory cannot be used.
         PeerLostError: all collectors of a learner are lost, or a learner is. A checkpoint has been
             written.
     """
+    check_wandb(config.wandb)
     before = load_checkpoint(config.checkpoint_path, recipe=config.recipe) if resume else None
     start = Start.of(before)
     others = [
@@ -347,6 +386,7 @@ class Keeper:
             title=f"{config.title} on {config.env}, seed {config.seed}",
             threshold=training.task.reward_threshold,
             history=dict(before.extra["history"]) if before else {},
+            wandb=config.wandb,
         )
         self.evaluations = Evaluations(
             self.session,
@@ -484,8 +524,3 @@ class Keeper:
                 self.lost.append(peer.name)
                 why = self.session.lost_reason(peer)
                 self.monitor.say(f"{peer.name} is lost ({why}); training goes on without it")
-
-
-def copied(**state: Any) -> dict[str, Any]:
-    """A state that later updates leave alone (an optimizer keeps the tensors it was given)."""
-    return copy.deepcopy(state)

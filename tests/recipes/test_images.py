@@ -1,0 +1,157 @@
+"""Environments that show images, from the spaces to whole runs at toy size."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from torchrl_dist.checkpoint import load_checkpoint
+from torchrl_dist.cli import main
+from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.recipes.apex_actor import RowsWithPriority
+from torchrl_dist.recipes.environments import Images, look_at, make_env
+from torchrl_dist.recipes.networks import PolicySpec, QNetwork, ValueNetwork
+
+ATARI, GRID = "ALE/Pong-v5", "MiniGrid-Empty-5x5-v0"
+for package in ("ale_py", "cv2", "minigrid"):
+    pytest.importorskip(package)
+PIXELS, CELLS = Images((4, 84, 84), 255.0), Images((20, 7, 7), 1.0)
+
+
+@pytest.mark.parametrize(("env", "images"), [(ATARI, PIXELS), (GRID, CELLS)])
+def test_images_are_seen_as_channels_height_width_of_bytes(env: str, images: Images) -> None:
+    task = look_at(env, discrete=True)
+    assert task.images == images
+    made = make_env(env)
+    observation, _ = made.reset(seed=0)
+    assert observation.dtype == np.uint8 and observation.shape == images.shape
+    assert 0 < observation.max() <= images.high
+    made.close()
+    if env == GRID:  # one thing, one colour and one state in each cell
+        assert (observation.sum(0) == 3).all()
+        with pytest.raises(ConfigurationError, match="expected Discrete|one dimension$"):
+            look_at(env, discrete=False)
+
+
+class Picture(gymnasium.Env):
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, space: gymnasium.Space) -> None:
+        self.observation_space = space
+
+
+def small_picture() -> gymnasium.Env:
+    return Picture(gymnasium.spaces.Box(0, 255, (3, 2, 9), np.uint8))
+
+
+def float_picture() -> gymnasium.Env:
+    return Picture(gymnasium.spaces.Box(0.0, 1.0, (3, 9, 9), np.float32))
+
+
+def test_other_pictures_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="uint8 .channels, height, width"):
+        look_at(f"{__name__}:float_picture", discrete=True)
+    task = look_at(f"{__name__}:small_picture", discrete=True)
+    with pytest.raises(ConfigurationError, match="at least 3 x 3"):
+        QNetwork(task.inputs, 2, (8,))
+
+
+NETWORKS = """
+import torch
+
+def flat(inputs, outputs):
+    channels, height, width = inputs
+    return torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.Linear(channels * height * width, outputs)
+    )
+"""
+
+
+@pytest.mark.parametrize("images", [PIXELS, CELLS])
+@pytest.mark.parametrize("make", [None, "networks_of_images_of_a_test:flat"])
+def test_networks_scale_images_and_take_any_number_of_batch_dimensions(
+    images: Images, make: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "networks_of_images_of_a_test.py").write_text(NETWORKS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    env = ATARI if images == PIXELS else GRID
+    task = look_at(env, discrete=True)
+    seen = torch.randint(0, int(images.high) + 1, (2, 3, *images.shape), dtype=torch.uint8)
+    for kind in ("values", "categorical"):
+        spec = PolicySpec.of(task, kind, (16,), make)
+        network = spec.network()
+        again = PolicySpec.from_plain(json.loads(json.dumps(spec.as_plain()))).network()
+        again.load_state_dict(network.state_dict())
+        with torch.no_grad():
+            answers = network(seen)
+            assert answers.shape == (2, 3, task.num_actions)
+            torch.testing.assert_close(again(seen), answers)
+            torch.testing.assert_close(network(seen[1, 2]), answers[1, 2], atol=1e-5, rtol=1e-4)
+            body = network[0].body
+            torch.testing.assert_close(body(seen[0] / images.high), answers[0])
+    assert ValueNetwork(task.inputs, (16,), make)(seen).shape == (2, 3, 1)
+
+
+def test_rows_keep_bytes() -> None:
+    torch.manual_seed(0)
+    observation = torch.randint(0, 2, (2, 6, *CELLS.shape), dtype=torch.uint8)
+    flags = torch.zeros(2, 5, 1, dtype=torch.bool)
+    rollout = TensorDict(
+        {
+            "observation": observation[:, :-1],
+            "action": torch.zeros(2, 5, dtype=torch.int64),
+            "collector": {"traj_ids": torch.zeros(2, 5, dtype=torch.int64)},
+            "next": {
+                "observation": observation[:, 1:],
+                "reward": torch.ones(2, 5, 1),
+                "done": flags,
+                "terminated": flags.clone(),
+            },
+        },
+        [2, 5],
+        names=[None, "time"],
+    )
+    rows = RowsWithPriority(QNetwork(CELLS, 3, (8,)), gamma=0.9, n_steps=3)(rollout)
+    assert rows["observation"].dtype == rows["next", "observation"].dtype == torch.uint8
+    assert torch.equal(rows["observation"], observation[:, :3])
+    assert torch.equal(rows["next", "observation"], observation[:, 3:])
+
+
+TOY = [
+    *("--collectors", "0", "--envs-per-collector", "2", "--hidden", "16"),
+    *("--eval-episodes", "1", "--eval-max-steps", "3", "--output-dir", "run"),
+]
+RUNS = {
+    "apex": [
+        *("--env", ATARI, "--frames-per-batch", "16", "--updates-per-batch", "1"),
+        *("--learning-starts", "16", "--capacity", "100", "--batch-size", "4"),
+    ],
+    "impala": ["--env", GRID, "--frames-per-batch", "16"],
+    "ddppo": ["--env", GRID, "--frames-per-batch", "16", "--learners", "1", "--epochs", "1"],
+}
+
+
+@pytest.mark.parametrize("recipe", RUNS)
+def test_a_run_with_images_learns_and_resumes(
+    recipe: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    updates = []
+    for more in (["--total-frames", "32"], ["--total-frames", "48", "--resume"]):
+        assert main(["train", recipe, *TOY, *RUNS[recipe], *more]) == 0
+        updates.append(json.loads(capsys.readouterr().out.splitlines()[-1])["updates"])
+    assert 0 < updates[0] < updates[1]
+    assert load_checkpoint("run/checkpoint.pt").policy_info["images"] is not None
+    if recipe != "apex":  # an episode of Pong is long
+        assert main(["play", "run", "--episodes", "1"]) == 0

@@ -1,0 +1,353 @@
+"""How soon is a policy good, and what do more processes bring?
+
+    torchrl-dist bench train --env CartPole-v1 --json train.jsonl --plot train.png
+
+Each peer trains until the greedy mean of 20 fresh episodes reaches the environment's threshold
+(CartPole-v1 475, Acrobot-v1 -100, LunarLander-v3 200, Pendulum-v1 -200), in processes of its own,
+one seed of all peers after the other:
+
+- ``ours-N``: ``torchrl-dist train`` with N processes that collect; 0: the learner steps the
+  environments. Evaluations are played in another process, or with 0 beside the training.
+- ``torchrl``: the same algorithm, network, settings and number of environments in one process, of
+  TorchRL's collector, replay buffer and losses (``bench/train_torchrl.py``).
+- ``sb3``: stable-baselines3 with the settings of rl-baselines3-zoo; DQN beside apex, PPO beside
+  ddppo, A2C beside impala, SAC beside sac.
+
+Seconds are those of training: starting is not counted, nor are the evaluations of the last two,
+for which training stops; what ours cost beside the training is. A run that does not reach the
+threshold within its frames or its time limit counts as one that takes for ever, in the medians too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchrl_dist.bench.command import (
+    above_zero,
+    add_figures,
+    check_folders,
+    describe,
+    in_rounds,
+    names,
+    say,
+    until_stopped,
+)
+from torchrl_dist.bench.train_plan import (
+    EPISODES,
+    OTHERS,
+    PEERS,
+    REASONS,
+    SB3,
+    THRESHOLDS,
+    TORCHRL,
+    ZOO,
+    Case,
+    Gain,
+    Row,
+    Run,
+    as_line,
+    band,
+    gains,
+    rows,
+    same_as_another,
+)
+from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.recipes.catalog import RECIPES
+
+if TYPE_CHECKING:
+    from torchrl_dist.recipes.environments import Task
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and its options."""
+    describe(parser, __doc__, run)
+    parser.add_argument(
+        "--env", default="CartPole-v1", help="a gymnasium environment (default: CartPole-v1)"
+    )
+    parser.add_argument(
+        "--algorithms",
+        type=names(list(RECIPES)),
+        metavar="A,B",
+        help=f"some of {','.join(RECIPES)} (default: those that fit the environment)",
+    )
+    parser.add_argument(
+        "--peers",
+        type=names(PEERS),
+        default=list(PEERS),
+        metavar="A,B",
+        help=f"some of {','.join(PEERS)} (default: all)",
+    )
+    parser.add_argument(
+        "--seeds", type=above_zero(int), default=3, metavar="N", help="runs of each (default: 3)"
+    )
+    parser.add_argument(
+        "--threshold", type=float, metavar="RETURN", help="(default: the environment's)"
+    )
+    parser.add_argument(
+        "--frames",
+        type=above_zero(int),
+        help="longest run (default: the recipe's, of sb3 the zoo's)",
+    )
+    parser.add_argument(
+        "--threads",
+        type=above_zero(int),
+        default=1,
+        help="of torch in the process of torchrl and of sb3; ours have one each (default: 1)",
+    )
+    add_figures(
+        parser,
+        timeout_s=600.0,
+        timed="a run's training",
+        line_per="run",
+        plot="returns over frames and over seconds",
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse ``argv`` and :func:`run`."""
+    parser = argparse.ArgumentParser(prog="torchrl-dist bench train")
+    add_options(parser)
+    return run(parser.parse_args(argv))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print tables. Blocks for minutes; Ctrl-C ends it in order, prints what is there, and
+    forgets the run under way. Lines are written as the runs end.
+
+    Returns:
+        0; 1 if a run failed; 130 or 143 after SIGINT or SIGTERM.
+
+    Raises:
+        ConfigurationError: nothing of what was asked for can be measured.
+    """
+    check_folders(options.json, options.plot)
+    groups = plan(options)
+    results: dict[Case, list[Run]] = {}
+    status = until_stopped(lambda: _measure_all(options, groups, results))
+    _print(rows(results))
+    if options.plot is not None and results:
+        _plot(options.plot, results)
+    return status
+
+
+def plan(options: argparse.Namespace) -> list[list[Case]]:
+    """The cases that can be measured here, a group per algorithm; says what is left out and why.
+
+    Raises:
+        ConfigurationError: the environment cannot be built, an algorithm does not fit it, its
+            threshold is not known, or no case is left.
+    """
+    tasks = _fitting(options.env, options.algorithms)
+    threshold = options.threshold
+    if threshold is None:
+        own = next(iter(tasks.values())).reward_threshold
+        threshold = THRESHOLDS.get(options.env, own)
+    if threshold is None:
+        raise ConfigurationError(f"{options.env} names no threshold: expected --threshold RETURN")
+    cases = {algorithm: list[Case]() for algorithm in tasks}
+    for algorithm in tasks:
+        for peer in options.peers:
+            reason = missing(algorithm, options.env, peer)
+            if reason is not None:
+                say(f"left out: {algorithm} {peer}: {reason}")
+                continue
+            limits = options.frames, options.timeout_s, options.threads
+            cases[algorithm].append(Case(algorithm, options.env, peer, threshold, *limits))
+    if not any(cases.values()):
+        raise ConfigurationError("none of the peers can be measured here")
+    return list(cases.values())
+
+
+def _fitting(env: str, algorithms: Sequence[str] | None) -> dict[str, Task]:
+    """What each algorithm would learn; of all, where none is named, those that can."""
+    from torchrl_dist.recipes.environments import look_at
+
+    tasks, refused = {}, None
+    for algorithm in algorithms or RECIPES:
+        try:
+            tasks[algorithm] = look_at(env, discrete=RECIPES[algorithm].config.discrete)
+        except ConfigurationError as error:
+            refused = error
+            if algorithms:
+                raise
+    if refused is not None and not tasks:
+        raise refused
+    return tasks
+
+
+def missing(algorithm: str, env: str, peer: str) -> str | None:
+    """Why the peer cannot be measured here, if so."""
+    if same_as_another(algorithm, peer):
+        return "its learner steps environments itself: that is ours-1"
+    if peer == TORCHRL and algorithm == "apex":
+        from torchrl_dist.bench.replay_peers import PEERS as BUFFERS
+
+        return BUFFERS["torchrl"].missing()
+    if peer == SB3:
+        if importlib.util.find_spec("stable_baselines3") is None:
+            return "not installed: pip install 'torchrl-dist[bench-sb3]'"
+        if (algorithm, env) not in ZOO:
+            return f"the zoo's settings for {env} are not known here"
+    return None
+
+
+def _measure_all(
+    options: argparse.Namespace, groups: list[list[Case]], results: dict[Case, list[Run]]
+) -> int:
+    from torchrl_dist.bench.replay_peers import versions
+    from torchrl_dist.bench.table import append_json
+    from torchrl_dist.bench.train_peers import GRACE_S, measure
+
+    about = {"cpus": os.cpu_count(), "versions": versions([SB3])}
+
+    def run_one(launcher: Any, case: Case, folder: Path) -> Run:
+        seed = len(results.get(case, []))
+        limit_s = case.limit_s + 2 * GRACE_S
+        return launcher.run(measure, case, seed, str(folder), folder=folder, timeout_s=limit_s)
+
+    def take(case: Case, run: Run) -> str:
+        results.setdefault(case, []).append(run)
+        if options.json is not None:
+            append_json(options.json, [as_line(case, run)], about)
+        end = run.reached(case.threshold)
+        if end is not None:
+            return f"{case.threshold:g} after {end.frames:,} frames and {end.seconds:.1f} s"
+        last = f", {run.points[-1].mean:.1f} at last" if run.points else ""
+        return f"never reached {case.threshold:g}: out of {run.ended}{last}"
+
+    def label(case: Case) -> str:
+        return f"{case.algorithm} {case.env} {case.peer}"
+
+    parent = Path(tempfile.gettempdir())
+    return in_rounds(options.seeds, groups, parent, run_one, label, take)
+
+
+# ---- what becomes of it
+
+
+def _print(table: list[Row]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    if not table:
+        return
+    console = Console(width=120)
+    shown = Table(title="to the threshold: medians, and seconds of ours by those of a peer")
+    for column in ("algorithm", "env", "peer"):
+        shown.add_column(column)
+    figures = ("reached", "frames", "seconds", "frames/s", *(f"x {name}" for name in OTHERS))
+    for column in (*figures, "start, s"):
+        shown.add_column(column, justify="right")
+    for row in table:
+        shown.add_row(
+            row.algorithm,
+            row.env,
+            row.peer,
+            f"{row.reached} of {row.runs}",
+            _figure(row.frames, ",.0f"),
+            _figure(row.seconds, ".1f"),
+            f"{row.frames_per_s:,.0f}",
+            *(_ratio(row.ratios.get(name)) for name in OTHERS),
+            f"{row.start_s:.1f}",
+        )
+    console.print(shown)
+    if found := gains(table):
+        console.print(_what_it_brings(found))
+
+
+def _figure(value: float, form: str) -> str:
+    return "never" if math.isinf(value) else format(value, form)
+
+
+def _ratio(value: float | None) -> str:
+    if value is None:
+        return "-"
+    if math.isinf(value):
+        return "never"
+    return f"{value:.2f}" if value else "only ours"
+
+
+def _what_it_brings(found: list[Gain]) -> Any:
+    from rich.table import Table
+
+    table = Table(title="what more processes bring: the fastest of ours by the smallest")
+    for column in ("algorithm", "env", "of", "speed-up", "frames", "frames/s", "learner waits"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("because")
+    for gain in found:
+        waits = gain.best.learner_waits
+        table.add_row(
+            gain.best.algorithm,
+            gain.best.env,
+            f"{gain.best.peer} by {gain.fewest.peer}",
+            f"{gain.speed_up:.2f}",
+            f"{gain.frames:.2f}",
+            f"{gain.pace:.2f}",
+            "-" if waits is None else f"{waits:.0%}",
+            REASONS[gain.best.algorithm],
+        )
+    return table
+
+
+_LINES = {  # told apart without colour by their strokes and marks
+    "ours-0": ("#9ecae1", ":", "o"),
+    "ours-1": ("#6baed6", "-.", "s"),
+    "ours-2": ("#08519c", "-", "D"),
+    "ours-4": ("#3182bd", "--", "^"),
+    TORCHRL: ("#a63603", "-", "x"),
+    SB3: ("#31a354", "--", "+"),
+}
+
+
+def _plot(path: Path, results: Mapping[Case, list[Run]]) -> None:
+    """A row of two panels per algorithm: returns over frames, and over seconds."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    groups: dict[tuple[str, str], list[Case]] = {}
+    for case in results:
+        groups.setdefault(case.group, []).append(case)
+    figure = Figure(figsize=(11, 3.6 * len(groups)), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(groups), 2, squeeze=False)
+    for ((algorithm, env), cases), pair in zip(groups.items(), panels, strict=True):
+        for axis, over in zip(pair, ("frames", "seconds"), strict=True):
+            for case in cases:
+                _draw(axis, case, results[case], over)
+            axis.axhline(cases[0].threshold, color="black", linewidth=0.8, linestyle=":")
+            axis.set(xlabel="frames" if over == "frames" else "training, s")
+            axis.set(ylabel=f"return, greedy mean of {EPISODES} episodes")
+            axis.set_title(f"{algorithm} on {env}", fontsize=10)
+            axis.grid(alpha=0.3)
+        if pair[0].lines:
+            pair[0].legend(fontsize=8)
+    most = max(len(runs) for runs in results.values())
+    figure.suptitle(
+        f"median and range of up to {most} seeds, {os.cpu_count()} cores; a run stops at the "
+        "threshold and keeps its last return",
+        fontsize=10,
+    )
+    figure.savefig(path, dpi=120)
+
+
+def _draw(axis: Any, case: Case, runs: list[Run], over: str) -> None:
+    curve = band([[(getattr(p, over), p.mean) for p in run.points] for run in runs if run.points])
+    if curve is None:
+        return
+    color, stroke, mark = _LINES[case.peer]
+    x, low, middle, high = curve
+    axis.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+    axis.plot(
+        x, middle, stroke, color=color, marker=mark, markevery=0.15, markersize=5, label=case.peer
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

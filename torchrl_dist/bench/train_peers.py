@@ -1,0 +1,262 @@
+"""One run of a peer, in a process of its own, up to the threshold."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+
+from torchrl_dist.bench.processes import MeasurementError
+from torchrl_dist.bench.train_plan import (
+    EPISODES,
+    OURS,
+    TORCHRL,
+    ZOO,
+    Case,
+    Point,
+    Run,
+    config_of,
+    up_to,
+)
+from torchrl_dist.checkpoint import load_checkpoint
+from torchrl_dist.recipes.environments import look_at, make_env
+from torchrl_dist.recipes.evaluate import Act, evaluate
+from torchrl_dist.recipes.networks import PolicySpec
+from torchrl_dist.recipes.plots import Evaluation
+
+GRACE_S = 120.0
+"""For starting and ending a run, beside its limit."""
+_LOOK_EVERY_S = 0.05
+
+
+def measure(case: Case, seed: int, folder: str) -> Run:
+    """Learn in this process, or in the one of ours that it starts.
+
+    Args:
+        folder: exists; for what a run leaves.
+    """
+    if case.peer in OURS:
+        return _ours(case, seed, Path(folder))
+    with _threads(case.threads):
+        return (_torchrl if case.peer == TORCHRL else _sb3)(case, seed)
+
+
+@contextlib.contextmanager
+def _threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# ---- ours
+
+
+def _ours(case: Case, seed: int, folder: Path) -> Run:
+    """``torchrl-dist train``, told to stop as a user would when an evaluation of its own has
+    reached the threshold."""
+    output, settings = folder / "run", folder / "config.yaml"
+    config = replace(config_of(case, seed), output_dir=str(output))
+    plain = config.as_plain()
+    settings.write_text(
+        yaml.safe_dump({k: list(v) if isinstance(v, tuple) else v for k, v in plain.items()})
+    )
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "torchrl_dist", "train", case.algorithm),
+            *("--config", str(settings)),
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )
+    with process:
+        try:
+            start_s = _stop_in_time(process, output / "csv", case)
+            said, _ = process.communicate(timeout=GRACE_S)
+        finally:
+            process.kill()
+    if process.returncode not in (0, 128 + signal.SIGTERM) or not said:
+        raise MeasurementError(f"torchrl-dist train ended with {process.returncode}")
+    result = json.loads(said.splitlines()[-1])
+    saved = load_checkpoint(config.checkpoint_path).extra["history"]["evaluations"]
+    seen = [Evaluation(*row) for row in saved]
+    points = up_to((Point(e.frames, e.seconds, e.mean) for e in seen), case.threshold)
+    ended = "time" if result["stopped_by"] else "frames"
+    if points and points[-1].mean >= case.threshold:
+        ended = "threshold"
+    bound = result["bound_by"]
+    return Run(seed, points, ended, start_s, None, plain, bound["learner_waits"] if bound else None)
+
+
+def _stop_in_time(process: subprocess.Popen, logs: Path, case: Case) -> float:
+    """Ask it to stop, at the threshold or after the limit; seconds until it began to train."""
+    means = logs / "scalars" / "eval" / "return.csv"
+    asked = began = time.monotonic()
+    training = False
+    while process.poll() is None:
+        now = time.monotonic()
+        if not training:
+            training, began = logs.exists(), now
+        if now - began > case.limit_s or _best(means) >= case.threshold:
+            process.terminate()
+            break
+        if now - asked > GRACE_S and not training:
+            raise MeasurementError(f"torchrl-dist train did not begin within {GRACE_S:g} s")
+        time.sleep(_LOOK_EVERY_S)
+    return began - asked
+
+
+def _best(means: Path) -> float:
+    """Of ``frames,mean`` lines; the last may be half written."""
+    if not means.exists():
+        return -math.inf
+    *lines, _ = means.read_text().split("\n")
+    return max((float(line.split(",")[1]) for line in lines), default=-math.inf)
+
+
+# ---- others, in this process
+
+
+class Watch:
+    """The clock of a run, which stands still while the policy is evaluated, and the run's end.
+
+    Args:
+        every: frames between two evaluations.
+        act: the greedy policy.
+        begun: when the run's process began, in ``time.monotonic``.
+    """
+
+    def __init__(self, case: Case, seed: int, every: int, act: Act, begun: float) -> None:
+        self._case = case
+        self._seed = seed
+        self._every = every
+        self._act = act
+        self._next = every
+        self._points: list[Point] = []
+        self._evaluating_s = 0.0
+        self._began = time.monotonic()
+        self._start_s = self._began - begun
+        self._ended: str | None = None
+
+    def over(self, frames: int) -> bool:
+        """Whether the run is to end after so many; evaluates if it is time to."""
+        if self._ended is None and frames >= self._next:
+            self._evaluate(frames)
+            self._next = frames + self._every
+        if self._ended is None and self._seconds() > self._case.limit_s:
+            self._ended = "time"
+        return self._ended is not None
+
+    def run(self, frames: int, settings: dict[str, Any]) -> Run:
+        """What came of it, after the last frame."""
+        if not self._points or self._points[-1].frames < frames:
+            self._evaluate(frames)
+        return Run(
+            self._seed,
+            tuple(self._points),
+            self._ended or "frames",
+            self._start_s,
+            self._evaluating_s,
+            settings,
+        )
+
+    def _seconds(self) -> float:
+        return time.monotonic() - self._began - self._evaluating_s
+
+    def _evaluate(self, frames: int) -> None:
+        seconds, begun = self._seconds(), time.monotonic()
+        returns = evaluate(
+            self._act,
+            self._case.env,
+            episodes=EPISODES,
+            seed=1_000_000 * self._seed + EPISODES * len(self._points),  # an episode takes one
+        )
+        self._evaluating_s += time.monotonic() - begun
+        self._points.append(Point(frames, seconds, fmean(returns)))
+        if self._points[-1].mean >= self._case.threshold:
+            self._ended = "threshold"
+
+
+def _torchrl(case: Case, seed: int) -> Run:
+    from torchrl_dist.bench.train_torchrl import LEARNERS
+
+    begun = time.monotonic()
+    config = config_of(case, seed)
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    task = look_at(config.env, discrete=config.discrete)
+    policy = PolicySpec.of(task, config.policy_kind, config.hidden, config.network)
+    learner = LEARNERS[case.algorithm](config, task, policy)
+    frames = 0
+    try:
+        watch = Watch(case, seed, config.eval_interval_frames, learner.network.greedy, begun)
+        for data in learner.collector:
+            frames += data.numel()
+            learner.learn(data, frames)
+            if watch.over(frames):
+                break
+    finally:
+        learner.collector.shutdown()
+    return watch.run(frames, config.as_plain())
+
+
+def _sb3(case: Case, seed: int) -> Run:
+    begun = time.monotonic()
+    import stable_baselines3
+    from stable_baselines3.common.callbacks import BaseCallback
+    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.vec_env import VecEnv, VecNormalize
+
+    zoo = ZOO[case.algorithm, case.env]
+    arguments = {name: _schedule(value) for name, value in zoo.settings.items()}
+    envs: VecEnv = make_vec_env(partial(make_env, case.env), zoo.envs, seed=seed)
+    if zoo.normalize:
+        envs = VecNormalize(envs, gamma=zoo.settings.get("gamma", 0.99))
+    model = getattr(stable_baselines3, zoo.algorithm)(
+        "MlpPolicy", envs, seed=seed, device="cpu", **arguments
+    )
+
+    def act(observation: torch.Tensor) -> torch.Tensor:
+        seen: Any = observation.numpy()
+        if isinstance(envs, VecNormalize):
+            seen = envs.normalize_obs(seen)
+        return torch.as_tensor(model.predict(seen, deterministic=True)[0])
+
+    class Watched(BaseCallback):
+        def _on_step(self) -> bool:
+            return not watch.over(self.num_timesteps)
+
+    total = case.frames or zoo.frames
+    every = config_of(case, seed).eval_interval_frames
+    watch = Watch(case, seed, every, act, begun)
+    try:
+        model.learn(total, callback=Watched())
+    finally:
+        envs.close()
+    return watch.run(model.num_timesteps, asdict(zoo) | {"frames": total})
+
+
+def _schedule(value: Any) -> Any:
+    """The zoo's ``"lin_X"`` as stable-baselines3 takes it: a function of the share that is left."""
+    if not (isinstance(value, str) and value.startswith("lin_")):
+        return value
+    start = float(value.removeprefix("lin_"))
+    return lambda left: left * start

@@ -1,0 +1,423 @@
+"""What the training benchmark can compare, and what becomes of its runs. Pure: imports no torch."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from torchrl_dist.recipes.catalog import RECIPES
+from torchrl_dist.recipes.config import RecipeConfig
+from torchrl_dist.recipes.ddppo_config import DDPPOConfig
+from torchrl_dist.recipes.impala_config import ImpalaConfig
+
+OURS = {f"ours-{n}": n for n in (0, 1, 2, 4)}
+"""How many processes collect."""
+TORCHRL, SB3 = "torchrl", "sb3"
+OTHERS = (TORCHRL, SB3)
+PEERS = (*OURS, *OTHERS)
+
+EPISODES = 20
+"""Greedy episodes, fresh ones, of each evaluation."""
+
+THRESHOLDS = {
+    "CartPole-v1": 475.0,
+    "Pendulum-v1": -200.0,
+    "LunarLander-v3": 200.0,
+    "Acrobot-v1": -100.0,
+}
+_EVALUATE_EVERY = {
+    "CartPole-v1": 2_000,
+    "Pendulum-v1": 1_000,
+    "LunarLander-v3": 10_000,
+    "Acrobot-v1": 5_000,
+}
+
+_Config = TypeVar("_Config", bound=RecipeConfig)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Who is to learn what.
+
+    Attributes:
+        algorithm: the recipe's name.
+        threshold: the mean return of an evaluation at which a run stops.
+        frames: a run's length; None: the recipe's, or the zoo's.
+        limit_s: a run ends after so long.
+        threads: of torch, in the processes of others than ours, which has one in each.
+    """
+
+    algorithm: str
+    env: str
+    peer: str
+    threshold: float
+    frames: int | None
+    limit_s: float
+    threads: int
+
+    @property
+    def group(self) -> tuple[str, str]:
+        """What is compared with one another."""
+        return self.algorithm, self.env
+
+
+@dataclass(frozen=True)
+class Point:
+    """An evaluation: mean return of the policy as it was after so many frames, and seconds of
+    training."""
+
+    frames: int
+    seconds: float
+    mean: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one peer made of one seed.
+
+    Attributes:
+        points: all evaluations, up to the one that reached the threshold.
+        ended: by ``"threshold"``, ``"frames"`` or ``"time"``.
+        start_s: from the start of its process to the first frame; not part of a point's seconds.
+        evaluating_s: likewise, what evaluations took. None: they were played beside the training.
+        settings: plain values.
+        learner_waits: for data, as a share of the time; None: nobody told.
+    """
+
+    seed: int
+    points: tuple[Point, ...]
+    ended: str
+    start_s: float
+    evaluating_s: float | None
+    settings: dict[str, Any] = field(hash=False)
+    learner_waits: float | None = None
+
+    def reached(self, threshold: float) -> Point | None:
+        """The evaluation that did, if one has."""
+        return next((point for point in self.points if point.mean >= threshold), None)
+
+
+def up_to(points: Iterable[Point], threshold: float) -> tuple[Point, ...]:
+    """Those of a run that stops at the first to reach ``threshold``."""
+    kept: list[Point] = []
+    for point in points:
+        kept.append(point)
+        if point.mean >= threshold:
+            break
+    return tuple(kept)
+
+
+# ---- settings
+
+
+def config_of(case: Case, seed: int) -> RecipeConfig:
+    """The recipe's configuration, of ours and of TorchRL's one process alike."""
+    settings: dict[str, Any] = {
+        "env": case.env,
+        "seed": seed,
+        "device": "cpu",
+        "eval_episodes": EPISODES,
+    }
+    if case.env in _EVALUATE_EVERY:
+        settings["eval_interval_frames"] = _EVALUATE_EVERY[case.env]
+    if case.frames is not None:
+        settings["total_frames"] = case.frames
+    return spread(RECIPES[case.algorithm].config(**settings), OURS.get(case.peer, 1))
+
+
+def spread(config: _Config, processes: int) -> _Config:
+    """The same job with so many processes that collect; 0: only the learner's own.
+
+    The job keeps its number of environments, and so the length of its rollouts. IMPALA, whose batch
+    is one collector's rollout, keeps each collector's. DD-PPO's processes are learners, each
+    with environments of its own.
+    """
+    if isinstance(config, ImpalaConfig):
+        return replace(config, collectors=processes)
+    each = max(1, processes)
+    if isinstance(config, DDPPOConfig):
+        envs = config.learners * config.envs_per_collector
+        return replace(config, learners=each, collectors=0, envs_per_collector=max(1, envs // each))
+    envs = max(1, config.collectors) * config.envs_per_collector
+    return replace(config, collectors=processes, envs_per_collector=max(1, envs // each))
+
+
+def same_as_another(algorithm: str, peer: str) -> bool:
+    """DD-PPO's one learner collects itself, so that there is nothing less than one process."""
+    return algorithm == "ddppo" and peer == "ours-0"
+
+
+@dataclass(frozen=True)
+class Zoo:
+    """Settings of rl-baselines3-zoo for one of stable-baselines3's classes.
+
+    Attributes:
+        frames: length of a run.
+        normalize: observations and rewards, by running moments.
+        settings: arguments of the class; ``"lin_X"`` is a value that falls from X to 0.
+    """
+
+    algorithm: str
+    frames: int
+    envs: int = 1
+    normalize: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+_DQN = {
+    "learning_rate": 6.3e-4,
+    "batch_size": 128,
+    "buffer_size": 50_000,
+    "learning_starts": 0,
+    "gamma": 0.99,
+    "target_update_interval": 250,
+    "train_freq": 4,
+    "gradient_steps": -1,
+    "exploration_fraction": 0.12,
+    "exploration_final_eps": 0.1,
+    "policy_kwargs": {"net_arch": [256, 256]},
+}
+# hyperparams/{dqn,ppo,a2c,sac}.yml of DLR-RM/rl-baselines3-zoo, 2026-04-23
+ZOO: dict[tuple[str, str], Zoo] = {
+    ("apex", "CartPole-v1"): Zoo(
+        "DQN",
+        50_000,
+        settings=_DQN
+        | {
+            "learning_rate": 2.3e-3,
+            "batch_size": 64,
+            "buffer_size": 100_000,
+            "learning_starts": 1_000,
+            "target_update_interval": 10,
+            "train_freq": 256,
+            "gradient_steps": 128,
+            "exploration_fraction": 0.16,
+            "exploration_final_eps": 0.04,
+        },
+    ),
+    ("apex", "Acrobot-v1"): Zoo("DQN", 100_000, settings=_DQN),
+    ("apex", "LunarLander-v3"): Zoo("DQN", 100_000, settings=_DQN),
+    ("ddppo", "CartPole-v1"): Zoo(
+        "PPO",
+        100_000,
+        envs=8,
+        settings={
+            "n_steps": 32,
+            "batch_size": 256,
+            "gae_lambda": 0.8,
+            "gamma": 0.98,
+            "n_epochs": 20,
+            "ent_coef": 0.0,
+            "learning_rate": "lin_0.001",
+            "clip_range": "lin_0.2",
+        },
+    ),
+    ("ddppo", "Acrobot-v1"): Zoo(
+        "PPO",
+        1_000_000,
+        envs=16,
+        normalize=True,
+        settings={
+            "n_steps": 256,
+            "gae_lambda": 0.94,
+            "gamma": 0.99,
+            "n_epochs": 4,
+            "ent_coef": 0.0,
+        },
+    ),
+    ("ddppo", "LunarLander-v3"): Zoo(
+        "PPO",
+        1_000_000,
+        envs=16,
+        settings={
+            "n_steps": 1024,
+            "batch_size": 64,
+            "gae_lambda": 0.98,
+            "gamma": 0.999,
+            "n_epochs": 4,
+            "ent_coef": 0.01,
+        },
+    ),
+    ("impala", "CartPole-v1"): Zoo("A2C", 500_000, envs=8, settings={"ent_coef": 0.0}),
+    ("impala", "Acrobot-v1"): Zoo(
+        "A2C", 500_000, envs=16, normalize=True, settings={"ent_coef": 0.0}
+    ),
+    ("impala", "LunarLander-v3"): Zoo(
+        "A2C",
+        200_000,
+        envs=8,
+        settings={
+            "gamma": 0.995,
+            "n_steps": 5,
+            "learning_rate": "lin_0.00083",
+            "ent_coef": 0.00001,
+        },
+    ),
+    ("sac", "Pendulum-v1"): Zoo("SAC", 20_000, settings={"learning_rate": 1e-3}),
+}
+
+
+# ---- what becomes of the runs
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table.
+
+    Attributes:
+        runs: how many there were.
+        reached: how many of them reached the threshold.
+        frames, seconds: to the threshold, median over the runs, where one that never reaches it
+            takes for ever (infinity).
+        frames_per_s: median.
+        learner_waits: median of those who told.
+        ratios: seconds by those of each of :data:`OTHERS`, for ours: 0.5 is twice as fast. None:
+            there is nothing to divide, or neither reaches it; 0: only ours does.
+    """
+
+    algorithm: str
+    env: str
+    peer: str
+    runs: int
+    reached: int
+    frames: float
+    seconds: float
+    frames_per_s: float
+    start_s: float
+    learner_waits: float | None
+    ratios: dict[str, float | None] = field(default_factory=dict, hash=False)
+
+
+def rows(results: Mapping[Case, list[Run]]) -> list[Row]:
+    """One for each case that has runs; ratios are within an algorithm and environment."""
+    found = [_row(case, runs) for case, runs in results.items() if runs]
+    told = []
+    for row in found:
+        if row.peer in OURS:
+            others = {x.peer: x for x in found if (x.algorithm, x.env) == (row.algorithm, row.env)}
+            ratios = {name: ratio(row, others.get(name)) for name in OTHERS}
+            row = replace(row, ratios=ratios)
+        told.append(row)
+    return told
+
+
+def ratio(row: Row, other: Row | None) -> float | None:
+    """Seconds of ``row`` by those of ``other``, as :class:`Row` has it."""
+    if other is None or (math.isinf(row.seconds) and math.isinf(other.seconds)):
+        return None
+    return 0.0 if math.isinf(other.seconds) else row.seconds / other.seconds
+
+
+def _row(case: Case, runs: list[Run]) -> Row:
+    ends = [run.reached(case.threshold) for run in runs]
+    paces = [run.points[-1].frames / run.points[-1].seconds for run in runs if run.points]
+    waits = [run.learner_waits for run in runs if run.learner_waits is not None]
+    return Row(
+        case.algorithm,
+        case.env,
+        case.peer,
+        len(runs),
+        sum(end is not None for end in ends),
+        statistics.median(math.inf if end is None else end.frames for end in ends),
+        statistics.median(math.inf if end is None else end.seconds for end in ends),
+        statistics.median(paces) if paces else 0.0,
+        statistics.median(run.start_s for run in runs),
+        statistics.median(waits) if waits else None,
+    )
+
+
+def as_line(case: Case, run: Run) -> dict[str, Any]:
+    """The JSON object of one run."""
+    end = run.reached(case.threshold)
+    return {
+        "bench": "train",
+        "algorithm": case.algorithm,
+        "env": case.env,
+        "peer": case.peer,
+        "seed": run.seed,
+        "threshold": case.threshold,
+        "reached": end is not None,
+        "frames": end.frames if end else None,
+        "seconds": end.seconds if end else None,
+        "ended": run.ended,
+        "limit_s": case.limit_s,
+        "threads": 1 if case.peer in OURS else case.threads,
+        "start_s": run.start_s,
+        "evaluating_s": run.evaluating_s,
+        "learner_waits": run.learner_waits,
+        "points": [[point.frames, point.seconds, point.mean] for point in run.points],
+        "settings": run.settings,
+    }
+
+
+REASONS = {
+    "apex": "collectors bring frames, and updates per frame are a setting: it gains where steps of "
+    "the environment are dear, until the learner is what limits it",
+    "ddppo": "synchronous: learners share the steps and the gradients of one and the same batch, "
+    "so that frames stay (cleanrl's multi-GPU PPO: 30 % faster on the same curve)",
+    "impala": "nobody waits for anybody, and older data cost frames (RLlib's examples reach 450 on "
+    "CartPole after 300k frames of PPO and 2M of IMPALA)",
+    "sac": "at one update per frame nearly all time is the learner's: collectors can only take the "
+    "steps off it, which are cheap here",
+}
+"""Of what distribution brings to an algorithm."""
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What more processes brought to one algorithm.
+
+    Attributes:
+        fewest: ours with the fewest processes that reached the threshold.
+        best: ours, whose median was the shortest.
+    """
+
+    fewest: Row
+    best: Row
+
+    @property
+    def speed_up(self) -> float:
+        """Of the time to the threshold."""
+        return self.fewest.seconds / self.best.seconds
+
+    @property
+    def frames(self) -> float:
+        """Times as many."""
+        return self.best.frames / self.fewest.frames
+
+    @property
+    def pace(self) -> float:
+        """Times as many frames per second."""
+        return self.best.frames_per_s / self.fewest.frames_per_s
+
+
+def gains(table: Iterable[Row]) -> list[Gain]:
+    """One for each algorithm and environment that several of ours were measured on."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in table:
+        if row.peer in OURS and math.isfinite(row.seconds):
+            groups.setdefault((row.algorithm, row.env), []).append(row)
+    return [
+        Gain(min(group, key=lambda r: OURS[r.peer]), min(group, key=lambda r: r.seconds))
+        for group in groups.values()
+        if len(group) > 1
+    ]
+
+
+def band(curves: Sequence[Sequence[tuple[float, float]]]) -> tuple[Any, Any, Any, Any] | None:
+    """Places, and there the lowest, the median and the highest of several curves.
+
+    Between two points of a curve there is a straight line, after its last that one's value. It
+    begins where all have begun; None: there are no curves.
+    """
+    import numpy as np
+
+    if not curves:
+        return None
+    first = max(curve[0][0] for curve in curves)
+    places = np.array(sorted({x for curve in curves for x, _ in curve if x >= first}))
+    values = [np.interp(places, *np.transpose(curve)) for curve in curves]
+    return places, np.min(values, 0), np.median(values, 0), np.max(values, 0)

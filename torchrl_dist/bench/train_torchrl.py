@@ -1,0 +1,271 @@
+"""The recipes' algorithms as a user of TorchRL writes them for one process.
+
+Network, hyper-parameters, exploration and number of environments are those of the recipe's
+configuration, for a job whose environments are all in one process; collector, replay buffer,
+sampler, losses and optimizer are TorchRL's and torch's, put together as in TorchRL's
+``sota-implementations``. The environments are stepped as gymnasium's vector, which TorchRL wraps:
+of its ways to step several of them in one process the fastest.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from tensordict import TensorDictBase
+from torch import nn
+from torchrl.collectors import Collector
+from torchrl.data import (
+    LazyTensorStorage,
+    PrioritizedSampler,
+    SamplerWithoutReplacement,
+    TensorDictReplayBuffer,
+)
+from torchrl.envs import GymWrapper
+from torchrl.modules import QValueActor
+from torchrl.objectives import A2CLoss, ClipPPOLoss, DQNLoss, SACLoss, SoftUpdate
+from torchrl.objectives.value import GAE
+
+from torchrl_dist.recipes.apex_actor import EpsilonGreedy, actor_epsilons, n_step
+from torchrl_dist.recipes.apex_config import ApexConfig
+from torchrl_dist.recipes.ddppo_config import DDPPOConfig
+from torchrl_dist.recipes.environments import Task, make_env
+from torchrl_dist.recipes.impala_config import ImpalaConfig
+from torchrl_dist.recipes.networks import PolicySpec, ValueNetwork
+from torchrl_dist.recipes.policies import action_values_of, categorical_actor, critic_of
+from torchrl_dist.recipes.policies import squashed_gaussian_actor as gaussian_actor
+from torchrl_dist.recipes.sac import ActionValue
+from torchrl_dist.recipes.sac_config import SACConfig
+
+_TRANSITION = (
+    "observation",
+    "action",
+    ("next", "observation"),
+    ("next", "reward"),
+    ("next", "done"),
+    ("next", "terminated"),
+)
+
+
+class Alone(ABC):
+    """A learner that steps its environments itself.
+
+    Attributes:
+        network: the policy's.
+        collector: yields ``[N, T]``.
+    """
+
+    network: Any
+    collector: Collector
+    loss: Any
+    optimizer: torch.optim.Adam
+
+    @abstractmethod
+    def learn(self, data: TensorDictBase, frames: int) -> None:
+        """Learn from what the collector yielded, after ``frames`` in all."""
+
+    def _step(self, total: torch.Tensor, max_grad_norm: float | None = None) -> None:
+        self.optimizer.zero_grad()
+        total.backward()
+        if max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self.optimizer.param_groups[0]["params"], max_grad_norm)
+        self.optimizer.step()
+
+    def _set_learning_rate(self, learning_rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+
+
+def _collector(config: Any, policy: Callable[..., Any], **options: Any) -> Collector:
+    envs = SyncVectorEnv(
+        [partial(make_env, config.env)] * config.envs_per_collector,
+        autoreset_mode=AutoresetMode.SAME_STEP,
+    )
+    # The wrapper describes a vector's actions by the space of all of them; ids are for one env.
+    wrapped = GymWrapper(envs, categorical_action_encoding=True)
+    wrapped.set_seed(config.seed)
+    return Collector(
+        wrapped,
+        policy,
+        frames_per_batch=config.frames_per_batch,
+        total_frames=config.total_frames,
+        max_frames_per_traj=-1,
+        **options,
+    )
+
+
+class DQN(Alone):
+    """Ape-X's algorithm without its actors."""
+
+    def __init__(self, config: ApexConfig, task: Task, policy: PolicySpec) -> None:
+        self.config = config
+        self.network = policy.network()
+        actor = QValueActor(self.network, in_keys=["observation"], action_space="categorical")
+        self.loss = DQNLoss(
+            actor,
+            double_dqn=True,
+            delay_value=True,
+            loss_function="smooth_l1",
+            action_space="categorical",
+        )
+        self.loss.make_value_estimator(gamma=config.gamma)
+        self.target = SoftUpdate(self.loss, tau=config.target_tau)
+        self.optimizer = torch.optim.Adam(self.loss.parameters(), lr=config.learning_rate)
+        self.buffer = TensorDictReplayBuffer(
+            storage=LazyTensorStorage(config.capacity),
+            sampler=PrioritizedSampler(config.capacity, alpha=config.alpha, beta=config.beta_start),
+            batch_size=config.batch_size,
+            priority_key="td_error",
+        )
+        epsilons = actor_epsilons(config.envs_per_collector, config.epsilon, config.epsilon_alpha)
+        self.actor = EpsilonGreedy(self.network, epsilons)
+        self.collector = _collector(
+            config, self.actor, postproc=n_step(config.gamma, config.n_steps)
+        )
+
+    def learn(self, data: TensorDictBase, frames: int) -> None:
+        config = self.config
+        self.buffer.extend(data.select(*_TRANSITION, "steps_to_next_obs").reshape(-1))
+        if len(self.buffer) < config.learning_starts:
+            return
+        share = min(1.0, frames / config.total_frames)
+        self.buffer.sampler.beta = config.beta_start + share * (config.beta_end - config.beta_start)
+        self._set_learning_rate(
+            config.learning_rate + share * (config.learning_rate_end - config.learning_rate)
+        )
+        for _ in range(config.updates_per_batch):
+            batch = self.buffer.sample()
+            self._step(self.loss(batch)["loss"], config.max_grad_norm)
+            self.target.step()
+            batch["td_error"] = batch["td_error"].sqrt()  # the loss writes its square
+            self.buffer.update_tensordict_priority(batch)
+
+
+class SAC(Alone):
+    """Soft actor-critic."""
+
+    def __init__(self, config: SACConfig, task: Task, policy: PolicySpec) -> None:
+        self.config = config
+        self.network = policy.network()
+        actor = gaussian_actor(self.network, task.action_low, task.action_high)
+        self.loss = SACLoss(
+            actor,
+            action_values_of(ActionValue(task, config.hidden, config.network)),
+            num_qvalue_nets=2,
+            loss_function="l2",
+            target_entropy=-float(len(task.action_low)),
+        )
+        self.loss.make_value_estimator(gamma=config.gamma)
+        self.target = SoftUpdate(self.loss, tau=config.target_tau)
+        self.optimizer = torch.optim.Adam(self.loss.parameters(), lr=config.learning_rate)
+        self.buffer = TensorDictReplayBuffer(
+            storage=LazyTensorStorage(config.capacity), batch_size=config.batch_size
+        )
+        self.collector = _collector(config, actor, init_random_frames=config.learning_starts)
+        self._owed = 0.0
+
+    def learn(self, data: TensorDictBase, frames: int) -> None:
+        self.buffer.extend(data.select(*_TRANSITION).reshape(-1))
+        if frames < self.config.learning_starts:
+            return
+        self._owed += data.numel() * self.config.updates_per_frame
+        while self._owed >= 1:
+            self._owed -= 1
+            losses = self.loss(self.buffer.sample())
+            self._step(losses["loss_qvalue"] + losses["loss_actor"] + losses["loss_alpha"])
+            self.target.step()
+
+
+class PPO(Alone):
+    """DD-PPO's algorithm by one learner."""
+
+    def __init__(self, config: DDPPOConfig, task: Task, policy: PolicySpec) -> None:
+        self.config = config
+        self.network = policy.network()
+        actor = categorical_actor(self.network)
+        critic = critic_of(ValueNetwork(task.inputs, config.hidden, config.network))
+        self.advantage = GAE(
+            gamma=config.gamma, lmbda=config.gae_lambda, value_network=critic, average_gae=True
+        )
+        self.loss = ClipPPOLoss(
+            actor,
+            critic,
+            clip_epsilon=config.clip,
+            entropy_coeff=config.entropy_coef,
+            critic_coeff=config.critic_coef,
+            loss_critic_type="l2",
+            normalize_advantage=False,  # done by GAE, over the whole batch
+        )
+        self.optimizer = torch.optim.Adam(self.loss.parameters(), lr=config.learning_rate, eps=1e-5)
+        self.buffer = TensorDictReplayBuffer(
+            storage=LazyTensorStorage(config.frames_per_batch),
+            sampler=SamplerWithoutReplacement(),
+            batch_size=config.frames_per_batch // config.minibatches,
+        )
+        self.collector = _collector(config, actor)
+        self._frames = 0
+
+    def learn(self, data: TensorDictBase, frames: int) -> None:
+        config = self.config
+        share = 1 - self._frames / config.total_frames if config.anneal else 1.0
+        self._frames = frames
+        self._set_learning_rate(share * config.learning_rate)
+        self.loss.clip_epsilon.fill_(max(share * config.clip, 1e-8))
+        with torch.no_grad():
+            self.advantage(data)
+        self.buffer.extend(data.reshape(-1))
+        for _ in range(config.epochs):
+            for batch in self.buffer:
+                losses = self.loss(batch)
+                self._step(
+                    losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"],
+                    config.max_grad_norm,
+                )
+
+
+class A2C(Alone):
+    """IMPALA's algorithm where data are always of the current policy: there V-trace is the
+    advantage estimate of GAE with lambda = 1."""
+
+    def __init__(self, config: ImpalaConfig, task: Task, policy: PolicySpec) -> None:
+        self.config = config
+        self.network = policy.network()
+        actor = categorical_actor(self.network)
+        critic = critic_of(ValueNetwork(task.inputs, config.hidden, config.network))
+        self.advantage = GAE(gamma=config.gamma, lmbda=1.0, value_network=critic)
+        self.loss = A2CLoss(
+            actor,
+            critic,
+            entropy_coeff=config.entropy_coef,
+            critic_coeff=config.critic_coef,
+            loss_critic_type="l2",
+        )
+        self.optimizer = torch.optim.Adam(self.loss.parameters(), lr=config.learning_rate, eps=1e-5)
+        self.collector = _collector(config, actor)
+        self._frames = 0
+
+    def learn(self, data: TensorDictBase, frames: int) -> None:
+        config = self.config
+        share = 1 - self._frames / config.total_frames if config.anneal else 1.0
+        self._frames = frames
+        self._set_learning_rate(share * config.learning_rate)
+        with torch.no_grad():
+            self.advantage(data)
+        losses = self.loss(data.reshape(-1))
+        self._step(
+            losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"],
+            config.max_grad_norm,
+        )
+
+
+LEARNERS: dict[str, Callable[[Any, Task, PolicySpec], Alone]] = {
+    "apex": DQN,
+    "ddppo": PPO,
+    "impala": A2C,
+    "sac": SAC,
+}
+"""By the recipe whose settings they take."""

@@ -1,0 +1,111 @@
+"""DD-PPO's early end of rollouts, where the collectors of several learners count together."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+from ..collect.learner.readiness import Readiness
+from ..learn.ranks import Ranks
+from ..runtime import Remote, Session
+
+_LOOK_S = 0.01  # how late a rollout may hear that it is to end
+
+
+class Tally:
+    """How far all learners' collectors are with a batch; a plain local object of one of them.
+
+    Args:
+        fraction: of the job's collectors, from which on the others may stop.
+        workers: of each learner, at the start.
+    """
+
+    def __init__(self, fraction: float, workers: Sequence[int]) -> None:
+        self._fraction = fraction
+        self._workers = list(workers)
+        self._arrived: dict[int, list[int]] = defaultdict(lambda: [0] * len(workers))  # by batch
+        self._enough: dict[int, Future[bool]] = defaultdict(Future)
+        self._lock = threading.Lock()
+
+    def arrived(self, batch: int, learner: int, count: int, workers: int) -> None:
+        """``count`` of a learner's ``workers`` that live have delivered."""
+        with self._lock:
+            self._workers[learner] = workers
+            counts = self._arrived[batch]
+            counts[learner] = max(count, counts[learner])
+            future = self._enough[batch]
+            enough = sum(counts) >= self._fraction * sum(self._workers)
+            for before in (self._arrived, self._enough):
+                before.pop(batch - 2, None)  # learners meet after each batch
+            if enough and not future.done():
+                future.set_result(True)
+
+    def enough(self, batch: int) -> Future[bool]:
+        """Comes true when enough of all have delivered."""
+        with self._lock:
+            return self._enough[batch]
+
+
+class PreemptAll(Readiness):
+    """As :class:`~torchrl_dist.Preempt`, with a fraction of all learners' collectors.
+
+    A learner without collectors steps its environments itself and counts as one. It tells the tally
+    what has arrived, and waits for no answer. All learners take equally many batches.
+
+    Args:
+        tally: from :func:`tally_of_all`.
+        learner: this one's index.
+        min_part: of a rollout, above 0, at most 1.
+    """
+
+    def __init__(self, tally: Remote[Tally], learner: int, min_part: float) -> None:
+        self._tally = tally
+        self._learner = learner
+        self._min_part = min_part
+        self._batch = 0
+        self._told: tuple[int, int] | None = None
+        self._enough: Future[bool] | None = None
+        self._waited_s = 0.0
+
+    @property
+    def cuts(self) -> bool:
+        return True
+
+    @property
+    def deadline_s(self) -> float:
+        return self._waited_s + _LOOK_S
+
+    def take(
+        self, arrived: Sequence[int], expected: Sequence[int], waited_s: float
+    ) -> tuple[int, ...]:
+        self._waited_s = waited_s
+        self._tell(len(arrived), len(set(expected) | set(arrived)))
+        if not set(arrived) >= set(expected):
+            return ()
+        self._batch += 1
+        self._told = self._enough = None
+        return tuple(sorted(arrived))
+
+    def least_part(self, arrived: Sequence[int], expected: Sequence[int]) -> float | None:
+        if self._enough is None:
+            self._enough = self._tally.submit("enough", self._batch, timeout_s=math.inf)
+        # Of a learner that is lost all hear where they meet.
+        known = self._enough.done() and self._enough.exception() is None
+        return self._min_part if known else None
+
+    def _tell(self, arrived: int, workers: int) -> None:
+        if self._told != (arrived, workers):
+            self._told = (arrived, workers)
+            self._tally.submit("arrived", self._batch, self._learner, arrived, workers)
+
+
+def tally_of_all(session: Session, ranks: Ranks, fraction: float, workers: int) -> Remote[Tally]:
+    """The job's tally, which the first learner keeps; each calls it with the number of its workers.
+    Blocks until all have come."""
+    counts = ranks.exchange(workers, "the number of workers")
+    mine = session.remote(session.me, Tally, fraction, counts) if ranks.is_first else None
+    key = ranks.exchange(mine.key if mine is not None else None, "the tally")[0]
+    return Remote(session.of_role("learner")[0], key, session.session_id)

@@ -1,0 +1,100 @@
+"""The replay buffer of the recipes that have one: a folder of one node, or a shard on each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..replay import (
+    RateLimiter,
+    RemoteStorage,
+    SharedMemmapStorage,
+    SharedPrioritizedSampler,
+    SharedRandomSampler,
+    SharedReplayBuffer,
+    replay_buffer,
+)
+from ..runtime import Peer, Session
+from .config import ReplayConfig
+from .training import Start
+
+
+def shared_buffer(
+    config: ReplayConfig,
+    session: Session,
+    start: Start,
+    *,
+    batch_size: int,
+    exponents: tuple[float, float] | None = None,
+    limiter: RateLimiter | None = None,
+) -> SharedReplayBuffer:
+    """The job's buffer, whose rows a resumed run goes on with.
+
+    On one node it is the folder ``config.replay_path``. On several, the first process of each node
+    keeps a shard: in ``config.replay_dir`` if that is given, where a later job finds it, else in
+    memory, which only a restart by the launcher does.
+
+    Args:
+        batch_size: rows per sample of this process.
+        exponents: alpha and beta of prioritized sampling; None: uniform.
+        limiter: of the whole buffer.
+
+    Raises:
+        DirectoryError: a folder of this node cannot be used; of another, RemoteError.
+    """
+    resume = start.resumes > 0
+    if not session.world.one_node:
+        alpha, beta = exponents or (0.6, 0.4)
+        return replay_buffer(
+            session,
+            capacity=config.capacity,
+            batch_size=batch_size,
+            hosts=first_of_each_node(session),
+            alpha=alpha,
+            beta=beta,
+            uniform=exponents is None,
+            scratch_dir=config.replay_dir,
+            resume=resume and config.replay_dir is not None,
+            keep=config.replay_dir is not None,
+            limiter=limiter,
+            timeout_s=config.timeout_s,
+        )
+    storage = SharedMemmapStorage(
+        config.capacity,
+        scratch_dir=config.replay_path,
+        job_id=session.world.job_id,
+        resume=resume,
+        keep=True,
+        timeout_s=config.timeout_s,
+        limiter=limiter,
+    )
+    sampler = (
+        SharedRandomSampler()
+        if exponents is None
+        else SharedPrioritizedSampler(config.capacity, *exponents)
+    )
+    return SharedReplayBuffer(storage=storage, sampler=sampler, batch_size=batch_size)
+
+
+def first_of_each_node(session: Session) -> tuple[Peer, ...]:
+    """One process per node, in the order of their ranks; the driver is among them."""
+    nodes: dict[str, Peer] = {}
+    for peer in session.peers:
+        nodes.setdefault(peer.host, peer)
+    return tuple(nodes.values())
+
+
+def remarks_on_resume(buffer: SharedReplayBuffer) -> tuple[str, ...]:
+    """For the user of a resumed run, whose rows may have gone with the nodes' memory."""
+    if len(buffer):
+        return ()
+    return ("the replay buffer's rows are gone: it fills anew",)
+
+
+def stale_priorities(buffer: SharedReplayBuffer) -> int:
+    """Priorities that came after their rows were overwritten, and so were dropped; since the buffer
+    was made, by all processes. Blocks for a call where other nodes keep rows."""
+    storage: Any = buffer.storage
+    counters = (
+        storage.counters if isinstance(storage, RemoteStorage) else storage.directory.counters
+    )
+    return counters["stale_updates"]
