@@ -1,63 +1,129 @@
-"""README's programs run as they stand, and its commands are those that CI runs."""
+"""The programs of README and of the site's pages run as they stand; README's commands are CI's."""
 
 from __future__ import annotations
 
+import functools
+import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from torchrl.data import ReplayBuffer
 
+import torchrl_dist
 from tests.spawn import run_job
+from torchrl_dist.runtime import ForkServer
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-PROGRAMS = dict(re.findall(r"```python\n# (\w+\.py).*?\n(.*?)```", README, flags=re.DOTALL))
+PAGES = {path: path.read_text() for path in [ROOT / "README.md", *ROOT.glob("tutorials/**/*.md")]}
+# A block that begins so is a program; other blocks of Python are parts, which must compile.
+PROGRAM = re.compile(
+    r"```python\n# (\w+\.py), run with: (?:python|torchrun --nproc-per-node (\d)) \1\n(.*?)```",
+    re.S,
+)
+PROGRAMS = {
+    name: (int(nproc or 0), text)
+    for page in PAGES.values()
+    for name, nproc, text in PROGRAM.findall(page)
+}
+RANKS = {name for name, (ranks, _) in PROGRAMS.items() if ranks}
+FRESH = {"collect.py", "with_fabric.py"}  # in a process of their own, one as users run them
+# What each prints; from every rank, where there are several.
+PRINTS = {
+    "share.py": r"rank \d sees 10000 rows\n",
+    "learn.py": r"rank \d: \w{16}\n",
+    "collect.py": r"(torch\.Size\(\[16, 64\]\) 1\.0\n){4}",
+    "shards.py": r"3000 rows, one batch from shards \[0, 1, 2\]\n",
+    "moved.py": r"torch\.Size\(\[2, 100\]\) policy version 2\n",
+    "off_policy.py": r"2048 rows by 2 workers\n",
+    "table.py": r"400 rows written, 1\d\d\d sampled\n",
+    "episodes.py": r"\[0\.3, 0\.3\]\n(\d+ poles fell; workers' shares: \{0: .*, 1: .*\}\n)+",
+    "own_env.py": r"lowest cell \d of torch\.Size\(\[8, 50\]\)\n",
+    "atari.py": r"256 torch\.Size\(\[32, 4, 84, 84\]\) torch\.uint8\n",
+    "with_fabric.py": r"(rank [01]: 200 rows, parameters (\w{16})\n){2}",
+}
 
 
 @pytest.fixture
 def program(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     path = tmp_path / request.param
-    text = PROGRAMS[request.param].replace("/dev/shm/share-example", str(tmp_path / "replay"))
-    path.write_text(text)
+    path.write_text(
+        re.sub(r"/dev/shm/\w+-example", str(tmp_path / "replay"), PROGRAMS[path.name][1])
+    )
     return path
 
 
-@pytest.mark.parametrize("program", ["share.py"], indirect=True)
-def test_every_rank_sees_the_rows_of_all(program: Path) -> None:
-    job = run_job([str(program)], nproc=4)
+def left_beside(program: Path) -> set[str]:
+    return {path.name for path in program.parent.iterdir()} - {program.name, "__pycache__"}
+
+
+@pytest.mark.parametrize("program", sorted(RANKS), indirect=True)
+def test_a_program_for_torchrun_prints_what_its_page_says(program: Path) -> None:
+    ranks, _ = PROGRAMS[program.name]
+    job = run_job([str(program)], nproc=ranks)
     assert job.returncode == 0, job
-    for rank in range(4):
-        assert f"rank {rank} sees 10000 rows" in job.log(rank)
-    assert not (program.parent / "replay").exists()
+    lines = [job.log(rank).splitlines()[-1] + "\n" for rank in range(ranks)]
+    assert all(re.fullmatch(PRINTS[program.name], line) for line in lines), lines
+    if program.name == "learn.py":
+        assert len({line.split(": ")[1] for line in lines}) == 1, lines
+    assert not left_beside(program)
 
 
-@pytest.mark.parametrize("program", ["learn.py"], indirect=True)
-def test_ranks_that_learn_together_end_with_one_checksum(program: Path) -> None:
-    job = run_job([str(program)], nproc=2)
-    assert job.returncode == 0, job
-    (checksum,) = {job.log(rank).splitlines()[-1].split(": ")[1] for rank in range(2)}
-    assert len(checksum) == 16
-
-
-@pytest.mark.parametrize("program", ["collect.py"], indirect=True)
-def test_the_collector_example_prints_its_batches(program: Path) -> None:
+@pytest.mark.parametrize("program", sorted(FRESH), indirect=True)
+def test_a_program_prints_what_its_page_says(program: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, timeout=90
-    )
+        [sys.executable, str(program)],
+        capture_output=True, text=True, timeout=90, cwd=program.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("torch.Size([16, 64])") == 4
+    assert re.fullmatch(PRINTS[program.name], done.stdout), done.stdout + done.stderr
+    assert not left_beside(program)
 
 
-@pytest.mark.parametrize("program", ["shards.py"], indirect=True)
-def test_the_sharded_example_samples_from_all_three(program: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, timeout=90
-    )
-    assert done.returncode == 0, done.stderr
-    assert "3000 rows, one batch from shards [0, 1, 2]" in done.stdout
-    assert not done.stderr
+@pytest.mark.parametrize("program", sorted(PROGRAMS.keys() - FRESH - RANKS), indirect=True)
+def test_a_program_prints_what_its_page_says_in_this_process(
+    program: Path,
+    fork_server: ForkServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The imports of a fresh process, and of its children's, are what such a program costs."""
+    cluster = functools.partial(torchrl_dist.local_cluster, fork_server=fork_server)
+    monkeypatch.setattr(torchrl_dist, "local_cluster", cluster)
+    monkeypatch.chdir(program.parent)
+    space = runpy.run_path(str(program), run_name="__main__")
+    shared = [value for value in space.values() if isinstance(value, ReplayBuffer)]
+    for buffer in shared:  # at the end of a process it happens by itself
+        getattr(buffer.storage, "close", lambda: None)()
+    printed = capfd.readouterr()
+    assert re.fullmatch(PRINTS[program.name], printed.out), printed
+    if program.name == "shards.py":
+        assert not printed.err
+    assert not left_beside(program)
+
+
+def test_every_program_has_an_expectation() -> None:
+    assert PROGRAMS.keys() == PRINTS.keys()
+
+
+def test_blocks_that_are_no_programs_compile() -> None:
+    for path, page in PAGES.items():
+        for block in re.findall(r"```python\n(.*?)```", page, re.S):
+            compile(block, str(path), "exec")
+
+
+def test_the_limiter_of_its_page_fits_its_buffer(tmp_path: Path) -> None:
+    page = PAGES[ROOT / "tutorials" / "guide" / "limiter.md"]
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    space: dict[str, object] = {}
+    exec(block.replace("/dev/shm/limited-example", str(tmp_path / "replay")), space)
+    assert space["storage"].limiter == space["limiter"]
+    space["storage"].close()
 
 
 def test_ci_runs_the_test_command_as_it_stands() -> None:

@@ -17,7 +17,15 @@ from __future__ import annotations
 
 
 class TorchRLDistError(RuntimeError):
-    """Base of all errors of this package."""
+    """Base of all errors of this package.
+
+    Example:
+        >>> try:
+        ...     RateLimiter(min_size_to_sample=0)
+        ... except TorchRLDistError as error:
+        ...     type(error).__name__, isinstance(error, ValueError)
+        ('ConfigurationError', True)
+    """
 
 
 class ConfigurationError(TorchRLDistError, ValueError):

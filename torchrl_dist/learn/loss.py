@@ -68,8 +68,8 @@ class DistributedLoss(_Loss):
     Every rank must make the same calls of the loss (under ``torch.no_grad()`` it may make others),
     of ``set_rows`` and of ``ranks``, and run the same backward passes, in the same order. Each one
     blocks until all ranks have come, on the CPU for at most ``timeout_s``, and raises as
-    :class:`Ranks` says. A rank without rows calls it with an empty batch. A state is loaded on all
-    ranks, or before this call.
+    :class:`~torchrl_dist.learn.Ranks` says. A rank without rows calls it with an empty batch. A
+    state is loaded on all ranks, or before this call.
 
     Args:
         loss_module: built alike on every rank, on the device where it will stay.
@@ -83,6 +83,14 @@ class DistributedLoss(_Loss):
             ``beta``), a parameter belongs to another distributed loss, the group has no backend for
             the loss's device, two ranks use one GPU with NCCL, or there are several processes
             without a torch.distributed group.
+
+    Example:
+        >>> from torchrl.modules import MLP, QValueActor
+        >>> from torchrl.objectives import DQNLoss
+        >>> actor = QValueActor(MLP(4, 2), in_keys=["observation"], action_space="categorical")
+        >>> loss = DistributedLoss(DQNLoss(actor, action_space="categorical"))
+        >>> isinstance(loss, DQNLoss), loss.ranks.size  # this process alone
+        (True, 1)
     """
 
     ranks: Ranks

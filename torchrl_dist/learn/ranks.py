@@ -42,7 +42,12 @@ _GRACE_S = 3.0
 
 @dataclass(frozen=True)
 class Rank:
-    """One of the processes that learn together."""
+    """One of the processes that learn together.
+
+    Example:
+        >>> Ranks().members[0].state()
+        'running'
+    """
 
     index: int
     host: str
@@ -83,6 +88,11 @@ class Ranks:
 
     Raises:
         ConfigurationError: there are several processes, but no torch.distributed group.
+
+    Example:
+        >>> ranks = Ranks()  # this process alone
+        >>> ranks.sums({"frames": 3.0}), ranks.any(False)
+        ({'sum_over_ranks/frames': 3.0}, False)
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 300.0) -> None:

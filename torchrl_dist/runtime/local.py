@@ -60,6 +60,11 @@ def local_cluster(
         RemoteError: ``init_fn`` raised in a child.
         PeerLostError: a child died while starting.
         DeadlineError: not everybody was ready in time.
+
+    Example:
+        >>> with local_cluster({"learner": 1, "collector": 2}) as me:
+        ...     [me.call(peer, sum, [1, 2]) for peer in me.of_role("collector")]
+        [3, 3]
     """
     if any(count < 0 for count in roles.values()) or not sum(roles.values()):
         raise ConfigurationError(f"roles={dict(roles)}: expected counts >= 0 and a process.")

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Peer:
-    """A process of the job: the ``index``-th of its ``role``."""
+    """A process of the job: the ``index``-th of its ``role``.
+
+    Example:
+        >>> with session({"learner": 1}) as me:
+        ...     me.me.role, me.me.index, me.me.name
+        ('learner', 0, 'learner0')
+    """
 
     role: str
     index: int

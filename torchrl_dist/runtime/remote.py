@@ -42,6 +42,13 @@ class Remote(Generic[T]):
     one process. Tensors are read while they are being sent: leave those of an argument unchanged
     until the answer is there, and return copies of what the object goes on changing. The object
     lives until the session ends.
+
+    Example:
+        >>> with session() as me:
+        ...     rows = me.remote(me.me, list)  # an object there
+        ...     rows.call("append", "row")
+        ...     rows.submit("count", "row").result()
+        1
     """
 
     peer: Peer

@@ -56,6 +56,11 @@ class Session:
         timeout_s: the deadline of every call that names none.
         process_group: this role's torch.distributed group, if one was asked for.
         session_id: unique among all sessions.
+
+    Example:
+        >>> with session({"learner": 1}) as me:
+        ...     me.role, me.is_driver, len(me.peers), me.stop_requested
+        ('learner', True, 1, False)
     """
 
     def __init__(
@@ -729,6 +734,11 @@ def session(
     Raises:
         ConfigurationError: the environment or the roles cannot be right, or processes disagree.
         DeadlineError: not everybody joined in time; names the missing.
+
+    Example:
+        >>> with session({"learner": 1}) as me:  # nobody launched this process: a job of one
+        ...     me.me.name, me.call(me.me, max, 1, 2)
+        ('learner0', 2)
     """
     if world is None:
         world = World.from_env()
@@ -746,6 +756,11 @@ def current_session() -> Session:
 
     Raises:
         ConfigurationError: it is in none.
+
+    Example:
+        >>> with session() as me:
+        ...     current_session() is me
+        True
     """
     found = current()
     assert isinstance(found, Session)  # nothing else is ever set

@@ -33,6 +33,10 @@ class World:
     ``master_addr`` is a guess and ``master_hosts`` has all that it can be. ``launcher`` is
     ``"torchrun"``, ``"slurm"``, ``"fabric"`` (Lightning Fabric's own, on one node), ``"local"`` (a
     child of, or the caller of, ``local_cluster``) or ``"single"``.
+
+    Example:
+        >>> World.from_env({}).world_size  # nobody launched it
+        1
     """
 
     global_rank: int

@@ -19,6 +19,14 @@ class HostedReplayBuffer(SharedReplayBuffer):
 
     ``extend``, ``add`` and ``update_priority`` queue and return: they wait neither for the owner
     nor for another thread that samples. A context manager, which flushes at its end.
+
+    Example:
+        >>> with session() as me:
+        ...     with replay_buffer(me, capacity=100, batch_size=4, shortcut=False) as buffer:
+        ...         slots = buffer.extend(TensorDict({"obs": torch.zeros(3, 4)}, [3]))  # queued
+        ...         buffer.flush()
+        ...         slots
+        tensor([0, 1, 2])
     """
 
     def flush(self) -> None:
@@ -105,6 +113,13 @@ def replay_buffer(
     Raises:
         ConfigurationError: the arguments cannot be right, or differ between processes.
         RemoteError, DeadlineError, PeerLostError: a host could not be set up or reached.
+
+    Example:
+        >>> with session() as me:  # in any process of the job
+        ...     buffer = replay_buffer(me, capacity=1_000, batch_size=4)
+        ...     slots = buffer.extend(TensorDict({"obs": torch.zeros(10, 4)}, [10]))
+        ...     len(buffer), buffer.sample()["obs"].shape
+        (10, torch.Size([4, 4]))
     """
     for part in ("storage", "sampler", "writer"):
         if part in options:

@@ -77,6 +77,12 @@ class ReplayOwner:
 
     It pickles; any process of the session may use it. Of the arguments of :func:`host_replay` it
     keeps those that concern its users.
+
+    Example:
+        >>> with session() as me:
+        ...     owner = host_replay(me, capacity=1_000)
+        ...     owner.capacity
+        1000
     """
 
     hosts: tuple[HostAddress, ...]
@@ -315,6 +321,19 @@ def host_replay(
         ConfigurationError: the arguments cannot be right, or differ from those of another process.
         RemoteError: a host could not open its directory.
         DeadlineError, PeerLostError: a host did not answer.
+
+    Example:
+        >>> with session() as me:
+        ...     owner = host_replay(me, capacity=1_000, name="rows")
+        ...     buffer = TensorDictReplayBuffer(
+        ...         storage=RemoteStorage(owner),
+        ...         sampler=RPCRandomSampler(owner=owner),
+        ...         writer=SharedCursorWriter(),
+        ...         batch_size=4,
+        ...     )
+        ...     slots = buffer.extend(TensorDict({"obs": torch.zeros(10, 4)}, [10]))
+        ...     buffer.sample()["obs"].shape
+        torch.Size([4, 4])
     """
     if hosts is not None:
         session.check_peers("hosts", hosts)

@@ -60,6 +60,19 @@ class RemoteStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
 
     Args:
         owner: from :func:`host_replay`.
+
+    Example:
+        >>> with session() as me:
+        ...     owner = host_replay(me, capacity=1_000, shortcut=False)
+        ...     storage = RemoteStorage(owner)
+        ...     sampler = RPCRandomSampler(owner=owner)
+        ...     buffer = TensorDictReplayBuffer(
+        ...         storage=storage, sampler=sampler, writer=SharedCursorWriter(), batch_size=4
+        ...     )
+        ...     slots = buffer.extend(TensorDict({"obs": torch.zeros(10, 4)}, [10]))
+        ...     storage.flush()
+        ...     len(storage)
+        10
     """
 
     attaches_when_pickled = True
@@ -172,8 +185,8 @@ class RemoteStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
 
     @property
     def limiter_counts(self) -> Counts:
-        """What the limiter goes by: inserts, samples and size, in rows, over the hosts that
-        answer. Blocks for a call, and until what this process queued is applied."""
+        """What the limiter goes by, over the hosts that answer; inserts, samples and size are in
+        rows. Blocks for a call, and until what this process queued is applied."""
         self.client.states()
         counts = self.client.counts()
         assert counts is not None
@@ -564,6 +577,17 @@ class RPCRandomSampler(_RPCSampler, RandomSampler):
     Args:
         owner: the storage's.
         prefetch, batches_per_call: see :class:`RPCPrioritizedSampler`.
+
+    Example:
+        >>> with session() as me:
+        ...     owner = host_replay(me, capacity=1_000, shortcut=False)
+        ...     sampler = RPCRandomSampler(owner=owner, prefetch=0)
+        ...     buffer = TensorDictReplayBuffer(
+        ...         storage=RemoteStorage(owner), sampler=sampler, writer=SharedCursorWriter()
+        ...     )
+        ...     slots = buffer.extend(TensorDict({"obs": torch.zeros(10, 4)}, [10]))
+        ...     buffer.sample(8)["obs"].shape
+        torch.Size([8, 4])
     """
 
     _prioritized = False
@@ -642,6 +666,20 @@ class RPCPrioritizedSampler(_RPCSampler, PrioritizedSampler):
         RuntimeError: from ``sample``, if no row is published.
         DeadlineError, PeerLostError: from any call, if the owner, or too many of several, do not
             answer.
+
+    Example:
+        >>> with session() as me:
+        ...     owner = host_replay(me, capacity=1_000, shortcut=False)
+        ...     sampler = RPCPrioritizedSampler(1_000, alpha=0.6, beta=0.4, owner=owner)
+        ...     buffer = TensorDictReplayBuffer(
+        ...         storage=RemoteStorage(owner), sampler=sampler, writer=SharedCursorWriter()
+        ...     )
+        ...     slots = buffer.extend(TensorDict({"obs": torch.zeros(10, 4)}, [10]))
+        ...     batch = buffer.sample(8)
+        ...     batch["td_error"] = torch.rand(8)
+        ...     buffer.update_tensordict_priority(batch)
+        ...     batch["priority_weight"].shape
+        torch.Size([8])
     """
 
     _prioritized = True

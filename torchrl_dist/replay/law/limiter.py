@@ -64,6 +64,11 @@ class RateLimiter:
 
     Raises:
         ConfigurationError: a value is out of its range, or the ratio cannot be reached.
+
+    Example:
+        >>> limiter = RateLimiter(min_size_to_sample=100, samples_per_insert=4.0, error_buffer=128)
+        >>> limiter.range
+        (272.0, 528.0)
     """
 
     min_size_to_sample: int = 1

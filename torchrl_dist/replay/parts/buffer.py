@@ -39,6 +39,16 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
 
     Raises:
         ConfigurationError: for another kind of writer, or data without handles.
+
+    Example:
+        >>> storage = SharedMemmapStorage(100, scratch_dir="/dev/shm/example")
+        >>> sampler = SharedPrioritizedSampler(100, alpha=0.6, beta=0.4)
+        >>> buffer = SharedReplayBuffer(storage=storage, sampler=sampler, batch_size=4)
+        >>> rows = {"obs": torch.zeros(8, 4), "td_error": torch.rand(8)}
+        >>> slots = buffer.extend(TensorDict(rows, [8]))
+        >>> batch = buffer.sample()
+        >>> batch["td_error"] = torch.rand(4)
+        >>> buffer.update_tensordict_priority(batch[:2])  # a part will do
     """
 
     _replay_lock = _torchrl.EntryLock()

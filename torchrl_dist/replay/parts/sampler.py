@@ -296,6 +296,14 @@ class SharedRandomSampler(SharedSampler, RandomSampler):
 
     TorchRL's ``RandomSampler`` draws from ``0 .. len``, which misses rows and hits unfinished ones
     while others write. Takes no lock unless the rows it copies keep changing.
+
+    Example:
+        >>> storage = SharedMemmapStorage(100, scratch_dir="/dev/shm/example")
+        >>> sampler = SharedRandomSampler()
+        >>> buffer = SharedReplayBuffer(storage=storage, sampler=sampler, batch_size=4)
+        >>> slots = buffer.extend(TensorDict({"obs": torch.zeros(8, 4)}, [8]))
+        >>> buffer.sample()["obs"].shape
+        torch.Size([4, 4])
     """
 
     def __init__(self) -> None:
@@ -405,6 +413,15 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
         ConfigurationError: another alpha or eps than the directory's, a wrong capacity, or
             priorities that are negative or not finite (none of them is applied then).
         RuntimeError: from ``sample``, if no row is published, and none is being written.
+
+    Example:
+        >>> storage = SharedMemmapStorage(100, scratch_dir="/dev/shm/example")
+        >>> sampler = SharedPrioritizedSampler(100, alpha=1.0, beta=0.4)
+        >>> buffer = SharedReplayBuffer(storage=storage, sampler=sampler, batch_size=64)
+        >>> rows = {"number": torch.arange(3), "td_error": torch.tensor([0.0, 0.0, 5.0])}
+        >>> slots = buffer.extend(TensorDict(rows, [3]))
+        >>> buffer.sample()["number"].unique()
+        tensor([2])
     """
 
     def __init__(
@@ -707,6 +724,11 @@ def anneal_beta(
 
     Returns:
         The value set.
+
+    Example:
+        >>> sampler = SharedPrioritizedSampler(100, alpha=0.6, beta=0.4)
+        >>> anneal_beta(sampler, 500, steps=1000)
+        0.7
     """
     if steps < 1:
         raise ConfigurationError(f"steps must be at least 1, got {steps}")

@@ -222,6 +222,17 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
             ``end_key``.
         RuntimeError: from ``sample``, if there is no row and none is being written, or no run that
             is long enough.
+
+    Example:
+        >>> storage = SharedMemmapStorage(100, scratch_dir="/dev/shm/example")
+        >>> sampler = SharedSliceSampler(slice_len=3, traj_key="episode")
+        >>> buffer = SharedReplayBuffer(storage=storage, sampler=sampler, batch_size=6)
+        >>> episode, step = torch.arange(4).repeat_interleave(5), torch.arange(5).repeat(4)
+        >>> rows = {"episode": episode, "step": step}
+        >>> slots = buffer.extend(TensorDict(rows, [20]))
+        >>> buffer.sample()["step"].reshape(2, 3).diff()
+        tensor([[1, 1],
+                [1, 1]])
     """
 
     # what TorchRL's class sets

@@ -100,6 +100,14 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
             network file system, or its disk is full.
         ConfigurationError: from writes, if rows do not match those that are stored.
         DeadlineError: from any operation that waited ``timeout_s`` for another process.
+
+    Example:
+        >>> storage = SharedMemmapStorage(100, scratch_dir="/dev/shm/example")
+        >>> buffer = SharedReplayBuffer(storage=storage, batch_size=4)
+        >>> buffer.extend(TensorDict({"obs": torch.zeros(3, 4)}, [3]))
+        tensor([0, 1, 2])
+        >>> len(storage), storage[2]["obs"].shape
+        (3, torch.Size([4]))
     """
 
     supports_conditional_update = False
@@ -195,7 +203,7 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
 
     @property
     def limiter_counts(self) -> Counts:
-        """What a limiter would go by at this moment: inserts, samples and size, in rows."""
+        """What a limiter would go by at this moment; inserts, samples and size are in rows."""
         gate = self._directory.gate
         return Counts(self.write_count, 0, len(self)) if gate is None else gate.counts()
 

@@ -32,6 +32,17 @@ class SharedCursorWriter(Writer):
         ConfigurationError: if the storage is neither a :class:`SharedMemmapStorage` nor a
             :class:`RemoteStorage`, or rows do not
             match the buffer's.
+
+    Example:
+        >>> storage = SharedMemmapStorage(100, scratch_dir="/dev/shm/example")
+        >>> writer, sampler = SharedCursorWriter(), SharedRandomSampler()
+        >>> buffer = TensorDictReplayBuffer(
+        ...     storage=storage, sampler=sampler, writer=writer, batch_size=4
+        ... )
+        >>> buffer.extend(TensorDict({"obs": torch.zeros(3, 4)}, [3]))
+        tensor([0, 1, 2])
+        >>> buffer.sample()["index_generation"]
+        tensor([1, 1, 1, 1])
     """
 
     tracks_generations = True

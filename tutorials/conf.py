@@ -1,0 +1,99 @@
+"""Sphinx builds the site from this folder: see Contributing."""
+
+from __future__ import annotations
+
+import importlib
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from docutils import nodes
+
+import torchrl_dist
+
+project = "torchrl_dist"
+author = copyright = "The torchrl_dist authors"
+version = release = torchrl_dist.__version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.intersphinx",
+    "sphinx.ext.napoleon",
+]
+exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
+nb_execution_mode = "off"  # notebooks show the outputs that they are stored with
+nb_merge_streams = True
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3
+suppress_warnings = ["mystnb.unknown_mime_type"]
+
+html_theme = "furo"
+html_title = "torchrl_dist"
+html_static_path = ["_static"]
+html_css_files = ["narrow.css"]
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # docstrings give shapes, units and meaning
+autodoc_class_signature = "separated"
+napoleon_use_ivar = True
+napoleon_custom_sections = [("Iterating raises", "params_style"), ("Warns", "params_style")]
+maximum_signature_line_length = 80
+
+INVENTORIES = {
+    "python": "https://docs.python.org/3/",
+    "numpy": "https://numpy.org/doc/stable/",
+    "torch": "https://docs.pytorch.org/docs/stable/",
+    "tensordict": "https://docs.pytorch.org/tensordict/stable/",
+    "torchrl": "https://docs.pytorch.org/rl/stable/",
+    "gymnasium": "https://gymnasium.farama.org/",
+}
+
+
+def answers(url: str) -> bool:
+    """Without a network the site is built all the same, with fewer links."""
+    try:
+        with urllib.request.urlopen(f"{url}objects.inv", timeout=5) as reply:
+            return reply.status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+intersphinx_mapping = {}
+if not tags.has("offline"):  # noqa: F821 (Sphinx gives it)
+    with ThreadPoolExecutor(len(INVENTORIES)) as pool:
+        reached = dict(zip(INVENTORIES, pool.map(answers, INVENTORIES.values()), strict=True))
+    intersphinx_mapping = {name: (url, None) for name, url in INVENTORIES.items() if reached[name]}
+intersphinx_timeout = 5
+
+
+def exists(target: str) -> bool:
+    """Whether an installed package has an object of that dotted name."""
+    parts = target.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:cut]))
+        except ImportError:
+            continue
+        for part in parts[cut:]:
+            if not hasattr(found, part):
+                return False
+            found = getattr(found, part)
+        return True
+    return False
+
+
+def keep_as_text(app: Any, env: Any, node: Any, contnode: nodes.Node) -> nodes.Node | None:
+    """A name of another package that no inventory has is no broken reference, if it is there.
+
+    Ours must be on the API page.
+    """
+    target = node.get("reftarget", "")
+    if node.get("refdomain") != "py" or target.startswith("torchrl_dist"):
+        return None
+    return contnode if exists(target) or exists(f"builtins.{target}") else None
+
+
+def setup(app: Any) -> None:
+    app.connect("missing-reference", keep_as_text, priority=900)  # after intersphinx
