@@ -554,6 +554,37 @@ def test_a_slice_leaves_out_the_rows_of_a_lost_shard(hosts) -> None:
         assert storage_of(client).generations_of(index).tolist() == [1, 1, -1, -1]
 
 
+@pytest.mark.parametrize("method", ["exchange", "the call itself"])
+@pytest.mark.parametrize("question", ["counters", "generations_of"])
+def test_questions_to_those_that_answer_outlive_a_loss_just_then(
+    hosts, monkeypatch, question: str, method: str
+) -> None:
+    client = connect(hosts)
+    for _ in hosts:
+        client.write(make_rows(range(4)), None)
+    client.flush()
+    submit = hosts[1].submit
+
+    def lost_at(name: str, *args: Any, timeout_s: float) -> Future:
+        if (name == question) == (method == "the call itself"):
+            hosts[1].lost = PeerLostError(f"{hosts[1].peer} is lost")
+        return submit(name, *args, timeout_s=timeout_s)
+
+    monkeypatch.setattr(hosts[1], "submit", lost_at)
+    storage = storage_of(client)
+    with pytest.warns(UserWarning, match="shard 1 .* left out"):
+        if question == "counters":
+            found = storage.counters
+            assert found == {name: found[name] for name in hosts[0].host.counters()}
+        else:
+            index = torch.tensor([0, CAPACITY])
+            assert storage.generations_of(index).tolist() == [1, -1]
+    hosts[0].lose()
+    with pytest.raises(PeerLostError, match="owner"):
+        for _ in range(3):
+            storage.counters  # noqa: B018
+
+
 def test_a_draw_that_fails_is_told_once(hosts, monkeypatch) -> None:
     client = connect(hosts[:1])
     source = batches_of(client)

@@ -283,22 +283,51 @@ class ReplayClient:
         Raises:
             DeadlineError, PeerLostError, RemoteError: one of them did not answer, or raised.
         """
+
+        def fail(shard: int, error: Exception) -> None:
+            raise error
+
+        return self._call_each(method, calls, fail)
+
+    def call_those_that_answer(
+        self, method: str, calls: Sequence[tuple[int, tuple[Any, ...]]]
+    ) -> list[Any]:
+        """As ``call_each``, with None for a host that does not answer, which is reported; raises
+        if too few do."""
+        return self._call_each(method, calls, self.note_trouble)
+
+    def _call_each(
+        self,
+        method: str,
+        calls: Sequence[tuple[int, tuple[Any, ...]]],
+        trouble: Callable[[int, Exception], None],
+    ) -> list[Any]:
         self.check()
+        links, arguments = self.links, dict(calls)
+
+        def each(step: Callable[[int, Any], Any], given: dict[int, Any]) -> dict[int, Any]:
+            found = {}
+            for shard, value in given.items():
+                try:
+                    found[shard] = step(shard, value)
+                except (DeadlineError, PeerLostError) as error:
+                    trouble(shard, error)
+            return found
+
+        def answers(futures: dict[int, Any], timeout_s: float) -> dict[int, Any]:
+            begin = time.monotonic()
+            return each(lambda s, future: await_answer(future, links[s], begin, timeout_s), futures)
+
         begin = time.monotonic()
-        links = [self.links[shard] for shard, _ in calls]
-        for link, future in [(link, link.ask(None, None)) for link in links]:
-            await_answer(future, link, begin, self.timeout_s)
+        asked = each(lambda shard, _: links[shard].ask(None, None), arguments)
+        applied = answers(asked, self.timeout_s)
         left = max(SHORTEST_CALL_S, begin + self.timeout_s - time.monotonic())
-        futures = [
-            link.submit(method, *args, timeout_s=left)
-            for link, (_, args) in zip(links, calls, strict=True)
-        ]
-        begin = time.monotonic()
+        sent = each(
+            lambda shard, _: links[shard].submit(method, *arguments[shard], timeout_s=left), applied
+        )
         # the transport keeps the deadline
-        return [
-            await_answer(future, link, begin, left + SHORTEST_CALL_S)
-            for link, future in zip(links, futures, strict=True)
-        ]
+        found = answers(sent, left + SHORTEST_CALL_S)
+        return [found.get(shard) for shard in arguments]
 
     def order(self, shard: int, method: str, *args: Any, size: int = 0) -> Any:
         """A method of one host, in order with the operations of this client there. Blocks."""

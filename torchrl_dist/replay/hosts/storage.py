@@ -134,8 +134,9 @@ class RemoteStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         total: dict[str, int] = {}
         client = self.client
         answering = [shard for shard in range(len(client.links)) if client.answers_now(shard)]
-        for found in client.call_each("counters", [(shard, ()) for shard in answering]):
-            for name, count in found.items():
+        calls = [(shard, ()) for shard in answering]
+        for found in client.call_those_that_answer("counters", calls):
+            for name, count in (found or {}).items():
                 total[name] = total.get(name, 0) + count
         return total
 
@@ -276,9 +277,10 @@ class RemoteStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         parts = [part for part in parts if self.client.answers_now(part[0])]
         calls = [(shard, (slots,)) for shard, _, slots in parts]
         for (_, where, _), generations in zip(
-            parts, self.client.call_each("generations_of", calls), strict=True
+            parts, self.client.call_those_that_answer("generations_of", calls), strict=True
         ):
-            found[where] = generations
+            if generations is not None:
+                found[where] = generations
         return torch.from_numpy(found).reshape(index.shape)
 
     def get(self, index: Any) -> TensorDictBase:
