@@ -106,7 +106,7 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
                 return torch.zeros((0, 1), dtype=torch.long)  # as TorchRL does
         priority = None
         if with_priority and isinstance(self._sampler, PrioritizedSampler):
-            if data.get(self.priority_key, None) is not None:
+            if _torchrl.value_of(data, self.priority_key) is not None:
                 vector = self._priority_per_row(data)
                 priority = vector.detach().to("cpu", torch.float64).numpy()
         return self._writer.extend(data, priority=priority)
@@ -241,7 +241,8 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         _torchrl.initialize(self)
         if not isinstance(self._sampler, PrioritizedSampler):
             return
-        index, generation = data.get("index", None), data.get("index_generation", None)
+        index = _torchrl.value_of(data, "index")
+        generation = _torchrl.value_of(data, "index_generation")
         if index is None:
             raise ConfigurationError(
                 f"the data holds no 'index', only {sorted(map(str, data.keys()))}: pass a "

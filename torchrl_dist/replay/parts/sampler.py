@@ -73,10 +73,11 @@ class RecentGenerations:
         if not self._lock.acquire(blocking=False):  # a thread that is not here was changing them
             self._clear()
         self._lock = threading.RLock()
+        self._main_thread = threading.main_thread().ident  # in a child the one that forked
 
     def remember(self, index: torch.Tensor, generation: torch.Tensor, *, written: bool) -> None:
         """Both int64 [n]."""
-        lock, other = self._lock, threading.get_ident() != threading.main_thread().ident
+        lock, other = self._lock, threading.get_ident() != self._main_thread
         # only the main thread is interrupted, also between two lines: it takes locks by "with"
         if lock._is_owned() or (other and not lock.acquire(blocking=False)):  # type: ignore[attr-defined]
             self._aside.append((index, generation.clone(), written))
@@ -131,7 +132,7 @@ class RecentGenerations:
         than give it to a row that it was not computed for. What was drawn before this process
         itself wrote these slots again is gone in any case.
         """
-        lock, other = self._lock, threading.get_ident() != threading.main_thread().ident
+        lock, other = self._lock, threading.get_ident() != self._main_thread
         if lock._is_owned() or (other and not lock.acquire(timeout=_PATIENCE_S)):  # type: ignore[attr-defined]
             return self._look_for(index)
         try:

@@ -438,7 +438,7 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         return torch.from_numpy(generations[np.searchsorted(unique, slots)])
 
     def _checked(self, data: TensorDictBase) -> list[np.ndarray]:
-        if not is_tensor_collection(data):
+        if type(data) is not TensorDict and not is_tensor_collection(data):
             raise ConfigurationError(
                 f"rows are TensorDicts or tensorclasses, got {type(data).__name__}; wrap the data "
                 "in a TensorDict"

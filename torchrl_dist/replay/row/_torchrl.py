@@ -314,7 +314,7 @@ def _collect(
     size = data.batch_size
     for key, value in data._tensordict.items():
         below = (*path, key)
-        if isinstance(value, torch.Tensor):
+        if type(value) is torch.Tensor or isinstance(value, torch.Tensor):  # the first is faster
             found[below] = value
             continue
         if not _collect(value, below, found, nodes):
@@ -322,6 +322,13 @@ def _collect(
         if value.batch_size != size or not value._tensordict:
             nodes[below] = value.batch_size
     return True
+
+
+def value_of(data: TensorDictBase, key: Any) -> Any:
+    """``data.get(key, None)``, in a tenth of the time for a plain ``TensorDict``."""
+    if type(data) is TensorDict and type(key) is str:
+        return data._tensordict.get(key)
+    return data.get(key, None)
 
 
 def add_columns(data: TensorDictBase, columns: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -165,12 +165,11 @@ def _class_named(name: str) -> type[Any]:
 # --- from TensorDicts ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Parts:
+class _Parts(NamedTuple):
     """A batch taken apart: leaves, and the nodes that do not follow from them, by path."""
 
-    leaves: dict[Path, torch.Tensor | _Text] = field(default_factory=dict)
-    nodes: dict[Path, tuple[torch.Size, str]] = field(default_factory=dict)
+    leaves: dict[Path, torch.Tensor | _Text]
+    nodes: dict[Path, tuple[torch.Size, str]]
 
     def node_specs(self) -> tuple[NodeSpec, ...]:
         return tuple(
@@ -184,17 +183,17 @@ def _parts_of(data: Any) -> _Parts:
     Raises:
         ConfigurationError: if ``data`` holds something that cannot be stored.
     """
-    if not is_tensor_collection(data) or is_non_tensor(data):
-        raise ConfigurationError(
-            f"shared storages hold TensorDicts and tensorclasses, got {type(data).__name__}; wrap "
-            "the data in a TensorDict"
-        )
     plain = _torchrl.plain_leaves(data)
     if plain is not None:
         leaves, sizes = plain
         parts = _Parts(leaves, {path: (size, "") for path, size in sizes.items()} if sizes else {})
+    elif not is_tensor_collection(data) or is_non_tensor(data):
+        raise ConfigurationError(
+            f"shared storages hold TensorDicts and tensorclasses, got {type(data).__name__}; wrap "
+            "the data in a TensorDict"
+        )
     else:
-        parts = _Parts()
+        parts = _Parts({}, {})
         _take_apart(data, (), data.batch_size, parts)
     for path in SAMPLING_KEYS:
         parts.leaves.pop(path, None)
@@ -277,7 +276,7 @@ def matching_leaves(
     ordered = []
     rows = data.batch_size[0]
     for leaf in spec.leaves:
-        if leaf is STREAM or leaf == STREAM:
+        if leaf.key == STREAM.key and leaf == STREAM:  # the first is faster
             found[leaf.key] = torch.empty(0)  # whatever came out of another buffer
             ordered.append(np.full(rows, stream()))
             continue
