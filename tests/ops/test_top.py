@@ -19,15 +19,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
+from tensordict import TensorDict
 
 from torchrl_dist import (
     RateLimiter,
     RPCBatchedCollector,
     SharedCursorWriter,
     SharedMemmapStorage,
+    SharedPrioritizedSampler,
     SharedRandomSampler,
     SharedReplayBuffer,
+    SharedSamplerWithoutReplacement,
+    SharedSliceSampler,
+    replay_buffer,
+    session,
 )
 from torchrl_dist.cli import main
 from torchrl_dist.errors import ConfigurationError
@@ -55,7 +62,7 @@ def at(seconds: float, **changes: object) -> Snapshot:
         Process("collector0", "collector", "node1", 11, "waiting", 0.9 * seconds),
         Process("collector1", "collector", "node2", 12, "elsewhere"),
     )
-    buffer = Buffer("/dev/shm/b", 900, 1000, int(500 * seconds), 3, COUNTERS)
+    buffer = Buffer("/dev/shm/b", 900, 1000, int(500 * seconds), 3, COUNTERS, int(2000 * seconds))
     return Snapshot(
         1e9 + seconds, "77.0", "node1", figures, processes, (buffer,), {"train/return": 21.5}, 8
     )
@@ -67,6 +74,41 @@ def text_of(picture: object, width: int = 100) -> str:
     return console.file.getvalue()
 
 
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        SharedRandomSampler,
+        lambda: SharedPrioritizedSampler(64, alpha=0.6, beta=0.4),
+        SharedSamplerWithoutReplacement,
+        lambda: SharedSliceSampler(slice_len=2, traj_key="episode"),
+    ],
+    ids=["random", "prioritized", "without replacement", "slices"],
+)
+def test_what_any_sampler_draws_is_counted_without_a_limiter(sampler, tmp_path: Path) -> None:
+    storage = SharedMemmapStorage(64, scratch_dir=tmp_path / "replay")
+    buffer = SharedReplayBuffer(storage=storage, sampler=sampler(), batch_size=8)
+    buffer.extend(TensorDict({"episode": torch.arange(32) // 4}, [32]))
+    for _ in range(3):
+        assert len(buffer.sample()) == 8
+    (seen,) = look(find(str(tmp_path / "replay"), tmp_path)).buffers
+    assert (seen.written, seen.sampled) == (32, 24)
+    storage.close()
+
+
+def test_what_other_processes_draw_counts_where_the_rows_are(tmp_path: Path) -> None:
+    folder = tmp_path / "replay"
+    with session() as me:
+        buffer = replay_buffer(
+            me, capacity=64, batch_size=8, prefetch=0, shortcut=False, scratch_dir=folder
+        )
+        buffer.extend(TensorDict({"number": torch.arange(32)}, [32]))
+        for _ in range(3):
+            buffer.sample()
+        (shard,) = [path.parent for path in folder.rglob("control.bin")]
+        (seen,) = look(find(str(shard), tmp_path)).buffers
+        assert (seen.written, seen.sampled) == (32, 24)
+
+
 def test_two_instants_give_rates() -> None:
     per = rates(at(10), at(20))
     assert (per.frames, per.messages, per.data_bytes) == (1000.0, 4.0, 2048.0)
@@ -74,7 +116,7 @@ def test_two_instants_give_rates() -> None:
     assert per.learner_waits == pytest.approx(0.25)
     assert per.workers_busy == pytest.approx(0.8)
     assert per.cpu == pytest.approx({"learner0": 0.5, "collector0": 0.9})
-    assert per.written == {"/dev/shm/b": 500.0} and per.sampled == {}
+    assert per.written == {"/dev/shm/b": 500.0} and per.sampled == {"/dev/shm/b": 2000.0}
 
 
 def test_counts_that_begin_anew_and_instants_without_time_give_no_nonsense() -> None:
@@ -89,7 +131,7 @@ def limited(inserts: int, samples: int) -> Buffer:
         "min_size_to_sample": 100, "samples_per_insert": 2.0, "error_buffer": 50.0,
         "max_times_sampled": None, "inserts": inserts, "samples": samples,
     }  # fmt: skip
-    return Buffer("b", 900, 1000, inserts, 1, COUNTERS, limiter)
+    return Buffer("b", 900, 1000, inserts, 1, COUNTERS, 0, limiter)
 
 
 def test_what_limits_the_job_is_said_with_the_reason() -> None:
@@ -130,7 +172,7 @@ def test_the_picture_has_every_figure() -> None:
     assert "0 learner0 node1 10 running 50%" in lines
     assert "1 collector0 node1 11 waiting 90% 600 60%" in lines
     assert "2 collector1 node2 12 elsewhere 400 40%" in lines
-    assert "/dev/shm/b 900/1,000 500 7 3" in lines
+    assert "/dev/shm/b 900/1,000 500 2,000 4.00 7 3" in lines
     assert any("4.0 messages/s, 2 KiB/s" in line for line in lines)
     assert lines[-2].startswith("bound by both") or "bound by both" in shown
     limits = dataclasses.replace(now, buffers=[limited(400, 800)])

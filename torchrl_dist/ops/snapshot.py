@@ -51,7 +51,11 @@ class Process:
 
 @dataclass(frozen=True)
 class Buffer:
-    """A replay directory; ``written`` and ``sampled`` count rows, the latter under a limiter."""
+    """A replay directory; ``written`` and ``sampled`` count rows.
+
+    What is sampled is exact under a limiter. Without one a few may be missing, of processes that
+    count at the same instant; draws for other nodes count where the rows are.
+    """
 
     path: str
     rows: int
@@ -59,11 +63,12 @@ class Buffer:
     written: int
     processes: int
     counters: Mapping[str, int]
+    drawn: int = 0
     limiter: Mapping[str, float | None] | None = None
 
     @property
-    def sampled(self) -> float | None:
-        return None if self.limiter is None else self.limiter["samples"]
+    def sampled(self) -> int:
+        return self.drawn if self.limiter is None else int(self.limiter["samples"] or 0)
 
 
 @dataclass(frozen=True)
@@ -257,6 +262,7 @@ def read_buffer(folder: Path) -> Buffer | None:
         int(words[Word.WRITE_COUNT]),
         int(np.count_nonzero(members[:, 0])),
         counters_in(words),
+        int(words[Word.DRAWN]),
         limiter_in(words, words.view(np.float64)),
     )
 
@@ -311,8 +317,7 @@ def rates(before: Snapshot, now: Snapshot) -> Rates:
     for each in now.buffers:
         if (other := old_buffers.get(each.path)) is not None:
             written[each.path] = _over(each.written - other.written, seconds)
-            if each.sampled is not None and other.sampled is not None:
-                sampled[each.path] = _over(each.sampled - other.sampled, seconds)
+            sampled[each.path] = _over(each.sampled - other.sampled, seconds)
     return Rates(
         seconds,
         per_second("frames"),

@@ -145,8 +145,8 @@ def _buffers(now: Snapshot, per: Rates | None) -> Any:
     for each in now.buffers:
         limiter: Mapping[str, Any] = each.limiter or {}
         ratio = ""
-        if inserts := limiter.get("inserts"):
-            ratio = f"{(limiter.get('samples') or 0) / inserts:.2f}"
+        if inserts := limiter.get("inserts") or each.written:
+            ratio = f"{each.sampled / inserts:.2f}"
             target = limiter.get("samples_per_insert")
             ratio += f" of {target:g}" if target else ""
         inflow = None if per is None else per.written.get(each.path)

@@ -241,6 +241,7 @@ class ReplayHost:
                 if directory.length:
                     raise
         if drawn is not None:
+            directory.count(Word.DRAWN, drawn.index.numel())
             mass, minimum = drawn.mass, drawn.minimum
         elif prioritized:
             with directory.lock():

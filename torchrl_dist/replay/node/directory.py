@@ -142,6 +142,7 @@ class Word(enum.IntEnum):
     ERA = 51  # of a shard, see ``host.HostState``
     STREAMS = 52  # rows say which stream they are of, see ``STREAM``
     RESTORES = 53  # how often a checkpoint was given back
+    DRAWN = 54  # rows that samples drew, with or without a limiter; see ``ReplayDirectory.count``
 
 
 JOURNAL_ENTRIES = 5
