@@ -161,7 +161,7 @@ def test_a_collector_with_env_processes_and_one_with_the_policy_here(
             locks = {
                 "node": lambda: worker._lock,
                 "turns": lambda: worker._turns._cond,
-                "bell": lambda: worker._bell._lock,
+                "waker": lambda: worker._waker._lock,
             }
             _checked_while_held(collector, locks)
             assert collector.next().numel() == 8 and not collector.report.replaced

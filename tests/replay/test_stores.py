@@ -91,7 +91,7 @@ def assert_sound(rb: TensorDictReplayBuffer) -> None:
     with directory.lock():
         visible, tree = published(directory), directory.tree
         available = visible.copy()
-        if directory.draws is not None:
+        if directory.times_sampled is not None:
             available &= ~exhausted(directory, slice(None))
             assert directory.words[Word.AVAILABLE] == available.sum()
         assert ((tree.leaves > 0) == available).all() and (tree.leaves >= 0).all()
@@ -293,7 +293,7 @@ def refill(rb: TensorDictReplayBuffer) -> None:
         rb.empty()
     index, _ = rb.storage.append(rows_of(range(_CAPACITY)))
     rb.sampler.update_priority(index, priority_of(torch.arange(_CAPACITY)))
-    if directory.draws is not None:
+    if directory.times_sampled is not None:
         for _ in range(7):
             rb.sampler.sample(rb.storage, 4)
 

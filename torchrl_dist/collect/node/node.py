@@ -24,10 +24,10 @@ import cloudpickle
 from tensordict import TensorDict
 
 from torchrl_dist.collect.loop.batches import join
-from torchrl_dist.collect.node.bell import Bell
 from torchrl_dist.collect.node.env_process import CUT_LEAST, CUT_REQUEST, STOP, RowsTicket
 from torchrl_dist.collect.node.process_pool import CLOSE_S, Process, ProcessPool
 from torchrl_dist.collect.node.relay import Question, Relay
+from torchrl_dist.collect.node.waker import Waker
 from torchrl_dist.collect.worker.registrations import adopt_registrations
 from torchrl_dist.collect.worker.shared_block import (
     PackedRows,
@@ -126,8 +126,8 @@ class NodeWorker:
         self._under_way: list[_UnderWay] = []
         self._unnumbered = 0  # calls of ``collect``
         self._selector = selectors.DefaultSelector()
-        self._bell = Bell()  # something was announced
-        self._selector.register(self._bell, selectors.EVENT_READ, self._begin_ahead)
+        self._waker = Waker()  # something was announced
+        self._selector.register(self._waker, selectors.EVENT_READ, self._begin_ahead)
         self._relay = None if config.inference is None else Relay(config.inference)
         if self._relay is not None:
             self._selector.register(self._relay, selectors.EVENT_READ, self._relay.deliver)
@@ -290,11 +290,11 @@ class NodeWorker:
         if order.request is None:
             return
         self._announced[order.request] = order
-        self._bell.ring()
+        self._waker.wake()
 
     def _begin_ahead(self) -> None:
         """Let the processes go on with the rollout after the one at hand, if it was asked for."""
-        self._bell.quiet()
+        self._waker.quiet()
         # Some may be to be welcomed first.
         complete = all(process.ready for process in self._pool.processes)
         if complete and len(self._under_way) == 1 and not self._pool.stopped:
@@ -496,4 +496,4 @@ class NodeWorker:
         if self._relay is not None:
             self._relay.close()
         self._selector.close()
-        self._bell.close()
+        self._waker.close()

@@ -27,7 +27,7 @@ import torch
 from torchrl_dist.collect.loop.groups import Inference
 from torchrl_dist.collect.loop.rollout import Values
 from torchrl_dist.collect.loop.spaces import Key
-from torchrl_dist.collect.node.bell import Bell
+from torchrl_dist.collect.node.waker import Waker
 from torchrl_dist.errors import DeadlineError, PeerLostError
 
 # With a second message under way, its requests need not wait for the first one's answer.
@@ -189,7 +189,7 @@ class Relay:
 
     def __init__(self, inference: Inference) -> None:
         self._inference = inference
-        self._bell = Bell()
+        self._waker = Waker()
         self._waiting: list[_Asked] = []
         self._answers: deque[tuple[list[_Asked], Future, float]] = deque()
         self._in_flight = 0
@@ -197,7 +197,7 @@ class Relay:
         self._oldest_s = 0.0  # when the first of those that wait came
 
     def fileno(self) -> int:
-        return self._bell.fileno()
+        return self._waker.fileno()
 
     def ask(self, connection: Connection, question: Question) -> None:
         """To be sent by a ``flush``; the answer goes to the connection, if it is open."""
@@ -232,11 +232,11 @@ class Relay:
 
     def _arrived(self, asked: list[_Asked], done: Future, begun_s: float) -> None:
         self._answers.append((asked, done, begun_s))
-        self._bell.ring()
+        self._waker.wake()
 
     def deliver(self) -> None:
         """Pass on the answers that have come."""
-        self._bell.quiet()
+        self._waker.quiet()
         while self._answers:
             asked, done, begun_s = self._answers.popleft()
             self._in_flight -= 1
@@ -252,7 +252,7 @@ class Relay:
 
     def close(self) -> None:
         """Nothing is asked or delivered any more; idempotent."""
-        self._bell.close()
+        self._waker.close()
 
 
 def _tell(connection: Connection, number: int, content: list[Array] | BaseException) -> None:

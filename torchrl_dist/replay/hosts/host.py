@@ -166,7 +166,7 @@ class ReplayHost:
             return None
         if isinstance(operation, ReturnDraws):
             directory = self._storage.directory
-            if directory.draws is not None and directory.gate is not None:
+            if directory.times_sampled is not None and directory.gate is not None:
                 give_back(directory, operation.slot, operation.generation, operation.leaf)
                 directory.gate.ring()
             return None
@@ -241,14 +241,15 @@ class ReplayHost:
                 if directory.length:
                     raise
         if drawn is not None:
-            directory.count(Word.DRAWN, drawn.index.numel())
+            if directory.gate is None:
+                directory.count(Word.DRAWN, drawn.index.numel())
             mass, minimum = drawn.mass, drawn.minimum
         elif prioritized:
             with directory.lock():
                 directory.tree.refresh()
                 mass, minimum = directory.tree.total, directory.tree.minimum
         else:
-            used_up = directory.draws is not None
+            used_up = directory.times_sampled is not None
             mass, minimum = float(words[Word.AVAILABLE] if used_up else directory.length), 1.0
         era = words[Word.ERA]  # before the largest priority, which may be of a later one then
         state = HostState(

@@ -117,7 +117,11 @@ class SharedCursor:
         directory = self._directory
         words, capacity = directory.words, directory.capacity
         ticket, row = words[Word.CURSOR], self._free_row()
-        if row is not None and directory.tree.kernel is not None and directory.draws is None:
+        if (
+            row is not None
+            and directory.tree.kernel is not None
+            and directory.times_sampled is None
+        ):
             reservation = Reservation(
                 row, ticket, count, tuple(slot_ranges(ticket, count, capacity))
             )
@@ -170,7 +174,7 @@ class SharedCursor:
         words, tree = directory.words, directory.tree
         published: list[np.ndarray] = []
         with directory.lock():
-            if tree.kernel is not None and priority is None and directory.draws is None:
+            if tree.kernel is not None and priority is None and directory.times_sampled is None:
                 generations = np.empty(reservation.count, dtype=np.int64)
                 row, first, count, _ = reservation
                 not_ours = tree.kernel.torchrl_dist_publish(
@@ -205,7 +209,7 @@ class SharedCursor:
                 versions += 1
                 published.append(versions >> 1)
             words[Word.LENGTH] += reservation.count
-            if directory.draws is not None:
+            if directory.times_sampled is not None:
                 words[Word.AVAILABLE] += reservation.count
             words[Word.WRITE_COUNT] = words[Word.NEXT_WRITE_COUNT]
             claim[CLAIM_COUNT] = 0
@@ -439,14 +443,14 @@ class SharedCursor:
             if alpha is not None:
                 leaf = under_alpha_now(directory, leaf, alpha)
             used_up = leaf == 0  # see ``times_sampled``; the others' counts begin anew
-            if directory.draws is None:
+            if directory.times_sampled is None:
                 leaf = np.where(used_up, default_leaf(directory), leaf)
             directory.tree.set_range(start, stop, leaf)
             words[Word.NEXT_WRITE_COUNT] = words[Word.WRITE_COUNT]
             # odd still: repair goes on from here, since the leaves are there
             versions[:] = np.maximum(versions, version - 1)
             claim[CLAIM_STATE] = CLAIM_PUBLISHING
-            if directory.draws is not None:
+            if directory.times_sampled is not None:
                 most = directory.words[Word.MAX_TIMES_SAMPLED]
                 used_up_slots = start + np.flatnonzero(used_up)
                 set_times_sampled(directory, used_up_slots, most, published=False)
@@ -594,7 +598,7 @@ def _unpublish(directory: ReplayDirectory, start: int, stop: int) -> None:
     # published: even and not 0
     published = int(np.count_nonzero(versions) - np.count_nonzero(versions & 1))
     directory.words[Word.LENGTH] -= published
-    if directory.draws is not None:
+    if directory.times_sampled is not None:
         available = int(np.count_nonzero(directory.tree.leaves[start:stop]))
         directory.words[Word.AVAILABLE] -= available
     versions |= 1
@@ -630,7 +634,7 @@ def repair(directory: ReplayDirectory) -> None:
         directory.count(Word.TAKEN_OVER_CLAIMS)
     published = (versions & 1 == 0) & (versions > 0)
     available = published
-    if directory.draws is not None:
+    if directory.times_sampled is not None:
         available = published & ~exhausted(directory, slice(None))
     tree.leaves[~available] = 0.0
     tree.leaves[available & ~(tree.leaves > 0)] = default_leaf(directory)

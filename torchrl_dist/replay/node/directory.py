@@ -142,7 +142,7 @@ class Word(enum.IntEnum):
     ERA = 51  # of a shard, see ``host.HostState``
     STREAMS = 52  # rows say which stream they are of, see ``STREAM``
     RESTORES = 53  # how often a checkpoint was given back
-    DRAWN = 54  # rows that samples drew, with or without a limiter; see ``ReplayDirectory.count``
+    DRAWN = 54  # rows that samples drew, where no limiter counts them; see ``count``
 
 
 JOURNAL_ENTRIES = 5
@@ -257,12 +257,12 @@ class ReplayDirectory:
         member: id of this process, ``serial * MAX_MEMBERS + index``; unique in the directory.
         gate: what limits samples and writes, or None.
         users: int64 [MAX_MEMBERS, 5], with a limiter; see ``gate``.
-        draws: int64 [capacity], how often the rows were sampled, with a limiter that asks for it.
+        times_sampled: int64 [capacity], of the rows, with a limiter that asks for it.
     """
 
     gate: Admission | None = None
     users: np.ndarray
-    draws: np.ndarray | None = None
+    times_sampled: np.ndarray | None = None
 
     def __init__(self, path: Path, capacity: int, job_id: str, timeout_s: float) -> None:
         self.path = path
@@ -579,7 +579,7 @@ class ReplayDirectory:
         )
         users = USER_COLUMNS * MAX_MEMBERS
         self.users = tables[:users].reshape(MAX_MEMBERS, USER_COLUMNS)
-        self.draws = tables[users:] if self.words[Word.MAX_TIMES_SAMPLED] else None
+        self.times_sampled = tables[users:] if self.words[Word.MAX_TIMES_SAMPLED] else None
 
     def ask_for_streams(self) -> None:
         """Have rows say which stream they are of; called before the first one is written.

@@ -87,7 +87,7 @@ class Gate:
         directory = self._directory
         words = directory.words
         inserts = words[Word.WRITE_COUNT] - words[Word.INSERT_BASE] + under_way
-        if directory.draws is None:
+        if directory.times_sampled is None:
             size = min(inserts, directory.capacity)
         else:
             size = words[Word.AVAILABLE] + under_way

@@ -192,7 +192,7 @@ def update(
             directory.count(Word.STALE_UPDATES, stale)
         if best is not None:
             _track(directory, int(slots[best]), float(raw[best]), moved)
-            if directory.draws is not None:
+            if directory.times_sampled is not None:
                 hide_exhausted(directory, slots)
             directory.commit()
 

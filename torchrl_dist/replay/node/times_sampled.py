@@ -1,8 +1,8 @@
 """How often rows were sampled, and which were sampled as often as they may be.
 
-``directory.draws`` holds the generation of a row and its count in one number, so a new row in the
-slot begins at 0 without a store. A row whose count is full keeps its slot, with a leaf of 0. All
-functions are for a directory with ``max_times_sampled``, and called under its lock.
+``directory.times_sampled`` holds the generation of a row and its count in one number, so a new row
+in the slot begins at 0 without a store. A row whose count is full keeps its slot, with a leaf of 0.
+All functions are for a directory with ``max_times_sampled``, and called under its lock.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class TooFewDrawsError(RuntimeError):
 
 def times_sampled(directory: ReplayDirectory, slots: np.ndarray | slice) -> np.ndarray:
     """Of the rows that are in the slots now, int64 [n]."""
-    assert directory.draws is not None
-    drawn = directory.draws[slots]
+    assert directory.times_sampled is not None
+    drawn = directory.times_sampled[slots]
     same = drawn >> _BITS == directory.versions[slots] >> 1
     return np.where(same, drawn & MOST_TIMES, 0)
 
@@ -45,9 +45,9 @@ def set_times_sampled(
 ) -> None:
     """Of the rows that are in the slots now, or are published there next; of a slot named twice
     the last one stays."""
-    assert directory.draws is not None
+    assert directory.times_sampled is not None
     versions = directory.versions[slots] + (not published)
-    directory.draws[slots] = versions >> 1 << _BITS | times
+    directory.times_sampled[slots] = versions >> 1 << _BITS | times
 
 
 def exhausted(directory: ReplayDirectory, slots: np.ndarray | slice) -> np.ndarray:

@@ -145,7 +145,7 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
         if self._directory is not None and self._passes is not None:
             return self._directory
         directory = super().attach(storage)
-        if directory.draws is not None:
+        if directory.times_sampled is not None:
             self._directory = None
             raise ConfigurationError(
                 f"{type(self).__name__} counts by itself how often rows are drawn: use a limiter "

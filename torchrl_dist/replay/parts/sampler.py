@@ -372,7 +372,7 @@ class SharedRandomSampler(SharedSampler, RandomSampler):
             versions[todo] = now[slots[todo]]
             return slots, versions, np.ones(count)
 
-        law = draw if directory.draws is None else draw_counted
+        law = draw if directory.times_sampled is None else draw_counted
         slots, generation, leaf, leaves = storage.read_drawn(law, count)
         spec = directory.rows
         assert spec is not None  # of the rows just read
@@ -571,7 +571,7 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
             nonlocal smallest, mass
             if not directory.length:
                 raise NoRowsError(EMPTY)
-            limited = directory.draws is not None
+            limited = directory.times_sampled is not None
             if limited and not directory.words[Word.AVAILABLE]:
                 raise TooFewDrawsError(EMPTY)
             slots, leaves, minimum, total = directory.tree.sample(self._uniforms(count))

@@ -314,7 +314,7 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
             except ConfigurationError:
                 self._directory = None
                 raise
-        if directory.draws is not None:
+        if directory.times_sampled is not None:
             self._directory = None
             raise ConfigurationError(
                 f"{type(self).__name__} takes rows as they lie in their trajectories, whatever "

@@ -591,7 +591,8 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         that was written in between.
         """
         self._handed.batches.append((index, generation, leaves))
-        self._directory.count(Word.DRAWN, index.numel())
+        if self._directory.gate is None:  # which counts itself
+            self._directory.count(Word.DRAWN, index.numel())
 
     def handed_generation(self, index: Any) -> torch.Tensor | None:
         """The generations of the rows handed over for this very index tensor, if any."""

@@ -9,12 +9,12 @@ import threading
 from torchrl_dist.forks import now_and_in_children
 
 
-class Bell:
-    """``fileno`` is readable from a ``ring`` on until ``quiet``."""
+class Waker:
+    """``fileno`` is readable from a ``wake`` on until ``quiet``."""
 
     def __init__(self) -> None:
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        now_and_in_children(self, Bell._renew)
+        now_and_in_children(self, Waker._renew)
 
     def _renew(self) -> None:
         self._lock = threading.Lock()  # a closed number may be another file's in the next instant
@@ -22,14 +22,14 @@ class Bell:
     def fileno(self) -> int:
         return self._event
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """From any thread; without effect once it is closed."""
         with self._lock:
             if self._event >= 0:
                 os.eventfd_write(self._event, 1)
 
     def quiet(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # nobody rang
+        with contextlib.suppress(BlockingIOError):  # nobody woke it
             os.eventfd_read(self._event)
 
     def close(self) -> None:
