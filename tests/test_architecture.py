@@ -16,6 +16,7 @@ ROOT = Path(torchrl_dist.__file__).parent
 LAYERS = {
     "errors": 0,
     "forks": 0,
+    "stopping": 0,
     "runtime": 1,
     "weights": 2,
     "checkpoint": 2,

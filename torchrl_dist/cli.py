@@ -29,7 +29,25 @@ _STOPPED = {number.name: 128 + number for number in _STOPS}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
+    code = _run(sys.argv[1:] if argv is None else list(argv))
+    _tell_batch_script(code)
+    return code
+
+
+def _tell_batch_script(code: int) -> None:
+    """Leave the first rank's code where ``torchrl-dist slurm`` has asked for it."""
+    path = os.environ.get("TORCHRL_DIST_EXIT_FILE")
+    if not path:
+        return
+    from .runtime import World
+
+    with contextlib.suppress(OSError, ConfigurationError):
+        if World.from_env().global_rank == 0:
+            with open(path, "r+") as file:  # the script has made it, on this node
+                file.write(str(code))
+
+
+def _run(arguments: Sequence[str]) -> int:
     try:
         options = _parser().parse_args(arguments)
         return options.command(options)

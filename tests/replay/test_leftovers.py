@@ -46,6 +46,26 @@ def states(place: Path) -> dict[str, str]:
     return {found.path.name: found.state for found in leftovers.find([place])}
 
 
+@pytest.mark.parametrize("first_to_leave", ["interrupted", "orderly"])
+def test_nothing_is_removed_once_a_member_was_interrupted_whoever_leaves_last(
+    folder: Path, first_to_leave: str
+) -> None:
+    def open_rows() -> SharedMemmapStorage:
+        return SharedMemmapStorage(64, scratch_dir=folder / "rows", job_id="job")
+
+    def member() -> None:
+        storage.append(rows_of(range(8)))
+        storage.close(clean=first_to_leave == "orderly")
+
+    storage = open_rows()
+    assert run_forked(member) == 0
+    storage.close(clean=first_to_leave == "interrupted")
+    again = open_rows()
+    assert len(again) == 8
+    again.close()
+    assert not (folder / "rows").exists()
+
+
 def test_the_command_removes_what_dead_jobs_left_and_nothing_else(
     folder: Path, dead: str, capsys: pytest.CaptureFixture
 ) -> None:

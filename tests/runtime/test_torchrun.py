@@ -15,10 +15,12 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 
 from tests.runtime.helpers import Counter, listening_addresses
 from tests.spawn import run_job, spawn
 from torchrl_dist.errors import ConfigurationError, PeerLostError
+from torchrl_dist.replay import SharedMemmapStorage
 from torchrl_dist.runtime import session
 
 ROLES = {"learner": 1, "collector": -1}
@@ -93,25 +95,30 @@ def test_an_exception_in_the_driver_ends_the_others():
     assert "ValueError: the driver's own mistake" in job.log(0)
 
 
-def a_peer_is_killed_once() -> None:
+def a_peer_is_killed_once(folder: str) -> None:
+    storage = SharedMemmapStorage(64, scratch_dir=folder)
     with session(ROLES, timeout_s=30) as me:
         if me.role != "learner":
             me.serve()
             return
         assert me.call(me.peers[1], os.getpid) == me.pid_of(me.peers[1])
         if me.world.restart_count == 0:
+            storage.append(TensorDict({"number": torch.arange(8)}, [8]))
             os.kill(me.pid_of(me.peers[2]), signal.SIGKILL)
             assert me.wait_stop(20)  # torchrun's SIGTERM
             print("stopping", [peer.name for peer in me.lost()], flush=True)
         else:
-            print("finished", me.world.job_id, flush=True)
+            print("finished with", len(storage), "rows", flush=True)
 
 
-def test_after_a_lost_rank_torchrun_restarts_all_and_they_meet_again():
-    job = run_job(a_peer_is_killed_once, nproc=3, max_restarts=1)
+def test_after_a_lost_rank_torchrun_restarts_all_and_they_meet_again(tmp_path):
+    """With all rows, though the others ended in order: they were told to."""
+    folder = tmp_path / "replay"
+    job = run_job(a_peer_is_killed_once, {"folder": str(folder)}, nproc=3, max_restarts=1)
     assert job.returncode == 0, job
     assert "stopping ['collector1']" in job.log(0, restart=0), job
-    assert "finished" in job.log(0, restart=1), job
+    assert "finished with 8 rows" in job.log(0, restart=1), job
+    assert not folder.exists()  # the second end was in order
 
 
 def the_driver_is_killed() -> None:

@@ -216,9 +216,25 @@ def _environment(job: Job) -> list[str]:
             "clean() {",
             '  [ ! -d "$replay" ] || ' + f'{cleaner} clean --remove "$replay" >&2',
             "}",
-            "trap clean EXIT",
         ]
-    return lines
+    if job.recipe:
+        lines += _OUTCOME
+    return [*lines, *_at_exit(job)]
+
+
+_OUTCOME = (
+    "# The learner's exit code, however its collectors ended.",
+    "TORCHRL_DIST_EXIT_FILE=$(mktemp)",
+    "export TORCHRL_DIST_EXIT_FILE",
+)
+_READ_OUTCOME = 'if [ -s "$TORCHRL_DIST_EXIT_FILE" ]; then code=$(cat "$TORCHRL_DIST_EXIT_FILE"); fi'
+"""srun's own is the highest of all."""
+
+
+def _at_exit(job: Job) -> list[str]:
+    steps = ["clean"] if _own_replay_dir(job) else []
+    steps += ['rm -f "$TORCHRL_DIST_EXIT_FILE"'] if job.recipe else []
+    return [f"trap {shlex.quote('; '.join(steps))} EXIT"] if steps else []
 
 
 def _own_replay_dir(job: Job) -> bool:
@@ -274,7 +290,7 @@ def _run(job: Job) -> list[str]:
             f"  {command}",
         ]
     if job.torchrun is None:
-        return ["", *step, "code=$?"]
+        return ["", *step, "code=$?", *([_READ_OUTCOME] if job.recipe else [])]
     return [
         "",
         "stopped=0",

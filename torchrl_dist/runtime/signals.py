@@ -14,6 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from torchrl_dist.stopping import note_stop_request
+
 # A launcher or a terminal may send each of them to every process of a job.
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # as sbatch --signal=USR1@60; their default is to kill
@@ -109,6 +111,7 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number)
+        note_stop_request()
         if self.received is None:
             self.received = name
             if self._first is not None:

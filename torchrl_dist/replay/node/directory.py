@@ -69,6 +69,7 @@ from torchrl_dist.replay.node.lock import (
     unlock_byte,
 )
 from torchrl_dist.replay.row.spec import STREAM, LeafSpec, RowSpec, array_of, checked_spec
+from torchrl_dist.stopping import stop_requested_since
 
 MAX_MEMBERS = 1024
 MAX_CLAIMS = 1024
@@ -142,6 +143,7 @@ class Word(enum.IntEnum):
     ERA = 51  # of a shard, see ``host.HostState``
     STREAMS = 52  # rows say which stream they are of, see ``STREAM``
     RESTORES = 53  # how often a checkpoint was given back
+    INTERRUPTED = 55  # a member left after a stop signal or an exception: nothing is removed
     DRAWN = 54  # rows that samples drew, where no limiter counts them; see ``count``
 
 
@@ -272,6 +274,7 @@ class ReplayDirectory:
         self.member = -1
         self._users = 0
         self._pid = os.getpid()
+        self._opened_at = time.monotonic()
         self._closing = False
         self._guard = _Guard(self)
         self._rows: RowSpec | None = None
@@ -729,7 +732,10 @@ class ReplayDirectory:
         self.members[index] = 0
         unlock_byte(self._fd, MEMBER_BYTES + index)
         self.member = -1
-        if not clean or self.words[Word.KEEP] or self.live_members() or not self._is_at_path():
+        if not clean or stop_requested_since(self._opened_at):
+            self.words[Word.INTERRUPTED] = 1  # those who leave after this one did not see it
+        keep = self.words[Word.KEEP] or self.words[Word.INTERRUPTED]
+        if keep or self.live_members() or not self._is_at_path():
             return None
         # under the lock: whoever opens the path now makes a new directory
         return files.retire(self.path)
@@ -991,6 +997,7 @@ def _adopt(view: ReplayDirectory, header: Header, resume: bool) -> None:
         new = Header(header.capacity, view.job_id, _starter_of(view.job_id))
         _write_json(view.path / files.HEADER, new.as_json())
     if not alive:
+        view.words[Word.INTERRUPTED] = 0
         view.members[:] = 0
         view.words[Word.DIRTY] = 1
     if view.words[Word.DIRTY]:

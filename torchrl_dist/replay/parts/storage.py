@@ -88,7 +88,8 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
             SLURM's job id; started otherwise, pass one.
         resume: go on with the rows that an earlier job left in the directory.
         keep: leave the directory when the last process ends. Without it that process removes it
-            at a clean end, and leaves it after a signal or an unhandled exception.
+            at a clean end. It leaves it for a restart where a signal asked one of the processes
+            in a session to stop, or an exception ended one.
         timeout_s: longest wait for another process, in seconds.
         limiter: how often rows may be sampled, and when writes wait for that; the same in every
             process. Default: none, or the one that the directory has.
