@@ -26,10 +26,10 @@ LAYERS = {
     "learn": 3,
     "recipes": 4,
     "ops": 5,
-    "plan": 4,
-    "bench": 5,
-    "cli": 6,
-    "__main__": 7,
+    "plan": 5,
+    "bench": 6,
+    "cli": 7,
+    "__main__": 8,
 }
 # Inside a package, from the lowest up: each may import those before it.
 FOLDERS = {

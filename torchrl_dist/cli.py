@@ -12,13 +12,14 @@ result is printed; without a result, a second signal stopped it at once).
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import json
 import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from . import __version__
 from .errors import CheckpointError, ConfigurationError, DirectoryError, TorchRLDistError
@@ -29,9 +30,32 @@ _STOPPED = {number.name: 128 + number for number in _STOPS}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    code = _run(sys.argv[1:] if argv is None else list(argv))
-    _tell_batch_script(code)
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    code = _run(arguments)
+    if arguments[:1] == ["train"]:
+        _tell_batch_script(code)
     return code
+
+
+def console() -> NoReturn:
+    """What the shell's command runs."""
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # as in "torchrl-dist ... | head"
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
+    if _has_served:
+        # The job needs nothing of what C++ libraries do at the interpreter's end, and torch's RPC
+        # aborts there now and then ("terminate called without an active exception").
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+_has_served = False
 
 
 def _tell_batch_script(code: int) -> None:
@@ -202,6 +226,7 @@ def _process_groups(config: Any, roles: dict[str, int]) -> dict[str, str] | None
 
 
 def _serve_rank_zero(config: Any, launched: int | None) -> int:
+    global _has_served
     import torch
 
     from .runtime import session
@@ -211,6 +236,7 @@ def _serve_rank_zero(config: Any, launched: int | None) -> int:
     groups = _process_groups(config, roles)
     with session(roles, timeout_s=config.timeout_s, process_group=groups) as job:
         job.serve()
+    _has_served = True
     return 0
 
 

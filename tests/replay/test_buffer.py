@@ -281,6 +281,8 @@ def test_changing_alpha_changes_the_tree_for_every_sampler(make_buffer) -> None:
 def test_beta_is_annealed_by_the_jobs_step(make_buffer) -> None:
     rb = make_buffer(8)
     assert anneal_beta(rb.sampler, 0, steps=100) == 0.4
+    with pytest.raises(ConfigurationError, match="ReplayBuffer: pass buffer.sampler"):
+        anneal_beta(rb, 0, steps=100)
     assert anneal_beta(rb.sampler, 50, steps=100) == pytest.approx(0.7)
     assert anneal_beta(rb.sampler, 50, steps=100) == pytest.approx(0.7)
     assert anneal_beta(rb.sampler, 500, steps=100) == rb.sampler.beta == 1.0
@@ -536,7 +538,7 @@ def test_a_sample_waits_while_all_rows_are_being_written(make_buffer, kind) -> N
         assert len(rb) == 0
         with pytest.raises(DeadlineError, match=f"being written, by processes .{os.getpid()}"):
             rb.sample()
-        rb.storage.directory.timeout_s = 30
+        rb.storage.timeout_s = 30
         threading.Timer(0.1, go_on.set).start()
         assert rb.sample()["id"].max() < 8
         first.result(30)

@@ -565,7 +565,7 @@ def test_rows_stay_used_up_after_a_repair_and_a_restore(make_buffer: Callable, k
 
 
 def _consume(folder: Path, limiter: RateLimiter, out: Path, uniform: bool) -> None:
-    rb = attach(folder, 512, limiter, uniform=uniform)
+    rb = attach(folder, 512, limiter, uniform=uniform, timeout_s=2.0)
     ids = []
     try:
         while True:

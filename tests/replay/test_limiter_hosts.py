@@ -8,10 +8,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torchrl.data import TensorDictReplayBuffer
 
 from tests.replay.conftest import folder, make_rows  # noqa: F401
@@ -35,6 +37,7 @@ from torchrl_dist import (
     SharedCursorWriter,
     local_cluster,
     replay_buffer,
+    session,
 )
 
 pytestmark = pytest.mark.timeout(90)
@@ -317,3 +320,22 @@ def test_what_cannot_be_right_is_refused(make: Make, cluster: Session) -> None:
     make(2, limiter=RateLimiter(512))  # more than one shard could hold
     with pytest.raises(Exception, match="use the same arguments in every process"):
         make(2, limiter=RateLimiter(8))
+
+
+@pytest.mark.parametrize("shortcut", [True, False], ids=["through memory", "by messages"])
+def test_the_limiter_waits_as_long_as_this_buffer_may(shortcut: bool, tmp_path: Path) -> None:
+    with session() as me:
+        buffer = replay_buffer(
+            me,
+            capacity=64,
+            batch_size=4,
+            limiter=RateLimiter(min_size_to_sample=50),
+            shortcut=shortcut,
+            prefetch=0,
+            scratch_dir=tmp_path,
+            timeout_s=0.5,
+        )
+        buffer.extend(TensorDict({"number": torch.arange(8)}, [8]))
+        with ThreadPoolExecutor(1) as other:  # which does not write itself
+            with pytest.raises(RateLimitError, match="waited 0.5 s for 42 more rows"):
+                other.submit(buffer.sample).result(20)

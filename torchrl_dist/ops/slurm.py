@@ -227,7 +227,9 @@ _OUTCOME = (
     "TORCHRL_DIST_EXIT_FILE=$(mktemp)",
     "export TORCHRL_DIST_EXIT_FILE",
 )
-_READ_OUTCOME = 'if [ -s "$TORCHRL_DIST_EXIT_FILE" ]; then code=$(cat "$TORCHRL_DIST_EXIT_FILE"); fi'
+_READ_OUTCOME = (
+    'if [ -s "$TORCHRL_DIST_EXIT_FILE" ]; then code=$(cat "$TORCHRL_DIST_EXIT_FILE"); fi'
+)
 """srun's own is the highest of all."""
 
 

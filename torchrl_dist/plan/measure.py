@@ -27,6 +27,7 @@ from torch import nn
 from torchrl_dist.collect import FirstReady, RPCBatchedCollector
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.planner import Costs
+from torchrl_dist.recipes.environments import image_factory
 from torchrl_dist.runtime import ForkServer, local_cluster
 
 ENVS, NATIVE_ENVS = (1, 8, 64), (1, 8, 64, 512)
@@ -558,9 +559,18 @@ def envs_of(text: str) -> tuple[Callable[[int], Callable[[], Any]], bool]:
     Raises:
         ConfigurationError: neither.
     """
-    spec = None
-    with contextlib.suppress(Exception):  # whatever gymnasium thinks of a name that is not its own
+    images = image_factory(text)
+    if images is not None:
+        try:
+            images().close()
+        except Exception as error:
+            raise ConfigurationError(f"--env: got {text!r}: {error}") from error
+        return lambda envs: images, False
+    spec, reason = None, ""
+    try:
         spec = gymnasium.spec(text)
+    except Exception as error:  # whatever gymnasium thinks of a name that is not its own
+        reason = f" ({error})"
     if spec is None and ":" in text:
         make = named(text)
         with contextlib.closing(make()) as env:
@@ -570,7 +580,9 @@ def envs_of(text: str) -> tuple[Callable[[int], Callable[[], Any]], bool]:
                 )
         return lambda envs: make, False
     if spec is None:
-        raise ConfigurationError(f"--env: got {text!r}, expected gymnasium's id, or package:make")
+        raise ConfigurationError(
+            f"--env: got {text!r}, expected gymnasium's id, or package:make{reason}"
+        )
     if spec.vector_entry_point is not None:
         return functools.partial(_own_vector_env, text), True
     return lambda envs: functools.partial(gymnasium.make, text), False

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import math
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,15 +73,29 @@ def env_factory(env: str) -> Callable[..., gymnasium.Env] | None:
     return named_function(env)
 
 
+@contextlib.contextmanager
+def _needs(extra: str) -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"{error.name} is not installed: pip install 'torchrl-dist[{extra}]'"
+        ) from error
+
+
 def atari(env: str, **options: Any) -> gymnasium.Env:
     """``ALE/...`` as in Machado et al. 2018: each action for 4 frames (and, in version 5, not taken
     by the game one time in four), seen as the maximum of the last two, gray, 84 x 84; the last 4
     of these are an observation, uint8 ``[4, 84, 84]``. Up to 30 idle frames begin an episode."""
-    import ale_py
     import gymnasium
     from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 
-    gymnasium.register_envs(ale_py)
+    with _needs("atari"), warnings.catch_warnings():
+        # the import registers, again where the id was looked up in gymnasium before
+        warnings.filterwarnings("ignore", message=".*Overriding environment")
+        import ale_py
+
+        gymnasium.register_envs(ale_py)
     made = gymnasium.make(env, frameskip=1, **options)
     return FrameStackObservation(AtariPreprocessing(made), 4)
 
@@ -89,9 +104,10 @@ def minigrid(env: str, **options: Any) -> gymnasium.Env:
     """``MiniGrid-...``: the 7 x 7 cells before the agent, each thing, colour and state a channel of
     zeros and ones, uint8 ``[20, 7, 7]``. The mission, a text, is left out."""
     import gymnasium
-    import minigrid
-    from minigrid.wrappers import ImgObsWrapper, OneHotPartialObsWrapper
 
+    with _needs("minigrid"):
+        import minigrid
+        from minigrid.wrappers import ImgObsWrapper, OneHotPartialObsWrapper
     gymnasium.register_envs(minigrid)
     made: Any = ImgObsWrapper(OneHotPartialObsWrapper(gymnasium.make(env, **options)))
     height, width, channels = made.observation_space.shape
@@ -102,12 +118,17 @@ def minigrid(env: str, **options: Any) -> gymnasium.Env:
 _IMAGES: dict[str, Callable[..., Any]] = {"ALE/": atari, "MiniGrid-": minigrid}
 
 
-def _maker(env: str) -> Callable[..., gymnasium.Env] | None:
-    """What makes ``env``, other than ``gymnasium.make`` alone."""
+def image_factory(env: str) -> Callable[..., gymnasium.Env] | None:
+    """What makes an id of Atari's or MiniGrid's; None for others."""
     for prefix, make in _IMAGES.items():
         if env.startswith(prefix):
             return functools.partial(make, env)
-    return env_factory(env)
+    return None
+
+
+def _maker(env: str) -> Callable[..., gymnasium.Env] | None:
+    """What makes ``env``, other than ``gymnasium.make`` alone."""
+    return image_factory(env) or env_factory(env)
 
 
 def make_env(env: str, **options: Any) -> gymnasium.Env:

@@ -23,11 +23,15 @@ replay="/dev/shm/torchrl_dist-$SLURM_JOB_ID"
 clean() {
   [ ! -d "$replay" ] || python -m torchrl_dist clean --remove "$replay" >&2
 }
-trap clean EXIT
+# The learner's exit code, however its collectors ended.
+TORCHRL_DIST_EXIT_FILE=$(mktemp)
+export TORCHRL_DIST_EXIT_FILE
+trap 'clean; rm -f "$TORCHRL_DIST_EXIT_FILE"' EXIT
 
 srun --kill-on-bad-exit=0 --wait=0 --unbuffered --label --nodes=1 --ntasks=3 --ntasks-per-node=3 --cpus-per-task=1 \
   python -m torchrl_dist train apex --env CartPole-v1 --replay-dir "$replay"
 code=$?
+if [ -s "$TORCHRL_DIST_EXIT_FILE" ]; then code=$(cat "$TORCHRL_DIST_EXIT_FILE"); fi
 
 # 138 and 143: stopped by USR1 and TERM, the checkpoint is written. Whom scancel ended stays ended.
 if [ "$code" = 138 ] || [ "$code" = 143 ]; then

@@ -16,10 +16,15 @@ MASTER_ADDR=${nodes%%$'\n'*}
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000))
 export MASTER_ADDR MASTER_PORT PYTHONFAULTHANDLER=1 PYTHONUNBUFFERED=1
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# The learner's exit code, however its collectors ended.
+TORCHRL_DIST_EXIT_FILE=$(mktemp)
+export TORCHRL_DIST_EXIT_FILE
+trap 'rm -f "$TORCHRL_DIST_EXIT_FILE"' EXIT
 
 srun --kill-on-bad-exit=0 --wait=0 --unbuffered --label --nodes=1 --ntasks=3 --ntasks-per-node=3 --cpus-per-task=1 \
   python -m torchrl_dist train apex --env CartPole-v1 --replay-dir '/scratch/x y'
 code=$?
+if [ -s "$TORCHRL_DIST_EXIT_FILE" ]; then code=$(cat "$TORCHRL_DIST_EXIT_FILE"); fi
 
 # 138 and 143: stopped by USR1 and TERM, the checkpoint is written. Whom scancel ended stays ended.
 if [ "$code" = 138 ] || [ "$code" = 143 ]; then

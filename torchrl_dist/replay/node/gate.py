@@ -133,7 +133,7 @@ class Gate:
         """Slots for the first rows of a write, once it is admitted.
 
         Raises:
-            RateLimitError: it was not, within the directory's ``timeout_s``; nothing is written.
+            RateLimitError: it was not, within the storage's ``timeout_s``; nothing is written.
         """
 
         def attempt() -> Reservation | Missing:
@@ -171,7 +171,7 @@ class Gate:
         """What ``draw()`` returns, ``count`` rows, once that sample is admitted.
 
         Raises:
-            RateLimitError: it was not, within the directory's ``timeout_s``.
+            RateLimitError: it was not, within the storage's ``timeout_s``.
             ConfigurationError: samples of that many rows could wait for ever.
         """
         self.limiter.check_batch(count)
@@ -246,7 +246,8 @@ class Gate:
         if not isinstance(result, Missing):
             return result
         directory.count(Word.LIMITER_WAITS)
-        deadline = time.monotonic() + directory.timeout_s
+        timeout_s = getattr(storage, "timeout_s", directory.timeout_s)
+        deadline = time.monotonic() + timeout_s
         stuck_at = None
         with _torchrl.locks_given_back(storage):
             while True:
@@ -265,10 +266,10 @@ class Gate:
                 if nobody or left <= 0 or process_ends.is_set():
                     with directory.lock():
                         self._note_stuck(-1, stuck_at)
-                    raise self._error(result, nobody, left <= 0)
+                    raise self._error(result, nobody, timeout_s if left <= 0 else None)
                 self._bell.wait(armed, min(left, _LOOK_AGAIN_S))
 
-    def _error(self, missing: Missing, nobody: bool, late: bool) -> RateLimitError:
+    def _error(self, missing: Missing, nobody: bool, waited_s: float | None) -> RateLimitError:
         directory = self._directory
         counts = self.counts()
         state = (
@@ -281,7 +282,7 @@ class Gate:
                 "thread both writes and samples, and all others that use the buffer wait, too. "
                 f"Write and sample in the limiter's proportion, or ask can_sample() first ({state})"
             )
-        if not late:
+        if waited_s is None:
             return RateLimitError(f"this process ends; it waited for {missing.for_what}")
         others = [
             directory.pid_of(member)
@@ -289,7 +290,7 @@ class Gate:
             if member != directory.member
         ]
         return RateLimitError(
-            f"waited {directory.timeout_s:g} s for {missing.for_what} in {directory.path}: "
+            f"waited {waited_s:g} s for {missing.for_what} in {directory.path}: "
             f"{state}. Other processes that share it: {others or 'none is left'}. Are they stuck "
             "or gone? If this thread does both itself, have it ask can_sample() first"
         )

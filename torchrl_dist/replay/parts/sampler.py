@@ -731,6 +731,10 @@ def anneal_beta(
         >>> anneal_beta(sampler, 500, steps=1000)
         0.7
     """
+    if not isinstance(sampler, PrioritizedSampler):
+        raise ConfigurationError(
+            f"beta is a prioritized sampler's, got {type(sampler).__name__}: pass buffer.sampler"
+        )
     if steps < 1:
         raise ConfigurationError(f"steps must be at least 1, got {steps}")
     fraction = min(1.0, max(0.0, step / steps))

@@ -190,6 +190,7 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         self._streams = _Stream()
         now_and_in_children(self, SharedMemmapStorage._renew)
         self._gatherer = Gatherer(gather_threads, timeout_s)
+        self.timeout_s = timeout_s
         self._closed = False
 
     def _renew(self) -> None:
@@ -552,7 +553,7 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
             try:
                 return read()
             except NoRowsError:
-                deadline = min(deadline, time.monotonic() + self._directory.timeout_s)
+                deadline = min(deadline, time.monotonic() + self.timeout_s)
                 if not self._cursor.wait_for_rows(deadline):
                     raise
 
@@ -664,7 +665,7 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         leaves = [array.take(slots, 0) for array in directory.arrays]
         ok = (versions & 1 == 0) & (versions > 0) & (directory.versions[slots] == versions)
         todo = np.flatnonzero(~ok) if ORDERED_LOADS else np.arange(slots.size)
-        deadline = time.monotonic() + directory.timeout_s
+        deadline = time.monotonic() + self.timeout_s
         while todo.size:
             directory.count(Word.REREAD_ROWS, todo.size)
             with directory.lock():
@@ -688,7 +689,7 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
                 if time.monotonic() > deadline:
                     raise DeadlineError(
                         f"slots {slots[todo][:8].tolist()} of {directory.path} were being written "
-                        f"by others for {directory.timeout_s:g} s; are these stopped?"
+                        f"by others for {self.timeout_s:g} s; are these stopped?"
                     )
                 time.sleep(_RETRY_S)
         return slots.size, leaves
@@ -739,7 +740,7 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
             "max_size": self.max_size,
             "scratch_dir": self.scratch_dir,
             "job_id": directory.job_id,
-            "timeout_s": directory.timeout_s,
+            "timeout_s": self.timeout_s,
             "gather_threads": self._gatherer.threads,
             "attached": self._attached_entities_list,
         }
