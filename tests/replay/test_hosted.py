@@ -49,6 +49,7 @@ from torchrl_dist import (
     replay_buffer,
     session,
 )
+from torchrl_dist.replay.hosts import owner
 from torchrl_dist.replay.hosts.batches import BatchSource
 from torchrl_dist.replay.hosts.host import Empty
 from torchrl_dist.replay.hosts.owner import HostAddress
@@ -789,6 +790,17 @@ def test_a_buffer_that_is_released_gives_everything_back_and_its_name(cluster, f
         len(other)
     near.close()
     assert not list(folder.iterdir())
+
+
+def test_shards_that_are_one_folder_are_refused(cluster, folder, monkeypatch) -> None:  # noqa: F811
+    """As where a launcher calls one machine several nodes, whose processes have one local rank."""
+    monkeypatch.setattr(owner, "_identity", lambda path: ("boot", 1, 2))
+    me = cluster.me
+    with pytest.raises(ConfigurationError, match=r"shards 0 and 1 \(learner0 .* are one folder"):
+        replay_buffer(cluster, "apart", capacity=64, batch_size=4, hosts=[me, me])
+    monkeypatch.undo()
+    buffer = replay_buffer(cluster, "apart", capacity=64, batch_size=4, hosts=[me, me])
+    assert len(buffer) == 0
 
 
 def test_wrong_arguments_say_what_is_expected(alone, folder) -> None:  # noqa: F811

@@ -272,6 +272,7 @@ class Settings:
 
 _ANYTHING = object()
 _WEIGHTS = "weights reach all workers as one packed message: call update_policy_weights_()"
+_LAUNCHER = "torchrun, srun or local_cluster starts the processes, and says what each may use"
 _CPU = "the workers run on the CPU; storing_device= says where batches go"
 # What TorchRL's collectors take and this one does not: values that ask for nothing, and the reason.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -297,6 +298,21 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "sync": ((None,), "pass readiness=WaitAll() or FirstReady()"),
     "update_at_each_batch": ((False,), _WEIGHTS),
     "worker_idx": ((None,), "workers are numbered by the collector"),
+    # of TorchRL's collectors over Ray, RPC and torch.distributed
+    "collector_class": ((None,), "each worker is this collector's own"),
+    "collector_kwargs": ((None,), "each worker is this collector's own"),
+    "num_workers_per_collector": ((1,), "pass env_processes="),
+    "ray_init_config": ((None,), _LAUNCHER),
+    "remote_configs": ((None,), _LAUNCHER),
+    "slurm_kwargs": ((None,), _LAUNCHER),
+    "launcher": ((None,), _LAUNCHER),
+    "tcp_port": ((None,), _LAUNCHER),
+    "visible_devices": ((None,), _CPU),
+    "tensorpipe_options": ((None,), "the session has its own"),
+    "update_after_each_batch": ((False,), _WEIGHTS),
+    "max_weight_update_interval": ((-1,), _WEIGHTS),
+    "update_interval": ((None,), _WEIGHTS),
+    "use_env_creator": ((_ANYTHING,), ""),
     "use_buffers": ((_ANYTHING,), ""),
     "trust_policy": ((_ANYTHING,), ""),
     "no_cuda_sync": ((_ANYTHING,), ""),

@@ -380,6 +380,7 @@ def host_replay(
             HostAddress(remote, *remote.call("whereabouts", timeout_s=timeout_s))
             for remote in remotes
         )
+        _check_apart(addresses)
     except BaseException:
         if new:  # so that it can be tried again with other arguments
             with contextlib.suppress(TorchRLDistError):
@@ -396,6 +397,24 @@ def host_replay(
         limiter,
         name,
     )
+
+
+def _check_apart(addresses: Sequence[HostAddress]) -> None:
+    """
+    Raises:
+        ConfigurationError: two shards are one directory. Tasks with one local rank do that whose
+            launcher calls a single machine several nodes.
+    """
+    shards: dict[tuple[str, int, int], int] = {}
+    for shard, address in enumerate(addresses):
+        other = shards.setdefault(address.identity, shard)
+        if other != shard:
+            peers = [addresses[each].host.peer for each in (other, shard)]
+            raise ConfigurationError(
+                f"replay shards {other} and {shard} ({peers[0]} and {peers[1]}) are one folder, "
+                f"{address.path}: the launcher calls one machine several nodes. Pass hosts= with "
+                "one process of each machine"
+            )
 
 
 def _agree(session: Session, name: str, terms: dict[str, Any], timeout_s: float | None) -> bool:
@@ -494,7 +513,8 @@ def open_host(
             # job has its own, and what it leaves is of no use once it cannot come back.
             named = parent is not None or keep or resume
             prefix = f"torchrl_dist-{os.getuid()}-"
-            folder = prefix + (place if named else f"{job_id}-{place}")
+            # A launcher may call one machine several nodes.
+            folder = prefix + (place if named else f"{job_id}-{place}-{session.me.host}")
             parent = parent or _default_parent()
             if not named:
                 remove_leftovers(Path(parent), prefix)
