@@ -263,3 +263,21 @@ def test_a_plot_takes_the_place_of_pictures_only(tmp_path: Path) -> None:
         check_folders(tmp_path / "notes.png", tmp_path / name)  # lines are appended
     with pytest.raises(ConfigurationError, match="there is no folder"):
         check_folders(tmp_path / "none" / "a.jsonl")
+
+
+def test_a_reader_that_has_enough_ends_a_command_quietly_and_no_other_pipe_does() -> None:
+    command = [sys.executable, "-m", "torchrl_dist", "slurm", "--", "train", "apex"]
+    for close_early in (True, False):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            if close_early:
+                process.stdout.close()
+            _, errors = process.communicate(timeout=60)
+        assert process.returncode == (141 if close_early else 0) and not errors, errors
+    code = """
+from torchrl_dist import cli
+def main(): raise BrokenPipeError("of a worker")
+cli.main = main
+cli.console()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "BrokenPipeError: of a worker" in done.stderr

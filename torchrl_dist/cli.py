@@ -16,6 +16,7 @@ import atexit
 import contextlib
 import json
 import os
+import select
 import signal
 import sys
 from collections.abc import Sequence
@@ -42,7 +43,12 @@ def console() -> NoReturn:
     try:
         code = main()
         sys.stdout.flush()
-    except BrokenPipeError:  # as in "torchrl-dist ... | head"
+    except BrokenPipeError:
+        reader = select.poll()
+        reader.register(sys.stdout, 0)
+        if not reader.poll(0):
+            raise  # another pipe
+        # nobody reads it any more, as in "torchrl-dist ... | head"
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
     if _has_served:

@@ -6,6 +6,7 @@ Golden files are written anew by: python -m tests.ops.test_slurm_script
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -52,6 +53,55 @@ def test_the_script_is_the_golden_one_and_shells_accept_it(name: str) -> None:
         pytest.skip("shellcheck is not installed")
     checked = subprocess.run(["shellcheck", "-"], input=text, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout
+
+
+@pytest.mark.parametrize(
+    ("told", "of_all", "ends", "requeued"),
+    [
+        ("138", 137, 0, True),  # stopped, and a collector was lost before
+        ("0", 137, 0, False),
+        ("1", 137, 1, False),
+        ("", 138, 0, True),  # nobody told: as srun says
+        ("", 137, 137, False),
+    ],
+)
+def test_a_recipes_job_ends_by_its_learners_code(
+    told: str, of_all: int, ends: int, requeued: bool, tmp_path: Path
+) -> None:
+    """With Slurm's commands played by others, and the command line's own word."""
+    commands = {
+        "srun": f'printf "%s" "{told}" > "$TORCHRL_DIST_EXIT_FILE"; exit {of_all}',
+        "scontrol": 'echo "$@" >> calls; echo JobState=RUNNING',
+    }
+    for name, body in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    left = tmp_path / "left"
+    left.mkdir()
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    env = {"PATH": path, "TMPDIR": str(left), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
+    text = script(Job((*APEX, "--replay-dir", "/scratch/x"), Component(tasks_per_node=3)))
+    done = subprocess.run(["bash"], input=text, env=env, cwd=tmp_path, text=True, timeout=60)
+    assert done.returncode == ends
+    assert ("requeue 7" in (tmp_path / "calls").read_text()) == requeued
+    assert not list(left.iterdir())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_rank_leaves_its_code_where_the_script_asked_for_it(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank}.items():
+        monkeypatch.setenv(name, str(value))
+    asked = {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHRL_DIST_EXIT_FILE", str(tmp_path / "code"))
+    assert main(["train", "apex", "--envs-per-collector", "none"]) == 2
+    assert not (tmp_path / "code").exists()  # it is the script that makes it
+    (tmp_path / "code").touch()
+    assert main(["train", "apex", "--envs-per-collector", "none"]) == 2
+    assert (tmp_path / "code").read_text() == ("2" if rank == 0 else "")
 
 
 @pytest.mark.parametrize(

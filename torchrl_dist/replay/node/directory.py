@@ -143,8 +143,8 @@ class Word(enum.IntEnum):
     ERA = 51  # of a shard, see ``host.HostState``
     STREAMS = 52  # rows say which stream they are of, see ``STREAM``
     RESTORES = 53  # how often a checkpoint was given back
-    INTERRUPTED = 55  # a member left after a stop signal or an exception: nothing is removed
     DRAWN = 54  # rows that samples drew, where no limiter counts them; see ``count``
+    INTERRUPTED = 55  # a member left after a stop signal or an exception: nothing is removed
 
 
 JOURNAL_ENTRIES = 5
