@@ -31,6 +31,7 @@ from tests.replay.test_files import contents
 from torchrl_dist.errors import CheckpointError
 from torchrl_dist.replay import SharedReplayBuffer
 from torchrl_dist.replay.inspection import inspect
+from torchrl_dist.replay.node.directory import COUNTERS, Word
 from torchrl_dist.replay.saving.disk import writing
 
 CAPACITY = 80
@@ -151,6 +152,17 @@ def test_a_state_that_no_buffer_had_changes_nothing(rb, what: str) -> None:
     rb.storage.load_state_dict(copy.deepcopy(state))  # it was sound
     _WRONG[what](state["shards"][0])
     refused(rb, lambda: rb.storage.load_state_dict(state))
+
+
+def test_a_counter_that_nobody_knows_here_sets_nothing(rb) -> None:
+    state = rb.storage.state_dict()
+    counters = state["shards"][0]["head"]["counters"]
+    others = {word.name.lower() for word in Word} - COUNTERS.keys()
+    counters |= dict.fromkeys([*others, "of_a_later_version"], 2**40) | {"stale_updates": 5}
+    rb.storage.load_state_dict(state)
+    assert 2**40 not in list(rb.storage.directory.words)
+    assert rb.storage.counters["stale_updates"] == 5
+    assert_sound(rb)
 
 
 @pytest.mark.parametrize("state", [{}, {"shards": 3}, {"shards": []}, {"shards": [{}]}, 7])

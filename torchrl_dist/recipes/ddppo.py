@@ -28,7 +28,7 @@ from .ddppo_config import DDPPOConfig
 from .environments import Task, for_collectors
 from .networks import PolicySpec, ValueNetwork
 from .policies import categorical_actor, critic_of
-from .preemption import PreemptAll, tally_of_all
+from .preempt_all import PreemptAll, tally_of_all
 from .training import (
     LossLearner,
     Start,

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..replay import (
     RateLimiter,
-    RemoteStorage,
     SharedMemmapStorage,
     SharedPrioritizedSampler,
     SharedRandomSampler,
@@ -93,8 +90,4 @@ def remarks_on_resume(buffer: SharedReplayBuffer) -> tuple[str, ...]:
 def stale_priorities(buffer: SharedReplayBuffer) -> int:
     """Priorities that came after their rows were overwritten, and so were dropped; since the buffer
     was made, by all processes. Blocks for a call where other nodes keep rows."""
-    storage: Any = buffer.storage
-    counters = (
-        storage.counters if isinstance(storage, RemoteStorage) else storage.directory.counters
-    )
-    return counters["stale_updates"]
+    return buffer.storage.counters["stale_updates"]

@@ -7,7 +7,8 @@ invariant                                  guard                                
 =========================================  ====================================  ================
 a slot has one writer                      tickets and claims, ``cursor``        processes, kills
 a row that is read is one whole row        versions, ``storage._read_drawn``     torn
-a priority meets its row, or none          generations, ``priorities.update``    buffer, law
+a priority meets its row, or none [1]_     generations, ``priorities.update``    buffer, law,
+                                                                                 hosted
 only published rows count and are drawn    four rules at the top of              kills, int64
                                            ``directory``
 a killed process leaves no harm            ``DIRTY`` and ``cursor.repair``; a    kills, soak,
@@ -24,6 +25,11 @@ the earlier checkpoint, or the new one     one rename, ``disk``; the ring's     
                                            order, ``snapshot``                   checkpoint_shards
 any of these, in any order of calls        a plain model                         fuzz
 =========================================  ====================================  ================
+
+.. [1] Where C was built, ``torchrl_dist_update`` in ``law/_kernel.c`` asks. Over hosts the client
+   sends the generation along, and the same function asks. A call that names slots alone is looked
+   up among the rows this process drew or wrote (``sampler.RecentGenerations``); slots that are not
+   among them are set as they are, and counted as ``unverified_updates``.
 """
 
 from torchrl_dist.replay.hosts.buffer import HostedReplayBuffer, replay_buffer

@@ -75,7 +75,7 @@ class Worker:
     in_flight: list[Request] = field(default_factory=list)
     requests: int = 0
     settled: int = 0  # of all requests before this number it is known what came of them
-    early: dict[int, Arrival | None] = field(default_factory=dict)  # answers that overtook others
+    overtook: dict[int, Arrival | None] = field(default_factory=dict)  # others
     cut_through: int = -1  # requests up to this number were told to stop early
     inbox: deque[Arrival] = field(default_factory=deque)
     busy_since: float = 0.0  # time.monotonic() when the first request in flight began
@@ -292,7 +292,7 @@ class Crew:
                 worker.given_up += len(worker.in_flight)
                 for request in worker.in_flight:
                     self.budget.give_back(worker.index, request.round, request.share)
-                    worker.early[request.number] = None
+                    worker.overtook[request.number] = None
                 worker.in_flight.clear()
                 self._settle(worker)
 
@@ -307,7 +307,7 @@ class Crew:
             and not worker.lost
             and worker.failure is None
             and len(worker.in_flight) < _MAX_IN_FLIGHT
-            and len(worker.in_flight) + len(worker.early) + len(worker.inbox) < ahead
+            and len(worker.in_flight) + len(worker.overtook) + len(worker.inbox) < ahead
             and self._send_request(worker)
         ):
             pass
@@ -354,7 +354,7 @@ class Crew:
                 return
             worker.in_flight.remove(request)
             worker.busy_since = time.monotonic()
-            worker.early[request.number] = None
+            worker.overtook[request.number] = None
             if error is not None:
                 worker.failure = error
                 if isinstance(error, PeerLostError):
@@ -364,7 +364,7 @@ class Crew:
                 if isinstance(rows, PackedRows):
                     rows = rows.unpack()
                 if stats.frames:  # else it was closed meanwhile
-                    worker.early[request.number] = (request, stats, rows)
+                    worker.overtook[request.number] = (request, stats, rows)
                     self.budget.return_frames(request.share.frames - stats.frames)
             self._settle(worker)
             self._request(worker)
@@ -383,8 +383,8 @@ class Crew:
 
     def _settle(self, worker: Worker) -> None:
         """Move answers to the inbox in the order of their requests."""
-        while worker.settled in worker.early:
-            arrival = worker.early.pop(worker.settled)
+        while worker.settled in worker.overtook:
+            arrival = worker.overtook.pop(worker.settled)
             worker.settled += 1
             if arrival is not None:
                 worker.inbox.append(arrival)

@@ -26,7 +26,7 @@ class Handle(Protocol):
     def submit(
         self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any
     ) -> Future:
-        """The same, without blocking."""
+        """The same, without blocking; a worker in this process does all but rollouts at once."""
 
 
 class LocalHandle:

@@ -130,7 +130,7 @@ class RemoteStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
 
     @property
     def counters(self) -> dict[str, int]:
-        """``directory.counters``, summed over the hosts that answer."""
+        """As of one node, summed over the hosts that answer."""
         total: dict[str, int] = {}
         client = self.client
         answering = [shard for shard in range(len(client.links)) if client.answers_now(shard)]
@@ -478,11 +478,6 @@ class _DirectStorage(DirectStorage):
 
     def flush(self) -> None:
         """Nothing is queued here."""
-
-    @property
-    def counters(self) -> dict[str, int]:
-        """``directory.counters``."""
-        return self.directory.counters
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RemoteStorage, (self.owner,), {"attached": self._attached_entities_list}

@@ -4,7 +4,7 @@ Files::
 
     header.json     format, capacity, job; written last when the directory is created
     lock            locks on its bytes: the fair lock, and one byte per live member
-    control.bin     counters and tables, see ``_Word`` and the claim and member columns below
+    control.bin     counters and tables, see ``Word`` and the claim and member columns below
     versions.bin    int64 [capacity]; odd while a row is absent or being written
     tree.bin        priority tree
     rows.json       spec of a row; written before the data files, when the first rows come, so
@@ -97,7 +97,10 @@ _NETWORK_FILE_SYSTEMS = frozenset(
 
 
 class Word(enum.IntEnum):
-    """Index of each int64 of the control block (two of them hold the bits of a float64)."""
+    """Index of each int64 of the control block; those marked float64 hold its bits.
+
+    Free: 27, 39 and from 56 on.
+    """
 
     DIRTY = 0
     CURSOR = 1  # next ticket
@@ -127,7 +130,7 @@ class Word(enum.IntEnum):
     WAITING = 24  # somebody waits for the lock, see ``FairLock``
     EMPTYING = 25  # the buffer is being emptied, see ``cursor.finish_emptying``
     IN_PLACE = 26  # slots up to here have been written in place since it was emptied
-    JOURNAL = 28  # of :meth:`ReplayDirectory.store_all`; up to 5 pairs follow
+    JOURNAL = 28  # to 38: of :meth:`ReplayDirectory.store_all`, a count and up to 5 pairs
     # the rate limiter, see ``gate``; four words as in ``RateLimiter``, 0 for None
     LIMITED = 40  # 1: by the next four words, 2: not at all, 0: nobody has said yet
     MIN_SIZE_TO_SAMPLE = 41
@@ -150,15 +153,18 @@ class Word(enum.IntEnum):
 JOURNAL_ENTRIES = 5
 FLOAT_WORDS = frozenset({Word.ALPHA, Word.EPS, Word.MAX_PRIORITY})
 
-_COUNTERS = (
-    Word.REREAD_ROWS,
-    Word.LOCKED_READS,
-    Word.STALE_UPDATES,
-    Word.UNVERIFIED_UPDATES,
-    Word.TAKEN_OVER_CLAIMS,
-    Word.REPAIRS,
-    Word.LIMITER_WAITS,
-)
+COUNTERS = {
+    word.name.lower(): word
+    for word in (
+        Word.REREAD_ROWS,
+        Word.LOCKED_READS,
+        Word.STALE_UPDATES,
+        Word.UNVERIFIED_UPDATES,
+        Word.TAKEN_OVER_CLAIMS,
+        Word.REPAIRS,
+        Word.LIMITER_WAITS,
+    )
+}
 
 
 def control_tables(control: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -170,7 +176,7 @@ def control_tables(control: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 def counters_in(words: Sequence[int] | np.ndarray) -> dict[str, int]:
     """What happened so far, by name."""
-    return {word.name.lower(): int(words[word]) for word in _COUNTERS}
+    return {name: int(words[word]) for name, word in COUNTERS.items()}
 
 
 def read_spec(folder: Path) -> RowSpec:
@@ -459,7 +465,8 @@ class ReplayDirectory:
         self.floats[word] = value
 
     def count(self, word: Word, amount: int = 1) -> None:
-        """Add to a counter. Outside the lock two adds may fall together; they are statistics."""
+        """Add to a counter, with or without the lock: without it two adds may fall together, and
+        one be missing; they are statistics."""
         self.words[word] += amount
 
     @property
@@ -1008,7 +1015,7 @@ LARGEST_COUNT = 2**62
 """Of tickets and counts: no buffer lives that long."""
 _AT_LEAST_0 = (
     Word.CURSOR, Word.WRITE_COUNT, Word.NEXT_WRITE_COUNT, Word.SAMPLED,
-    Word.MIN_SIZE_TO_SAMPLE, Word.MAX_TIMES_SAMPLED, *_COUNTERS,
+    Word.MIN_SIZE_TO_SAMPLE, Word.MAX_TIMES_SAMPLED, *COUNTERS.values(),
 )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
     - A priority goes to the row it was computed for, or to none: ``update_tensordict_priority``
       passes ``"index_generation"`` of the batch along, whether the batch is the sample itself, a
       clone, or a part of it. What came too late is dropped and counted
-      (``storage.directory.counters["stale_updates"]``).
+      (``storage.counters["stale_updates"]``).
     - ``extend`` and ``add`` publish rows together with the priorities under ``priority_key``
       (reduced per row as the sampler's ``reduction`` says). Rows with a bad priority are refused
       before any is written.

@@ -373,10 +373,10 @@ class SharedRandomSampler(SharedSampler, RandomSampler):
             return slots, versions, np.ones(count)
 
         law = draw if directory.times_sampled is None else draw_counted
-        slots, generation, leaf, leaves = storage.read_drawn(law, count)
+        slots, generation, leaf, columns = storage.read_drawn(law, count)
         spec = directory.rows
         assert spec is not None  # of the rows just read
-        tensors = rows.tensors(leaves, spec)
+        tensors = rows.tensors(columns, spec)
         return Drawn(
             torch.from_numpy(slots), torch.from_numpy(generation), leaf, tensors, 1.0, float(mass)
         )
@@ -397,7 +397,7 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
     section 3.4 and eq. 1). New rows get the largest priority seen so far.
 
     A priority for a row that was overwritten meanwhile is dropped and counted
-    (``storage.directory.counters["stale_updates"]``).
+    (``storage.counters["stale_updates"]``).
 
     Args:
         max_capacity: the storage's capacity, in rows.
@@ -591,10 +591,10 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
             with directory.lock():
                 return draw_locked(count)
 
-        slots, generation, leaf, leaves = storage.read_drawn(draw, count)
+        slots, generation, leaf, columns = storage.read_drawn(draw, count)
         spec = directory.rows
         assert spec is not None  # of the rows just read
-        tensors = rows.tensors(leaves, spec)
+        tensors = rows.tensors(columns, spec)
         return Drawn(
             torch.from_numpy(slots), torch.from_numpy(generation), leaf, tensors, smallest, mass
         )

@@ -219,6 +219,12 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         """The shared state; read it freely."""
         return self._directory
 
+    @property
+    def counters(self) -> dict[str, int]:
+        """What happened in the buffer so far, over all processes: stale priorities, rows that were
+        read again, repairs and the like, by name."""
+        return self._directory.counters
+
     def check_entry(self) -> None:
         """See :meth:`ReplayDirectory.check_entry`."""
         self._directory.check_entry()

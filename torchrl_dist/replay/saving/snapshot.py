@@ -25,7 +25,13 @@ import torch
 
 from torchrl_dist.errors import CheckpointError, ConfigurationError
 from torchrl_dist.replay.node.cursor import SharedCursor
-from torchrl_dist.replay.node.directory import LARGEST_COUNT, ORDERED_LOADS, ReplayDirectory, Word
+from torchrl_dist.replay.node.directory import (
+    COUNTERS,
+    LARGEST_COUNT,
+    ORDERED_LOADS,
+    ReplayDirectory,
+    Word,
+)
 from torchrl_dist.replay.node.priorities import check_rescaling, rescaled
 from torchrl_dist.replay.row.spec import RowSpec, array_of, checked_spec
 
@@ -481,9 +487,7 @@ def begin_restore(cursor: SharedCursor, head: Head) -> int:
     """
     directory = cursor.directory
     values: dict[Word, float] = {
-        Word[name.upper()]: value
-        for name, value in head.counters.items()
-        if name.upper() in Word.__members__
+        word: head.counters[name] for name, word in COUNTERS.items() if name in head.counters
     }
     values[Word.WRITE_COUNT] = head.write_count
     values[Word.MAX_PRIORITY] = math.nan if head.max_priority is None else head.max_priority
