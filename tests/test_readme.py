@@ -43,6 +43,7 @@ PRINTS = {
     "shards.py": r"3000 rows, one batch from shards \[0, 1, 2\]\n",
     "moved.py": r"torch\.Size\(\[2, 100\]\) policy version 2\n",
     "off_policy.py": r"2048 rows by 2 workers\n",
+    "async_sac.py": r"3000 rows, [56]\d\d updates\n",
     "table.py": r"400 rows written, 1\d\d\d sampled\n",
     "episodes.py": r"\[0\.3, 0\.3\]\n(\d+ poles fell; workers' shares: \{0: .*, 1: .*\}\n)+",
     "own_env.py": r"lowest cell \d of torch\.Size\(\[8, 50\]\)\n",
