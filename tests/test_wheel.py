@@ -28,16 +28,20 @@ def run(*command: str, **options: object) -> str:
     return done.stdout
 
 
+def clone(tree: Path) -> None:
+    """Building leaves files beside its sources."""
+    leave = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(ROOT / "torchrl_dist", tree / "torchrl_dist", ignore=leave)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if shutil.which(os.environ.get("CC", "cc")) is None:
         pytest.skip("no C compiler")
     folder = tmp_path_factory.mktemp("wheel")
-    tree = folder / "tree"  # building leaves files beside its sources
-    leave = shutil.ignore_patterns("*.so", "__pycache__")
-    shutil.copytree(ROOT / "torchrl_dist", tree / "torchrl_dist", ignore=leave)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tree)
+    clone(tree := folder / "tree")
     build = ("wheel", "-q", "--no-build-isolation", "--no-deps", "-w", str(folder), str(tree))
     run(sys.executable, "-m", "pip", *build)
     (path,) = folder.glob("*.whl")
@@ -56,6 +60,26 @@ def test_one_wheel_is_for_every_python_and_its_kernel_loads(wheel: Path, tmp_pat
     env["TORCHRL_DIST_KERNEL"] = "c"
     loaded = run(sys.executable, "-c", LOAD_KERNEL, str(kernel), env=env)
     assert Path(loaded.strip()) == kernel.with_name("_kernel.abi3.so")
+
+
+def test_beside_its_clone_an_editable_install_is_the_package_and_not_the_clone(
+    tmp_path: Path,
+) -> None:
+    """``git clone``, ``pip install -e torchrl_dist``, and python from the folder of the clone."""
+    clone(tmp_path / "torchrl_dist")
+    build = (
+        "import sys; from setuptools.build_meta import build_editable; build_editable(sys.argv[1])"
+    )
+    env = {**os.environ, "CC": "false"}  # the kernel is optional
+    folder = tmp_path / "site"
+    folder.mkdir()
+    run(sys.executable, "-c", build, str(folder), cwd=tmp_path / "torchrl_dist", env=env)
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as archive:
+        archive.extractall(folder)
+    script = f"import site; site.addsitedir({str(folder)!r}); import torchrl_dist as t; print(t)"
+    # -S: without what is installed here. Of sys.path only the folder of the clone is in front.
+    told = run(sys.executable, "-S", "-c", script, cwd=tmp_path, env={"PATH": ""})
+    assert str(tmp_path / "torchrl_dist" / "torchrl_dist" / "__init__.py") in told, told
 
 
 def test_the_kernel_uses_nothing_beyond_the_limited_api_of_python_3_10() -> None:
