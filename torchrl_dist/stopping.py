@@ -1,9 +1,13 @@
-"""Whether this process was asked to stop, for parts that know nothing of sessions."""
+"""Whether this process, or what a thread does, was asked to stop: for parts that know nothing of
+sessions or collectors."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import threading
 import time
+from collections.abc import Callable, Iterator
 
 _asked_at = -math.inf
 
@@ -17,3 +21,25 @@ def note_stop_request() -> None:
 def stop_requested_since(instant: float) -> bool:
     """Whether one came at or after ``instant``, on ``time.monotonic()``."""
     return _asked_at >= instant
+
+
+class _Thread(threading.local):
+    wanted: Callable[[], bool] | None = None
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def giving_up_when(wanted: Callable[[], bool]) -> Iterator[None]:
+    """Inside, long waits of this thread end with their error soon after ``wanted()`` is true."""
+    before, _thread.wanted = _thread.wanted, wanted
+    try:
+        yield
+    finally:
+        _thread.wanted = before
+
+
+def gives_up() -> bool:
+    """Whether this thread's waits are to end; to be asked while it waits."""
+    return _thread.wanted is not None and _thread.wanted()

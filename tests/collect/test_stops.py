@@ -17,7 +17,13 @@ import pytest
 from tests.collect.envs import Counter
 from tests.spawn import run_job
 from torchrl_dist.collect import RPCBatchedCollector
-from torchrl_dist.runtime import session
+from torchrl_dist.replay import (
+    RateLimiter,
+    SharedMemmapStorage,
+    SharedReplayBuffer,
+    replay_buffer,
+)
+from torchrl_dist.runtime import ForkServer, local_cluster, session
 
 pytestmark = pytest.mark.timeout(90)
 FRAMES = 32
@@ -142,3 +148,62 @@ def test_ctrl_c_ends_a_collector_and_all_its_processes(
         assert (output, learner.returncode) == ("stopped SIGINT ()\n", 0)
     _, alive = psutil.wait_procs(others, timeout=5)
     assert not alive
+
+
+class Noted(Counter):
+    """Leaves a file when it is closed."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(5)
+        self.folder = folder
+
+    def close(self) -> None:
+        (self.folder / f"closed-{os.getpid()}-{id(self)}").touch()
+
+
+@pytest.mark.parametrize(
+    ("collectors", "env_processes", "by_rpc"),
+    [(0, 0, False), (2, 0, False), (1, 2, False), (2, 0, True)],
+    ids=["this process", "workers", "env processes", "by RPC"],
+)
+def test_a_limiter_that_holds_the_writers_does_not_hold_a_shutdown(
+    fork_server: ForkServer, tmp_path: Path, collectors: int, env_processes: int, by_rpc: bool
+) -> None:
+    """Nobody samples: the rows of whoever waits are dropped, and the envs closed. Before, they
+    would have waited for the buffer's deadline, beyond the shutdown's own."""
+    limiter = RateLimiter(min_size_to_sample=8, samples_per_insert=1.0, error_buffer=16.0)
+    roles = {"learner": 1, "collector": collectors} if collectors else {"learner": 1}
+    with local_cluster(roles, fork_server=fork_server) as session:
+        if by_rpc:
+            buffer = replay_buffer(
+                session, capacity=1000, batch_size=8, uniform=True, limiter=limiter,
+                shortcut=False, timeout_s=600,
+            )  # fmt: skip
+        else:
+            storage = SharedMemmapStorage(
+                1000, scratch_dir=tmp_path / "replay", limiter=limiter, timeout_s=600
+            )
+            buffer = SharedReplayBuffer(storage=storage, batch_size=8)
+        collector = RPCBatchedCollector(
+            lambda: Noted(tmp_path),
+            None,
+            session=session,
+            num_envs=2,
+            env_processes=env_processes,
+            frames_per_batch=8,
+            replay_buffer=buffer,
+        )
+        collector.start()
+        before = -1
+        while before < 8 or buffer.storage.write_count != before:  # until nobody gets on
+            before = buffer.storage.write_count
+            assert collector.is_running() and before < 1000
+            time.sleep(0.3)
+        rows = buffer.storage.write_count
+        collector.async_shutdown(timeout=8)
+        assert not collector.is_running()
+        envs = 2 * max(1, collectors) * max(1, env_processes)
+        assert len(list(tmp_path.glob("closed-*"))) == envs
+        assert buffer.storage.write_count == rows
+        assert len(buffer.sample()) == 8  # as ever
+        buffer.storage.close()

@@ -202,6 +202,10 @@ class _Watched(RolloutWorker):
         self._weights.take(ticket, require_module(self.policy))
         self._rollout.policy_version = ticket.version
 
+    @property
+    def _told_to_stop(self) -> bool:
+        return bool(self._words[STOP])
+
     def _watch(self, request: int) -> Callable[[int], bool]:
         words, progress = self._words, self._progress
 

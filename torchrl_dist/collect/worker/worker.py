@@ -48,6 +48,7 @@ from torchrl_dist.collect.worker.registrations import Registrations
 from torchrl_dist.collect.worker.shared_block import PackedRows, packable
 from torchrl_dist.errors import ConfigurationError, DeadlineError
 from torchrl_dist.forks import now_and_in_children
+from torchrl_dist.stopping import giving_up_when
 from torchrl_dist.weights import PackedWeights, unpack
 
 Postproc = Callable[[TensorDictBase], TensorDictBase]
@@ -285,7 +286,7 @@ class RolloutWorker:
         self._shown_index = (
             config.worker_index if config.shown_index is None else config.shown_index
         )
-        self._closed = False
+        self._closed = self._stop = False
         self._turns = Turns()
         self._cut = (-1, 0)
         self._seed_process(config.seed)
@@ -532,7 +533,14 @@ class RolloutWorker:
                 rollout = rollout.exclude("policy_version")
             elif self.config.stamp_version:
                 rollout.set(("next", "policy_version"), versions.clone())
-            data, data_bytes = self._deliver(rollout, behind)
+            try:
+                with giving_up_when(lambda: self._told_to_stop):
+                    data, data_bytes = self._deliver(rollout, behind)
+            except DeadlineError:
+                if not self._told_to_stop:
+                    raise
+                self._shut()  # the buffer's limiter held the rows, which nobody waits for now
+                return None, RolloutStats(index, 0)
             return data, RolloutStats(
                 index,
                 rollout.numel(),
@@ -546,6 +554,10 @@ class RolloutWorker:
                 self._episodes.numbered,
                 kept,
             )
+
+    @property
+    def _told_to_stop(self) -> bool:
+        return self._stop
 
     def _watch(self, request: int) -> Callable[[int], bool]:
         """Called once per rollout; the result after every step, with the steps done."""
@@ -616,6 +628,7 @@ class RolloutWorker:
         """
         if self._closed:
             return
+        self._stop = True
         self._rollout.stop()
         self._turns.open()
         if not self._lock.acquire(timeout=step_limit_s):

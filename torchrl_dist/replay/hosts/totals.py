@@ -39,6 +39,7 @@ from torchrl_dist.replay.law.limiter import Counts, RateLimiter
 from torchrl_dist.replay.node.gate import process_ends
 from torchrl_dist.replay.parts.storage import NoRowsError
 from torchrl_dist.replay.row import _torchrl
+from torchrl_dist.stopping import gives_up
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-3, 5e-2
 
@@ -149,7 +150,7 @@ class TotalsGate:
                 if text is None:
                     return
                 left = deadline - time.monotonic()
-                if left <= 0 or process_ends.is_set():
+                if left <= 0 or process_ends.is_set() or gives_up():
                     raise self._error(text)
                 time.sleep(min(pause, left))
                 pause = min(2 * pause, _LONGEST_PAUSE_S)

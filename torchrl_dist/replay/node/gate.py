@@ -39,8 +39,9 @@ from torchrl_dist.replay.node.directory import (
 from torchrl_dist.replay.node.futex import Bell
 from torchrl_dist.replay.node.times_sampled import TooFewDrawsError
 from torchrl_dist.replay.row import _torchrl
+from torchrl_dist.stopping import gives_up
 
-_LOOK_AGAIN_S = 0.5  # nobody rings when a process is killed, or ends
+_LOOK_AGAIN_S = 0.5  # nobody rings when a process is killed, or ends, or a thread is to give up
 
 _T = TypeVar("_T")
 
@@ -263,7 +264,7 @@ class Gate:
                     self._note_stuck(1, stuck_at)
                     nobody = thread.takes_turns and self._everybody_is_stuck()
                 left = deadline - time.monotonic()
-                if nobody or left <= 0 or process_ends.is_set():
+                if nobody or left <= 0 or process_ends.is_set() or gives_up():
                     with directory.lock():
                         self._note_stuck(-1, stuck_at)
                     raise self._error(result, nobody, timeout_s if left <= 0 else None)
@@ -283,7 +284,8 @@ class Gate:
                 f"Write and sample in the limiter's proportion, or ask can_sample() first ({state})"
             )
         if waited_s is None:
-            return RateLimitError(f"this process ends; it waited for {missing.for_what}")
+            what = "this process ends" if process_ends.is_set() else "it was told to stop"
+            return RateLimitError(f"{what}; it waited for {missing.for_what}")
         others = [
             directory.pid_of(member)
             for member in directory.live_members()
