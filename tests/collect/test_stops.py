@@ -207,3 +207,42 @@ def test_a_limiter_that_holds_the_writers_does_not_hold_a_shutdown(
         assert buffer.storage.write_count == rows
         assert len(buffer.sample()) == 8  # as ever
         buffer.storage.close()
+
+
+LEAVES = """
+import sys, time
+from torchrl_dist import RPCBatchedCollector, SharedMemmapStorage, SharedReplayBuffer, local_cluster
+
+with local_cluster({"learner": 1, "collector": 1}) as session:
+    storage = SharedMemmapStorage(1000, scratch_dir=sys.argv[1])
+    buffer = SharedReplayBuffer(storage=storage, batch_size=8)
+    collector = RPCBatchedCollector(
+        "CartPole-v1", None, session=session, frames_per_batch=8, replay_buffer=buffer
+    )
+    collector.start()
+    while not len(buffer):
+        time.sleep(0.01)
+    if sys.argv[2] == "fails":
+        raise ZeroDivisionError("the learner's own")
+for _ in range(500):
+    if not collector.is_running():
+        break
+    time.sleep(0.01)
+collector.async_shutdown()
+print("left")
+"""
+
+
+@pytest.mark.parametrize("how", ["leaves", "fails"])
+def test_a_session_that_is_left_ends_background_collection_without_a_traceback_of_its_own(
+    tmp_path: Path, how: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVES, str(tmp_path / "replay"), how],
+        capture_output=True, text=True, timeout=80,
+    )  # fmt: skip
+    if how == "leaves":
+        assert (done.returncode, done.stdout, done.stderr) == (0, "left\n", "")
+    else:
+        assert done.returncode == 1 and done.stderr.count("Traceback") == 1, done.stderr
+        assert done.stderr.splitlines()[-1] == "ZeroDivisionError: the learner's own"

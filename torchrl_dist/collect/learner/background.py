@@ -101,6 +101,17 @@ class Background:
             self._stopped = True
             self._cond.notify_all()
 
+    def stopper(self) -> Callable[[bool], None]:
+        """For whoever ends what this needs: calls :meth:`stop`, and does not keep this alive. What
+        then fails is no news."""
+        find = weakref.ref(self)
+
+        def stop(clean: bool) -> None:
+            if (background := find()) is not None:
+                background.stop()
+
+        return stop
+
     def join(self, timeout_s: float) -> None:
         if threading.current_thread() is not self._thread:
             self._thread.join(max(0.0, timeout_s))

@@ -342,6 +342,7 @@ class RPCBatchedCollector(BaseCollector):
             whole_trajectories=trajs_per_batch is not None and replay_buffer is not None,
             hooks=(pre_collect_hook, post_collect_hook),
         )
+        self._session = weakref.ref(session) if session is not None else lambda: None
         self._frames = 0
         self._iter = -1  # as TorchRL counts: batches delivered, less one
         self._run = 0
@@ -662,6 +663,8 @@ class RPCBatchedCollector(BaseCollector):
             self._background.raise_error()
         if not self.is_running():
             self._background = Background(self)
+            if (session := self._session()) is not None:
+                session.on_leave(self._background.stopper())
 
     def is_running(self) -> bool:
         """Whether a thread collects."""
