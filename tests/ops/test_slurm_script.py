@@ -19,7 +19,7 @@ import pytest
 from tests import netns, slurm
 from tests.recipes.jobs import TOY, progress
 from torchrl_dist.cli import main
-from torchrl_dist.ops.slurm import Component, Job, script
+from torchrl_dist.ops.slurm import Component, Job, script, seconds_of
 
 pytestmark = pytest.mark.timeout(400)  # a busy machine imports torch slowly, seven times
 GOLDEN = Path(__file__).parent / "golden"
@@ -121,6 +121,14 @@ def test_the_first_rank_leaves_its_code_where_the_script_asked_for_it(
         ("--seeds 0-4 -- train apex --output-dir x", "leave --seed and --output-dir out"),
         ("--collector-mem 2G -- python t.py", "--collector-nodes is missing"),
         ("--nodes 0 -- python t.py", "--nodes"),
+        ("--time soon -- python t.py", "--time: got 'soon', expected one of Slurm's forms"),
+        ("--time 8h -- python t.py", "--time: got '8h'"),
+        ("--time 1:2:3:4 -- python t.py", "--time: got '1:2:3:4'"),
+        ("--time -5 -- python t.py", "--time"),
+        ("--time 00:00 -- python t.py", "which Slurm takes for no limit"),
+        ("--time 2 -- python t.py", "stopped 120 s before its limit, but --time 2 is 120 s"),
+        ("--time 00:10:00 --signal-s 900 -- python t.py", "--time 00:10:00 is 600 s"),
+        ("--signal-s 70000 --time 2-0 -- python t.py", "Slurm takes at most 65535"),
     ],
 )
 def test_what_would_fail_in_the_queue_is_refused_before(
@@ -129,6 +137,18 @@ def test_what_would_fail_in_the_queue_is_refused_before(
     assert main(["slurm", *arguments.split()]) == 2
     said = capsys.readouterr()
     assert says in said.err and said.out == "" and said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [
+        ("90", 5400), ("90:30", 5430), ("04:00:00", 14400), ("2-12", 216000), ("1-0:30", 88200),
+        ("1-02:03:04", 93784), ("UNLIMITED", float("inf")), ("infinite", float("inf")),
+    ],
+)  # fmt: skip
+def test_a_time_limit_is_read_as_slurm_reads_it(time: str, seconds: float) -> None:
+    assert seconds_of(time) == seconds
+    assert f"--time={time}" in script(Job(("python", "t.py"), time=time))
 
 
 def test_the_command_line_makes_the_job(capsys: pytest.CaptureFixture) -> None:

@@ -8,6 +8,7 @@ of a heterogeneous job; what it sets and why is said at the lines.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import shlex
 import shutil
@@ -27,6 +28,7 @@ STOPPED_BY_USR1, STOPPED_BY_TERM = 138, 143
 """Exit codes of ``torchrl-dist train`` after these signals: its checkpoint is written, go on."""
 
 _SBATCH_S = 60.0
+_MOST_SIGNAL_S = 65535  # of sbatch --signal
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,51 @@ class Job:
         return self.command[0] == "train"
 
 
+_ENDLESS = ("infinite", "unlimited")
+
+
+def seconds_of(time: str) -> float:
+    """Of a time limit in one of Slurm's forms; infinite for ``UNLIMITED``.
+
+    Raises:
+        ConfigurationError: it has none of them.
+    """
+    if time.lower() in _ENDLESS:
+        return math.inf
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time, re.ASCII)
+    if match is None:
+        raise ConfigurationError(
+            f"--time: got {time!r}, expected one of Slurm's forms: minutes, minutes:seconds, "
+            "hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds, or "
+            "UNLIMITED; such as 04:00:00 or 2-12"
+        )
+    days, *rest = match.groups()
+    numbers = [int(each) for each in rest if each is not None]
+    if days is not None or len(numbers) == 3:  # the first are hours
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+    else:
+        hours, minutes, seconds = 0, *[*numbers, 0][:2]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
 def check(job: Job) -> None:
     """Raise ConfigurationError for what Slurm or the command would refuse after the queue."""
+    limit_s = seconds_of(job.time)
+    if limit_s == 0:
+        raise ConfigurationError(
+            f"--time: got {job.time!r}, which Slurm takes for no limit; say --time UNLIMITED, "
+            "or how long the job may run"
+        )
+    if job.signal_s >= limit_s:
+        raise ConfigurationError(
+            f"--signal-s: the job is to be stopped {job.signal_s} s before its limit, but --time "
+            f"{job.time} is {limit_s:g} s: it would be stopped at its start, again and again; "
+            "expected less. --time without a colon is in minutes"
+        )
+    if job.signal_s > _MOST_SIGNAL_S:
+        raise ConfigurationError(
+            f"--signal-s: got {job.signal_s}, Slurm takes at most {_MOST_SIGNAL_S}"
+        )
     if not job.command:
         raise ConfigurationError(
             "no command: torchrl-dist slurm -- train apex, or torchrl-dist slurm -- python train.py"
@@ -385,7 +430,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     second.add_argument("--collector-mem", metavar="SIZE")
     job = parser.add_argument_group("job")
     job.add_argument("--name", default="torchrl-dist", help="(default: torchrl-dist)")
-    job.add_argument("--time", default="04:00:00", help="limit (default: 04:00:00)")
+    job.add_argument(
+        "--time", default="04:00:00",
+        help="limit, as Slurm takes it: minutes, 08:00:00, 2-12 (default: 04:00:00)",
+    )  # fmt: skip
     job.add_argument(
         "--requeues", type=int, default=3, metavar="N",
         help="how often it goes on after the limit or a preemption (default: 3)",
