@@ -183,6 +183,33 @@ def test_the_picture_has_every_figure() -> None:
     )
 
 
+def test_frames_since_a_restart_are_told_beside_those_of_the_run() -> None:
+    resumed = dataclasses.replace(at(20), run_frames=150_000)
+    assert "20,000 frames since it was resumed (20% of what was left), 150,000 of the run" in (
+        " ".join(text_of(top.render(resumed, None)).split())
+    )
+    behind = dataclasses.replace(at(20), run_frames=19_000)  # the last point of a first run
+    assert "20,000 frames (20%)\n" in text_of(top.render(behind, None))
+
+
+def test_who_collects_in_the_background_is_not_waited_for() -> None:
+    """A thread takes the rollouts, and waits for them all the time; the learner does not."""
+    before, now = (at(t, in_background=True, wait_s=t, waiting_since=1.0) for t in (10, 20))
+    per = rates(before, now)
+    assert per.learner_waits is None
+    assert bound_by(now, per) == (
+        "neither side by the other: they collect in the background and work 80% of the time, the "
+        "learner's process runs 50%"
+    )
+    said = " ".join(text_of(top.render(now, per)).split())
+    assert "rollouts come in the background; collectors work 80%" in said
+    assert "learner waits" not in said + top.line(now, per)
+    busy = dataclasses.replace(now, cores=1)
+    assert bound_by(busy, per) == "the 1 cores: all are busy"
+    held = dataclasses.replace(now, buffers=[limited(600, 500)])
+    assert bound_by(held, per).startswith("the limiter: writing waits")
+
+
 def test_a_line_says_the_same_in_short() -> None:
     said = top.line(at(20), rates(at(10), at(20)))
     assert "20,000 frames (20%), 1,000/s, lag 1, buffer 900/1,000 (+500/s), bound by both" in said
@@ -237,7 +264,34 @@ def test_scalars_are_the_last_whole_lines(tmp_path: Path) -> None:
     logs.mkdir(parents=True)
     (logs / "sps.csv").write_text("1,10.0\n2,20.5\n3,3")
     (logs / "empty.csv").write_text("")
-    assert snapshot.read_scalars(tmp_path) == {"train/sps": 20.5}
+    assert snapshot.read_points(tmp_path) == {"train/sps": (2, 20.5)}
+
+
+def fake(folder: Path, name: str, answer: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{answer}\n")
+    (folder / name).chmod(0o755)
+
+
+def test_of_a_job_whose_learner_is_not_there_it_says_what_slurm_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """It waits to be started again, or has failed."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(os, "execvp", lambda *_: pytest.fail("it runs nowhere"))
+    (tmp_path / "run.json").write_text('{"job_id": "77.0"}')
+    fake(tmp_path, "squeue", '[ "$3" = 77 ] && [ "$5" = all ] && echo "PENDING (BeginTime)"')
+    assert main(["top", str(tmp_path), "--once", "--interval", "0.1"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "no learner of it runs on this machine; Slurm says PENDING (BeginTime)" in said
+    assert main(["top", "77", "--once"]) == 2
+    assert "Slurm says PENDING (BeginTime) of job 77" in capsys.readouterr().err
+    fake(tmp_path, "squeue", 'echo "slurm_load_jobs error: Invalid job id" >&2; exit 1')
+    fake(tmp_path, "sacct", 'echo "FAILED|1:0"')
+    top._slurm_state.cache_clear()
+    assert main(["top", str(tmp_path), "--once", "--json", "--interval", "0.1"]) == 0
+    assert json.loads(capsys.readouterr().out)["slurm"] == "FAILED, exit code 1:0"
+    (tmp_path / "run.json").write_text(json.dumps({"job_id": process_stamp(1)}))
+    assert top.slurm_state(process_stamp(1)) is None and top.slurm_state(None) is None
 
 
 def test_it_goes_to_the_node_of_a_slurm_job(
@@ -390,6 +444,18 @@ def test_off_a_terminal_there_is_a_line_per_interval_and_an_end(
     lines = said.out.splitlines()
     assert len(lines) >= 2 and all("frames" in line and "bound by" in line for line in lines)
     assert "the job has ended" in said.err
+
+
+def test_beside_start_it_says_that_nobody_waits_for_rollouts(
+    job, capsys: pytest.CaptureFixture
+) -> None:
+    job.start()
+    while not job.report.frames:
+        time.sleep(0.01)
+    time.sleep(0.5)  # for the pulse
+    options = argparse.Namespace(job=job.job_id, interval=0.3, once=True, json=True)
+    assert top.run(options) == 0
+    assert json.loads(capsys.readouterr().out)["rates"]["learner_waits"] is None
 
 
 def test_once_and_json(job, capsys: pytest.CaptureFixture) -> None:

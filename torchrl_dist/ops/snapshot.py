@@ -80,6 +80,8 @@ class Snapshot:
         host: of the learner.
         figures: of its pulse, as ``runtime.pulse`` writes them; empty where there is none.
         scalars: last values in the run's CSV files, by tag.
+        run_frames: of the whole run, restarts included, at the last point of these files.
+        slurm: state of a Slurm job whose learner is not to be seen, such as "PENDING (Resources)".
     """
 
     unix_time_s: float
@@ -90,6 +92,8 @@ class Snapshot:
     buffers: Sequence[Buffer] = ()
     scalars: Mapping[str, float] | None = None
     cores: int = 1
+    run_frames: int | None = None
+    slurm: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -101,7 +105,8 @@ class Rates:
 
     Attributes:
         by_worker: frames per second, by name.
-        learner_waits: share of the time that the learner waited for rollouts.
+        learner_waits: share of the time that the learner waited for rollouts; None where they are
+            taken in the background, and what the learner waits for is its own business.
         workers_busy: share that the workers stepped environments or wrote rows, on average.
         cpu: cores, by process.
         written, sampled: rows, by path of the buffer.
@@ -110,7 +115,7 @@ class Rates:
     seconds: float
     frames: float
     by_worker: Mapping[str, float]
-    learner_waits: float
+    learner_waits: float | None
     workers_busy: float | None
     messages: float
     data_bytes: float
@@ -217,6 +222,7 @@ def look(target: Target) -> Snapshot | None:
             return None
         figures = read
     host = socket.gethostname()
+    points = read_points(target.run) if target.run else {}
     return Snapshot(
         time.time(),
         target.job_id or "",
@@ -224,8 +230,9 @@ def look(target: Target) -> Snapshot | None:
         figures,
         tuple(_process(each, host) for each in figures.get("processes", ())),
         tuple(buffer for path in target.buffers if (buffer := read_buffer(path))),
-        read_scalars(target.run) if target.run else None,
+        {tag: value for tag, (_, value) in points.items()} if target.run else None,
         len(os.sched_getaffinity(0)),
+        max((frames for frames, _ in points.values()), default=None),
     )
 
 
@@ -267,8 +274,8 @@ def read_buffer(folder: Path) -> Buffer | None:
     )
 
 
-def read_scalars(run: Path) -> dict[str, float]:
-    """The last value of each tag in a run's CSV files."""
+def read_points(run: Path) -> dict[str, tuple[int, float]]:
+    """The last point of each tag in a run's CSV files: frames of the run, value."""
     found = {}
     for path in sorted(run.glob("csv/scalars/**/*.csv")):
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -276,7 +283,7 @@ def read_scalars(run: Path) -> dict[str, float]:
                 file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
                 last = file.read().decode().split("\n")[-2]  # behind the last end of line is less
             tag = str(path.relative_to(run / "csv" / "scalars").with_suffix(""))
-            found[tag] = float(last.split(",")[1])
+            found[tag] = (int(float(last.split(",")[0])), float(last.split(",")[1]))
     return found
 
 
@@ -322,7 +329,7 @@ def rates(before: Snapshot, now: Snapshot) -> Rates:
         seconds,
         per_second("frames"),
         by_worker("frames_by_worker"),
-        min(1.0, waits),
+        None if b.get("in_background") else min(1.0, waits),
         min(1.0, fmean(busy)) if busy else None,
         per_second("messages"),
         per_second("data_bytes"),
@@ -369,6 +376,15 @@ def bound_by(now: Snapshot, per: Rates) -> str:
     busy = per.workers_busy
     full = sum(per.cpu.values()) >= _FULL * now.cores
     cores = f"; all {now.cores} cores are busy" if full else ""
+    if per.learner_waits is None:
+        own = per.cpu.get(now.figures.get("learner", ""))
+        if full:
+            return f"the {now.cores} cores: all are busy"
+        return (
+            "neither side by the other: they collect in the background"
+            + ("" if busy is None else f" and work {busy:.0%} of the time")
+            + ("" if own is None else f", the learner's process runs {own:.0%}")
+        )
     if per.learner_waits > _WAITS:
         return f"collectors: the learner waits for them {per.learner_waits:.0%} of the time{cores}"
     if busy is not None and busy < _IDLE:

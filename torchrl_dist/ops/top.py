@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
+import re
 import select
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigurationError
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from .snapshot import Rates, Snapshot, Target
 
 _ASK_S = 10.0
+_SLURM_EVERY_S = 30.0
 _STYLES = {"running": "green", "waiting": "", "stopped": "bold red", "dead": "bold red"}
 _HELP = "q: quit, 0-9: stack of that process (py-spy)"
 
@@ -71,11 +75,17 @@ def _headline(now: Snapshot, per: Rates | None) -> str:
     figures = now.figures
     text = f"job {now.job_id}"
     if not figures:
-        return f"{text}: no learner of it runs on this machine"
+        slurm = "" if now.slurm is None else f"; Slurm says {now.slurm}"
+        return f"{text}: no learner of it runs on this machine{slurm}"
     text += f" on {now.host}, {_duration(now.unix_time_s - figures['started_unix_s'])}"
     text += f": {figures['frames']:,} frames"
-    if figures["total_frames"] > 0:
-        text += f" ({figures['frames'] / figures['total_frames']:.0%})"
+    share = figures["frames"] / figures["total_frames"] if figures["total_frames"] > 0 else None
+    if now.run_frames is not None and now.run_frames > figures["frames"]:
+        text += " since it was resumed"
+        text += "" if share is None else f" ({share:.0%} of what was left)"
+        text += f", {now.run_frames:,} of the run"
+    elif share is not None:
+        text += f" ({share:.0%})"
     if per is not None:
         text += f", {per.frames:,.0f}/s"
     silent = now.unix_time_s - figures["unix_time_s"]
@@ -127,10 +137,10 @@ def _processes(now: Snapshot, per: Rates | None) -> Any:
 
 def _traffic(per: Rates) -> str:
     busy = "" if per.workers_busy is None else f"; collectors work {per.workers_busy:.0%}"
-    return (
-        f"the learner waits for rollouts {per.learner_waits:.0%} of the time{busy}; "
-        f"{per.messages:.1f} messages/s, {_bytes(per.data_bytes)}/s"
-    )
+    waits = "rollouts come in the background"
+    if per.learner_waits is not None:
+        waits = f"the learner waits for rollouts {per.learner_waits:.0%} of the time"
+    return f"{waits}{busy}; {per.messages:.1f} messages/s, {_bytes(per.data_bytes)}/s"
 
 
 def _buffers(now: Snapshot, per: Rates | None) -> Any:
@@ -216,20 +226,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if not 0.1 <= options.interval <= 3600:
         raise ConfigurationError(f"--interval: got {options.interval:g}, expected 0.1 to 3600")
-    from .snapshot import find, look
+    from .snapshot import find
 
     try:
         target = find(options.job)
-    except ConfigurationError:
+    except ConfigurationError as error:
         _go_to_its_node(options.job)
+        if (state := slurm_state(options.job)) is not None:
+            raise ConfigurationError(f"{error}; Slurm says {state} of job {options.job}") from error
         raise
     try:
         if sys.stdout.isatty() and sys.stdin.isatty() and not (options.once or options.json):
             return _live(target, options.interval)
-        before = look(target)
+        before = _look(target)
         while before is not None:
             time.sleep(options.interval)
-            now = look(target)
+            now = _look(target)
             if now is None:
                 break
             _print(before, now, options)
@@ -240,6 +252,21 @@ def run(options: argparse.Namespace) -> int:
         return 0
     print("torchrl-dist: the job has ended", file=sys.stderr)
     return 0
+
+
+def _look(target: Target) -> Snapshot | None:
+    from .snapshot import look
+
+    now = look(target)
+    if now is None or now.figures:
+        return now
+    # It waits, has failed, or is elsewhere. Slurm is not asked at every look.
+    return replace(now, slurm=_slurm_state(now.job_id, time.monotonic() // _SLURM_EVERY_S))
+
+
+@functools.lru_cache(maxsize=1)
+def _slurm_state(job: str, _: float) -> str | None:
+    return slurm_state(job)
 
 
 def _print(before: Snapshot, now: Snapshot, options: argparse.Namespace) -> None:
@@ -261,10 +288,10 @@ def _live(target: Target, interval_s: float) -> int:
     from rich.console import Console
     from rich.live import Live
 
-    from .snapshot import look, rates
+    from .snapshot import rates
 
     console = Console()
-    first = now = look(target)
+    first = now = _look(target)
     if first is None or now is None:
         return 0
     per, note = None, ""
@@ -288,7 +315,7 @@ def _live(target: Target, interval_s: float) -> int:
                 continue
             if key:
                 continue
-            later = look(target)
+            later = _look(target)
             if later is None:
                 break
             per, now = rates(now, later), later
@@ -315,6 +342,24 @@ def _keys() -> Iterator[Any]:
         yield pressed
     finally:
         termios.tcsetattr(fd, termios.TCSADRAIN, before)
+
+
+def slurm_state(job: str | None) -> str | None:
+    """What Slurm says of a job, as ``PENDING (Resources)``; None where it is no job of Slurm's, or
+    there is no Slurm."""
+    number = re.fullmatch(r"(\d+)(\.\d+)?", job or "")
+    if number is None:
+        return None
+    for asked in (
+        ["squeue", "-h", "-j", number[1], "-t", "all", "-o", "%T (%r)"],
+        ["sacct", "-n", "-X", "-P", "-j", number[1], "-o", "State,ExitCode"],
+    ):
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(asked, capture_output=True, text=True, timeout=_ASK_S)
+            state = done.stdout.split("\n")[0].strip()
+            if done.returncode == 0 and state:
+                return state.removesuffix(" (None)").replace("|", ", exit code ")
+    return None
 
 
 def _go_to_its_node(job: str | None) -> None:

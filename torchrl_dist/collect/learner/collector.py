@@ -639,6 +639,7 @@ class RPCBatchedCollector(BaseCollector):
             "replay_dir": rows if isinstance(rows, str) else None,
             "frames": report.total_frames,
             "total_frames": self.total_frames,
+            "in_background": self.is_running(),
             "frames_by_worker": dict(report.total_frames_by_worker),
             "busy_s_by_worker": dict(self._busy_s),
             "policy_version": report.policy_version,
