@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import time
 from dataclasses import replace
 from typing import Any
@@ -10,13 +12,18 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+import torch
+from tensordict import TensorDict
 
 from tests.test_planner import COSTS
 from torchrl_dist.cli import main
 from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.ops.slurm import recipe_of
 from torchrl_dist.plan import command
 from torchrl_dist.plan.measure import Measured, Subject, envs_of, measure, small_policy
-from torchrl_dist.planner import Layout
+from torchrl_dist.plan.measure import _measure_update as measure_update
+from torchrl_dist.planner import Layout, predict
+from torchrl_dist.recipes.catalog import RECIPES
 from torchrl_dist.runtime import ForkServer
 
 SLEEP_S = 0.01
@@ -115,6 +122,78 @@ def test_a_slow_env_is_spread_over_nodes_and_a_learner_that_is_full_over_nothing
     assert bound["verdict"] == "do not distribute" and "learner" in bound["reason"]
     assert bound["processes_that_pay"] == 1
     assert bound["predicted"][0]["start"].startswith("RPCBatchedCollector(make_env, policy, num_")
+
+
+@pytest.mark.parametrize("step_s", [1e-4, 1e-2])
+@pytest.mark.parametrize("idle_s", [0.0, 1e-2])
+@pytest.mark.parametrize("nodes", [1, 4])
+def test_what_is_recommended_has_no_more_processes_than_pay(
+    step_s: float, idle_s: float, nodes: int
+) -> None:
+    """On two cores, where two pay, the fastest by a hair had 32."""
+    found = measured(step_cpu_s=((1, step_s), (8, 8 * step_s)), idle_s=idle_s)
+    plan = command.plan(found, SUBJECT, 2, nodes, 1e6, "a:b")
+    layout = plan["predicted"][0]["layout"]
+    if layout["nodes"] == 1:
+        assert max(1, layout["processes"]) == plan["processes_that_pay"], plan["predicted"][0]
+    costs = found.costs(SUBJECT)
+    alike = [
+        predict(costs, each, 2).frames_per_s
+        for each in command.candidates(costs, 2, nodes)
+        if (each.nodes, each.alone) == (layout["nodes"], layout["processes"] == 0)
+    ]
+    assert plan["predicted"][0]["frames_per_s"] >= 0.9 * max(alike)
+    if not idle_s and layout["processes"]:
+        assert layout["processes"] <= 4
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_a_recipe_is_planned_as_it_is_and_started_by_its_command(recipe: str) -> None:
+    config = RECIPES[recipe].config()
+    learning = command.learning_of(recipe)
+    assert (learning.env, learning.hidden) == (config.env, config.hidden)
+    expected = {
+        "apex": (config.frames_per_batch, 32, 256), "ddppo": (1024, 16, 128),
+        "impala": (320, 1, 320), "sac": (32, 32, 128),
+    }[recipe]  # fmt: skip
+    updates = learning.updates_per_frame * config.frames_per_batch
+    assert (config.frames_per_batch, updates, learning.batch_size) == expected
+    subject = replace(SUBJECT, updates_per_frame=learning.updates_per_frame)
+    plan = command.plan(measured(), subject, 8, 4, 1e6, learning.env, recipe)
+    assert plan["settings"]["recipe"] == recipe
+    for each in plan["predicted"]:
+        words = shlex.split(each["start"])
+        if "train" in words:
+            assert recipe_of(words[words.index("train") :])[0].recipe == recipe
+    assert "train" in shlex.split(plan["predicted"][0]["start"])
+
+
+def test_an_update_costs_what_the_networks_of_the_recipe_do() -> None:
+    rows = TensorDict({"observation": torch.zeros(1, 4)}, [1])
+    rows["next"] = rows.clone()
+
+    def update_s(**fields: Any) -> float:
+        found = Measured()
+        measure_update(replace(SUBJECT, **fields), rows, found, 0.2)
+        return float(np.median(found.figures["update_s"]))
+
+    assert update_s(hidden=(256, 256), networks=3) > 1.5 * update_s()
+
+
+def test_a_busy_machine_is_named_before_its_figures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr("torchrl_dist.plan.measure.measure", lambda *_, **__: measured())
+    monkeypatch.setattr("torchrl_dist.plan.measure.usable_cores", lambda: 4)
+    for load, busy in ((3.5, True), (0.4, False)):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        assert main(["plan", "--env", "CartPole-v1"]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert ("a busy machine: the load average was 3.5 on 4 cores" in said) == busy
+    assert main(["plan", "--recipe", "sac", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["settings"]["env"] == "Pendulum-v1" and found["settings"]["networks"] == 3
+    assert found["load"] == {"average": 0.4, "cores": 4, "busy": False}
 
 
 def test_candidates_go_up_to_the_nodes_and_hold_messages_to_half_a_second() -> None:

@@ -6,13 +6,15 @@ import argparse
 import itertools
 import json
 import math
+import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.planner import MIN_GAIN, Costs, Layout, Prediction, decide, predict, rank, time_to
+from torchrl_dist.recipes.catalog import RECIPES
 
 if TYPE_CHECKING:
     from .measure import Measured, Subject
@@ -23,6 +25,41 @@ _MESSAGE_S, _MESSAGE_BYTES, _PROCESSES_PER_CORE = 0.5, 8 << 20, 4
 _MOST_PER_CORE, _MOST = 32, 256  # env processes that are considered
 _DRAWS = 100  # for an interval
 _NEARLY = 0.9  # of the best: from how many processes on more bring little
+_BUSY = 0.5  # of the cores have work already
+
+
+@dataclass(frozen=True)
+class Learning:
+    """What a learner does, where the user does not say.
+
+    Attributes:
+        hidden: widths of each network's layers.
+        networks: that an update trains.
+        batch_size: rows of an update.
+    """
+
+    env: str | None = None
+    hidden: tuple[int, ...] = (64, 64)
+    networks: int = 1
+    updates_per_frame: float = 1 / 32
+    batch_size: int = 128
+
+
+def learning_of(recipe: str) -> Learning:
+    """Of a recipe without options."""
+    config: Any = RECIPES[recipe].config()
+    frames = config.frames_per_batch
+    updates, rows, networks = {
+        "apex": lambda: (config.updates_per_batch, config.batch_size, 1),
+        "ddppo": lambda: (
+            config.epochs * config.minibatches,
+            frames // config.minibatches // config.learners,
+            2,
+        ),
+        "impala": lambda: (1, frames, 2),
+        "sac": lambda: (config.updates_per_frame * frames, config.batch_size, 3),
+    }[recipe]()
+    return Learning(config.env, config.hidden, networks, updates / frames, rows)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -36,8 +73,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "A slow machine of its own: torchrl-dist plan --env my_package:make --nodes 4 --cores 48"
     )
     parser.add_argument(
-        "--env", required=True, metavar="ID|PACKAGE:MAKE", help="gymnasium's id, or a function"
-    )
+        "--env", metavar="ID|PACKAGE:MAKE",
+        help="gymnasium's id, or a function (default: the recipe's)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--recipe", choices=sorted(RECIPES),
+        help="plan for its networks, batches and updates per frame, as they are without options",
+    )  # fmt: skip
     parser.add_argument(
         "--policy", metavar="PACKAGE:MAKE",
         help="returns the policy's module (default: two layers of 64, or random actions)",
@@ -48,16 +90,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--frames", type=float, default=1e6, metavar="N", help="length of the job (default: 1e6)"
     )
     parser.add_argument(
-        "--updates-per-frame", type=_not_negative, default=1 / 32, metavar="X",
-        help="of the learner (default: 1/32, four epochs of minibatches of 128; SAC: 1)",
+        "--updates-per-frame", type=_not_negative, metavar="X",
+        help="of the learner (default: the recipe's, or 1/32, four epochs of minibatches of 128)",
     )  # fmt: skip
     parser.add_argument(
         "--update-s", type=_not_negative, metavar="S",
-        help="of one update (default: measured, of a network of two layers of 64)",
+        help="of one update (default: measured, of the recipe's networks, or one of two layers of "
+        "64)",
     )  # fmt: skip
     parser.add_argument(
-        "--batch-size", type=_count, default=128, metavar="N", help="of an update (default: 128)"
-    )
+        "--batch-size", type=_count, metavar="N",
+        help="of an update (default: the recipe's, or 128)",
+    )  # fmt: skip
     parser.add_argument(
         "--gbit-s", type=float, default=10.0, metavar="X",
         help="of the network between nodes, which is not measured (default: 10)",
@@ -91,17 +135,30 @@ def run(options: argparse.Namespace) -> int:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigurationError(f"{flag}: got {getattr(options, name)}, expected more than 0")
     sys.path.insert(0, "")  # as for python -m: package:make of the working directory
+    learning = Learning() if options.recipe is None else learning_of(options.recipe)
+    env = options.env or learning.env
+    if env is None:
+        raise ConfigurationError("--env: expected a gymnasium id or package:make, or a --recipe")
     from .measure import Subject, envs_of, measure, named, small_policy, usable_cores
 
-    make_env, native = envs_of(options.env)
-    policy = named(options.policy)() if options.policy else small_policy(make_env(1))
+    make_env, native = envs_of(env)
+    if options.policy:
+        policy = named(options.policy)()
+    else:
+        policy = small_policy(make_env(1), learning.hidden)
+    updates, rows = options.updates_per_frame, options.batch_size
     subject = Subject(
-        make_env, native, policy, options.update_s, options.updates_per_frame, options.batch_size,
-        options.gbit_s * 1e9 / 8,
+        make_env, native, policy, options.update_s,
+        learning.updates_per_frame if updates is None else updates,
+        learning.batch_size if rows is None else rows,
+        options.gbit_s * 1e9 / 8, learning.hidden, learning.networks,
     )  # fmt: skip
-    cores = options.cores or usable_cores()
+    here = usable_cores()
+    cores = options.cores or here
+    load = os.getloadavg()[0]  # before what is measured adds its own
     measured = measure(subject, seconds=options.seconds, timeout_s=options.timeout_s)
-    found = plan(measured, subject, cores, options.nodes, options.frames, options.env)
+    found = plan(measured, subject, cores, options.nodes, options.frames, env, options.recipe)
+    found["load"] = {"average": load, "cores": here, "busy": load > _BUSY * here}
     if options.json:
         print(json.dumps(found), flush=True)
     else:
@@ -148,13 +205,20 @@ def steps_per_message(costs: Costs, envs: int, per_core: float, joined: int) -> 
 
 
 def plan(
-    measured: Measured, subject: Subject, cores: int, nodes: int, frames: float, env: str
+    measured: Measured,
+    subject: Subject,
+    cores: int,
+    nodes: int,
+    frames: float,
+    env: str,
+    recipe: str | None = None,
 ) -> dict[str, Any]:
     """The object that ``--json`` prints.
 
     Args:
         frames: length of the job, for its time.
         env: as the user named it, for the commands.
+        recipe: that it is planned for.
     """
     costs = measured.costs(subject)
     layouts = candidates(costs, cores, nodes)
@@ -164,7 +228,8 @@ def plan(
 
     rng = np.random.default_rng(0)
     drawn = [measured.costs(subject, rng) for _ in range(_DRAWS)]
-    best = _different([(verdict.layout, verdict.prediction), *ranked])
+    chosen_first = thriftiest(ranked, verdict.layout)
+    best = _different([chosen_first, *ranked])
 
     def described(layout: Layout, prediction: Prediction) -> dict[str, Any]:
         rates = sorted(predict(each, layout, cores).frames_per_s for each in drawn)
@@ -174,25 +239,38 @@ def plan(
             "seconds_to_frames": time_to(frames, prediction, layout, costs),
             "layout": asdict(layout),
             "name": name_of(layout),
-            "start": start_of(layout, env, discrete=_is_discrete(subject)),
+            "start": start_of(layout, env, discrete=_is_discrete(subject), recipe=recipe),
         }
 
     chosen = [described(*each) for each in best]
     return {
         "verdict": verdict.word,
-        "reason": f"{verdict.reason}; {_limit(verdict.prediction)}",
+        "reason": f"{verdict.reason}; {_limit(chosen_first[1])}",
         "processes_that_pay": processes_that_pay(ranked),
         "deadline": deadline_of(costs, ranked),
         "interval": chosen[0]["interval"],
         "predicted": chosen,
         "measured": measured.as_json(),
         "settings": {
-            "env": env, "cores": cores, "nodes": nodes, "frames": frames,
+            "env": env, "recipe": recipe, "cores": cores, "nodes": nodes, "frames": frames,
             "most_processes": max(each.processes for each in layouts),
             "updates_per_frame": subject.updates_per_frame, "batch_size": subject.batch_size,
+            "hidden": list(subject.hidden), "networks": subject.networks,
             "assumed_bytes_per_s": subject.bytes_per_s,
         },
     }  # fmt: skip
+
+
+def thriftiest(
+    ranked: Sequence[tuple[Layout, Prediction]], best: Layout
+) -> tuple[Layout, Prediction]:
+    """The fastest with the fewest env processes that make nearly as many frames as those of
+    ``best``, which has the most: what is recommended where more bring little. Of one node it has as
+    many as :func:`processes_that_pay` says."""
+    alike = [e for e in ranked if e[0].nodes == best.nodes and e[0].alone == best.alone]
+    enough = _NEARLY * max(prediction.frames_per_s for _, prediction in alike)
+    alike = [e for e in alike if e[1].frames_per_s >= enough]
+    return min(alike, key=lambda e: (e[0].stepping, -e[1].frames_per_s))
 
 
 def _different(ranked: Iterable[tuple[Layout, Prediction]]) -> list[tuple[Layout, Prediction]]:
@@ -265,11 +343,14 @@ def name_of(layout: Layout) -> str:
     return f"{where}{layout.processes} {kind}, {envs} each, {how}"
 
 
-def start_of(layout: Layout, env: str, *, discrete: bool) -> str:
+def start_of(layout: Layout, env: str, *, discrete: bool, recipe: str | None = None) -> str:
     """How to start it: the recipe, where it fits, or the collector's arguments."""
-    if discrete and ":" not in env and not layout.groups:
+    if (recipe or (discrete and ":" not in env)) and not layout.groups:
         ranks = 0 if layout.alone else layout.stepping
-        train = f"train apex --env {env} --collectors {ranks} --envs-per-collector {layout.envs}"
+        number = f"--collectors {ranks}"
+        if recipe == "ddppo":  # its learners step environments themselves
+            number = f"--learners {max(1, ranks)}"
+        train = f"train {recipe or 'apex'} --env {env} {number} --envs-per-collector {layout.envs}"
         if layout.nodes > 1:
             return f"torchrl-dist slurm --nodes {layout.nodes} -- {train}"
         return f"torchrl-dist {train}"
@@ -298,6 +379,14 @@ def show(found: dict[str, Any]) -> None:
 
     console = Console(width=max(100, Console().width))
     console.print(f"[bold]{found['verdict']}[/]: {escape(found['reason'])}")
+    load = found.get("load")
+    if load is not None and load["busy"]:
+        console.print(
+            f"[bold]a busy machine[/]: the load average was {load['average']:.1f} on "
+            f"{load['cores']} cores before anything was measured. Others' work makes these figures "
+            "worse and less certain: repeat it when they are done",
+            highlight=False,
+        )
     count = found["processes_that_pay"]
     if count > 1:
         most = " (more were not considered)" if count >= found["settings"]["most_processes"] else ""

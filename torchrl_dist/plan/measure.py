@@ -12,7 +12,7 @@ import functools
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,8 @@ class Subject:
             so many.
         native: it makes vector envs of more than one.
         policy: a module; None: random actions.
-        update_s: of an update of the learner; None: measure one of a network of two layers of 64.
+        update_s: of an update of the learner; None: measure one of ``networks`` networks with these
+            ``hidden`` layers.
         updates_per_frame, batch_size: of the learner.
         bytes_per_s: of the network between nodes.
     """
@@ -58,6 +59,8 @@ class Subject:
     updates_per_frame: float = 0.0
     batch_size: int = 128
     bytes_per_s: float = 1.25e9
+    hidden: tuple[int, ...] = (64, 64)
+    networks: int = 1
 
 
 @dataclass
@@ -277,20 +280,21 @@ def _measure_policy(subject: Subject, rows: TensorDict, found: Measured, seconds
 
 
 def _measure_update(subject: Subject, rows: TensorDict, found: Measured, seconds: float) -> None:
-    """Adam's step for a network of two layers of 64, where the user does not know better."""
+    """Adam's step for the subject's networks, where the user does not know better."""
     if subject.update_s is not None:
         found.figures["update_s"] = [subject.update_s]
         return
     flat = [v.reshape(len(v), -1) for v in _observations(rows.reshape(-1)[:1])]
     inputs = max(1, sum(v.shape[1] for v in flat))
-    layers = nn.Sequential(nn.Linear(inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(),
-                           nn.Linear(64, 8))  # fmt: skip
-    optimizer = torch.optim.Adam(layers.parameters())
+    networks = nn.ModuleList(
+        nn.Sequential(*_layers(inputs, subject.hidden, 8)) for _ in range(subject.networks)
+    )
+    optimizer = torch.optim.Adam(networks.parameters())
     batch = torch.randn(subject.batch_size, inputs)
 
     def update() -> None:
         optimizer.zero_grad()
-        layers(batch).square().mean().backward()
+        torch.stack([network(batch).square().mean() for network in networks]).sum().backward()
         optimizer.step()
 
     found.figures["update_s"] = [cpu for cpu, _ in _repeat(update, seconds / 2)]
@@ -505,8 +509,16 @@ def _spaces(subject: Subject) -> tuple[gymnasium.Space, gymnasium.Space] | None:
 # ---- what is to be measured
 
 
-def small_policy(make_env: Callable[[], Any], width: int = 64) -> nn.Module | None:
-    """Two layers for flat observations; None (random actions) for others."""
+def _layers(inputs: int, hidden: Sequence[int], outputs: int) -> list[nn.Module]:
+    found: list[nn.Module] = []
+    for width in hidden:
+        found += [nn.Linear(inputs, width), nn.Tanh()]
+        inputs = width
+    return [*found, nn.Linear(inputs, outputs)]
+
+
+def small_policy(make_env: Callable[[], Any], hidden: Sequence[int] = (64, 64)) -> nn.Module | None:
+    """A few layers for flat observations; None (random actions) for others."""
     with contextlib.closing(make_env()) as env:
         vector = isinstance(env, gymnasium.vector.VectorEnv)
         if not vector and not isinstance(env, gymnasium.Env):
@@ -520,9 +532,8 @@ def small_policy(make_env: Callable[[], Any], width: int = 64) -> nn.Module | No
         return None
     outputs = int(acts.n) if discrete else acts.shape[0]
     layers = nn.Sequential(
-        nn.Linear(seen.shape[0], width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(),
-        nn.Linear(width, outputs), nn.Identity() if discrete else nn.Tanh(),
-    )  # fmt: skip
+        *_layers(seen.shape[0], hidden, outputs), nn.Identity() if discrete else nn.Tanh()
+    )
     return TensorDictModule(_Acting(layers, discrete), in_keys=["observation"], out_keys=["action"])
 
 
