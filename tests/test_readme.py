@@ -18,6 +18,7 @@ from torchrl.data import ReplayBuffer
 
 import torchrl_dist
 from tests.spawn import run_job
+from torchrl_dist.ops.slurm import recipe_of
 from torchrl_dist.runtime import ForkServer
 
 ROOT = Path(__file__).parent.parent
@@ -47,7 +48,7 @@ PRINTS = {
     "table.py": r"400 rows written, 1\d\d\d sampled\n",
     "episodes.py": r"\[0\.3, 0\.3\]\n(\d+ poles fell; workers' shares: \{0: .*, 1: .*\}\n)+",
     "own_env.py": r"lowest cell \d of torch\.Size\(\[8, 50\]\)\n",
-    "atari.py": r"256 torch\.Size\(\[32, 4, 84, 84\]\) torch\.uint8\n",
+    "atari.py": r"256 torch\.Size\(\[32, 4, 84, 84\]\) 565\d\d bytes per row\n",
     "own_loop.py": r"rank [01]: step 60, \d+ rows, \w{16}\n",
     "with_fabric.py": r"(rank [01]: 200 rows, parameters (\w{16})\n){2}",
 }
@@ -168,6 +169,21 @@ def test_the_limiter_of_its_page_fits_its_buffer(tmp_path: Path) -> None:
     exec(block.replace("/dev/shm/limited-example", str(tmp_path / "replay")), space)
     assert space["storage"].limiter == space["limiter"]
     space["storage"].close()
+
+
+def test_the_page_on_atari_counts_its_memory_and_its_command_is_understood() -> None:
+    page = PAGES[ROOT / "tutorials" / "how_to" / "atari.md"]
+    lines = re.findall(r"^\| ([\d,]+).* \| ([\d.]+) GiB \|$", page, re.M)
+    assert len(lines) == 3
+    for rows, gib in lines:
+        taken = int(rows.replace(",", "")) * 2 * 4 * 84 * 84 / 2**30
+        assert float(gib) == pytest.approx(taken, rel=0.02), rows
+    (command,) = re.findall(r"^    torchrl-dist (train apex .*?[^\\])$", page[500:], re.M | re.S)
+    config, given = recipe_of(command.replace("\\\n", " ").split())
+    assert given["capacity"] == 200_000 and config.learning_rate == config.learning_rate_end
+    assert config.updates_per_batch * 4 == config.frames_per_batch
+    default = f"{type(config)().capacity:,} (the recipe's)"
+    assert default in page
 
 
 def test_ci_runs_the_test_command_as_it_stands() -> None:
