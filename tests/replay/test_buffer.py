@@ -17,7 +17,17 @@ import pytest
 import torch
 from scipy.stats import chisquare
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+from torchrl.data import (
+    LazyTensorStorage,
+    ReplayBuffer,
+    TensorDictReplayBuffer,
+)
+from torchrl.data.replay_buffers.samplers import (
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    SamplerWithoutReplacement,
+    SliceSampler,
+)
 
 from tests.replay.conftest import make_rows
 from torchrl_dist.errors import ConfigurationError, DeadlineError, DirectoryError
@@ -347,6 +357,61 @@ def test_parts_that_do_not_fit_together_are_refused(folder: Path, make_buffer) -
         SharedPrioritizedSampler(8, -1.0, 0.4)
     with pytest.raises(ConfigurationError, match="capacity"):
         SharedMemmapStorage(0, scratch_dir=folder)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "advice"),
+    [
+        (lambda: None, "sampler=SharedRandomSampler(), writer=SharedCursorWriter()"),
+        (
+            lambda: PrioritizedSampler(16, alpha=0.7, beta=0.5),
+            "sampler=SharedPrioritizedSampler(16, alpha=0.7, beta=0.5), writer=Shared",
+        ),
+        (
+            SamplerWithoutReplacement,
+            "sampler=SharedSamplerWithoutReplacement(), writer=SharedCursorWriter()",
+        ),
+        (
+            lambda: SliceSampler(slice_len=2, traj_key="episode"),
+            "sampler=SharedSliceSampler(...), writer=",
+        ),
+        (
+            lambda: PrioritizedSliceSampler(16, 0.7, 0.5, slice_len=2, traj_key="episode"),
+            "sampler=SharedPrioritizedSliceSampler(16, 0.7, 0.5, ...), writer=",
+        ),
+        (
+            lambda: SharedPrioritizedSampler(16, 0.7, 0.5),
+            "build it with writer=SharedCursorWriter()",
+        ),
+    ],
+    ids=["none", "prioritized", "passes", "slices", "prioritized slices", "ours"],
+)
+def test_who_forgot_the_writer_is_told_of_the_sampler_in_place_of_the_one_given(
+    folder: Path, sampler, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PrioritizedSampler, "_init", lambda _: None)  # its tree may not load
+    storage = SharedMemmapStorage(16, scratch_dir=folder, job_id="test")
+    with pytest.raises(ConfigurationError) as told:
+        TensorDictReplayBuffer(storage=storage, sampler=sampler(), batch_size=4)
+    assert advice in str(told.value)
+    storage.close()
+
+
+def test_sampling_where_nothing_was_written_says_what_to_do(make_buffer) -> None:
+    with pytest.raises(RuntimeError, match=r"empty storage.*extend it first.*RateLimiter"):
+        make_buffer(8, timeout_s=0.2).sample()
+
+
+def test_without_its_key_rows_get_the_largest_priority_as_in_torchrl(make_buffer) -> None:
+    """TorchRL's TensorDictReplayBuffer takes its sampler's default there, the largest seen."""
+    rb = make_buffer(8)
+    rb.extend(make_rows(range(8)))
+    rb.update_priority(torch.arange(8), torch.arange(1.0, 9.0))
+    batch = rb.sample()
+    rb.update_tensordict_priority(batch.exclude(rb.priority_key))
+    leaves = rb.storage.directory.tree.leaves
+    assert (leaves[batch["index"].numpy()] == leaves.max()).all()
+    assert (leaves < leaves.max()).sum() == 8 - len(set(batch["index"].tolist()) | {7})
 
 
 def test_reading_where_nothing_was_written_is_an_error(make_buffer) -> None:

@@ -735,15 +735,20 @@ class RPCBatchedCollector(BaseCollector):
         refuse({"weight_updater": value})
 
     def receive_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Refuses: call :meth:`update_policy_weights_` at the learner."""
         raise ConfigurationError("receive_weights: call update_policy_weights_() at the learner")
 
     def register_scheme_receiver(self, *args: Any, **kwargs: Any) -> None:
+        """Refuses: there are no weight sync schemes; call :meth:`update_policy_weights_`."""
         raise ConfigurationError("there are no weight sync schemes: call update_policy_weights_()")
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
+        """Refuses: there is no weight updater; call :meth:`update_policy_weights_`."""
         raise ConfigurationError("there is no weight updater: call update_policy_weights_()")
 
     def enable_profile(self, *args: Any, **kwargs: Any) -> None:
+        """Refuses: the rollouts run elsewhere; profile them with ``pre_collect_hook`` and
+        ``post_collect_hook``."""
         raise ConfigurationError(
             "enable_profile: the rollouts run in other threads and processes; profile there, with "
             "pre_collect_hook= and post_collect_hook="

@@ -7,8 +7,9 @@ import itertools
 import secrets
 import threading
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -78,7 +79,12 @@ class RemoteStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
     attaches_when_pickled = True
     """A copy in another process has the same rows; collectors ask before they write there."""
 
-    parts_to_use = "sampler=RPCRandomSampler(owner=owner), writer=SharedCursorWriter()"
+    samplers_to_use: ClassVar[Mapping[str, str]] = {
+        "": "RPCRandomSampler(owner=owner)",
+        "PrioritizedSampler": (
+            "RPCPrioritizedSampler({capacity}, alpha={alpha}, beta={beta}, owner=owner)"
+        ),
+    }
 
     def __new__(cls, owner: ReplayOwner) -> Any:
         address = owner.direct()

@@ -232,7 +232,9 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Set the priorities of a batch, or of parts of one, from ``data[priority_key]``.
 
-        Rows that were overwritten since they were sampled are skipped and counted.
+        Rows that were overwritten since they were sampled are skipped and counted. Without
+        ``priority_key`` in ``data`` its rows get the largest priority seen, as new ones do, without
+        a word, as in TorchRL: a misspelled key makes sampling nearly uniform.
 
         Args:
             data: holds ``"index"``, and ``"index_generation"`` as every sample does; without the

@@ -29,7 +29,11 @@ from torchrl_dist.replay.node.times_sampled import TooFewDrawsError, count_draws
 from torchrl_dist.replay.parts.storage import NoRowsError, SharedMemmapStorage
 from torchrl_dist.replay.row import _torchrl, rows
 
-EMPTY = "Cannot sample from an empty storage."
+EMPTY = (
+    "Cannot sample from an empty storage. No row has been written yet, or the buffer was emptied: "
+    "extend it first, ask len(buffer), or give its storage a RateLimiter(min_size_to_sample=n): "
+    "then sample() waits until so many rows are there."
+)
 _RECENT_ROWS = 2**19  # 8 MiB of slots and generations
 _ROWS_PER_BATCH = 64  # what a batch takes beside its rows, in memory and to be hashed, as rows
 _SAME_VALUES = 4

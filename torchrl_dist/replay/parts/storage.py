@@ -8,8 +8,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -68,7 +68,8 @@ class _Stream(threading.local):
 
 
 class NoRowsError(RuntimeError):
-    """No row is published at this moment."""
+    """No row is published at this moment: a :class:`RateLimiter` with ``min_size_to_sample`` has
+    samples wait for them."""
 
 
 class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
@@ -117,7 +118,15 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
     attaches_when_pickled = True
     """A copy in another process has the same rows; collectors ask before they write there."""
 
-    parts_to_use = "sampler=SharedRandomSampler(), writer=SharedCursorWriter()"
+    samplers_to_use: ClassVar[Mapping[str, str]] = {
+        "": "SharedRandomSampler()",
+        "PrioritizedSliceSampler": (
+            "SharedPrioritizedSliceSampler({capacity}, {alpha}, {beta}, ...)"
+        ),
+        "PrioritizedSampler": "SharedPrioritizedSampler({capacity}, alpha={alpha}, beta={beta})",
+        "SliceSampler": "SharedSliceSampler(...)",
+        "SamplerWithoutReplacement": "SharedSamplerWithoutReplacement()",
+    }
 
     def __init__(
         self,
@@ -285,6 +294,7 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         return words[Word.CURSOR] + words[Word.BASE] + words[Word.WRITE_COUNT]
 
     def _bump_mutation_revision(self) -> None:
+        """Refuses: replace whole rows instead, ``buffer[index] = rows``."""
         # Every write moves what ``_mutation_revision`` counts. TorchRL calls this after a buffer's
         # set_, set_at_ and update_ have written to what ``storage[:]`` gave them.
         raise ConfigurationError(

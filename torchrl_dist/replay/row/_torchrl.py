@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -182,7 +182,7 @@ def check_buffer(buffer: Any, storage: Storage) -> None:
         ConfigurationError: what is wrong, and the arguments to build the buffer with.
     """
     try:
-        wrong = what_cannot_be_shared(buffer, getattr(storage, "parts_to_use", ""))
+        wrong = what_cannot_be_shared(buffer, getattr(storage, "samplers_to_use", {}))
         if wrong is not None:
             raise ConfigurationError(f"a buffer over shared rows cannot have {wrong}")
         attach = getattr(sampler_of(buffer), "attach", None)
@@ -204,8 +204,9 @@ class ChecksBuffers:
     are all there: the one moment at which a storage sees the buffer as it is going to be.
     """
 
-    parts_to_use: str
-    """What to pass to the buffer, as its user would write it."""
+    samplers_to_use: ClassVar[Mapping[str, str]]
+    """In place of TorchRL's classes, by their names, as a user would write it; ``""``: any other.
+    In braces, what is filled in: capacity, alpha and beta."""
 
     _checkpointer: Any  # of TorchRL's Storage
 
@@ -223,7 +224,7 @@ class ChecksBuffers:
     def check_writers(self) -> None:
         """Refuse a write of a writer that brings a cursor of its own, put in place later."""
         for buffer in buffers_over(self):
-            wrong = _wrong_writer(buffer, self.parts_to_use)
+            wrong = _wrong_writer(buffer, self.samplers_to_use)
             if wrong is not None and not is_being_built(buffer):  # by another thread
                 raise ConfigurationError(f"a buffer over shared rows cannot have {wrong}")
 
@@ -236,11 +237,23 @@ def _of_torchrl(part: Any, *harmless: type) -> bool:
     )
 
 
-def _build_with(parts_to_use: str) -> str:
-    return f"; build it with {parts_to_use}" if parts_to_use else ""
+def _build_with(buffer: Any, samplers_to_use: Mapping[str, str]) -> str:
+    """What to pass to the buffer: the sampler, if it is not right yet, and the writer."""
+    parts = []
+    sampler = sampler_of(buffer)
+    if samplers_to_use and getattr(sampler, "attach", None) is None:
+        names = [base.__name__ for base in type(sampler).__mro__]
+        form = next((samplers_to_use[n] for n in names if n in samplers_to_use), None)
+        filled = (form or samplers_to_use[""]).format(
+            capacity=getattr(getattr(buffer, "_storage", None), "max_size", "capacity"),
+            alpha=getattr(sampler, "_alpha", 0.6),
+            beta=getattr(sampler, "_beta", 0.4),
+        )
+        parts.append(f"sampler={filled}")
+    return f"; build it with {', '.join([*parts, 'writer=SharedCursorWriter()'])}"
 
 
-def _wrong_writer(buffer: Any, parts_to_use: str) -> str | None:
+def _wrong_writer(buffer: Any, samplers_to_use: Mapping[str, str]) -> str | None:
     writer = writer_of(buffer)
     if getattr(writer, "writes_shared_rows", False):
         return None
@@ -248,24 +261,26 @@ def _wrong_writer(buffer: Any, parts_to_use: str) -> str | None:
         return None
     return (
         f"{type(writer).__name__}, also where no writer= was passed: its cursor belongs to this "
-        f"process, and processes would overwrite each other's rows{_build_with(parts_to_use)}"
+        "process, and processes would overwrite each other's rows"
+        f"{_build_with(buffer, samplers_to_use)}"
     )
 
 
-def what_cannot_be_shared(buffer: Any, parts_to_use: str = "") -> str | None:
+def what_cannot_be_shared(buffer: Any, samplers_to_use: Mapping[str, str]) -> str | None:
     """Why the buffer's parts or options would give wrong samples, lose rows, or hang over rows
     that others write.
 
     None if nothing is wrong, as far as the buffer has its parts by now.
     """
-    wrong_writer = _wrong_writer(buffer, parts_to_use)
+    wrong_writer = _wrong_writer(buffer, samplers_to_use)
     if wrong_writer is not None:
         return wrong_writer
     sampler = sampler_of(buffer)
     if getattr(sampler, "attach", None) is None and _of_torchrl(sampler, Sampler):
         return (
             f"{type(sampler).__name__}, also where no sampler= was passed: it keeps count of the "
-            f"rows that this process wrote, which others overwrite{_build_with(parts_to_use)}"
+            "rows that this process wrote, which others overwrite"
+            f"{_build_with(buffer, samplers_to_use)}"
         )
     unit = buffer._sample_unit
     if not isinstance(unit, (Transition, type(None))):
