@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -15,8 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
+from torchrl_dist import runtime
 from torchrl_dist.checkpoint import load_checkpoint
+from torchrl_dist.cli import main
 from torchrl_dist.errors import CheckpointError
 
 TOY = [
@@ -117,6 +121,23 @@ def finished(arguments: Sequence[str], cwd: Path, **kwargs: Any) -> Job:
         assert job.process.returncode == 0, job.said()
         assert_gone(list(everybody))
     return job
+
+
+def finished_here(
+    arguments: Sequence[str], cwd: Path, fork_server: runtime.ForkServer
+) -> dict[str, Any]:
+    """The result of the same command in this process, with children of a server that is there.
+
+    For what a run makes of its folder and its options: the imports of a fresh process, and those
+    of its server, cost more than a toy run.
+    """
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.chdir(cwd)
+        patch.setattr(runtime, "ForkServer", lambda: contextlib.nullcontext(fork_server))
+        printed = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        assert main(arguments) == 0
+    return json.loads(printed.getvalue().splitlines()[-1])
 
 
 def assert_gone(processes: Sequence[psutil.Process], timeout_s: float = 10.0) -> None:

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from torchrl_dist.checkpoint import load_checkpoint
+from torchrl_dist.cli import main
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.recipes.monitor import check_wandb
+from torchrl_dist.runtime import ForkServer
 
 from .jobs import (
     ENDLESS,
@@ -21,6 +23,7 @@ from .jobs import (
     Job,
     assert_gone,
     finished,
+    finished_here,
     progress,
     started,
     workers_of,
@@ -85,23 +88,26 @@ def test_the_run_leaves_checkpoint_picture_and_logs(trained: tuple[Path, Job]) -
 
 
 def test_a_second_fresh_run_in_the_same_folder_is_refused(
-    trained: tuple[Path, Job], tmp_path: Path
+    trained: tuple[Path, Job],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    copy_of(trained, tmp_path)
-    with started([*RUN, *TOY], tmp_path) as job:
-        assert job.wait() == 2
-    assert job.stderr.read_text().count("\n") == 1
-    assert "--resume" in job.stderr.read_text()
+    monkeypatch.chdir(copy_of(trained, tmp_path))
+    assert main([*RUN, *TOY]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1
+    assert "--resume" in printed.err
 
 
 def test_resume_continues_weights_counters_and_buffer(
-    trained: tuple[Path, Job], tmp_path: Path
+    trained: tuple[Path, Job], tmp_path: Path, fork_server: ForkServer
 ) -> None:
     """``learning-starts`` equals the capacity: only a buffer that is still there lets it learn."""
     copy_of(trained, tmp_path)
     before = load_checkpoint(tmp_path / "run/checkpoint.pt")
     more = ["--total-frames", "3512", "--learning-starts", "2000"]
-    result = finished([*RUN, "--resume", *more], tmp_path).result
+    result = finished_here([*RUN, "--resume", *more], tmp_path, fork_server)
     after = load_checkpoint(tmp_path / "run/checkpoint.pt")
     assert result["frames"] == 3512
     assert result["resumes"] == 1
@@ -140,7 +146,7 @@ def test_wandb_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_signal_leaves_a_checkpoint_and_no_process_and_resumes(
-    tmp_path: Path, number: signal.Signals
+    tmp_path: Path, number: signal.Signals, fork_server: ForkServer
 ) -> None:
     arguments = [*RUN, *ENDLESS, "--collectors", "1"]
     if number == signal.SIGTERM:  # comes while episodes are evaluated that never end
@@ -163,7 +169,7 @@ def test_a_stop_signal_leaves_a_checkpoint_and_no_process_and_resumes(
     frames = job.result["frames"]
     if number == signal.SIGINT:
         more = str(frames + 256)
-        resumed = finished([*RUN, "--resume", "--total-frames", more], tmp_path).result
+        resumed = finished_here([*RUN, "--resume", "--total-frames", more], tmp_path, fork_server)
         assert resumed["frames"] == frames + 256
         assert resumed["updates"] > saved.counters["updates"]
 
@@ -194,19 +200,22 @@ def test_nothing_outlives_a_learner_that_was_killed(tmp_path: Path) -> None:
     load_checkpoint(tmp_path / "run/checkpoint.pt")
 
 
-@pytest.mark.parametrize("victim", ["learner", "collector"])
-def test_torchrun_restarts_a_job_that_lost_a_rank_and_it_goes_on(
-    tmp_path: Path, victim: str
-) -> None:
-    launcher = [*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "1"]
+def test_torchrun_restarts_a_job_that_lost_a_rank_and_it_goes_on(tmp_path: Path) -> None:
+    """The learner, and then the collector."""
+    launcher = [*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "2"]
     arguments = [*RUN, *TOY, "--total-frames", "20_000"]
+    everybody = []
+    updates = 0
     with started(arguments, tmp_path, launcher=launcher) as job:
-        job.until(progress(tmp_path / "run"), "progress")
-        everybody = job.descendants()
-        ranks = {p.environ()["RANK"]: p for p in workers_of(job)}
-        ranks["0" if victim == "learner" else "1"].kill()
+        for victim in ("0", "1"):
+            job.until(progress(tmp_path / "run", more_than=updates), "progress")
+            everybody += job.descendants()
+            ranks = {p.environ()["RANK"]: p for p in workers_of(job)}
+            ranks[victim].kill()
+            assert_gone([ranks[victim]])
+            updates = load_checkpoint(tmp_path / "run/checkpoint.pt").counters["updates"]
         assert job.wait() == 0, job.said()
         assert_gone(everybody)
     result = job.result
-    assert result["resumes"] == 1, job.said()
+    assert result["resumes"] == 2, job.said()
     assert result["frames"] == 20_000

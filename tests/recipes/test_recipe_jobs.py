@@ -16,8 +16,17 @@ from torchrl_dist.recipes.environments import look_at
 from torchrl_dist.recipes.networks import PolicySpec
 from torchrl_dist.recipes.play import play
 from torchrl_dist.recipes.training import Start
+from torchrl_dist.runtime import ForkServer
 
-from .jobs import TORCHRUN, assert_gone, finished, progress, started, workers_of
+from .jobs import (
+    TORCHRUN,
+    assert_gone,
+    finished,
+    finished_here,
+    progress,
+    started,
+    workers_of,
+)
 
 SMALL = ["--hidden", "8", "--eval-episodes", "2", "--eval-max-steps", "20"]
 OFTEN = ["--eval-interval-frames", "500", "--checkpoint-interval-s", "0.2"]
@@ -30,7 +39,7 @@ TOY = {
 
 @pytest.mark.parametrize("recipe", TOY)
 def test_a_job_goes_on_without_a_lost_collector_stops_when_told_and_resumes(
-    recipe: str, tmp_path: Path
+    recipe: str, tmp_path: Path, fork_server: ForkServer
 ) -> None:
     run = ["train", recipe, "--output-dir", "run"]
     arguments = [*run, *TOY[recipe], *SMALL, *OFTEN, "--total-frames", "100_000_000"]
@@ -52,7 +61,7 @@ def test_a_job_goes_on_without_a_lost_collector_stops_when_told_and_resumes(
     assert saved.counters["updates"] == result["updates"] > 0
 
     more = str(result["frames"] + 500)
-    resumed = finished([*run, "--resume", "--total-frames", more], tmp_path).result
+    resumed = finished_here([*run, "--resume", "--total-frames", more], tmp_path, fork_server)
     assert resumed["frames"] >= result["frames"] + 500
     assert resumed["updates"] > result["updates"]
     assert resumed["resumes"] == 1
@@ -67,14 +76,16 @@ def test_a_job_goes_on_without_a_lost_collector_stops_when_told_and_resumes(
     assert len(play(tmp_path / "run", episodes=2, seed=0)["returns"]) == 2
 
 
-def test_learners_of_a_launcher_train_and_others_take_the_run_over(tmp_path: Path) -> None:
+def test_learners_of_a_launcher_train_and_others_take_the_run_over(
+    tmp_path: Path, fork_server: ForkServer
+) -> None:
     """Started by torchrun, resumed by one command with its own processes."""
     run = ["train", "ddppo", "--output-dir", "run"]
     toy = [*run, *SMALL, "--frames-per-batch", "128", "--total-frames", "512"]
     result = finished(toy, tmp_path, launcher=[*TORCHRUN, "--nproc-per-node", "2"]).result
     assert (result["learners"], result["frames"]) == (2, 512)
     assert result["updates"] == 4 * 16
-    result = finished([*run, "--resume", "--total-frames", "768"], tmp_path).result
+    result = finished_here([*run, "--resume", "--total-frames", "768"], tmp_path, fork_server)
     assert (result["learners"], result["frames"]) == (2, 768)
     assert result["updates"] == 6 * 16
 
