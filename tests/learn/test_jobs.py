@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -50,18 +48,18 @@ ROWS, BATCH, DRAWS, UPDATES = 64, 128, 150, 5
 
 
 @pytest.mark.timeout(170)
-def test_four_ranks_with_one_buffer_learn_cartpole(tmp_path: Path) -> None:
+def test_ranks_with_one_buffer_learn_cartpole(tmp_path: Path) -> None:
     command = ["-m", "torchrl_dist.recipes.ddp_dqn", "--updates", "500", "--output", str(tmp_path)]
-    job = run_job(command, nproc=4, timeout_s=160)
+    job = run_job(command, nproc=2, timeout_s=160)
     assert job.returncode == 0, job
     result = json.loads(job.log(0).splitlines()[-1])
     # 1,000 rows before the first update, then 8 per update, by all ranks together.
-    assert result["ranks"] == 4 and result["updates"] == 500
+    assert result["ranks"] == 2 and result["updates"] == 500
     assert result["rows"] == result["sum_over_ranks/frames"] == 1000 + 500 * 8
     assert result["return"] > 120, result  # the best of 24 untrained networks has 60
     assert torch.load(tmp_path / "loss.pt", weights_only=True)
     assert not (tmp_path / "replay").exists()
-    assert all("return" not in job.log(rank) for rank in (1, 2, 3))
+    assert "return" not in job.log(1)
 
 
 @dataclass(frozen=True)
@@ -223,21 +221,14 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("launcher", ["fabric", "torchrun"])
-def test_lightning_fabric(tmp_path: Path, launcher: str) -> None:
+def test_lightning_fabric(tmp_path: Path) -> None:
+    """Under torchrun. With Fabric's own launcher runs its page's program: tests/test_readme.py."""
     pytest.importorskip("lightning_fabric")
     script = tmp_path / "fabric_job.py"
     script.write_text(FABRIC)
     folder = str(tmp_path / "replay")
-    if launcher == "torchrun":
-        job = run_job([str(script), folder], nproc=2)
-        assert job.returncode == 0, job
-    else:  # Fabric's launcher starts the second process itself
-        variables = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-        subprocess.run(
-            [sys.executable, str(script), folder], check=True, timeout=100,
-            env={**variables, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+    job = run_job([str(script), folder], nproc=2)
+    assert job.returncode == 0, job
     for rank in range(2):
         assert Path(f"{folder}.rank{rank}").read_text() == "2 ranks 200 rows True"
 
