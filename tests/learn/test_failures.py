@@ -236,7 +236,8 @@ def test_under_torchrun_an_exception_in_one_rank_ends_the_job() -> None:
 
 
 def learn_until_stopped(folder: str) -> None:
-    """Every rank runs as many updates as the others, whenever the signal reaches it."""
+    """Every rank runs as many updates as the others, whenever the signal reaches it, and reaches
+    them until the end."""
     with (
         session({"learner": -1}, timeout_s=30, process_group="gloo") as me,
         DistributedLoss(make_loss("dqn"), timeout_s=20) as loss,
@@ -251,6 +252,8 @@ def learn_until_stopped(folder: str) -> None:
             if updates == 5:
                 Path(folder, f"ready{me.me.index}").touch()
         loss.check_drift()
+        other = me.peers[1 - me.me.index]  # told to stop as well, and still answers
+        assert me.call(other, os.getpid) == me.pid_of(other)
         loss.ranks.on_first(Path(folder, "checkpoint").write_text, str(updates))
         Path(folder, f"stopped{me.me.index}").write_text(str(updates))
 
