@@ -252,7 +252,7 @@ def learn_until_stopped(folder: str) -> None:
             if updates == 5:
                 Path(folder, f"ready{me.me.index}").touch()
         loss.check_drift()
-        other = me.peers[1 - me.me.index]  # told to stop as well, and still answers
+        other = me.peers[1 - me.me.index]  # torchrun told it, too; it still answers
         assert me.call(other, os.getpid) == me.pid_of(other)
         loss.ranks.on_first(Path(folder, "checkpoint").write_text, str(updates))
         Path(folder, f"stopped{me.me.index}").write_text(str(updates))
