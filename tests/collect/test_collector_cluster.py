@@ -24,6 +24,7 @@ from tests.collect.envs import Counter, Tally, mlp, steps_taken
 from torchrl_dist.collect import FirstReady, Preempt, Quorum, RPCBatchedCollector, WaitAll
 from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
+from torchrl_dist.replay import replay_buffer as hosted_buffer
 from torchrl_dist.runtime import ForkServer, Session, local_cluster
 
 pytestmark = pytest.mark.timeout(60)
@@ -369,6 +370,17 @@ def test_a_buffer_that_would_be_copied_to_the_workers_is_refused(fork_server: Fo
             RPCBatchedCollector(
                 "CartPole-v1", session=session, frames_per_batch=8, replay_buffer=private
             )
+        for hosts in ([session.me], session.of_role("collector")):
+            with (
+                hosted_buffer(
+                    session, capacity=100, batch_size=8, hosts=hosts, name=hosts[0].name
+                ) as hosted,
+                pytest.raises(ConfigurationError, match="expected 0 of them .num_envs= "),
+            ):
+                RPCBatchedCollector(
+                    "CartPole-v1", session=session, frames_per_batch=8, replay_buffer=hosted,
+                    env_processes=2,
+                )  # fmt: skip
 
 
 @pytest.mark.parametrize(

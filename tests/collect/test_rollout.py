@@ -414,6 +414,8 @@ class TestTorchRLEnvs:
         assert [part.shape[1] for part in rows] == [4, 4, 4, 3, 10]
         steps = torch.cat([part["next", "observation"][0, :, 0] for part in rows])
         assert torch.equal(steps, 101 + torch.arange(25.0))
+        worker.cut(request=9, least=4)
+        assert worker.collect()[0].shape[1] == 10, "nobody numbered it"
         worker.close()
 
 

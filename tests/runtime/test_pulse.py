@@ -56,7 +56,7 @@ class Slow(gymnasium.Env):
 
 
 def pulses() -> list[Path]:
-    return list(Path("/dev/shm").glob(f"{pulse.PREFIX}{os.getpid()}-*"))
+    return list(Path("/dev/shm").glob(f"{pulse.PREFIX}{os.getpid()}-*.json"))
 
 
 def until(condition, what: str) -> None:

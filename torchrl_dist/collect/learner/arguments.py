@@ -53,8 +53,8 @@ def _say_who_is_idle(session: Session, reason: str, line: str) -> None:
         )
 
 
-def require_shared(replay_buffer: Any) -> None:
-    """Refuse a buffer of which each worker would fill a copy of its own."""
+def require_shared(replay_buffer: Any, env_processes: int) -> None:
+    """Refuse a buffer that workers would fill copies of, or could not reach."""
     if not isinstance(replay_buffer, ReplayBuffer):
         return  # None, or an object of the user's that knows how to travel
     storage = replay_buffer.storage
@@ -63,6 +63,13 @@ def require_shared(replay_buffer: Any) -> None:
             f"replay_buffer: its {type(storage).__name__} belongs to this process, and the workers "
             "would write to copies that nobody reads; build it with SharedMemmapStorage and "
             "SharedCursorWriter"
+        )
+    if env_processes and getattr(storage, "attaches_by_session", False):
+        raise ConfigurationError(
+            f"replay_buffer: its {type(storage).__name__} is reached through the session, of which "
+            f"the env_processes={env_processes} of a worker are no members; expected 0 of them "
+            "(num_envs= steps several environments in a worker), or extend the buffer with the "
+            "batches that the collector yields"
         )
 
 

@@ -206,13 +206,15 @@ class _Watched(RolloutWorker):
     def _told_to_stop(self) -> bool:
         return bool(self._words[STOP])
 
-    def _watch(self, request: int) -> Callable[[int], bool]:
+    def _watch(self, request: int | None) -> Callable[[int], bool]:
         words, progress = self._words, self._progress
 
         def enough(done: int) -> bool:
             words[progress] += 1
             if words[STOP]:
                 self._rollout.stop()
+            if request is None:
+                return False
             return bool(words[CUT_REQUEST] >= request and done >= words[CUT_LEAST])
 
         return enough

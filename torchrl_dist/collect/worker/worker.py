@@ -41,6 +41,7 @@ from torchrl_dist.collect.loop.rollout import (
     TorchRLRollout,
     make_rollout,
     nested,
+    never,
 )
 from torchrl_dist.collect.loop.time_limit import make_limited
 from torchrl_dist.collect.loop.trajectories import TrajectoryAssembler
@@ -513,7 +514,7 @@ class RolloutWorker:
             self._rollout.at_random = at_random
 
             try:
-                rollout = self._rollout.run(asked, self._watch(request or 0))
+                rollout = self._rollout.run(asked, self._watch(request))
             except RolloutStopped:
                 self._shut()  # whoever wanted to close it may have given up waiting
                 return None, RolloutStats(index, 0)
@@ -559,8 +560,11 @@ class RolloutWorker:
     def _told_to_stop(self) -> bool:
         return self._stop
 
-    def _watch(self, request: int) -> Callable[[int], bool]:
-        """Called once per rollout; the result after every step, with the steps done."""
+    def _watch(self, request: int | None) -> Callable[[int], bool]:
+        """Called once per rollout; the result after every step, with the steps done. Nobody cuts a
+        rollout whose request has no number."""
+        if request is None:
+            return never
 
         def enough(done: int) -> bool:
             number, least = self._cut

@@ -79,6 +79,9 @@ class RemoteStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
     attaches_when_pickled = True
     """A copy in another process has the same rows; collectors ask before they write there."""
 
+    attaches_by_session = True
+    """Only in a process of the session, though."""
+
     samplers_to_use: ClassVar[Mapping[str, str]] = {
         "": "RPCRandomSampler(owner=owner)",
         "PrioritizedSampler": (
@@ -481,6 +484,7 @@ class _DirectStorage(DirectStorage):
     """What ``RemoteStorage(owner)`` gives on the owner's node."""
 
     owner: ReplayOwner
+    attaches_by_session = True
 
     def flush(self) -> None:
         """Nothing is queued here."""
