@@ -371,16 +371,19 @@ def test_a_buffer_that_would_be_copied_to_the_workers_is_refused(fork_server: Fo
                 "CartPole-v1", session=session, frames_per_batch=8, replay_buffer=private
             )
         for hosts in ([session.me], session.of_role("collector")):
-            with (
-                hosted_buffer(
-                    session, capacity=100, batch_size=8, hosts=hosts, name=hosts[0].name
-                ) as hosted,
-                pytest.raises(ConfigurationError, match="expected 0 of them .num_envs= "),
+            hosted = hosted_buffer(
+                session, capacity=100, batch_size=8, hosts=hosts, name=hosts[0].name
+            )
+            for option, advice in (
+                ({"env_processes": 2}, "expected 0 of them .num_envs= "),
+                ({"replace_lost": True}, "expected replace_lost=False"),
             ):
-                RPCBatchedCollector(
-                    "CartPole-v1", session=session, frames_per_batch=8, replay_buffer=hosted,
-                    env_processes=2,
-                )  # fmt: skip
+                with pytest.raises(ConfigurationError, match=advice):
+                    RPCBatchedCollector(
+                        "CartPole-v1", session=session, frames_per_batch=8,
+                        replay_buffer=hosted, **option,
+                    )  # fmt: skip
+            hosted.close()
 
 
 @pytest.mark.parametrize(

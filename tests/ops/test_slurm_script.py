@@ -171,6 +171,26 @@ def test_the_command_line_makes_the_job(capsys: pytest.CaptureFixture) -> None:
         assert text.count(f"-m torchrl_dist train {recipe}") == 2 and "replay" not in text
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--requeues -1", "got '-1', expected a whole number, at least 0"),
+        ("--gpus -1", "got '-1', expected a whole number, at least 0"),
+        ("--nodes two", "got 'two', expected a whole number, at least 1"),
+        ("--seeds 4-0", "got 4-0, expected the lower one first"),
+        ("--collector-cpus-per-task 4", "--collector-nodes is missing"),
+    ],
+)
+def test_options_that_no_job_can_have_are_refused(
+    options: str, message: str, capsys: pytest.CaptureFixture
+) -> None:
+    try:
+        assert main(["slurm", *options.split(), "--", "python", "train.py"]) == 2
+    except SystemExit as refused:
+        assert refused.code == 2
+    assert message in capsys.readouterr().err
+
+
 def test_submit_without_slurm_says_so(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -158,6 +158,9 @@ def check(job: Job) -> None:
             )
         if not re.fullmatch(r"\d+([-,:]\d+)*(%\d+)?", job.seeds):
             raise ConfigurationError(f"--seeds: got {job.seeds!r}, expected such as 0-4 or 0,7,9%2")
+        for low, high in re.findall(r"(\d+)-(\d+)", job.seeds):
+            if int(low) > int(high):
+                raise ConfigurationError(f"--seeds: got {low}-{high}, expected the lower one first")
     if job.torchrun is not None and job.collectors is not None:
         raise ConfigurationError(
             "--torchrun starts equally many ranks per node, which a heterogeneous job has not; "
@@ -417,15 +420,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="ranks on each (default: 1; for a recipe on one node all its processes)",
     )  # fmt: skip
     first.add_argument("--cpus-per-task", type=_count, default=1, metavar="N", help="(default: 1)")
-    first.add_argument("--gpus", type=int, default=0, metavar="N", help="per node (default: 0)")
+    first.add_argument(
+        "--gpus", type=_count_or_0, default=0, metavar="N", help="per node (default: 0)"
+    )
     first.add_argument("--partition", metavar="NAME")
     first.add_argument("--mem", metavar="SIZE", help="per node, with what lies in /dev/shm")
     second = parser.add_argument_group(
         "nodes of another kind for the collectors", "Makes a heterogeneous job, the learner first."
     )
     second.add_argument("--collector-nodes", type=_count, metavar="N")
-    second.add_argument("--collector-tasks-per-node", type=_count, default=1, metavar="N")
-    second.add_argument("--collector-cpus-per-task", type=_count, default=1, metavar="N")
+    second.add_argument("--collector-tasks-per-node", type=_count, metavar="N")
+    second.add_argument("--collector-cpus-per-task", type=_count, metavar="N")
     second.add_argument("--collector-partition", metavar="NAME")
     second.add_argument("--collector-mem", metavar="SIZE")
     job = parser.add_argument_group("job")
@@ -435,7 +440,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="limit, as Slurm takes it: minutes, 08:00:00, 2-12 (default: 04:00:00)",
     )  # fmt: skip
     job.add_argument(
-        "--requeues", type=int, default=3, metavar="N",
+        "--requeues", type=_count_or_0, default=3, metavar="N",
         help="how often it goes on after the limit or a preemption (default: 3)",
     )  # fmt: skip
     job.add_argument(
@@ -463,10 +468,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=run)
 
 
-def _count(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text}, expected at least 1")
-    return int(text)
+def _whole(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(
+                f"got {text!r}, expected a whole number, at least {least}"
+            )
+        return value
+
+    return number
+
+
+_count, _count_or_0 = _whole(1), _whole(0)
 
 
 def job_of(options: argparse.Namespace) -> Job:
@@ -485,12 +502,12 @@ def job_of(options: argparse.Namespace) -> Job:
     if options.collector_nodes is not None:
         second = Component(
             options.collector_nodes,
-            options.collector_tasks_per_node,
-            options.collector_cpus_per_task,
+            options.collector_tasks_per_node or 1,
+            options.collector_cpus_per_task or 1,
             partition=options.collector_partition,
             mem=options.collector_mem,
         )
-    elif options.collector_partition or options.collector_mem:
+    elif any(value for name, value in vars(options).items() if name.startswith("collector_")):
         raise ConfigurationError("--collector-nodes is missing beside other options of collectors")
     if options.torchrun:
         first = replace(first, tasks_per_node=1)

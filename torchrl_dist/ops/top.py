@@ -149,7 +149,7 @@ def _buffers(now: Snapshot, per: Rates | None) -> Any:
     from .snapshot import who_waits
 
     table = Table(box=None, pad_edge=False)
-    for name in ("buffer", "rows", "in/s", "out/s", "per insert", "stale", "torn", "waits"):
+    for name in ("buffer", "rows", "in/s", "out/s", "per insert", "stale", "reread", "waits"):
         left = name in ("buffer", "waits")
         table.add_column(name, justify="left" if left else "right", overflow="fold")
     for each in now.buffers:

@@ -222,6 +222,10 @@ def plan(
     """
     costs = measured.costs(subject)
     layouts = candidates(costs, cores, nodes)
+    if recipe:  # what it can be told
+        layouts = [each for each in layouts if not each.node_workers and not each.groups]
+    if recipe == "ddppo":  # whose only learner steps environments itself
+        layouts = [each for each in layouts if each.alone or each.stepping > 1]
     ranked = rank(costs, layouts, cores)
     verdict = decide(ranked)
     import numpy as np
@@ -239,7 +243,7 @@ def plan(
             "seconds_to_frames": time_to(frames, prediction, layout, costs),
             "layout": asdict(layout),
             "name": name_of(layout),
-            "start": start_of(layout, env, discrete=_is_discrete(subject), recipe=recipe),
+            "start": start_of(layout, env, recipe),
         }
 
     chosen = [described(*each) for each in best]
@@ -326,11 +330,6 @@ def _limit(prediction: Prediction) -> str:
     return cures[prediction.bound_by]
 
 
-def _is_discrete(subject: Subject) -> bool:
-    """Whether ``train apex`` can step it."""
-    return bool(getattr(getattr(subject.policy, "module", None), "discrete", False))
-
-
 def name_of(layout: Layout) -> str:
     """In words."""
     envs = f"{layout.envs} env{'s' * (layout.envs > 1)}"
@@ -343,17 +342,18 @@ def name_of(layout: Layout) -> str:
     return f"{where}{layout.processes} {kind}, {envs} each, {how}"
 
 
-def start_of(layout: Layout, env: str, *, discrete: bool, recipe: str | None = None) -> str:
-    """How to start it: the recipe, where it fits, or the collector's arguments."""
-    if (recipe or (discrete and ":" not in env)) and not layout.groups:
+def start_of(layout: Layout, env: str, recipe: str | None = None) -> str:
+    """How to start it: the recipe that it was planned for, or the collector's arguments."""
+    if recipe:
+        train = f"train {recipe} --env {env} --envs-per-collector {layout.envs}"
         ranks = 0 if layout.alone else layout.stepping
-        number = f"--collectors {ranks}"
-        if recipe == "ddppo":  # its learners step environments themselves
-            number = f"--learners {max(1, ranks)}"
-        train = f"train {recipe or 'apex'} --env {env} {number} --envs-per-collector {layout.envs}"
-        if layout.nodes > 1:
-            return f"torchrl-dist slurm --nodes {layout.nodes} -- {train}"
-        return f"torchrl-dist {train}"
+        if layout.nodes > 1:  # as many collect as are started beside the learner
+            learners = int(recipe != "ddppo")  # whose learners step environments themselves
+            tasks = -(-(ranks + learners) // layout.nodes)
+            nodes = f"--nodes {layout.nodes} --tasks-per-node {tasks}"
+            return f"torchrl-dist slurm {nodes} -- {train}"
+        number = f"--learners {max(1, ranks)}" if recipe == "ddppo" else f"--collectors {ranks}"
+        return f"torchrl-dist {train} {number}"
     if layout.alone:
         return f"RPCBatchedCollector(make_env, policy, num_envs={layout.envs})"
     more = f", num_envs={layout.envs * max(1, layout.groups)}, max_policy_lag={layout.lag}"

@@ -92,5 +92,6 @@ class ApexConfig(ReplayConfig):
         if given.get("collectors", beside) != beside:
             raise ConfigurationError(
                 f"--collectors: got {given['collectors']}, but the launcher started {beside} "
-                "ranks beside the learners; leave the option out"
+                "ranks beside the learners; leave the option out, and start as many ranks as you "
+                "want processes (torchrun --nproc-per-node, slurm --tasks-per-node)"
             )

@@ -53,7 +53,7 @@ def _say_who_is_idle(session: Session, reason: str, line: str) -> None:
         )
 
 
-def require_shared(replay_buffer: Any, env_processes: int) -> None:
+def require_shared(replay_buffer: Any, env_processes: int, replace_lost: bool) -> None:
     """Refuse a buffer that workers would fill copies of, or could not reach."""
     if not isinstance(replay_buffer, ReplayBuffer):
         return  # None, or an object of the user's that knows how to travel
@@ -64,12 +64,20 @@ def require_shared(replay_buffer: Any, env_processes: int) -> None:
             "would write to copies that nobody reads; build it with SharedMemmapStorage and "
             "SharedCursorWriter"
         )
-    if env_processes and getattr(storage, "attaches_by_session", False):
+    if not getattr(storage, "attaches_by_session", False):
+        return
+    reached = f"replay_buffer: its {type(storage).__name__} is reached through the session"
+    if env_processes:
         raise ConfigurationError(
-            f"replay_buffer: its {type(storage).__name__} is reached through the session, of which "
-            f"the env_processes={env_processes} of a worker are no members; expected 0 of them "
-            "(num_envs= steps several environments in a worker), or extend the buffer with the "
-            "batches that the collector yields"
+            f"{reached}, of which the env_processes={env_processes} of a worker are no members; "
+            "expected 0 of them (num_envs= steps several environments in a worker), or extend the "
+            "buffer with the batches that the collector yields"
+        )
+    if replace_lost:
+        raise ConfigurationError(
+            f"{reached}, of which what replaces a lost worker is no member; expected "
+            "replace_lost=False (the others go on without it), a SharedReplayBuffer of this node, "
+            "or extend the buffer with the batches that the collector yields"
         )
 
 

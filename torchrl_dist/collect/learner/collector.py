@@ -292,7 +292,7 @@ class RPCBatchedCollector(BaseCollector):
         self._background: Background | None = None
         self._trajectories = TrajectoryAssembler()
         if not here:
-            require_shared(replay_buffer, env_processes)
+            require_shared(replay_buffer, env_processes, replace_lost)
         self.max_policy_lag = max_policy_lag
         self.min_workers = min_workers
         self.worker_timeout_s = worker_timeout_s
