@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -142,6 +143,26 @@ def test_it_tells_the_living_the_stopped_and_the_dead(rb, folder: Path, capsys) 
         assert "(dead)" in shown and "stopped" in shown
     found = inspect(folder)
     assert [each["alive"] for each in found["members"]].count(True) == 1
+
+
+def test_what_nobody_will_remove_is_not_called_removed(folder: Path, capsys) -> None:
+    def build() -> SharedMemmapStorage:
+        return SharedMemmapStorage(CAPACITY, scratch_dir=folder, job_id="test")
+
+    def left_behind() -> None:
+        build()
+        kill_self()
+
+    run_forked(left_behind)
+    assert not inspect(folder)["removed_at_the_end"]
+    show(inspect(folder))
+    assert re.search(r"after its last process +│ kept", capsys.readouterr().out)
+    storage = build()
+    assert inspect(folder)["removed_at_the_end"]
+    storage.directory.words[Word.INTERRUPTED] = 1
+    assert not inspect(folder)["removed_at_the_end"]
+    storage.directory.words[Word.INTERRUPTED] = 0
+    storage.close()
 
 
 def test_it_needs_no_lock_and_names_who_holds_it(rb, folder: Path) -> None:

@@ -108,7 +108,7 @@ def _directory(folder: Path) -> dict[str, Any]:
         "path": str(folder),
         "host": socket.gethostname(),
         "job_id": header.job_id,
-        "removed_at_the_end": not words[Word.KEEP],
+        "removed_at_the_end": bool(alive) and not (words[Word.KEEP] or words[Word.INTERRUPTED]),
         "lock": {"holder_pid": lock_pids[0], "next_pid": lock_pids[1]},
         "members": living,
         "claims": _claims(claims, capacity, alive),
