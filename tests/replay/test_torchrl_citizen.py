@@ -345,15 +345,15 @@ def _options(name: str) -> dict:
     ("option", "message"),
     [
         *[
-            (name, f"{name}, .* build it with sampler=SharedRandom.* writer=SharedCursorWriter")
-            for name in (
-                "RandomSampler",
-                "SamplerWithoutReplacement",
-                "ConsumingSampler",
-                "SliceSampler",
-                "SliceSamplerWithoutReplacement",
-                "PrioritizedSampler",
-                "PrioritizedSliceSampler",
+            (name, f"{name}, .* build it with sampler={ours}.* writer=SharedCursorWriter")
+            for name, ours in (
+                ("RandomSampler", "SharedRandom"),
+                ("SamplerWithoutReplacement", "SharedSamplerWithoutReplacement"),
+                ("ConsumingSampler", "SharedRandom"),
+                ("SliceSampler", "SharedSliceSampler"),
+                ("SliceSamplerWithoutReplacement", "SharedSliceSampler"),
+                ("PrioritizedSampler", "SharedPrioritizedSampler"),
+                ("PrioritizedSliceSampler", "SharedPrioritizedSliceSampler"),
             )
         ],
         ("no writer", "RoundRobinWriter, also where no .* writer=SharedCursorWriter"),
