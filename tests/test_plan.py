@@ -225,6 +225,11 @@ def test_a_wrong_argument_gets_one_line_that_names_it(arguments: str, named: str
     assert captured.out == "" and captured.err.count("\n") == 1 and named in captured.err
 
 
+def test_an_environment_that_the_recipe_refuses_is_not_planned_for(capsys) -> None:
+    assert main(["plan", "--recipe", "sac", "--env", "CartPole-v1"]) == 2
+    assert "CartPole-v1" in capsys.readouterr().err
+
+
 def test_a_vector_env_is_asked_for_one_by_one() -> None:
     with pytest.raises(ConfigurationError, match="expected a single env"):
         envs_of("tests.test_plan:make_eight")

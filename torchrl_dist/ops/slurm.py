@@ -494,7 +494,7 @@ def job_of(options: argparse.Namespace) -> Job:
         tasks = 1
         if words[:1] == ("train",) and options.collector_nodes is None and options.nodes == 1:
             roles = recipe_of(words)[0].roles(None)
-            tasks = roles["learner"] + roles["collector"]  # evaluating is done by the learner
+            tasks = roles["learner"] + roles["collector"]  # the last collector evaluates
     first = Component(
         options.nodes, tasks, options.cpus_per_task, options.gpus, options.partition, options.mem
     )

@@ -141,6 +141,10 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigurationError("--env: expected a gymnasium id or package:make, or a --recipe")
     from .measure import Subject, envs_of, measure, named, small_policy, usable_cores
 
+    if options.recipe is not None:  # what train would refuse is not worth a minute
+        from torchrl_dist.recipes.environments import look_at
+
+        look_at(env, discrete=RECIPES[options.recipe].config.discrete)
     make_env, native = envs_of(env)
     if options.policy:
         policy = named(options.policy)()

@@ -75,7 +75,8 @@ class Worker:
     in_flight: list[Request] = field(default_factory=list)
     requests: int = 0
     settled: int = 0  # of all requests before this number it is known what came of them
-    overtook: dict[int, Arrival | None] = field(default_factory=dict)  # others
+    # answers that came before those of earlier requests, by number; None: it brought no rows
+    overtook: dict[int, Arrival | None] = field(default_factory=dict)
     cut_through: int = -1  # requests up to this number were told to stop early
     inbox: deque[Arrival] = field(default_factory=deque)
     busy_since: float = 0.0  # time.monotonic() when the first request in flight began
