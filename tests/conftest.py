@@ -8,9 +8,12 @@ compute. A test marked ``alone`` (it compares times, say) runs while the other h
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+import sys
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -21,6 +24,16 @@ from tests.turns import Turns
 
 _MARK = "TORCHRL_DIST_TEST"
 _GRACE_S = 5.0
+
+# What tests start finds tests/children/sitecustomize.py, by whichever of the two it is given.
+_CHILDREN = str(Path(__file__).parent / "children")
+if _CHILDREN not in sys.path:
+    sys.path.append(_CHILDREN)
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [_CHILDREN, os.environ.get("PYTHONPATH")])
+    )
+# A process that runs tests collects its garbage as a user's does, also where pytest has started it.
+gc.set_threshold(700)
 
 _server = None
 _turns: Turns | None = None

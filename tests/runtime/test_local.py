@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import multiprocessing
 import os
 import signal
@@ -280,6 +281,11 @@ def test_children_belong_to_the_job_of_the_caller(cluster):
     assert job_id == cluster.world.job_id == World.from_env().job_id
 
 
+def test_children_collect_garbage(cluster):
+    """Their server does not, while it imports."""
+    assert all(cluster.call(peer, gc.isenabled) for peer in cluster.peers)
+
+
 def test_children_draw_different_random_numbers(cluster):
     import numpy
 
@@ -290,6 +296,7 @@ def test_children_draw_different_random_numbers(cluster):
 
 
 def test_everything_listens_on_loopback_only(fork_server):
+    gc.collect()  # stores of earlier tests listen until then, in this process
     with local_cluster(
         {"learner": 2, "collector": 1},
         timeout_s=20,
