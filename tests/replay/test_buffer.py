@@ -35,7 +35,10 @@ from torchrl_dist.replay import (
     SharedCursorWriter,
     SharedMemmapStorage,
     SharedPrioritizedSampler,
+    SharedPrioritizedSliceSampler,
     SharedRandomSampler,
+    SharedReplayBuffer,
+    SharedSamplerWithoutReplacement,
     SharedSliceSampler,
     anneal_beta,
 )
@@ -789,3 +792,74 @@ def test_a_process_that_was_left_behind_does_not_remove_the_directory_of_others(
     assert folder.exists() and len(new) == 8
     new.close()
     assert not folder.exists()
+
+
+# --- one sampler, one storage; copies ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        lambda: SharedPrioritizedSampler(64, alpha=1.0, beta=0.4),
+        SharedSamplerWithoutReplacement,
+        lambda: SharedPrioritizedSliceSampler(64, 1.0, 0.4, num_slices=2, traj_key="id"),
+    ],
+)
+def test_a_sampler_of_another_storage_is_refused(folder: Path, sampler: Callable) -> None:
+    """What it knows, a tree or a pass, is of the first one's rows."""
+    sampler = sampler()
+
+    def build(name: str) -> TensorDictReplayBuffer:
+        storage = SharedMemmapStorage(64, scratch_dir=folder / name)
+        return TensorDictReplayBuffer(
+            storage=storage, sampler=sampler, writer=SharedCursorWriter(), batch_size=8
+        )
+
+    first = build("first")
+    first.extend(make_rows(range(20)))
+    with pytest.raises(ConfigurationError, match="make one for each storage"):
+        build("second").extend(make_rows(range(20)))
+    assert len(first) == 20
+    first.storage.close()
+
+
+def test_a_copy_follows_an_alpha_that_another_process_has_set(make_buffer) -> None:
+    rb = make_buffer(64, alpha=0.6)
+    rb.extend(make_rows(range(10)))
+    rb.sample()
+    other = pickle.loads(pickle.dumps(rb))
+    other.sample()
+    other.sampler.alpha = 0.9
+    late = pickle.dumps(rb)  # as for a worker that starts later
+    other.sampler.alpha = 0.5  # and now while it is on its way
+    for copied in (late, pickle.dumps(rb)):
+        found = pickle.loads(copied)
+        found.sample()
+        assert found.sampler.alpha == 0.5
+    found = pickle.loads(late)
+    found.sampler.alpha = 0.7  # somebody's wish, not what it was copied with
+    with pytest.raises(ConfigurationError, match="set sampler.alpha afterwards"):
+        found.sample()
+
+
+def test_the_second_buffer_over_a_storage_travels_like_the_first(folder: Path) -> None:
+    storage = SharedMemmapStorage(64, scratch_dir=folder)
+    for _ in range(2):
+        rb = SharedReplayBuffer(
+            storage=storage,
+            sampler=SharedRandomSampler(),
+            writer=SharedCursorWriter(),
+            batch_size=4,
+        )
+    rb.extend(make_rows(range(10)))
+    assert len(pickle.loads(pickle.dumps(rb))) == 10
+    storage.close()
+
+
+def test_a_mask_does_not_name_rows_one_and_zero(make_buffer) -> None:
+    rb = make_buffer(64)
+    rb.extend(make_rows(range(8)))
+    mask = torch.arange(8) == 5
+    with pytest.raises(IndexError, match="mask"):
+        rb.update_priority(mask, torch.full((8,), 9.0))
+    assert (rb[:8]["id"][mask] == 5).all()

@@ -792,6 +792,76 @@ def test_a_buffer_that_is_released_gives_everything_back_and_its_name(cluster, f
     assert not list(folder.iterdir())
 
 
+def test_hosts_of_a_buffer_that_could_not_be_made_are_given_up(alone, folder) -> None:  # noqa: F811
+    taken = folder / f"torchrl_dist-{os.getuid()}-replay-1-0"
+    folder.mkdir(exist_ok=True)
+    taken.touch()
+    both = [alone.me, alone.me]
+    with pytest.raises(RemoteError):
+        host_replay(alone, 2000, hosts=both, scratch_dir=folder)
+    assert list(folder.iterdir()) == [taken]
+    with replay_buffer(alone, capacity=10, batch_size=4, scratch_dir=folder, keep=True) as buffer:
+        buffer.extend(make_rows(range(20)))
+        assert buffer.storage.max_size == len(buffer) == 10
+        buffer.release()
+    with pytest.raises(RemoteError):
+        host_replay(alone, 20, hosts=both, scratch_dir=folder, resume=True)
+    found = replay_buffer(alone, capacity=10, batch_size=4, scratch_dir=folder, resume=True)
+    assert len(found) == 10  # rows of an earlier job are not lost by such a mistake
+
+
+def test_a_host_is_found_by_those_who_ask_for_the_same(alone, folder) -> None:  # noqa: F811
+    asked = ("replay-0", 64, str(folder), False, False, RateLimiter(8))
+    kept = owner.open_host(*asked)
+    assert owner.open_host(*asked) is kept
+    for position, value, message in [
+        (1, 65, "capacity per host=64, here capacity per host=65"),
+        (3, True, "resume=False, here resume=True"),
+        (4, True, "keep=False, here keep=True"),
+        (5, None, "limiter=RateLimiter.*here limiter=None"),
+    ]:
+        with pytest.raises(ConfigurationError, match=message):
+            owner.open_host(*asked[:position], value, *asked[position + 1 :])
+
+
+def test_a_release_that_ran_out_of_time_can_be_tried_again(alone, folder, monkeypatch) -> None:  # noqa: F811
+    def be_late(*_: object, **__: object) -> None:
+        raise DeadlineError("a write did not end")
+
+    kept = owner.open_host("replay-0", 64, str(folder), False, False, None)
+    with monkeypatch.context() as late:
+        late.setattr(SharedMemmapStorage, "close", be_late)
+        with pytest.raises(DeadlineError):
+            kept.release()
+    assert owner._hosts[alone.session_id, "replay-0"] is kept and list(folder.iterdir())
+    assert kept.release() is False
+    assert not owner._hosts and not list(folder.iterdir())
+    assert kept.release() is False
+
+
+@pytest.mark.parametrize("uniform", [False, True])
+def test_batches_drawn_ahead_end_with_their_rows(make, uniform: bool, tmp_path: Path) -> None:
+    buffer = make(uniform=uniform, prefetch=2)
+    storage = buffer.storage
+    buffer.extend(make_rows(range(8)))
+    buffer.flush()
+    storage.dumps(tmp_path)  # without a state of the sampler
+    saved = storage.state_dict()
+    for restore in (
+        lambda: buffer.loads(tmp_path),
+        lambda: storage.loads(tmp_path),
+        lambda: storage.load_state_dict(saved),
+    ):
+        buffer.sample()
+        storage.empty()
+        buffer.extend(make_rows(range(50, 58)))
+        for _ in range(4):
+            assert (buffer.sample()["id"] >= 50).all()
+        restore()
+        for _ in range(4):
+            assert (buffer.sample()["id"] < 8).all()
+
+
 def test_shards_that_are_one_folder_are_refused(cluster, folder, monkeypatch) -> None:  # noqa: F811
     """As where a launcher calls one machine several nodes, whose processes have one local rank."""
     monkeypatch.setattr(owner, "_identity", lambda path: ("boot", 1, 2))

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
@@ -47,7 +48,7 @@ from torchrl_dist.replay.hosts.messages import (
 from torchrl_dist.replay.hosts.totals import TotalsGate
 from torchrl_dist.replay.law.limiter import RateLimiter
 from torchrl_dist.replay.node.directory import Word
-from torchrl_dist.runtime import Peer
+from torchrl_dist.runtime import Peer, wire
 
 pytestmark = pytest.mark.timeout(60)
 CAPACITY = 32
@@ -141,6 +142,7 @@ def storage_of(client: ReplayClient) -> RemoteStorage:
     storage.client, storage.max_size = client, CAPACITY * len(client.links)
     storage.owner = SimpleNamespace(shard_capacity=CAPACITY)  # type: ignore[assignment]
     storage._handed, storage.gate = threading.local(), None
+    storage._samplers = weakref.WeakSet()
     return storage
 
 
@@ -857,3 +859,80 @@ def test_a_float_index_is_refused_instead_of_truncated(hosts) -> None:
     with pytest.raises(IndexError, match="whole numbers"):
         sampler.update_priority(torch.tensor([1.9]), 3.0, storage=local)
     assert local.write_count == 4
+
+
+def test_what_cannot_be_sent_fails_by_itself(hosts, monkeypatch) -> None:
+    client = connect(hosts[:1])
+    (link,) = client.links
+    submit = hosts[0].submit
+
+    def pack_and_submit(method: str, *args: Any, timeout_s: float) -> Future:
+        wire.dumps(args)
+        return submit(method, *args, timeout_s=timeout_s)
+
+    monkeypatch.setattr(hosts[0], "submit", pack_and_submit)
+    for _ in range(2):
+        with pytest.raises(TypeError, match="on meta cannot be sent"):
+            client.order(0, "read", torch.zeros(2, device="meta"), size=2**20)
+    client.write(make_rows(range(4)), None)
+    client.flush()  # the caller was told, and nobody is told again
+    assert hosts[0].host.storage.write_count == 4 and link.problem is None
+    assert link._bytes == 0
+
+
+def test_an_operation_that_cannot_be_sent_is_told_by_a_later_call(hosts) -> None:
+    client = connect(hosts[:1])
+    (link,) = client.links
+
+    def fail() -> SetAlpha:
+        raise TypeError("cannot be made")
+
+    link.put(fail)
+    wait_until(lambda: not link.fine)
+    with pytest.raises(TypeError, match="cannot be made"):
+        client.flush()
+    client.flush()
+    assert link.problem is None
+
+
+def test_the_end_of_the_session_is_a_loss(hosts, monkeypatch) -> None:
+    def refuse(*_: Any, timeout_s: float) -> Future:
+        raise ConfigurationError("This session is closed.")
+
+    client = connect(hosts[:1])
+    monkeypatch.setattr(hosts[0], "submit", refuse)
+    for _ in range(2):
+        with pytest.raises(PeerLostError, match="session is closed"):
+            client.flush()
+    assert isinstance(client.links[0].problem, PeerLostError)
+
+
+def test_rows_that_replace_others_are_sent_as_plain_values(hosts, monkeypatch) -> None:
+    client = connect(hosts[:1])
+    client.write(make_rows(range(4)), None)
+    client.flush()
+    data = make_rows(range(10, 12))
+    data["obs"] = data["obs"].requires_grad_()
+    local, given = hosts[0].host.storage, []
+    write_at = local.write_at
+
+    def note(slots: torch.Tensor, rows: TensorDict) -> torch.Tensor:
+        given.append(rows["obs"].requires_grad)
+        return write_at(slots, rows)
+
+    monkeypatch.setattr(local, "write_at", note)
+    storage_of(client).write_at(torch.tensor([3, 1]), data)
+    assert given == [False] and local[:4]["id"].tolist() == [0, 11, 2, 10]
+
+
+def test_an_order_that_was_cancelled_gives_its_room_to_who_waits(hosts) -> None:
+    client = connect(hosts[:1], timeout_s=20.0)
+    (link,) = client.links
+    link._sender = threading.current_thread()  # nothing is sent but by this test
+    link.order("counters", size=2**20).cancel()
+    waiter = threading.Thread(target=link.put, args=(SetAlpha(1.0),), kwargs={"size": 2**20})
+    waiter.start()
+    wait_until(lambda: bool(link._line))
+    link._pump()
+    waiter.join(5)
+    assert not waiter.is_alive()

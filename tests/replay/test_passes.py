@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from torchrl.data import ReplayBuffer, SamplerWithoutReplacement, TensorDictRepl
 from tests.replay.conftest import make_rows
 from torchrl_dist import (
     ConfigurationError,
+    DeadlineError,
     RateLimiter,
     SharedCursorWriter,
     SharedMemmapStorage,
@@ -211,3 +214,44 @@ def test_a_limiter_counts_the_rows_that_were_returned(make) -> None:
     rb.storage.close()
     with pytest.raises(ConfigurationError, match="without max_times_sampled"):
         make(64, storage={"limiter": RateLimiter(8, max_times_sampled=1)})
+
+
+@contextlib.contextmanager
+def writing(buffer: ReplayBuffer, count: int, seconds: float) -> Iterator[None]:
+    """A thread writes rows, and takes so long for it."""
+    cursor, begun, end = buffer.storage._cursor, threading.Event(), threading.Event()
+
+    def write() -> None:
+        reservation = cursor.reserve(count)
+        begun.set()
+        end.wait(seconds)
+        cursor.publish(reservation)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert begun.wait(10)
+    yield
+    end.set()
+    thread.join()
+
+
+def test_a_full_batch_waits_for_rows_that_are_written_anew(make) -> None:
+    buffer = make(drop_last=True, batch_size=60)
+    buffer.extend(make_rows(range(64)))
+    with writing(buffer, 8, seconds=0.3):
+        assert len(buffer) == 56
+        assert len(buffer.sample()) == 60
+
+
+def test_a_full_batch_of_rows_that_nobody_writes_is_an_error_and_no_endless_wait(make) -> None:
+    buffer = make(drop_last=True, storage={"timeout_s": 0.5})
+    buffer.extend(make_rows(range(1)))
+    buffer.storage.set(torch.tensor([63]), make_rows([63]))  # in use as far as there, but 2 rows
+    assert buffer.storage.directory.high == 64
+    with pytest.raises(RuntimeError, match="a batch of 8 rows, but the buffer holds 2"):
+        buffer.sample()
+    buffer.extend(make_rows(range(1, 8)))
+    with writing(buffer, 4, seconds=60):  # nor one that somebody does not finish
+        assert len(buffer.sample()) == 8
+        with pytest.raises(DeadlineError, match="waited 0.5 s for 20 published rows"):
+            buffer.sample(20)

@@ -28,7 +28,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from torchrl_dist.errors import DeadlineError, DirectoryError, PeerLostError, RemoteError
+from torchrl_dist.errors import (
+    ConfigurationError,
+    DeadlineError,
+    DirectoryError,
+    PeerLostError,
+    RemoteError,
+)
 from torchrl_dist.forks import now_and_in_children
 from torchrl_dist.replay.hosts.host import ReplayHost
 from torchrl_dist.replay.hosts.merging import merged
@@ -530,6 +536,7 @@ class RemoteLink:
                     left -= item.cost
                 else:
                     self._bytes -= item.size
+                    self._room.notify_all()
             self._queue.popleft()
         if not self._queue:
             self._due = False
@@ -557,11 +564,17 @@ class RemoteLink:
             )
             self.messages += 1
             self.bytes_sent += call.size
-            future = self._host.submit("serve", request, timeout_s=math.inf)
-        except Exception as error:  # the session of this process has ended
+            future = self._serve(request)
+        except Exception as error:  # an argument cannot be sent, say: the host is none the worse
             future = Future()
-            future.set_exception(PeerLostError(str(error)))
+            future.set_exception(error)
         future.add_done_callback(lambda done: self._arrived(call, done))
+
+    def _serve(self, request: Request) -> Future[Any]:
+        try:
+            return self._host.submit("serve", request, timeout_s=math.inf)
+        except ConfigurationError as error:  # the session of this process has ended
+            raise PeerLostError(str(error)) from error
 
     def _arrived(self, call: _Call, future: Future[Any]) -> None:
         """Runs in a thread of the transport; does not block."""
@@ -659,10 +672,12 @@ class RemoteLink:
                 self._work.notify()
 
     def _note_refusal(self, call: _Call, error: BaseException) -> None:
-        """The host could not even read the request."""
+        """The request could not be sent, or the host could not even read it."""
         self._finish(call)
+        # who waits for what failed is told; a later call is for what nobody waits for
+        untold = any(each.future is None for each in call.queued) or not (call.queued or call.asks)
         with self._lock:
-            if isinstance(error, Exception):
+            if isinstance(error, Exception) and untold:
                 self._errors.append(error)
         self._fail(call.asks, call.queued, error)
 

@@ -31,7 +31,7 @@ from torchrl_dist.runtime import Peer, Remote, Session, current_session
 
 _MAX_QUEUED_BYTES = 2**26
 
-_hosts: dict[tuple[str, str], ReplayHost] = {}
+_hosts: dict[tuple[str, str], _Keeper] = {}
 """Hosts in this process by session and name."""
 _clients: dict[str, _Clients] = {}
 """Clients in this process by session."""
@@ -319,7 +319,7 @@ def host_replay(
 
     Raises:
         ConfigurationError: the arguments cannot be right, or differ from those of another process.
-        RemoteError: a host could not open its directory.
+        RemoteError: a host could not open its directory, or keeps another one by this name still.
         DeadlineError, PeerLostError: a host did not answer.
 
     Example:
@@ -361,9 +361,10 @@ def host_replay(
         "sampling": sampling,
     }
     new = _agree(session, name, terms, timeout_s)
+    remotes: list[Remote[Any]] = []
     try:
-        remotes = [
-            session.remote(
+        for shard, peer in enumerate(peers):
+            remote = session.remote(
                 peer,
                 open_host,
                 f"{name}-{peers[:shard].count(peer)}",
@@ -374,8 +375,7 @@ def host_replay(
                 limiter,
                 timeout_s=timeout_s,
             )
-            for shard, peer in enumerate(peers)
-        ]
+            remotes.append(remote)
         addresses = tuple(
             HostAddress(remote, *remote.call("whereabouts", timeout_s=timeout_s))
             for remote in remotes
@@ -383,6 +383,9 @@ def host_replay(
         _check_apart(addresses)
     except BaseException:
         if new:  # so that it can be tried again with other arguments
+            for remote in remotes:
+                with contextlib.suppress(TorchRLDistError):
+                    remote.call("give_up", timeout_s=timeout_s)
             with contextlib.suppress(TorchRLDistError):
                 session.call(session.peers[0], _withdraw, name, timeout_s=timeout_s)
         raise
@@ -462,12 +465,34 @@ class _Keeper(ReplayHost):
 
     Args:
         key: its session and name.
+        asked: the arguments of :func:`open_host` that it was made with, by name.
     """
 
-    def __init__(self, storage: SharedMemmapStorage, key: tuple[str, str]) -> None:
+    def __init__(
+        self, storage: SharedMemmapStorage, key: tuple[str, str], asked: dict[str, Any]
+    ) -> None:
         super().__init__(storage)
         self._key = key
+        self._asked = asked
         self._released = False
+        self._releasing = threading.RLock()
+
+    def check_asked(self, asked: dict[str, Any]) -> None:
+        """
+        Raises:
+            ConfigurationError: it was made with other arguments.
+        """
+        differ = [
+            f"{key}={self._asked[key]!r}, here {key}={value!r}"
+            for key, value in asked.items()
+            if value != self._asked[key]
+        ]
+        if differ:
+            raise ConfigurationError(
+                f"{current_session().me.name} keeps {self.storage.directory.path} for replay "
+                f"buffer {self._key[1]!r} still, with {'; '.join(differ)}: use the same arguments, "
+                "release that buffer, or take another name"
+            )
 
     def serve(self, request: Request) -> Reply:
         if self._released:
@@ -477,14 +502,31 @@ class _Keeper(ReplayHost):
         return super().serve(request)
 
     def release(self) -> bool:
-        """Close the directory now; whether other processes still use it. Idempotent."""
-        if self._released:
-            return False
-        self._released = True
-        path = self.storage.directory.path
-        _close_host(self._key, True)
-        # the session keeps this object, and these would keep the memory
-        del self._storage, self._shard, self._prioritized
+        """Close the directory now; whether other processes still use it. Idempotent.
+
+        Raises:
+            DeadlineError: a write did not end in time; nothing has changed, it can be tried again.
+        """
+        return self._release(clean=True)
+
+    def give_up(self) -> None:
+        """As :meth:`release`, of a buffer that was not completed; rows found again stay."""
+        self._release(clean=self._released or not self.storage.write_count)
+
+    def _release(self, clean: bool) -> bool:
+        with self._releasing:
+            if self._released:
+                return False
+            path = self.storage.directory.path
+            try:
+                _close_host(self._key, clean)
+            except BaseException:
+                with _LOCKS.hosts:  # whoever tries again, or the end of the session, finds it
+                    _hosts.setdefault(self._key, self)
+                raise
+            self._released = True
+            # the session keeps this object, and these would keep the memory
+            del self._storage, self._shard, self._prioritized
         return path.exists()
 
     def whereabouts(self) -> tuple[str, str, tuple[str, int, int]]:
@@ -500,8 +542,19 @@ def open_host(
     keep: bool,
     limiter: RateLimiter | None,
 ) -> ReplayHost:
-    """Runs in the host's process: make the host of this name, or find it."""
+    """Runs in the host's process: make the host of this name, or find it.
+
+    Raises:
+        ConfigurationError: the host of this name was made with other arguments.
+    """
     session = current_session()
+    asked = {
+        "capacity per host": capacity,
+        "scratch_dir": parent,
+        "resume": resume,
+        "keep": keep,
+        "limiter": limiter,
+    }
     with _LOCKS.hosts:
         host = _hosts.get((session.session_id, name))
         if host is None:
@@ -532,8 +585,10 @@ def open_host(
                 storage.close()
                 raise
             key = session.session_id, name
-            host = _hosts[key] = _Keeper(storage, key)
+            host = _hosts[key] = _Keeper(storage, key, asked)
             session.on_end(lambda clean: _close_host(key, clean))
+        else:
+            host.check_asked(asked)
     return host
 
 

@@ -6,8 +6,9 @@ import functools
 import itertools
 import secrets
 import threading
+import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
@@ -39,7 +40,7 @@ from torchrl_dist.replay.parts.sampler import (
 from torchrl_dist.replay.row import _torchrl, rows
 from torchrl_dist.replay.row.packing import columns_of, pack, spec_from_text, unpack
 from torchrl_dist.replay.row.spec import RowSpec, array_of
-from torchrl_dist.replay.saving.snapshot import Chunk, Head
+from torchrl_dist.replay.saving.snapshot import Chunk, Head, SavedShard
 from torchrl_dist.replay.saving.storage import SavedStorage, Sink
 
 _CHUNKS_AHEAD = 2
@@ -107,6 +108,8 @@ class RemoteStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         self._attached_entities_list: list[Any] = []
         self.device = torch.device("cpu")
         self._handed = threading.local()
+        self._samplers: weakref.WeakSet[_RPCSampler] = weakref.WeakSet()
+        """That draw ahead from it."""
         self.client = owner.connect()
         self.gate = None if owner.limiter is None else TotalsGate(self.client, owner.limiter)
         now_and_in_children(self, RemoteStorage._renew)
@@ -230,7 +233,10 @@ class RemoteStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
             raise IndexError(f"slots must lie in 0 .. {self.max_size - 1}, got {index.min()}")
         generation = torch.empty_like(index)
         parts = self._by_shard(index.numpy())
-        leaves = rows.matching_leaves(data, self.client.agreed_spec(data))
+        spec = self.client.agreed_spec(data)
+        leaves = rows.matching_leaves(data, spec)
+        # as ``append`` sends them: of another device, or with a gradient, too
+        data = rows.build(rows.tensors(leaves, spec), spec, (index.numel(),))
         row_bytes = sum(leaf.nbytes for leaf in leaves) // max(1, index.numel())
         written = self.client.order_each(
             "write_at",
@@ -261,8 +267,11 @@ class RemoteStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
 
     def empty(self, *, reset_write_count: bool = True) -> None:
         """Drop every row, for all processes; of a host that does not answer, on its return."""
-        self.client.apply_everywhere(Empty(reset_write_count, secrets.randbits(62)))
-        self.client.flush()
+        try:
+            self.client.apply_everywhere(Empty(reset_write_count, secrets.randbits(62)))
+            self.client.flush()
+        finally:
+            self._drop_drawn_ahead()
 
     def _empty(self) -> None:
         pass  # ``ReplayBuffer.empty`` calls writer, sampler and storage: the writer's call did it
@@ -364,7 +373,18 @@ class RemoteStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         positions = [(int(s), np.flatnonzero(shards == s)) for s in np.unique(shards) if s >= 0]
         return [(shard, where, slots[where]) for shard, where in positions]
 
+    def _drop_drawn_ahead(self) -> None:
+        """The rows are other ones: no batch drawn before is to be handed out after."""
+        for sampler in list(self._samplers):
+            sampler._empty()
+
     # --- saving ------------------------------------------------------------------------------
+
+    def restore(self, saved: Sequence[SavedShard | None]) -> None:
+        try:
+            super().restore(saved)
+        finally:  # it may have replaced some rows before it failed
+            self._drop_drawn_ahead()
 
     def shards(self) -> list[RemoteShard | None]:
         """Of each host that answers, for saving."""
@@ -536,6 +556,7 @@ class _RPCSampler(SharedSampler):
             batches_per_call=self._batches_per_call,
             uniforms=self._uniforms,
         )
+        storage._samplers.add(self)
         return storage
 
     def _prepare(self, storage: RemoteStorage) -> None:

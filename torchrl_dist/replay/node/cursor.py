@@ -320,14 +320,14 @@ class SharedCursor:
         directory.commit()
         return reservation
 
-    def wait_for_rows(self, deadline: float) -> bool:
-        """Wait until a row is published, as long as a live process is writing some.
+    def wait_for_rows(self, deadline: float, least: int = 1) -> bool:
+        """Wait until ``least`` rows are published, as long as a live process is writing some.
 
         Args:
             deadline: on ``time.monotonic``.
 
         Returns:
-            False if no row is published, and nobody is writing one.
+            False if fewer are published, and nobody is writing one.
 
         Raises:
             DeadlineError: naming the writers.
@@ -336,7 +336,7 @@ class SharedCursor:
         self.drop_interrupted()
         while True:
             with directory.lock():
-                if directory.length:
+                if directory.length >= least:
                     return True
                 writers = {
                     directory.pid_of(member)
@@ -348,10 +348,10 @@ class SharedCursor:
             directory.check_wait()
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"waited {directory.timeout_s:g} s for a row of {directory.path}: all rows are "
-                    f"being written, by processes {sorted(writers)}; are they stopped? Continue or "
-                    "kill them (what a killed one was writing is given up), or allow more with "
-                    "timeout_s"
+                    f"waited {directory.timeout_s:g} s for {least} published rows of "
+                    f"{directory.path}: others are being written, by processes {sorted(writers)}; "
+                    "are they stopped? Continue or kill them (what a killed one was writing is "
+                    "given up), or allow more with timeout_s"
                 )
             time.sleep(_RETRY_S)
 

@@ -128,7 +128,8 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
     Raises:
         ConfigurationError: the storage has a limiter with ``max_times_sampled``; or
             ``drop_last=True`` and fewer rows in the buffer than a batch has.
-        RuntimeError: from ``sample``, if no row is published, and none is being written.
+        RuntimeError: from ``sample``, if no row is published, or with ``drop_last=True`` fewer than
+            a batch has, and none is being written.
     """
 
     def __init__(self, drop_last: bool = False, shuffle: bool = True) -> None:
@@ -142,8 +143,9 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
         self._batch_size = 1
 
     def attach(self, storage: Storage) -> ReplayDirectory:
-        if self._directory is not None and self._passes is not None:
-            return self._directory
+        bound = self._attached(storage)
+        if bound is not None and self._passes is not None:
+            return bound
         directory = super().attach(storage)
         if directory.times_sampled is not None:
             self._directory = None
@@ -236,10 +238,13 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
         if not directory.length:
             raise NoRowsError(EMPTY)
         if self.drop_last and directory.length < count:
-            raise ConfigurationError(
+            too_few = (
                 f"drop_last=True and a batch of {count} rows, but the buffer holds "
                 f"{directory.length}: no pass has a full batch"
             )
+            if directory.high >= count:  # a moment ago there were enough, if not all at once
+                raise NoRowsError(too_few, count)
+            raise ConfigurationError(too_few)
         slots, versions = passes.take(count)
         if not slots.size or (self.drop_last and slots.size < count):
             passes.begin((lambda n: self._uniforms(n).argsort()) if self.shuffle else None)

@@ -252,6 +252,19 @@ class SharedSampler(Sampler):
         self._directory = storage.directory
         return storage.directory
 
+    def _attached(self, storage: Storage) -> ReplayDirectory | None:
+        """The directory that this sampler was bound to, if it was.
+
+        Raises:
+            ConfigurationError: to another one: what it knows is of that one's rows.
+        """
+        bound = self._directory
+        if bound is None or bound is getattr(storage, "directory", None):
+            return bound
+        raise ConfigurationError(
+            f"this {type(self).__name__} samples from {bound.path}: make one for each storage"
+        )
+
     def note_written(self, index: torch.Tensor, generation: torch.Tensor) -> None:
         """Called by the writer of this process after it published rows."""
 
@@ -454,15 +467,21 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
         self._max_priority_within_buffer = bool(max_priority_within_buffer)
         self._setup()
 
+    _is_copy = False
+
     def _setup(self) -> None:
         super()._setup()
         self._recent = RecentGenerations()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # another process may have set alpha since this one was built, or sets it on the way
+        return super().__getstate__() | {"_alpha": self.alpha, "_is_copy": True}
+
     # --- parameters --------------------------------------------------------------------------
 
     def attach(self, storage: Storage) -> ReplayDirectory:
-        if self._directory is not None:
-            return self._directory
+        if (bound := self._attached(storage)) is not None:
+            return bound
         directory = super().attach(storage)
         if storage.max_size != self._max_capacity:
             self._directory = None
@@ -480,6 +499,8 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
                 directory.commit()
             shared = directory.get_float(Word.ALPHA), directory.get_float(Word.EPS)
             within = bool(words[Word.MAX_WITHIN])
+        if self._is_copy:  # of a sampler that was right when it was copied
+            self._alpha = shared[0]
         if (*shared, within) != (self._alpha, self._eps, self._max_priority_within_buffer):
             self._directory = None
             raise ConfigurationError(
@@ -511,6 +532,7 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
             with directory.lock():
                 set_alpha(directory, float(value))
         self._alpha = float(value)
+        self._is_copy = False
 
     @property
     def beta(self) -> float:

@@ -68,8 +68,12 @@ class _Stream(threading.local):
 
 
 class NoRowsError(RuntimeError):
-    """No row is published at this moment: a :class:`RateLimiter` with ``min_size_to_sample`` has
-    samples wait for them."""
+    """No row is published at this moment, or fewer than ``least``: a :class:`RateLimiter` with
+    ``min_size_to_sample`` has samples wait for them."""
+
+    def __init__(self, message: str, least: int = 1) -> None:
+        super().__init__(message)
+        self.least = least
 
 
 class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
@@ -236,7 +240,9 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
 
     def check_entry(self) -> None:
         """See :meth:`ReplayDirectory.check_entry`."""
-        self._directory.check_entry()
+        # none yet in a copy that is being unpickled with the buffers around it
+        if "_directory" in self.__dict__:
+            self._directory.check_entry()
 
     def close(self, *, clean: bool = True) -> None:
         """End this process's use; idempotent. The last process removes or keeps the directory.
@@ -558,19 +564,19 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         return self.once_rows_are_published(lambda: self._read_drawn(draw, count))
 
     def once_rows_are_published(self, read: Callable[[], _T]) -> _T:
-        """What ``read`` returns; while it finds no row because all are being written, wait.
+        """What ``read`` returns; while it finds too few rows and others are being written, wait.
 
         Raises:
             NoRowsError: ``read`` raised it, and nobody is writing a row.
-            DeadlineError: rows were being written, but none was published for ``timeout_s``.
+            DeadlineError: rows were being written, but for ``timeout_s`` too few were published.
         """
         deadline = math.inf
         while True:
             try:
                 return read()
-            except NoRowsError:
+            except NoRowsError as error:
                 deadline = min(deadline, time.monotonic() + self.timeout_s)
-                if not self._cursor.wait_for_rows(deadline):
+                if not self._cursor.wait_for_rows(deadline, error.least):
                     raise
 
     def _read_drawn(
