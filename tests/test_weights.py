@@ -12,7 +12,7 @@ from torchrl.modules import EGreedyModule, QValueActor
 
 from torchrl_dist.collect.worker.shared_block import SharedWeights, WeightsView
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.weights import pack, unpack
+from torchrl_dist.weights import completed, pack, unpack
 
 
 class Mixed(nn.Module):
@@ -136,3 +136,44 @@ def test_tied_tensors_reach_a_module_that_has_them_apart(shared: bool) -> None:
             assert torch.equal(ours, theirs), name
     with pytest.raises(ConfigurationError, match="missing there"):
         unpack(pack(worker), learner)  # which value would be the one?
+
+
+def test_parts_of_a_policy_add_up_whatever_their_names() -> None:
+    source = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2), nn.Linear(2, 3))
+    target = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2), nn.Linear(2, 3))
+    last = {name: value for name, value in source.state_dict().items() if name.startswith("2.")}
+    first = completed(pack(source[0], 1), None, source, pending=True)
+    both = completed(pack(source[1], 2), first, source, pending=True)  # "weight" and "bias" again
+    every = completed(pack(last, 3), both, source, pending=True)
+    assert every.version == 3 and len(every.entries) == 6
+    unpack(every, target)
+    assert_same_state(source, target)
+    whole = pack(source, 4)
+    assert completed(whole, every, source, pending=True) is whole
+
+
+def test_a_part_keeps_what_is_tied_tied_and_what_is_not_apart() -> None:
+    def tied() -> nn.Sequential:
+        found = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+        found[1].weight = found[0].weight
+        return found
+
+    source, apart = tied(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+    before = pack(source)
+    with torch.no_grad():
+        source[2].weight.fill_(7.0)
+    unpack(completed(pack(source[2], 1), before, source, pending=False), apart)
+    assert_same_state(source, apart)
+
+
+@pytest.mark.parametrize("module", [None, nn.Linear(9, 9)])
+def test_of_a_policy_that_only_the_workers_have_equal_names_are_equal_tensors(module) -> None:
+    before = pack({"a": torch.zeros(2), "b": torch.zeros(3)})
+    found = completed(pack({"b": torch.ones(3)}, 1), before, module, pending=True).tensors()
+    assert found["a"].tolist() == [0, 0] and found["b"].tolist() == [1, 1, 1]
+    more = pack({"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(1)}, 1)
+    assert completed(more, before, module, pending=True) is more
+    other = pack({"c": torch.ones(3)}, 1)
+    with pytest.raises(ConfigurationError, match="before any worker has taken"):
+        completed(other, before, module, pending=True)
+    assert completed(other, before, module, pending=False) is other

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -206,6 +206,63 @@ def find_target(packed: PackedWeights, module: nn.Module) -> nn.Module:
         f"the weights fit neither the policy ({type(module).__name__}) nor one part of it; "
         f"missing there: {missing[:5]}, different: {wrong[:5]}; the policy has: {list(have)[:8]}"
     )
+
+
+def completed(
+    part: PackedWeights, before: PackedWeights | None, module: nn.Module | None, *, pending: bool
+) -> PackedWeights:
+    """``part``, with what it leaves out as it was ``before``: whoever takes only this one, because
+    it came right after the other or takes the place of who had that, misses nothing.
+
+    Args:
+        before: what was packed last, if anything was.
+        module: whose weights those are, if it is at hand; they may be of parts of it, then, with
+            the names that the tensors have there. Otherwise equal names mean the same tensor.
+        pending: nobody has taken what was packed ``before``.
+
+    Raises:
+        ConfigurationError: it is not known how the two belong together, and ``before`` would be
+            lost.
+    """
+    if before is None or part.entries == before.entries:
+        return part
+    old, new = (None if module is None else _placed(each, module) for each in (before, part))
+    if old is None or new is None:  # of parts that only the workers have
+        old, new = ((each.tensors(), dict(each.aliases)) for each in (before, part))
+        if not (_content(part) >= _content(before) or _content(part) <= _content(before)):
+            if not pending:
+                return part
+            raise ConfigurationError(
+                f"weights {[e.name for e in part.entries][:5]} come before any worker has taken "
+                f"{[e.name for e in before.entries][:5]}, and only the workers know whether those "
+                "are parts of one policy: collect a batch in between, send both together, or pass "
+                "the learner's module as policy= to the collector"
+            )
+    if old[0].keys() <= new[0].keys():
+        return part
+    whole = pack(old[0] | new[0], part.version)
+    return replace(whole, aliases=tuple((old[1] | new[1]).items()))
+
+
+def _content(packed: PackedWeights) -> set[tuple[str, torch.dtype, tuple[int, ...]]]:
+    return {(e.name, e.dtype, e.shape) for e in packed.entries}
+
+
+def _placed(
+    packed: PackedWeights, module: nn.Module
+) -> tuple[dict[str, Tensor], dict[str, str]] | None:
+    """The tensors by their names in ``module``, and the aliases; None if they fit nothing there."""
+    try:
+        target = find_target(packed, module)
+    except ConfigurationError:
+        return None
+    path = next(path for path, each in module.named_modules() if each is target)
+    names = {id(tensor): name for name, tensor in named_tensors(module).items()}
+    there = named_tensors(target)
+    places = {e.name: names[id(there[e.name])] for e in packed.entries}
+    tensors = {places[name]: tensor for name, tensor in packed.tensors().items()}
+    prefix = f"{path}." if path else ""
+    return tensors, {prefix + alias: places[name] for alias, name in packed.aliases}
 
 
 @torch.no_grad()

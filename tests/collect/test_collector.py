@@ -167,6 +167,57 @@ def test_weights_may_be_given_in_all_forms_that_torchrl_knows(build: Any) -> Non
         assert collector.get_policy_version() == collector.policy_version == version
 
 
+def test_weights_of_parts_between_two_rollouts_all_arrive(build: Any) -> None:
+    """Each update counts as a version, so none may be lost."""
+    policy, other, third = (
+        QValueActor(mlp(2, 3, seed), in_keys=["observation"], spec=OneHot(3)) for seed in range(3)
+    )
+    collector = build(Counter, policy, frames_per_batch=4, total_frames=-1)
+
+    def batch_of(version: int, wanted: nn.Module) -> None:
+        batch = collector.next()
+        assert batch["policy_version"].eq(version).all()
+        values = wanted(batch.select("observation"))["action_value"]
+        torch.testing.assert_close(batch["action_value"], values)
+
+    batch_of(0, policy)
+    whole = list(other.state_dict().items())
+    assert len(whole) > 1
+    for half in (whole[::2], whole[1::2]):
+        collector.update_policy_weights_(dict(half))
+    batch_of(2, other)
+    last = third.state_dict()
+    collector.update_policy_weights_(third)
+    collector.update_policy_weights_({name: last[name] for name, _ in whole[::2]})
+    batch_of(4, third)
+
+
+def test_a_state_that_is_none_changes_nothing(build: Any) -> None:
+    collector = build(Counter, None, frames_per_batch=4, total_frames=8)
+    for state in ({"frames": 4}, {"frames": 4, "batches": "x", "policy_version": 0, "run": 0}):
+        with pytest.raises(ConfigurationError, match="state_dict"):
+            collector.load_state_dict(state)
+    assert sum(batch.numel() for batch in collector) == 8
+
+
+def test_the_last_rollout_of_some_envs_completes_the_trajectories_before_it(build: Any) -> None:
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+    collector = build(
+        lambda: Counter(5),
+        None,
+        num_envs=2,
+        frames_per_batch=4,
+        total_frames=9,
+        trajs_per_batch=1,
+        replay_buffer=buffer,
+    )
+    for _ in collector:
+        pass
+    rows = buffer[:]
+    assert (rows["next", "observation"][:, 0] % 100).tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert len(rows["collector", "traj_ids"].unique()) == 1
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -82,7 +82,7 @@ def require_shared(replay_buffer: Any, env_processes: int, replace_lost: bool) -
 
 
 def check_inference(
-    session: Session | None, peers: Sequence[Peer], policy: Any, others: dict[str, Any]
+    session: Session | None, peers: Sequence[Peer], policy: Any, others: Mapping[str, Any]
 ) -> None:
     """Refuse what leaves nothing to do for a policy at the learner."""
     if session is None or session.me in peers:

@@ -9,7 +9,7 @@ import time
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
@@ -50,7 +50,7 @@ from torchrl_dist.collect.worker.worker import Postproc, WorkerConfig
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError
 from torchrl_dist.runtime import Peer, Session
 from torchrl_dist.runtime.pulse import Pulse
-from torchrl_dist.weights import PackedWeights, find_target, pack
+from torchrl_dist.weights import PackedWeights, completed, find_target, pack
 
 Weights: TypeAlias = nn.Module | TensorDictBase | Mapping[str, Any]
 
@@ -348,24 +348,12 @@ class RPCBatchedCollector(BaseCollector):
         self._run = 0
         self._inference: LearnerInference | None = None
         if inference == "learner":
-            unfit: dict[str, Any] = {
+            unfit = {
                 "policy_factory": policy_factory,
                 "postproc_factory": postproc_factory,
+                "readiness": self.readiness.cuts,
             }
-            unfit |= {"readiness": self.readiness.cuts}
-            check_inference(session, peers, policy, unfit)
-            assert session is not None and isinstance(policy, nn.Module)
-            self._inference = LearnerInference(session, policy, exploration_type, compilation)
-            config = replace(
-                config,
-                policy=None,
-                inference=Inference(
-                    self._inference.handle,
-                    self._inference.inputs,
-                    min(env_groups, num_envs),
-                    self.timeout_s,
-                ),
-            )
+            config = self._infer_here(session, peers, config, unfit)
         try:
             self._crew = self._start_crew(session, peers, config)
         except BaseException:
@@ -374,8 +362,9 @@ class RPCBatchedCollector(BaseCollector):
             raise
         self._abandoned = weakref.finalize(self, _close_soon, self._crew, self._inference)
         self._abandoned.atexit = False  # the process takes everything with it
+        self._sent: dict[int, PackedWeights] = {}  # the last ones, by worker
         if initial is not None and policy_factory is not None:
-            self._crew.send_weights(initial)
+            self._send_weights({worker.index: initial for worker in self._crew.workers})
         self._totals = dict.fromkeys(("wait_s", "messages", "data_bytes"), 0.0)
         self._busy_s: dict[int, float] = {}
         self._pulse = None if session is None else Pulse(session, peers, self._figures)
@@ -389,6 +378,24 @@ class RPCBatchedCollector(BaseCollector):
                 f"{first.num_envs} envs: batches will have {self.frames_per_batch}",
                 stacklevel=2,
             )
+
+    def _infer_here(
+        self,
+        session: Session | None,
+        peers: Sequence[Peer],
+        config: WorkerConfig,
+        unfit: Mapping[str, Any],
+    ) -> WorkerConfig:
+        """Keep the policy in this process; returns what the workers are built from then."""
+        policy = self.policy
+        check_inference(session, peers, policy, unfit)
+        assert session is not None and isinstance(policy, nn.Module)
+        self._inference = LearnerInference(
+            session, policy, config.exploration_type, config.compilation
+        )
+        groups = min(self._settings.env_groups, config.num_envs)
+        asked = Inference(self._inference.handle, self._inference.inputs, groups, self.timeout_s)
+        return replace(config, policy=None, inference=asked)
 
     def _check_workers(self) -> None:
         first = self._crew.workers[0]
@@ -511,9 +518,32 @@ class RPCBatchedCollector(BaseCollector):
                     f"weights for workers {list(workers)}: "
                     + (f"there are {sorted(known)}" if self._inference is None else _ONE_POLICY)
                 )
-        self._version = version
+        if self._inference is not None:
+            self._version = version
+            for packed in by_worker.values():
+                self._inference.take_weights(packed)
+            return
+        whole: dict[int, PackedWeights] = {}
         for workers, packed in by_worker.items():
-            self._send_weights(packed, workers)
+            whole |= self._completed(packed, known if workers is None else workers)
+        self._version = version
+        self._send_weights(whole)
+
+    def _completed(
+        self, packed: PackedWeights, workers: Collection[int]
+    ) -> dict[int, PackedWeights]:
+        """By worker, with what it was sent before where that is not replaced."""
+        module = self.policy if isinstance(self.policy, nn.Module) else None
+        pending = self._crew.pending
+        found: dict[tuple[int, bool], PackedWeights] = {}  # mostly one
+        whole = {}
+        for worker in workers:
+            before = self._sent.get(worker)
+            case = id(before), worker in pending
+            if case not in found:
+                found[case] = completed(packed, before, module, pending=case[1])
+            whole[worker] = found[case]
+        return whole
 
     def _pack(self, source: Any, version: int) -> PackedWeights:
         if isinstance(source, Mapping) and set(source.keys()) == {"policy"}:
@@ -533,11 +563,9 @@ class RPCBatchedCollector(BaseCollector):
             find_target(packed, self.policy)
         return packed
 
-    def _send_weights(self, packed: PackedWeights, workers: Sequence[int] | None = None) -> None:
-        if self._inference is not None:
-            self._inference.take_weights(packed)
-        else:
-            self._crew.send_weights(packed, workers)
+    def _send_weights(self, whole: Mapping[int, PackedWeights]) -> None:
+        self._sent.update(whole)
+        self._crew.send_weights(whole)
 
     # ---- iteration
 
@@ -816,7 +844,8 @@ class RPCBatchedCollector(BaseCollector):
 
     def reset(self, index: Any = None) -> None:
         """Start new episodes in all envs before the next rollout that is asked for. Trajectories
-        that wait to be completed or delivered are dropped.
+        that wait to be completed or delivered are dropped. Rollouts that were begun ahead (see
+        ``max_policy_lag``) still come.
 
         Args:
             index: of the job's envs in their order, as for a tensor ``[envs]``: a number, several,
@@ -882,20 +911,32 @@ class RPCBatchedCollector(BaseCollector):
         Trajectories get new ids, above those of all earlier runs.
 
         Raises:
-            ConfigurationError: this collector has been iterated already.
+            ConfigurationError: this collector has been iterated already, or that is not what
+                ``state_dict`` returned; nothing has changed.
         """
         self._crew.require_here()
         if self._crew.budget.begun:
             raise ConfigurationError("load_state_dict comes before the first batch")
-        self._frames = int(state_dict["frames"])
-        self._iter = int(state_dict["batches"]) - 1
-        self._version = int(state_dict["policy_version"])
-        self._run = max(int(state_dict["run"]) + 1, int(time.time()) - _RUN_EPOCH_S)
+        try:
+            frames, batches, version, run = (
+                int(state_dict[name]) for name in ("frames", "batches", "policy_version", "run")
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"load_state_dict takes what a collector's state_dict() returned, got "
+                f"{state_dict!r:.200}"
+            ) from error
+        self._frames, self._iter, self._version = frames, batches - 1, version
+        self._run = max(run + 1, int(time.time()) - _RUN_EPOCH_S)
         self._crew.budget.assigned = max(self._crew.budget.assigned, self._frames)
         if self.total_frames >= 0:
             self._crew.budget.remaining = max(0, self.total_frames - self._frames)
         if isinstance(self.policy, nn.Module):
-            self._send_weights(pack(self.policy, self._version))
+            packed = pack(self.policy, self._version)
+            if self._inference is not None:
+                self._inference.take_weights(packed)
+            else:
+                self._send_weights({worker.index: packed for worker in self._crew.workers})
         base = self._run << _RUN_SHIFT
         if self._replacer is not None:
             self._replacer.trajectory_base = base

@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass, field
@@ -88,6 +88,13 @@ class Worker:
     sent_version: int = -1
     frames: int = 0
 
+    @property
+    def news(self) -> PackedWeights | None:
+        """Its weights, if it was not sent these yet."""
+        if self.weights is None or self.weights.version <= self.sent_version:
+            return None
+        return self.weights
+
 
 class Successors(Protocol):
     """See :class:`torchrl_dist.collect.learner.start.Replacer`."""
@@ -160,12 +167,17 @@ class Crew:
         """Frames in batches so far, by worker index."""
         return {worker.index: worker.frames for worker in self.workers}
 
-    def send_weights(self, packed: PackedWeights, only: Collection[int] | None = None) -> None:
-        """Every worker, or those with these indices, gets them with its next request."""
+    def send_weights(self, by_worker: Mapping[int, PackedWeights]) -> None:
+        """By worker's index: each gets the whole of them with its next request."""
         with self._cond:
             for worker in self.workers:
-                if only is None or worker.index in only:
-                    worker.weights = packed
+                worker.weights = by_worker.get(worker.index, worker.weights)
+
+    @property
+    def pending(self) -> set[int]:
+        """The workers that have not been sent their last weights yet."""
+        with self._cond:
+            return {worker.index for worker in self.workers if worker.news is not None}
 
     # ---- a batch
 
@@ -319,9 +331,8 @@ class Crew:
         if planned is None:
             return False
         round_, share = planned
-        weights = None
-        if worker.weights is not None and worker.weights.version > worker.sent_version:
-            weights = worker.weights
+        weights = worker.news
+        if weights is not None:
             worker.sent_version = weights.version
         request = Request(worker.requests, round_, share, time.monotonic())
         try:

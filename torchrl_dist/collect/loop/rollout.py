@@ -205,12 +205,20 @@ class _Given:
     ``places``: those of the step that ``values`` was asked for last, by key.
     """
 
-    def __init__(self, leaves: Sequence[ObservationLeaf], n: int, steps: int) -> None:
+    def __init__(
+        self,
+        leaves: Sequence[ObservationLeaf],
+        first: Sequence[np.ndarray],
+        n: int,
+        steps: int,
+    ) -> None:
         self._keys: list[Key] = [leaf.key for leaf in leaves] + list(_DONE_KEYS)
-        self.observations = [np.empty((steps + 1, n, *leaf.shape), leaf.dtype) for leaf in leaves]
+        self._observations = [np.empty((steps + 1, n, *leaf.shape), leaf.dtype) for leaf in leaves]
+        for block, now in zip(self._observations, first, strict=True):
+            block[0] = now
         # The root is always an observation after a reset or in mid-episode.
         ends = [np.zeros((steps, n, 1), bool) for _ in _DONE_KEYS]
-        self._blocks = [torch.from_numpy(array) for array in (*self.observations, *ends)]
+        self._blocks = [torch.from_numpy(array) for array in (*self._observations, *ends)]
         self._steps: list[tuple[Tensor, ...]] = []
         self.places: Values = {}
         self._size = (n, steps)
@@ -224,6 +232,10 @@ class _Given:
             self._steps = list(zip(*views, strict=True))
         self.places = dict(zip(self._keys, self._steps[i], strict=True))
         return self.places.copy()
+
+    def after(self, t: int) -> list[np.ndarray]:
+        """Where the observations of the step after ``t`` belong."""
+        return [block[t + 1] for block in self._observations]
 
     def share_changes(self, following: Sequence[np.ndarray], done: np.ndarray) -> None:
         """What the policy has changed in place was also the next observation of the step before,
@@ -304,6 +316,67 @@ class _Made:
     def recorded(self) -> dict[Key, Any]:
         parts = {key: torch.stack(parts, 1) for key, parts in self._parts.items()}
         return self._stores | parts
+
+
+class _Followed:
+    """What the envs answer in a rollout.
+
+    Attributes:
+        observations: ``[N, T, ...]`` for each leaf, before any reset.
+        valid: bool ``[N, T]``, False where a step has only reset its env; None if none does.
+    """
+
+    def __init__(self, leaves: Sequence[ObservationLeaf], driver: EnvDriver, steps: int) -> None:
+        n = driver.num_envs
+        self._driver = driver
+        self._keys = [join_key("next", leaf.key) for leaf in leaves]
+        self.observations = [np.empty((n, steps, *leaf.shape), leaf.dtype) for leaf in leaves]
+        self._reward = np.empty((n, steps, 1), np.float32)
+        self._terminated = np.empty((n, steps, 1), bool)
+        self._truncated = np.empty((n, steps, 1), bool)
+        self.valid = None if driver.valid is None else np.empty((n, steps), bool)
+        # By step, [T, N, ...]: a plain index is found in half the time of one with a slice.
+        self._nexts = [array.swapaxes(0, 1) for array in self.observations]
+        self._rewards = self._reward[:, :, 0].T
+        self._ends = self._terminated[:, :, 0].T
+        self._cuts = self._truncated[:, :, 0].T
+
+    def record(self, t: int, actions: Any, current: Sequence[np.ndarray]) -> np.ndarray:
+        """Step the envs and write what they are in then into ``current``. Returns those that begin
+        an episode, bool ``[N]``."""
+        self._rewards[t], done, cut = self._driver.step(
+            actions, [array[t] for array in self._nexts], current
+        )
+        self._ends[t] = done
+        self._cuts[t] = cut
+        if self.valid is None:
+            return done | cut
+        valid = self._driver.valid
+        assert valid is not None
+        self.valid[:, t] = valid
+        return ~valid
+
+    def transitions(self, t: int) -> int:
+        """How many each env has after step ``t``, at least."""
+        return t + 1 if self.valid is None else int(self.valid[:, : t + 1].sum(1).min())
+
+    @property
+    def done(self) -> np.ndarray:
+        return self._terminated | self._truncated
+
+    def observed(self) -> dict[Key, Tensor]:
+        return {
+            key: torch.from_numpy(array)
+            for key, array in zip(self._keys, self.observations, strict=True)
+        }
+
+    def ended(self) -> dict[Key, Tensor]:
+        return {
+            ("next", "reward"): torch.from_numpy(self._reward),
+            ("next", "terminated"): torch.from_numpy(self._terminated),
+            ("next", "truncated"): torch.from_numpy(self._truncated),
+            ("next", "done"): torch.from_numpy(self.done),
+        }
 
 
 def _like(mask: Tensor, value: Tensor) -> Tensor:
@@ -393,8 +466,8 @@ class GymnasiumRollout:
 
     def call_policy_once(self) -> None:
         """With zeros."""
-        leaves = _Given(self._leaves, self.num_envs, 1).values(0)
-        values = {key: torch.zeros_like(value) for key, value in leaves.items()}
+        first = [np.zeros_like(now) for now in self._current]
+        values = _Given(self._leaves, first, self.num_envs, 1).values(0)
         self._act(values | self._state)
 
     def seed(self, seeds: Sequence[int]) -> None:
@@ -515,20 +588,10 @@ class GymnasiumRollout:
         self, steps: int, enough: Callable[[int], bool]
     ) -> Generator[Values, Values, tuple[TensorDict, np.ndarray | None]]:
         """Yields what the policy is to see, ``steps`` times, and is sent what it made of that."""
-        n, driver, to_env = self.num_envs, self.driver, self._codec.to_env
-        given = _Given(self._leaves, n, steps)
-        following = [np.empty((n, steps, *leaf.shape), leaf.dtype) for leaf in self._leaves]
-        reward = np.empty((n, steps, 1), np.float32)
-        terminated = np.empty((n, steps, 1), bool)
-        truncated = np.empty((n, steps, 1), bool)
-        valid = None if driver.valid is None else np.empty((n, steps), bool)
-        # By step, [T, N, ...]: a plain index is found in half the time of one with a slice.
-        step = driver.step
-        nexts = [array.swapaxes(0, 1) for array in following]
-        rewards, ends, cuts = (array[:, :, 0].T for array in (reward, terminated, truncated))
-        for block, now in zip(given.observations, self._current, strict=True):
-            block[0] = now
+        n, to_env = self.num_envs, self._codec.to_env
+        given = _Given(self._leaves, self._current, n, steps)
         made: _Made | None = None
+        followed = _Followed(self._leaves, self.driver, steps)
         for t in range(steps):
             values = given.values(t)
             values.update(self._others)
@@ -539,43 +602,24 @@ class GymnasiumRollout:
                 made = _Made(self._checked(out), given, n, steps)
             made.record(t, out)
             # The copy, not the policy's own tensor, which it may reuse.
-            self._current = [block[t + 1] for block in given.observations]
-            rewards[t], done, cut = step(
-                to_env(made.actions[t]), [array[t] for array in nexts], self._current
-            )
-            ends[t] = done
-            cuts[t] = cut
-            if valid is None:
-                resets = done | cut
-            else:
-                assert driver.valid is not None
-                valid[:, t] = driver.valid
-                resets = ~driver.valid
+            self._current = given.after(t)
+            resets = followed.record(t, to_env(made.actions[t]), self._current)
             self._carry_on(out, made.carried, resets)
             if self._stop:
                 raise RolloutStopped
-            if enough(t + 1 if valid is None else int(valid[:, : t + 1].sum(1).min())):
+            if enough(followed.transitions(t)):
                 break
         assert made is not None
         self._current = [now.copy() for now in self._current]
-        done = terminated | truncated
-        given.share_changes(following, done)
-        data = given.recorded(made.overwritten)
-        for leaf, after in zip(self._leaves, following, strict=True):
-            data[join_key("next", leaf.key)] = torch.from_numpy(after)
-        data |= made.recorded()
+        given.share_changes(followed.observations, followed.done)
+        data = given.recorded(made.overwritten) | followed.observed() | made.recorded()
         if IS_INIT in self._state:  # as InitTracker: only a root can be the first of its episode
             data["next", IS_INIT] = torch.zeros(n, steps, 1, dtype=torch.bool)
-        data |= {
-            ("next", "reward"): torch.from_numpy(reward),
-            ("next", "terminated"): torch.from_numpy(terminated),
-            ("next", "truncated"): torch.from_numpy(truncated),
-            ("next", "done"): torch.from_numpy(done),
-        }
+        data |= followed.ended()
         if "policy_version" not in data:  # else the policy's owner has stamped it
             data["policy_version"] = torch.full((n, steps), self.policy_version)
         rollout = nested(data, [n, steps], names=[None, "time"])
-        return (rollout if t + 1 == steps else rollout[:, : t + 1]), valid
+        return (rollout if t + 1 == steps else rollout[:, : t + 1]), followed.valid
 
     def _checked(self, out: Values) -> Values:
         """What the policy wrote, if it can be recorded; once per rollout."""

@@ -522,7 +522,9 @@ class RolloutWorker:
             returns, lengths = self._stamp(rollout, kept)
             if kept < self.num_envs:
                 rollout = rollout[:kept]
-                self._begin_anew()  # should there be a next one: the other envs have a gap here
+                # should there be a next one: the other envs have a gap here
+                self._rollout.reset()
+                self._episodes.restart()
             if rollout.shape[1] < asked:
                 truncate_last(rollout)
                 self._episodes.split()
@@ -542,6 +544,9 @@ class RolloutWorker:
                     raise
                 self._shut()  # the buffer's limiter held the rows, which nobody waits for now
                 return None, RolloutStats(index, 0)
+            finally:
+                if kept < self.num_envs:  # only now: these rows may have completed some
+                    self._trajectories.forget_parts()
             return data, RolloutStats(
                 index,
                 rollout.numel(),
