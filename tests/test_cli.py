@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from torchrl_dist.checkpoint import Checkpoint, save_checkpoint
-from torchrl_dist.cli import main
+from torchrl_dist.cli import _check_shape, _unsearched_imports, main
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.recipes.apex_config import ApexConfig
 from torchrl_dist.recipes.catalog import RECIPES
@@ -115,6 +116,41 @@ def test_a_resumed_run_cannot_change_what_is_on_disk(
     line = refused(arguments, capsys)
     assert "--hidden" in line
     assert "cannot change" in line
+
+
+def test_the_printed_configuration_of_a_resumed_run_is_that_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = ApexConfig(output_dir=str(tmp_path), hidden=(8,), n_steps=3)
+    save_checkpoint(config.checkpoint_path, Checkpoint("apex", config.as_plain(), {}))
+    asked = ["train", "apex", "--resume", "--output-dir", str(tmp_path), "--print-config"]
+    assert main([*asked, "--learning-rate", "1e-5"]) == 0
+    (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
+    found = ApexConfig(**read_options(tmp_path / "printed.yaml", ApexConfig))
+    assert found == dataclasses.replace(config, learning_rate=1e-5)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_is_collected_after_imports_as_before_them(enabled: bool) -> None:
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(ImportError), _unsearched_imports():
+            assert not gc.isenabled()
+            raise ImportError
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
+@pytest.mark.parametrize("recipe", ["ddppo", "apex"])
+def test_a_resumed_job_of_a_launcher_has_the_shape_that_its_ranks_were_given(recipe: str) -> None:
+    kind = RECIPES[recipe].config
+    shape = {"collectors": 1} if recipe == "ddppo" else {"learners": 2}
+    saved, here = kind(**shape), kind(output_dir="here")
+    with pytest.raises(ConfigurationError, match=f"--{next(iter(shape))} .*every rank"):
+        _check_shape(saved, here, 4)
+    _check_shape(saved, kind(**shape, seed=3), 4)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

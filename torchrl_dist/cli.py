@@ -14,12 +14,13 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
+import gc
 import json
 import os
 import select
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from . import __version__
@@ -173,9 +174,12 @@ def _train(options: argparse.Namespace) -> int:
         given = {**read_options(options.config_file, recipe.config), **given}
     config = recipe.config(**given)
     if options.print_config:
+        if options.resume:
+            config = config_to_resume(recipe.config, config.checkpoint_path, given)
         print(as_yaml(config), end="")
         return 0
-    from .runtime import World
+    with _unsearched_imports():
+        from .runtime import World
 
     world = World.from_env()
     launched = world.world_size if world.launcher in ("torchrun", "slurm") else None
@@ -185,8 +189,9 @@ def _train(options: argparse.Namespace) -> int:
         return _serve_rank_zero(config, launched)
     # Under a launcher, roles follow from what all ranks were given, a resumed run's or not.
     for_roles = config
-    from .recipes.environments import look_at
-    from .recipes.run_directory import claim
+    with _unsearched_imports():
+        from .recipes.environments import look_at
+        from .recipes.run_directory import claim
 
     look_at(config.env, discrete=config.discrete)
     resume = claim(
@@ -199,6 +204,8 @@ def _train(options: argparse.Namespace) -> int:
     )
     if resume:
         config = config_to_resume(recipe.config, config.checkpoint_path, given)
+        if launched is not None:
+            _check_shape(config, for_roles, launched)
     from .runtime import ForkServer, local_cluster, session
 
     if launched is None:
@@ -208,7 +215,8 @@ def _train(options: argparse.Namespace) -> int:
         # Started first, because it imports what we import below: on two cores at the same time.
         alone = launched is not None or sum(roles.values()) == 1
         server = None if alone else stack.enter_context(ForkServer())
-        run = recipe.load_run()
+        with _unsearched_imports():
+            run = recipe.load_run()
         groups = _process_groups(for_roles, roles)
         if launched is not None:
             opened = session(roles, timeout_s=config.timeout_s, process_group=groups)
@@ -219,6 +227,31 @@ def _train(options: argparse.Namespace) -> int:
         job = stack.enter_context(opened)
         result = run(config, job, resume=resume)
     return _print_result(result)
+
+
+def _check_shape(saved: Any, here: Any, launched: int) -> None:
+    """All ranks of a launcher take their roles from what they were given."""
+    if saved.roles(launched) == here.roles(launched):
+        return
+    names = [name for name in ("learners", "collectors") if hasattr(saved, name)]
+    differ = [name for name in names if getattr(saved, name) != getattr(here, name)]
+    options = " ".join(f"--{name} {getattr(saved, name)}" for name in differ)
+    raise ConfigurationError(
+        f"the run in {here.output_path} has {options}: give that to every rank, or another number, "
+        "since ranks other than the first do not read the checkpoint"
+    )
+
+
+@contextlib.contextmanager
+def _unsearched_imports() -> Iterator[None]:
+    """Imports leave no garbage, and looking for it again and again is a quarter of their time."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def _process_groups(config: Any, roles: dict[str, int]) -> dict[str, str] | None:
@@ -233,9 +266,10 @@ def _process_groups(config: Any, roles: dict[str, int]) -> dict[str, str] | None
 
 def _serve_rank_zero(config: Any, launched: int | None) -> int:
     global _has_served
-    import torch
+    with _unsearched_imports():
+        import torch
 
-    from .runtime import session
+        from .runtime import session
 
     torch.set_num_threads(1)
     roles = config.roles(launched)

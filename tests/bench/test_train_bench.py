@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gymnasium
+import numpy as np
 import pytest
 import torch
 from torchrl.data import RandomSampler
@@ -254,6 +256,23 @@ def test_a_run_of_torchrl_stops_at_the_threshold_or_with_its_frames(tmp_path: Pa
     run = train_peers.measure(replace(short, threshold=1e9, limit_s=1e-3), 0, str(tmp_path))
     assert run.ended == "time" and [p.frames for p in run.points] == [320]
     assert run.settings["env"] == "CartPole-v1"
+
+
+def pendulum_in_float64() -> gymnasium.Env:
+    return gymnasium.wrappers.TransformObservation(
+        gymnasium.make("Pendulum-v1"),
+        lambda seen: seen.astype(np.float64),
+        gymnasium.spaces.Box(-8.0, 8.0, (3,), np.float64),
+    )
+
+
+def test_torchrl_learns_from_observations_in_double_precision(tmp_path: Path) -> None:
+    """As MuJoCo's are."""
+    doubles = case(
+        algorithm="sac", env=f"{__name__}:pendulum_in_float64", threshold=1e9, frames=1040
+    )
+    run = train_peers.measure(doubles, 0, str(tmp_path))
+    assert run.ended == "frames" and run.points[-1].frames >= 1040
 
 
 @pytest.mark.parametrize("algorithm, env", [("ddppo", "CartPole-v1"), ("impala", "Acrobot-v1")])

@@ -193,3 +193,18 @@ def test_ranks_that_do_not_divide_and_batches_too_small_are_refused() -> None:
         DDPPOConfig().check_launched({"learners": 3}, 4)
     with pytest.raises(ConfigurationError, match="--frames-per-batch: got 16"):
         DDPPOConfig(frames_per_batch=16)
+
+
+def test_the_least_batch_follows_what_a_cut_leaves_and_the_launchers_learners() -> None:
+    with pytest.raises(ConfigurationError, match="at least 80 for 2 learners"):
+        DDPPOConfig(frames_per_batch=79, preempt_min_part=0.1)
+    DDPPOConfig(frames_per_batch=80, preempt_min_part=0.1)
+    DDPPOConfig(frames_per_batch=8, preempt_fraction=1.0)  # none is cut
+    DDPPOConfig(frames_per_batch=4, learners=1)  # there is nobody to wait for
+    for refused in (
+        DDPPOConfig(frames_per_batch=32).roles,
+        lambda ranks: DDPPOConfig(frames_per_batch=32).check_launched({}, ranks),
+    ):
+        with pytest.raises(ConfigurationError, match="at least 64 for 4 learners"):
+            refused(4)
+    assert DDPPOConfig(frames_per_batch=32).roles(2)["learner"] == 2

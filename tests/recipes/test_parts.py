@@ -13,7 +13,7 @@ from torchrl_dist import local_cluster
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.recipes.apex_config import ApexConfig
 from torchrl_dist.recipes.environments import for_collectors, look_at, make_env
-from torchrl_dist.recipes.evaluate import evaluate
+from torchrl_dist.recipes.evaluate import evaluate, play_rendered
 from torchrl_dist.recipes.monitor import Bound, Monitor
 from torchrl_dist.recipes.networks import PolicySpec
 from torchrl_dist.recipes.plots import Evaluation, draw_learning_curve
@@ -101,6 +101,18 @@ def test_evaluation_repeats_with_its_seed_and_differs_without() -> None:
         evaluate(hold_right, "CartPole-v1", episodes=30, seed=seed) for seed in (1, 1, 2)
     )
     assert first == again != other
+
+
+def test_a_rendered_episode_hands_out_its_pictures_and_ends_after_so_many_steps() -> None:
+    def push(observation: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(1)
+
+    shapes: list[tuple[int, ...]] = []
+    total = play_rendered(
+        push, "CartPole-v1", seed=0, keep=lambda p: shapes.append(p.shape), max_steps=4
+    )
+    assert total == 4.0 and len(shapes) == 4
+    assert all(shape[2] == 3 for shape in shapes)
 
 
 def test_evaluation_knows_environments_without_a_vectorized_form() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.objectives import SACLoss
@@ -10,7 +13,14 @@ from torchrl_dist import RPCBatchedCollector
 from torchrl_dist.recipes.environments import look_at
 from torchrl_dist.recipes.networks import PolicySpec
 from torchrl_dist.recipes.policies import action_values_of, squashed_gaussian_actor
-from torchrl_dist.recipes.sac import ActionValue, rows
+from torchrl_dist.recipes.sac import (
+    ActionValue,
+    frames_of_a_batch,
+    limiter_of,
+    rows,
+    target_entropy,
+)
+from torchrl_dist.recipes.sac_config import SACConfig
 
 TASK = look_at("Pendulum-v1", discrete=False)
 
@@ -65,3 +75,41 @@ def test_the_greedy_action_is_the_middle_of_what_the_actor_draws() -> None:
     assert (drawn >= low).all() and (drawn <= high).all()
     medians = drawn.reshape(2000, 4, 2).median(0).values
     torch.testing.assert_close(medians, network.greedy(observation), atol=0.06, rtol=0.1)
+
+
+def test_how_random_a_policy_is_to_be_does_not_depend_on_the_unit_of_actions() -> None:
+    torch.manual_seed(0)
+    network = PolicySpec.of(TASK, "squashed_gaussian", (8,)).network()
+    seen = TensorDict({"observation": torch.randn(500, 3)}, [500])
+    above = []
+    for bound in (1.0, 0.1, 2.0):
+        task = dataclasses.replace(TASK, action_low=(-bound,), action_high=(bound,))
+        actor = squashed_gaussian_actor(network, task.action_low, task.action_high)
+        torch.manual_seed(1)
+        drawn = actor.get_dist(seen)
+        entropy = -drawn.log_prob(drawn.sample()).mean()
+        above.append(float(entropy) - target_entropy(task))
+    assert target_entropy(dataclasses.replace(TASK, action_low=(-1.0,), action_high=(1.0,))) == -1
+    assert above == pytest.approx([above[0]] * 3, abs=1e-3)
+
+
+def test_the_limiter_lets_in_the_batches_that_collectors_bring() -> None:
+    """A collector steps each environment at least once, however few frames are asked for."""
+    config = SACConfig(collectors=4, envs_per_collector=64, updates_per_frame=0.05)
+    assert frames_of_a_batch(config, 4) == 256 > config.frames_per_batch
+    limiter = limiter_of(config, 4)
+    low, high = limiter.range
+    assert high - low >= 256 * (limiter.samples_per_insert or 0) + config.batch_size
+    assert limiter.error_buffer == pytest.approx(3 * 256 * 128 * 0.05)
+    assert limiter_of(SACConfig(updates_per_frame=1e-4), 2).error_buffer == 128
+
+
+@pytest.mark.filterwarnings("ignore:frames_per_batch=")
+@pytest.mark.parametrize(("frames", "envs"), [(4, 6), (33, 4), (32, 4)])
+def test_a_batch_has_as_many_frames_as_were_reckoned(frames: int, envs: int) -> None:
+    config = SACConfig(frames_per_batch=frames, envs_per_collector=envs)
+    collector = RPCBatchedCollector(
+        "Pendulum-v1", None, frames_per_batch=frames, total_frames=-1, num_envs=envs
+    )
+    assert collector.frames_per_batch == frames_of_a_batch(config, 1)
+    collector.shutdown()

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict import TensorDictBase
@@ -25,7 +26,7 @@ from torchrl.data import (
     SamplerWithoutReplacement,
     TensorDictReplayBuffer,
 )
-from torchrl.envs import GymWrapper
+from torchrl.envs import DoubleToFloat, EnvBase, GymWrapper, TransformedEnv
 from torchrl.modules import QValueActor
 from torchrl.objectives import A2CLoss, ClipPPOLoss, DQNLoss, SACLoss, SoftUpdate
 from torchrl.objectives.value import GAE
@@ -38,7 +39,7 @@ from torchrl_dist.recipes.impala_config import ImpalaConfig
 from torchrl_dist.recipes.networks import PolicySpec, ValueNetwork
 from torchrl_dist.recipes.policies import action_values_of, categorical_actor, critic_of
 from torchrl_dist.recipes.policies import squashed_gaussian_actor as gaussian_actor
-from torchrl_dist.recipes.sac import ActionValue
+from torchrl_dist.recipes.sac import ActionValue, target_entropy
 from torchrl_dist.recipes.sac_config import SACConfig
 
 _TRANSITION = (
@@ -86,7 +87,9 @@ def _collector(config: Any, policy: Callable[..., Any], **options: Any) -> Colle
         autoreset_mode=AutoresetMode.SAME_STEP,
     )
     # The wrapper describes a vector's actions by the space of all of them; ids are for one env.
-    wrapped = GymWrapper(envs, categorical_action_encoding=True)
+    wrapped: EnvBase = GymWrapper(envs, categorical_action_encoding=True)
+    if envs.single_observation_space.dtype == np.float64:
+        wrapped = TransformedEnv(wrapped, DoubleToFloat())  # as the recipes' networks do themselves
     wrapped.set_seed(config.seed)
     return Collector(
         wrapped,
@@ -157,7 +160,7 @@ class SAC(Alone):
             action_values_of(ActionValue(task, config.hidden, config.network)),
             num_qvalue_nets=2,
             loss_function="l2",
-            target_entropy=-float(len(task.action_low)),
+            target_entropy=target_entropy(task),
         )
         self.loss.make_value_estimator(gamma=config.gamma)
         self.target = SoftUpdate(self.loss, tau=config.target_tau)

@@ -26,6 +26,7 @@ class ApexConfig(ReplayConfig):
         "n_steps",
         "capacity",
         "alpha",
+        "reward_clip",  # rows hold what was left
     )
 
     learners: int = option(

@@ -50,7 +50,7 @@ RECIPES: dict[str, Recipe] = {
         "Train with PPO by several learners, each with environments of its own, that average "
         "their gradients (DD-PPO). Environments: gymnasium's with numbered actions that observe "
         "numbers or images.",
-        "all ranks learn, with --collectors K every (K + 1)-th of them",
+        "all ranks learn; with --collectors K the first do, one in K + 1, and the rest collect",
     ),
     "impala": Recipe(
         ImpalaConfig,

@@ -34,13 +34,21 @@ from .training import (
     Start,
     choose_device,
     my_collectors,
+    seen,
     stream_seed,
+    sum_of_losses,
     train,
 )
 
 __all__ = ["DDPPO", "DDPPOConfig", "build", "run"]
 
 _KL_MARGIN = 1.5  # as in OpenAI's Spinning Up
+_SHOWN = {
+    "train/loss": "loss_objective",
+    "train/loss_critic": "loss_critic",
+    "train/entropy": "entropy",
+    "train/clip_fraction": "clip_fraction",
+}
 
 
 class DDPPO(LossLearner):
@@ -83,18 +91,12 @@ class DDPPO(LossLearner):
             kl = self._mean_over_all(float(losses["kl_approx"]), len(minibatch))
             if config.target_kl and kl > _KL_MARGIN * config.target_kl:
                 break
-            self.step(
-                losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"],
-                config.max_grad_norm,
-            )
+            self.step(sum_of_losses(losses), config.max_grad_norm)
             steps += 1
         lag = self.collector.policy_version - rows["policy_version"].float().mean()
         self.collector.update_policy_weights_()
         return {
-            "train/loss": losses["loss_objective"].detach(),
-            "train/loss_critic": losses["loss_critic"].detach(),
-            "train/entropy": losses["entropy"].detach(),
-            "train/clip_fraction": losses["clip_fraction"].detach(),
+            **seen(losses, _SHOWN),
             "train/kl": kl,
             "train/steps_per_batch": steps,
             "train/learning_rate": share * config.learning_rate,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -67,11 +68,18 @@ class DDPPOConfig(RecipeConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        least = self.learners * self.minibatches * 4  # a cut rollout may have a quarter of its rows
+        self._check_frames(self.learners)
+
+    def _check_frames(self, learners: int) -> None:
+        """Each learner needs a row for each minibatch, also of a rollout that was cut."""
+        cut = self.preempt_fraction < 1 and learners * max(1, self.collectors) > 1
+        part = self.preempt_min_part if cut else 1.0
+        least = learners * math.ceil(self.minibatches / part)
         if self.frames_per_batch < least:
+            of_which = f", of whose rollouts {part:g} may be left" if cut else ""
             raise ConfigurationError(
                 f"--frames-per-batch: got {self.frames_per_batch}, expected at least {least} for "
-                f"{self.learners} learners and {self.minibatches} minibatches"
+                f"{learners} learners and {self.minibatches} minibatches{of_which}"
             )
 
     def roles(self, launched: int | None) -> dict[str, int]:
@@ -88,6 +96,7 @@ class DDPPOConfig(RecipeConfig):
                 f"--collectors: got {self.collectors} for each learner, expected a number that "
                 f"divides the launcher's {launched} ranks into learners with their collectors"
             )
+        self._check_frames(learners)
         return {"learner": learners, "collector": launched - learners}
 
     def check_launched(self, given: Mapping[str, Any], launched: int) -> None:

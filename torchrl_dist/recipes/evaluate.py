@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -89,25 +90,33 @@ def evaluate(
         playing.close()
 
 
-def play_rendered(act: Act, env: str, *, seed: int, render_mode: str) -> tuple[float, list]:
-    """One episode in a window (``"human"``), or kept as pictures (``"rgb_array"``).
+def play_rendered(
+    act: Act,
+    env: str,
+    *,
+    seed: int,
+    keep: Callable[[Any], None] | None = None,
+    max_steps: int = MAX_EPISODE_STEPS,
+) -> float:
+    """One episode in a window; returns its undiscounted return.
 
-    Returns:
-        Its undiscounted return, and its pictures uint8 ``[height, width, 3]``, if kept.
+    Args:
+        keep: called with each picture uint8 ``[height, width, 3]``, in place of the window.
+        max_steps: an episode that has not ended by itself ends here.
     """
-    made = make_env(env, render_mode=render_mode)
-    pictures = []
+    made = make_env(env, render_mode="human" if keep is None else "rgb_array")
     try:
         observation, _ = made.reset(seed=seed)
-        total, ended = 0.0, False
-        while not ended:
-            if render_mode == "rgb_array":
-                pictures.append(made.render())
+        total = 0.0
+        for _ in range(max_steps):
+            if keep is not None:
+                keep(made.render())
             with torch.no_grad():
                 action = act(torch.as_tensor(observation)).numpy()
             observation, reward, terminated, truncated, _ = made.step(action)
             total += float(reward)
-            ended = terminated or truncated
+            if terminated or truncated:
+                break
+        return total
     finally:
         made.close()
-    return total, pictures

@@ -24,9 +24,23 @@ from .environments import Task, for_collectors
 from .impala_config import ImpalaConfig
 from .networks import PolicySpec, ValueNetwork
 from .policies import categorical_actor, critic_of
-from .training import LossLearner, Start, choose_device, stream_seed, train
+from .training import (
+    LossLearner,
+    Start,
+    choose_device,
+    seen,
+    stream_seed,
+    sum_of_losses,
+    train,
+)
 
 __all__ = ["Impala", "ImpalaConfig", "VTrace", "build", "run", "vtrace"]
+
+_SHOWN = {
+    "train/loss": "loss_objective",
+    "train/loss_critic": "loss_critic",
+    "train/entropy": "entropy",
+}
 
 
 class VTrace(NamedTuple):
@@ -119,16 +133,11 @@ class Impala(LossLearner):
         rows["advantage"] = traced.advantage.reshape(-1, 1)
         rows["value_target"] = traced.value_target.reshape(-1, 1)
         losses = self.loss(rows)
-        self.step(
-            losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"],
-            config.max_grad_norm,
-        )
+        self.step(sum_of_losses(losses), config.max_grad_norm)
         lag = self.collector.policy_version - data["policy_version"].float().mean()
         self.collector.update_policy_weights_()
         return {
-            "train/loss": losses["loss_objective"].detach(),
-            "train/loss_critic": losses["loss_critic"].detach(),
-            "train/entropy": losses["entropy"].detach(),
+            **seen(losses, _SHOWN),
             "train/rho_mean": traced.rho.mean(),
             "train/rho_clipped": (traced.rho > config.rho_bar).float().mean(),
             "train/learning_rate": share * config.learning_rate,

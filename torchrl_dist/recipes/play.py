@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -40,7 +41,8 @@ def play(
     """
     if render and video is not None:
         raise ConfigurationError("--render and --video: expected one of them")
-    writer = None if video is None else _video_writer()
+    if video is not None:
+        _require_video_writer()
     path = Path(path)
     if path.is_dir():
         path = path / "checkpoint.pt"
@@ -58,15 +60,12 @@ def play(
 
     env, act = policy.env, network.greedy
     try:
-        if render or writer is not None:
-            mode = "human" if render else "rgb_array"
-            shown = [
-                play_rendered(act, env, seed=seed + episode, render_mode=mode)
-                for episode in range(episodes)
-            ]
-            returns = [total for total, _ in shown]
-            if writer is not None:
-                writer(video, [picture for _, pictures in shown for picture in pictures], _FPS)
+        if render or video is not None:
+            with contextlib.nullcontext() if video is None else _written(video, _FPS) as keep:
+                returns = [
+                    play_rendered(act, env, seed=seed + episode, keep=keep)
+                    for episode in range(episodes)
+                ]
         else:
             returns = evaluate(act, env, episodes=episodes, seed=seed)
     except gymnasium.error.Error as error:
@@ -84,22 +83,38 @@ def play(
     }
 
 
-def _video_writer() -> Callable[[Any, list, int], None]:
+def _require_video_writer() -> None:
     try:
-        import imageio.v3 as imageio
+        import imageio.v2  # noqa: F401
         import imageio_ffmpeg  # noqa: F401
     except ImportError as error:
         raise ConfigurationError(
             "--video needs a package that is not installed: pip install 'torchrl-dist[video]'"
         ) from error
 
-    def write(path: Any, pictures: list, fps: int) -> None:
+
+@contextlib.contextmanager
+def _written(path: str | os.PathLike[str], fps: int) -> Iterator[Callable[[Any], None]]:
+    """Gives a function that appends a picture to the video: all at once would not fit in memory."""
+    import imageio.v2 as imageio
+
+    @contextlib.contextmanager
+    def explained() -> Iterator[None]:
         try:
-            # Players want even sizes and 4:2:0; every codec has blocks of 2 x 2.
-            even = [picture[: picture.shape[0] // 2 * 2, : picture.shape[1] // 2 * 2]
-                    for picture in pictures]  # fmt: skip
-            imageio.imwrite(path, even, fps=fps, macro_block_size=2)
+            yield
         except (OSError, ValueError) as error:
             raise ConfigurationError(f"--video: cannot write {path} ({error})") from error
 
-    return write
+    def append(picture: Any) -> None:
+        # Players want even sizes and 4:2:0; every codec has blocks of 2 x 2.
+        even = picture[: picture.shape[0] // 2 * 2, : picture.shape[1] // 2 * 2]
+        with explained():
+            film.append_data(even)
+
+    with explained():
+        film = imageio.get_writer(Path(path), fps=fps, macro_block_size=2)
+    try:
+        yield append
+    finally:
+        with explained():
+            film.close()

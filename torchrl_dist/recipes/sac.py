@@ -9,6 +9,7 @@ Environments: gymnasium's with flat Box observations and bounded continuous acti
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,11 +27,9 @@ from .networks import PolicySpec, layers
 from .policies import action_values_of, squashed_gaussian_actor
 from .sac_config import SACConfig
 from .shared_rows import remarks_on_resume, shared_buffer
-from .training import LossLearner, Start, choose_device, stream_seed, train
+from .training import LossLearner, Start, choose_device, my_collectors, stream_seed, train
 
 __all__ = ["SAC", "SACConfig", "build", "rows", "run"]
-
-_BATCHES_OFF = 2  # of frames, by which learner and collectors may be apart before one waits
 
 
 class ActionValue(nn.Sequential):
@@ -60,6 +59,34 @@ def rows(rollout: TensorDictBase) -> TensorDictBase:
     for key in ("observation", ("next", "observation"), ("next", "reward")):
         kept.set(key, kept.get(key).to(torch.float32))
     return kept
+
+
+def frames_of_a_batch(config: SACConfig, workers: int) -> int:
+    """As many as ``workers`` bring: the collector rounds their steps up, to at least one of each
+    environment."""
+    steps = math.ceil(math.ceil(config.frames_per_batch / workers) / config.envs_per_collector)
+    return steps * config.envs_per_collector * workers
+
+
+def target_entropy(task: Task) -> float:
+    """-1 for each dimension of actions that were scaled to -1 .. 1 (Haarnoja et al. 2018,
+    arXiv:1812.05905, appendix D), in the environment's own units, which the policy's density is of:
+    where the bounds are narrower, no policy reaches -1."""
+    bounds = zip(task.action_low, task.action_high, strict=True)
+    return sum(math.log((high - low) / 2) - 1.0 for low, high in bounds)
+
+
+def limiter_of(config: SACConfig, workers: int) -> RateLimiter:
+    """Learner and collectors may be apart by all batches that are under way, and one: were a batch
+    more than the limiter lets in, both would wait, for its end and for updates."""
+    samples_per_insert = config.batch_size * config.updates_per_frame
+    frames = max(config.frames_per_batch, frames_of_a_batch(config, workers))
+    batches = config.max_policy_lag + 2
+    return RateLimiter(
+        min_size_to_sample=config.learning_starts,
+        samples_per_insert=samples_per_insert,
+        error_buffer=max(config.batch_size, batches * frames * samples_per_insert),
+    )
 
 
 class SAC(LossLearner):
@@ -138,17 +165,10 @@ def build(config: SACConfig, task: Task, policy: PolicySpec, session: Session, s
         values,
         num_qvalue_nets=2,
         loss_function="l2",
-        target_entropy=-float(len(task.action_low)),
+        target_entropy=target_entropy(task),
     ).to(device)
     loss.make_value_estimator(gamma=config.gamma)
-    samples_per_insert = config.batch_size * config.updates_per_frame
-    limiter = RateLimiter(
-        min_size_to_sample=config.learning_starts,
-        samples_per_insert=samples_per_insert,
-        error_buffer=max(
-            config.batch_size, _BATCHES_OFF * config.frames_per_batch * samples_per_insert
-        ),
-    )
+    limiter = limiter_of(config, len(my_collectors(session)))
     buffer = shared_buffer(config, session, start, batch_size=config.batch_size, limiter=limiter)
     collector = RPCBatchedCollector(
         for_collectors(config.env, config.reward_clip),

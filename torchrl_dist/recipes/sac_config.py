@@ -18,7 +18,11 @@ class SACConfig(ReplayConfig):
     title: ClassVar[str] = "SAC"
     policy_kind: ClassVar[str] = "squashed_gaussian"
     discrete: ClassVar[bool] = False
-    fixed_on_resume: ClassVar[tuple[str, ...]] = (*RecipeConfig.fixed_on_resume, "capacity")
+    fixed_on_resume: ClassVar[tuple[str, ...]] = (
+        *RecipeConfig.fixed_on_resume,
+        "capacity",
+        "reward_clip",  # rows hold what was left
+    )
 
     env: str = option(
         "Pendulum-v1", "gymnasium environment id, or package.module:function that makes one",

@@ -12,6 +12,7 @@ import random
 import signal
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDictBase
 from torch import nn
 
 from ..checkpoint import Checkpoint, load_checkpoint, rng_state, save_checkpoint, set_rng_state
@@ -41,6 +43,10 @@ from .networks import PolicySpec
 from .plots import Evaluation
 
 _FINAL = 2**20  # numbers the final evaluations apart from those during training
+_EVALUATION = 3  # a stream of seeds; collectors' and buffers' are 1 and 2
+
+# Of TorchRL's losses: buffers in their states that are no weights.
+_SETTINGS = ("entropy_coeff", "critic_coeff", "clip_epsilon", "_value_estimator.gamma")
 
 
 class Learner(ABC):
@@ -118,9 +124,27 @@ class LossLearner(Learner):
         return copy.deepcopy({"model": model, "optimizer": optimizer, "extra": {}})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.loss.load_state_dict(dict(state["model"]))
+        # A resumed run may have other settings, which were given anew, than the saved one.
+        model = {name: value for name, value in state["model"].items() if name not in _SETTINGS}
+        own = self.loss.state_dict()
+        model |= {name: own[name] for name in _SETTINGS if name in own}
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        self.loss.load_state_dict(model)
         self._optimizer.load_state_dict(dict(state["optimizer"]))
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
         self.collector.update_policy_weights_()
+
+
+def sum_of_losses(losses: TensorDictBase) -> torch.Tensor:
+    """Of an actor-critic's that are there: TorchRL leaves out some whose weight is 0."""
+    names = ("loss_objective", "loss_critic", "loss_entropy")
+    return torch.stack([losses[name] for name in names if name in losses.keys()]).sum()
+
+
+def seen(losses: TensorDictBase, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """What is there of ``losses``, without gradients; ``names``: tag -> key."""
+    return {tag: losses[key].detach() for tag, key in names.items() if key in losses.keys()}
 
 
 @dataclass(frozen=True)
@@ -165,17 +189,25 @@ Build = Callable[[Any, Task, PolicySpec, Session, Start], Learner]
 
 def stream_seed(*numbers: int) -> int:
     """A seed of its own for each tuple of numbers >= 0; in [0, 2^31)."""
-    return int(np.random.SeedSequence(list(numbers)).generate_state(1)[0]) % 2**31
+    # NumPy pads with zeros: without its length, (1, 2) would be (1, 2, 0).
+    sequence = np.random.SeedSequence([len(numbers), *numbers])
+    return int(sequence.generate_state(1)[0]) % 2**31
 
 
 def choose_device(config: RecipeConfig, session: Session) -> torch.device:
     """Where this learner computes; each learner of a machine has a GPU of its own.
+
+    With ``--device auto`` all learners compute on the CPU where there are not enough; hosts are
+    taken to have as many GPUs as this one.
 
     Raises:
         ConfigurationError: ``--device cuda``, and there is none, or not one for each.
     """
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
+    most = max(Counter(peer.host for peer in session.of_role("learner")).values())
+    if config.device == "auto" and most > torch.cuda.device_count():
+        return torch.device("cpu")  # of any host: learners that differ could not average
     index = sum(p.host == session.me.host for p in session.of_role("learner")[: session.me.index])
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         raise ConfigurationError(
@@ -206,6 +238,7 @@ def train(
         DirectoryError: the replay directory cannot be used.
         PeerLostError: all collectors of a learner are lost, or a learner is. A checkpoint has been
             written.
+        DeadlineError: a batch or a learner came later than ``timeout_s``. Likewise.
     """
     check_wandb(config.wandb)
     before = load_checkpoint(config.checkpoint_path, recipe=config.recipe) if resume else None
@@ -220,9 +253,9 @@ def train(
             with contextlib.closing(keeper):
                 try:
                     training.run(keeper)
-                except PeerLostError as error:
+                except (DeadlineError, PeerLostError) as error:
                     keeper.save()
-                    raise PeerLostError(
+                    raise type(error)(
                         f"{error}. {config.checkpoint_path} was written; --resume goes on from it"
                     ) from error
                 result = keeper.finish()
@@ -515,7 +548,7 @@ class Keeper:
 
     def _seed(self, number: int) -> int:
         """Of the environments of an evaluation."""
-        return stream_seed(self.config.seed, number)
+        return stream_seed(self.config.seed, number, 0, _EVALUATION)
 
     def _note_losses(self) -> None:
         """Say once of each collector that died that the others go on."""

@@ -1,0 +1,150 @@
+"""What the recipes' learners do alike: losses without a part, resuming, seeds, devices, ends."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from torchrl_dist import local_cluster
+from torchrl_dist.checkpoint import load_checkpoint
+from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError
+from torchrl_dist.recipes import ddppo, impala, sac, training
+from torchrl_dist.recipes.apex_config import ApexConfig
+from torchrl_dist.recipes.config import RecipeConfig, config_to_resume
+from torchrl_dist.recipes.ddppo_config import DDPPOConfig
+from torchrl_dist.recipes.environments import look_at
+from torchrl_dist.recipes.impala_config import ImpalaConfig
+from torchrl_dist.recipes.networks import PolicySpec
+from torchrl_dist.recipes.sac_config import SACConfig
+from torchrl_dist.recipes.training import Start, choose_device, stream_seed, train
+from torchrl_dist.runtime import Session
+
+SMALL: dict[str, Any] = {
+    "hidden": (8,), "frames_per_batch": 32, "envs_per_collector": 2, "total_frames": 320,
+    "device": "cpu",
+}  # fmt: skip
+BUILDS: dict[type, Any] = {
+    DDPPOConfig: ddppo.build, ImpalaConfig: impala.build, SACConfig: sac.build
+}  # fmt: skip
+
+
+def a_learner(config: Any, session: Session, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    task = look_at(config.env, discrete=config.discrete)
+    policy = PolicySpec.of(task, config.policy_kind, config.hidden)
+    return BUILDS[type(config)](config, task, policy, session, Start())
+
+
+@pytest.mark.parametrize("zero", ["entropy_coef", "critic_coef"])
+@pytest.mark.parametrize("kind", [DDPPOConfig, ImpalaConfig])
+def test_a_loss_without_a_part_is_learned_from(kind: type, zero: str) -> None:
+    alone = {"learners": 1} if kind is DDPPOConfig else {}
+    with local_cluster({"learner": 1}) as session:
+        learner = a_learner(kind(**SMALL, **alone, **{zero: 0.0}), session)
+        before = [p.clone() for p in learner.network.parameters()]
+        metrics = learner.learn(next(iter(learner.collector)), 32)
+        learner.close()
+    assert learner.updates >= 1 and "train/loss" in metrics
+    assert any(
+        not torch.equal(a, b) for a, b in zip(before, learner.network.parameters(), strict=True)
+    )
+
+
+OTHERS: dict[type, dict[str, float]] = {
+    DDPPOConfig: {"entropy_coef": 0.3, "critic_coef": 0.0},
+    ImpalaConfig: {"entropy_coef": 0.3, "critic_coef": 0.7},
+    SACConfig: {"gamma": 0.5},
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_resumed_learner_has_the_settings_it_was_given(kind: type, tmp_path: Path) -> None:
+    alone: dict[str, Any] = {"learners": 1} if kind is DDPPOConfig else {}
+    with local_cluster({"learner": 1}) as session:
+        first = a_learner(kind(**SMALL, **alone, output_dir=str(tmp_path / "a")), session)
+        if kind is SACConfig:
+            first.loss.log_alpha.data.fill_(0.25)
+        saved = first.state_dict()
+        first.close()
+        config = kind(
+            **SMALL, **alone, **OTHERS[kind], learning_rate=0.0625, output_dir=str(tmp_path / "b")
+        )
+        second = a_learner(config, session, seed=1)
+        own = second.state_dict()["model"]
+        second.load_state_dict(saved)
+        loaded = second.state_dict()["model"]
+        rates = {group["lr"] for group in second._optimizer.param_groups}
+        second.close()
+    assert rates == {0.0625}
+    assert loaded.keys() == own.keys()
+    for name, value in loaded.items():
+        setting = name in training._SETTINGS
+        torch.testing.assert_close(value, own[name] if setting else saved["model"][name])
+    if kind is SACConfig:
+        assert float(loaded["log_alpha"]) == 0.25
+        assert float(loaded["_value_estimator.gamma"]) == 0.5
+    else:
+        assert float(loaded["entropy_coeff"]) == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("kind", [DeadlineError, PeerLostError])
+def test_a_run_that_fails_of_others_keeps_what_was_learned(
+    kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ImpalaConfig(**SMALL, output_dir=str(tmp_path), checkpoint_interval_s=3600.0)
+
+    def fails_at_the_second(config: Any, task: Any, policy: Any, session: Any, start: Any) -> Any:
+        learner = impala.build(config, task, policy, session, start)
+        learn, turns = learner.learn, itertools.count()
+
+        def learn_once(data: Any, frames: int) -> dict[str, Any]:
+            if next(turns):
+                raise kind("late")
+            return learn(data, frames)
+
+        learner.learn = learn_once
+        return learner
+
+    with local_cluster({"learner": 1}) as session, pytest.raises(kind, match="late.*was written"):
+        train(fails_at_the_second, config, session)
+    assert load_checkpoint(config.checkpoint_path).counters["updates"] == 1
+
+
+@pytest.mark.parametrize("kind", [ApexConfig, SACConfig])
+def test_clipped_rewards_on_disk_stay_clipped(
+    kind: type[RecipeConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = SimpleNamespace(config=kind(reward_clip=1.0).as_plain())
+    monkeypatch.setattr("torchrl_dist.checkpoint.load_checkpoint", lambda path, recipe: saved)
+    with pytest.raises(ConfigurationError, match="--reward-clip: got 0.0, .* has 1.0"):
+        config_to_resume(kind, Path("x"), {"reward_clip": 0.0})
+    assert config_to_resume(kind, Path("x"), {"gamma": 0.99}).reward_clip == 1.0
+
+
+def test_tuples_that_begin_alike_have_seeds_of_their_own() -> None:
+    tuples = [(5,), (5, 0), (5, 0, 0), (5, 0, 0, 0), (5, 0, 0, 1), (5, 0, 0, 3), (0, 5)]
+    assert len({stream_seed(*numbers) for numbers in tuples}) == len(tuples)
+
+
+def test_all_learners_use_the_cpu_where_gpus_do_not_suffice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+
+    def devices(device: str, *hosts: str) -> list[str]:
+        peers = [SimpleNamespace(host=h, index=i, name=f"learner{i}") for i, h in enumerate(hosts)]
+        config = DDPPOConfig(device=device)
+        sessions = [SimpleNamespace(me=me, of_role=lambda role: peers) for me in peers]
+        return [str(choose_device(config, session)) for session in sessions]  # type: ignore
+
+    assert devices("auto", "a", "a", "b") == ["cuda:0", "cuda:1", "cuda:0"]
+    assert devices("auto", "a", "a", "a", "b") == ["cpu"] * 4
+    with pytest.raises(ConfigurationError, match="--device cuda: learner2 needs GPU 2 of a"):
+        devices("cuda", "a", "a", "a", "b")
