@@ -101,6 +101,12 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     ]
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Show a failure when it happens: a run that is cut short comes to no summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\n{report.nodeid} ({report.when})\n{report.longreprtext[-2000:]}", flush=True)
+
+
 @contextlib.contextmanager
 def unmarked() -> Iterator[None]:
     """What is started in here outlives the test."""
