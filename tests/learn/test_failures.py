@@ -82,7 +82,9 @@ def test_a_paused_learner_pauses_the_others_and_is_named_after_the_deadline(
     kind, text, seconds = one_rank_is_late()
     pid = session.pid_of(paused)
     assert kind == "DeadlineError" and seconds > 3.5
-    assert text.startswith(f"rank 2 (pid {pid} on {HOST}), stopped did not come to a call")
+    # a busy machine's other rank may notice later than is waited for, and is named after it
+    assert text.startswith(f"rank 2 (pid {pid} on {HOST}), stopped"), text
+    assert "did not come to a call" in text
     kind, text, _ = futures[0].result(20)
     assert kind == "DeadlineError" and text.startswith(f"rank 2 (pid {pid} on")
     os.kill(pid, signal.SIGCONT)

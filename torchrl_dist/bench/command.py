@@ -96,26 +96,53 @@ def above_zero(kind: type) -> Callable[[str], Any]:
     return parse
 
 
+class _Held:
+    """Between :meth:`begin` and :meth:`end` SIGINT and SIGTERM are noted; the end brings them.
+
+    Blocking them would not do: where the process has other threads, one of those takes the signal,
+    and Python raises in the main thread all the same.
+    """
+
+    def __init__(self) -> None:
+        self._handlers: dict[int, Any] = {}
+        self._noted: set[int] = set()
+
+    def begin(self) -> None:
+        if threading.current_thread() is threading.main_thread():  # nothing is raised in others
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._handlers[number] = signal.signal(number, self._note)
+
+    def end(self) -> None:
+        """Idempotent; raises what came meanwhile."""
+        while self._handlers:
+            signal.signal(*self._handlers.popitem())
+        while self._noted:
+            signal.raise_signal(self._noted.pop())
+
+    def _note(self, number: int, _: Any) -> None:
+        self._noted.add(number)
+
+
 @contextlib.contextmanager
 def folder_in(parent: Path) -> Iterator[Path]:
     """A folder for one measurement, removed afterwards, also if Ctrl-C comes in this function.
 
     Its name is short: Ray adds 63 characters, and a socket's path may have 107.
     """
-    stops = {signal.SIGINT, signal.SIGTERM}
+    held = _Held()
     try:
-        signal.pthread_sigmask(signal.SIG_BLOCK, stops)
+        held.begin()
         folder = Path(tempfile.mkdtemp(prefix=f"torchrl-bench-{os.getpid()}-", dir=parent))
         try:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, stops)  # what came meanwhile raises here
+            held.end()
             yield folder
         finally:
             try:
-                signal.pthread_sigmask(signal.SIG_BLOCK, stops)
+                held.begin()
             finally:
                 _remove(folder)
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, stops)
+        held.end()
 
 
 def _remove(folder: Path) -> None:

@@ -454,6 +454,7 @@ class Ranks:
         if gone or not late:
             names = ", ".join(map(str, gone or absent))
             return PeerLostError(f"{names} died or left before {what}")
+        states.sort(key=lambda each: each[1] != "stopped")  # what keeps all of them first
         names = ", ".join(f"{who}{self._place(who, state)}" for who, state in states)
         return DeadlineError(
             f"{names} did not come to {what} within {self.timeout_s:g} s; the others wait there"
