@@ -24,11 +24,14 @@ from .apex_actor import EpsilonGreedy, RowsWithPriority, actor_epsilons
 from .apex_config import ApexConfig
 from .dqn_learner import DQNLearner
 from .environments import Task, for_collectors
+from .feed import Feed
 from .networks import PolicySpec, QNetwork
 from .shared_rows import remarks_on_resume, shared_buffer, stale_priorities
 from .training import Learner, Start, choose_device, my_collectors, stream_seed, train
 
 __all__ = ["Apex", "ApexConfig", "build", "run"]
+
+_FOR_PRIORITIES = ("index", "index_generation", "td_error")
 
 
 class Apex(Learner):
@@ -61,6 +64,7 @@ class Apex(Learner):
         self._has_enough = False
         self._generator = torch.Generator().manual_seed(seed)
         buffer.set_rng(self._generator)
+        self._feed = Feed(buffer.sample, device)
 
     def learn(self, data: CollectReport, frames: int) -> dict[str, Any]:
         """``updates_per_batch`` gradient steps, once there are ``learning_starts`` rows."""
@@ -81,10 +85,13 @@ class Apex(Learner):
         self.dqn.set_learning_rate(
             config.learning_rate + share * (config.learning_rate_end - config.learning_rate)
         )
-        for _ in range(config.updates_per_batch):
-            batch = buffer.sample().to(self.device)
+        for left in reversed(range(config.updates_per_batch)):
+            batch = self._feed.take()
+            assert batch is not None  # a buffer gives one, or raises
             loss = self.dqn.update(batch)
-            buffer.update_tensordict_priority(batch.cpu())
+            if left:
+                self._feed.prepare()
+            buffer.update_tensordict_priority(batch.select(*_FOR_PRIORITIES).cpu())
             self.updates += 1
             if self.session.stop_requested and self.ranks.size == 1:  # several stop together
                 break

@@ -26,6 +26,7 @@ from ..learn.ranks import Ranks
 from ..runtime import Session
 from .ddppo_config import DDPPOConfig
 from .environments import Task, for_collectors
+from .feed import moved
 from .networks import PolicySpec, ValueNetwork
 from .policies import categorical_actor, critic_of
 from .preempt_all import PreemptAll, tally_of_all
@@ -84,7 +85,7 @@ class DDPPO(LossLearner):
         self._frames = frames
         self.set_learning_rate(share * config.learning_rate)
         self.loss.clip_epsilon.fill_(max(share * config.clip, 1e-8))
-        rows = self._rows(data.to(self.device))
+        rows = self._rows(moved(data, self.device))
         kl, steps = 0.0, 0
         for minibatch in self._minibatches(rows):
             losses = self.loss(minibatch)

@@ -21,6 +21,7 @@ from ..collect import FirstReady, RPCBatchedCollector
 from ..learn.ranks import Ranks
 from ..runtime import Session
 from .environments import Task, for_collectors
+from .feed import moved
 from .impala_config import ImpalaConfig
 from .networks import PolicySpec, ValueNetwork
 from .policies import categorical_actor, critic_of
@@ -120,7 +121,7 @@ class Impala(LossLearner):
         share = 1 - self._frames / config.total_frames if config.anneal else 1.0
         self._frames = frames
         self.set_learning_rate(share * config.learning_rate)
-        data = data.to(self.device)
+        data = moved(data, self.device)
         traced = vtrace(
             data,
             self.actor,

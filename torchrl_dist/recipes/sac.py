@@ -23,6 +23,7 @@ from ..learn.ranks import Ranks
 from ..replay import RateLimiter, SharedReplayBuffer
 from ..runtime import Session
 from .environments import Task, for_collectors
+from .feed import Feed
 from .networks import PolicySpec, layers
 from .policies import action_values_of, squashed_gaussian_actor
 from .sac_config import SACConfig
@@ -111,12 +112,14 @@ class SAC(LossLearner):
         self.device = device
         self.ranks = Ranks(timeout_s=config.timeout_s)
         self._target = SoftUpdate(loss, tau=config.target_tau)
+        self._feed = Feed(self._draw, device)
 
     def learn(self, data: CollectReport, frames: int) -> dict[str, Any]:
         """As many gradient steps as the limiter allows after these frames."""
         losses = None
-        while self.buffer.can_sample() and not self.session.stop_requested:
-            losses = self._update(self.buffer.sample().to(self.device))
+        while (batch := self._feed.take()) is not None:
+            losses = self._update(batch)
+            self._feed.prepare()
         if losses is None:
             return {}
         self.collector.update_policy_weights_()
@@ -127,6 +130,10 @@ class SAC(LossLearner):
             "train/alpha": losses["alpha"].detach(),
             "train/replay_ratio": self.updates * self.config.batch_size / frames,
         }
+
+    def _draw(self) -> TensorDictBase | None:
+        go_on = self.buffer.can_sample() and not self.session.stop_requested
+        return self.buffer.sample() if go_on else None
 
     def _update(self, batch: TensorDictBase) -> TensorDictBase:
         losses = self.loss(batch)

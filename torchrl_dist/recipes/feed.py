@@ -1,0 +1,68 @@
+"""Batches on their way from the replay buffer, or the collectors, to the device that learns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from tensordict import TensorDictBase
+
+
+class Feed:
+    """Hands out what ``draw`` gives, on ``device``.
+
+    On a GPU the next batch is drawn, pinned and copied while the last update's kernels run: its
+    learner calls :meth:`prepare` once it has enqueued them, and only then what waits for them, such
+    as new priorities. Those are one batch late then. Elsewhere an update ends before anything else
+    could begin, and each batch is drawn when it is asked for.
+
+    Args:
+        draw: a batch in host memory, or None if there is none to learn from now. Each that it gave
+            is handed out.
+        ahead: whether :meth:`prepare` draws; by default on a GPU.
+    """
+
+    def __init__(
+        self,
+        draw: Callable[[], TensorDictBase | None],
+        device: torch.device,
+        *,
+        ahead: bool | None = None,
+    ) -> None:
+        self._draw = draw
+        self._device = device
+        self._ahead = device.type == "cuda" if ahead is None else ahead
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._next: TensorDictBase | None = None
+
+    def prepare(self) -> None:
+        """Draw the next batch and begin its copy, if there is one and it is of use."""
+        if self._ahead and self._next is None:
+            self._next = self._drawn()
+
+    def take(self) -> TensorDictBase | None:
+        """The next batch, for the current stream; None if there is none now."""
+        batch, self._next = self._next, None
+        if batch is None:
+            batch = self._drawn()
+        if batch is not None and self._stream is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(self._stream)
+            for leaf in batch.values(True, True):  # not freed before this stream has read them
+                leaf.record_stream(current)
+        return batch
+
+    def _drawn(self) -> TensorDictBase | None:
+        batch = self._draw()
+        if batch is None:
+            return None
+        with torch.cuda.stream(self._stream):  # of None: does nothing
+            return moved(batch, self._device)
+
+
+def moved(data: TensorDictBase, device: torch.device) -> TensorDictBase:
+    """``data`` on ``device``; onto a GPU the current stream copies it, from pinned memory, and the
+    caller goes on meanwhile."""
+    if device.type != "cuda":
+        return data.to(device)
+    return data.pin_memory(num_threads=0).to(device, non_blocking=True)
