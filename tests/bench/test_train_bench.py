@@ -209,11 +209,12 @@ def test_torchrls_dqn_learns_what_ours_does(both) -> None:
     assert len(epsilons) == 32 and epsilons[0] == pytest.approx(ours.config.epsilon)
     drawn = data.select(*train_torchrl._TRANSITION, "steps_to_next_obs").reshape(-1)[:64]
     drawn["td_error"] = torch.rand(64, 1)
+    ours.buffer.extend(drawn)
     drawn["priority_weight"] = torch.rand(64)
-    ours.buffer.extend(drawn.exclude("priority_weight"))
+    drawn["index"] = drawn["index_generation"] = torch.arange(64)
     priorities: dict[Any, list[torch.Tensor]] = {ours: [], theirs: []}
+    ours._feed._draw = theirs.buffer.sample = drawn.clone
     for learner, told in priorities.items():
-        learner.buffer.sample = drawn.clone
         learner.buffer.update_tensordict_priority = lambda rows, told=told: told.append(
             rows["td_error"]
         )
