@@ -5,8 +5,9 @@
         ...                                  # runs in each of the four ranks; asserts count there
 
 or, for jobs that are meant to fail, ``run_job(body, nproc=2, max_restarts=1)`` and look at its
-result. No port is chosen by anybody: torchrun rendezvouses on a free one. A job that outlives
-``timeout_s`` or leaves a process behind is a failure.
+result. No port is chosen by anybody: torchrun rendezvouses on a free one; whoever must name one
+asks :func:`reserved_port`. A job that outlives ``timeout_s`` or leaves a process behind is a
+failure.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import inspect
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -151,6 +153,20 @@ def end_marked(
             continue
     psutil.wait_procs(alive, timeout=5)
     return names
+
+
+def reserved_port() -> int:
+    """A port that is given to nobody who asks for any, for a minute.
+
+    A connection that was closed here waits on it meanwhile; a server that names it, as torch's
+    store does, may listen (it reuses addresses).
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            server.accept()[0].close()  # before the client does: so it is this end that waits
+            client.recv(1)
+    return port
 
 
 def _process(pid: int) -> psutil.Process | None:

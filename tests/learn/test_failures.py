@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from tests.learn.losses import make_batch, make_loss
 from tests.learn.ranks import LearningRanks
-from tests.spawn import run_job
+from tests.spawn import reserved_port, run_job
 from torchrl_dist import DistributedLoss, session
 from torchrl_dist.learn import Ranks
 
@@ -298,9 +298,7 @@ with session({"learner": -1}, timeout_s=30, process_group="gloo") as me:
 
 
 def test_slurm_tasks_learn_together() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = reserved_port()
     job = {
         "SLURM_NTASKS": "2",
         "SLURM_NODEID": "0",

@@ -12,13 +12,14 @@ import os
 import signal
 import socket
 import time
+import traceback
 from itertools import product
 from pathlib import Path
 
 import torch.distributed as dist
 
 from tests.learn.losses import make_batch, make_loss
-from tests.spawn import run_job
+from tests.spawn import reserved_port, run_job
 from torchrl_dist import DistributedLoss, session
 
 TIMEOUT_S = 6.0
@@ -31,9 +32,12 @@ def in_a_rank(folder: str, ports: list[int]) -> None:
     for number, case in enumerate(CASES):
         child = os.fork()
         if not child:
-            with contextlib.suppress(BaseException):
+            try:
                 run_case(*case, number, ports[number], rank, Path(folder))
-            os._exit(0)
+            except BaseException:
+                print(case, traceback.format_exc(), flush=True)
+            finally:
+                os._exit(0)
         children.append((child, case))
     give_up = time.monotonic() + 60
     for child, (launcher, name, whom) in children:
@@ -86,16 +90,14 @@ def run_case(
 
 
 def test_a_killed_or_stopped_rank_is_named_under_each_launcher(tmp_path: Path) -> None:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in CASES]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        ports = [probe.getsockname()[1] for probe in probes]
+    ports = [reserved_port() for _ in CASES]
     job = run_job(in_a_rank, {"folder": str(tmp_path), "ports": ports}, nproc=2, timeout_s=100)
     assert job.returncode == 0, job
     for launcher, name, whom in CASES:
         case = f"{launcher} {name} {whom}"
-        kind, text, seconds, pid = json.loads((tmp_path / f"{case}.json").read_text())
+        told = tmp_path / f"{case}.json"
+        assert told.exists(), f"{case}: nobody told how it ended\n{job}"
+        kind, text, seconds, pid = json.loads(told.read_text())
         expected = "PeerLostError" if name == "SIGKILL" else "DeadlineError"
         assert kind == expected, (case, kind, text)
         assert f"rank {whom} (pid {pid} on {socket.gethostname()})" in text, (case, text)

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.replay.faults import kill_self, rows_of, run_forked
-from tests.spawn import run_job
+from tests.spawn import reserved_port, run_job
 from torchrl_dist.cli import main
 from torchrl_dist.errors import DeadlineError
 from torchrl_dist.ops import doctor
@@ -373,9 +373,7 @@ def test_ranks_of_torchrun_are_measured_and_only_rank_0_prints() -> None:
 
 
 def test_a_rank_that_waits_alone_says_who_is_missing() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = reserved_port()
     alone = {
         "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -11,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
+from tests.spawn import reserved_port
 from torchrl_dist.errors import DeadlineError
 from torchrl_dist.runtime.rendezvous import _Exchange, _launcher_store, launcher_store
 from torchrl_dist.runtime.world import World
@@ -64,9 +64,7 @@ def slurm_rank(rank: int, job: str, port: int, hosts: tuple[str, ...]) -> World:
 
 @pytest.mark.timeout(60)
 def test_rank_0_is_found_where_it_is_and_another_jobs_store_is_not_taken_for_it() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = reserved_port()
     # A job of one node listens on its own address only; 127.0.0.1 to 3 stand for three hosts.
     stranger = replace(slurm_rank(0, "1.0", port, ("127.0.0.1",)), local_world_size=2)
     launcher_store(stranger, 10)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 from tests.runtime.helpers import Counter, listening_addresses
-from tests.spawn import run_job, spawn
+from tests.spawn import reserved_port, run_job, spawn
 from torchrl_dist.errors import ConfigurationError, PeerLostError
 from torchrl_dist.replay import SharedMemmapStorage
 from torchrl_dist.runtime import session
@@ -172,9 +171,7 @@ with session({"learner": 1, "collector": -1}, timeout_s=30) as me:
 
 
 def start_slurm_tasks(argument: str) -> list[subprocess.Popen]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = reserved_port()
     tasks = []
     for rank in range(2):
         env = {
