@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import shutil
@@ -480,6 +481,35 @@ def test_the_directory_is_removed_by_the_last_close_unless_kept(folder: Path, ma
     assert folder.exists()
     again = make_buffer(8)
     assert len(again) == 3
+
+
+def test_a_closed_buffer_holds_no_memory_once_it_is_dropped(folder: Path) -> None:
+    """Also where nobody searches for garbage: a sweep makes one large buffer after another."""
+
+    def held() -> tuple[int, int]:
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        return len(os.listdir("/proc/self/fd")), sum(folder.name in line for line in maps)
+
+    def use() -> None:
+        storage = SharedMemmapStorage(64, scratch_dir=folder)
+        sampler = SharedPrioritizedSampler(64, alpha=0.6, beta=0.4)
+        rb = SharedReplayBuffer(storage=storage, sampler=sampler, batch_size=8)
+        rb.extend(make_rows(range(80)))
+        for _ in range(3):
+            batch = rb.sample()
+        rb.update_tensordict_priority(batch)
+        rb.storage.close()
+
+    gc.collect()
+    gc.disable()
+    try:
+        use()  # what stays with the process
+        before = held()
+        assert before[1] == 0
+        use()
+        assert held() == before
+    finally:
+        gc.enable()
 
 
 def test_another_jobs_rows_are_refused_unless_resumed(folder: Path) -> None:

@@ -219,38 +219,6 @@ def _starter_of(job_id: str) -> str | None:
     return None
 
 
-class _Guard:
-    """What :meth:`ReplayDirectory.lock` returns."""
-
-    def __init__(self, directory: ReplayDirectory) -> None:
-        self._directory = directory
-
-    def __enter__(self) -> None:
-        directory = self._directory
-        if directory._pid != os.getpid():
-            directory._join_after_fork()
-        fair_lock = directory._fair_lock
-        fair_lock.check_entry()
-        try:
-            fair_lock.__enter__()  # which looks again whether it was closed, after the wait
-            if directory.words[Word.DIRTY]:
-                directory._repair(directory)
-            fair_lock.inside = sys._getframe(1)
-        except BaseException:
-            fair_lock.leave_if_inside()
-            raise
-
-    def __exit__(self, *raised: object) -> None:
-        # An interrupt that Python delivers on entering this very function cannot be helped: the
-        # lock is then free with this thread's next use of the directory, or the process's end.
-        fair_lock = self._directory._fair_lock
-        try:
-            fair_lock.__exit__(None, None, None)
-        except BaseException:
-            fair_lock.leave_if_inside()
-            raise
-
-
 class ReplayDirectory:
     """This process's view of a replay directory. Get one with :func:`open_directory`.
 
@@ -282,7 +250,6 @@ class ReplayDirectory:
         self._pid = os.getpid()
         self._opened_at = time.monotonic()
         self._closing = False
-        self._guard = _Guard(self)
         self._rows: RowSpec | None = None
         self._tensors: list[torch.Tensor] = []
         self._arrays: list[np.ndarray] = []
@@ -291,7 +258,7 @@ class ReplayDirectory:
 
     # --- lock --------------------------------------------------------------------------------
 
-    def lock(self) -> _Guard:
+    def lock(self) -> contextlib.AbstractContextManager[None]:
         """Exclusive use of the shared state, with the state repaired if its holder was killed.
 
         A context manager; not to be entered again inside. Changes belong between :meth:`begin`
@@ -301,7 +268,31 @@ class ReplayDirectory:
             DeadlineError: on entry, after ``timeout_s``, naming the holder.
             DirectoryError: on entry, if the directory was closed.
         """
-        return self._guard
+        return self
+
+    def __enter__(self) -> None:
+        if self._pid != os.getpid():
+            self._join_after_fork()
+        fair_lock = self._fair_lock
+        fair_lock.check_entry()
+        try:
+            fair_lock.__enter__()  # which looks again whether it was closed, after the wait
+            if self.words[Word.DIRTY]:
+                self._repair(self)
+            fair_lock.inside = sys._getframe(1)
+        except BaseException:
+            fair_lock.leave_if_inside()
+            raise
+
+    def __exit__(self, *raised: object) -> None:
+        # An interrupt that Python delivers on entering this very function cannot be helped: the
+        # lock is then free with this thread's next use of the directory, or the process's end.
+        fair_lock = self._fair_lock
+        try:
+            fair_lock.__exit__(None, None, None)
+        except BaseException:
+            fair_lock.leave_if_inside()
+            raise
 
     def check_entry(self) -> None:
         """To be called before this thread waits for a lock that others hold while they wait for
@@ -438,11 +429,14 @@ class ReplayDirectory:
     def _threads_that_write(self) -> set[int]:
         """Of this process. What was interrupted for good is none."""
         tops = sys._current_frames()
-        return {
-            held.thread
-            for held in list(self._held.values())
-            if is_on_stack(held.frame, tops.get(held.thread))
-        }
+        try:
+            return {
+                held.thread
+                for held in list(self._held.values())
+                if is_on_stack(held.frame, tops.get(held.thread))
+            }
+        finally:
+            tops.clear()  # this frame is among them, and would keep all of them
 
     # --- scalars -----------------------------------------------------------------------------
 
