@@ -326,6 +326,29 @@ def test_no_file_descriptor_is_left(fork_server):
     assert count() <= before
 
 
+def test_a_process_group_ends_with_its_session(fork_server):
+    """Its threads and sockets, also where nobody searches for garbage."""
+
+    def use() -> tuple[int, int]:
+        with local_cluster(
+            {"learner": 2}, timeout_s=60, process_group="gloo", fork_server=fork_server
+        ) as me:
+            assert me.process_group is torch.distributed.group.WORLD
+        assert me.process_group is None
+        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+    gc.collect()
+    gc.disable()
+    try:
+        first = use()
+        deadline = time.monotonic() + 20  # threads end when they notice
+        while (now := use()) > first and time.monotonic() < deadline:
+            pass
+        assert now <= first
+    finally:
+        gc.enable()
+
+
 def test_an_exception_in_the_caller_ends_the_children_quickly(fork_server):
     with pytest.raises(ZeroDivisionError):
         with local_cluster(ROLES, timeout_s=20, fork_server=fork_server) as me:

@@ -697,13 +697,17 @@ class Session:
             if self._transport is not None:
                 steps.callback(self._transport.close)
             if self.process_group is not None:
-                steps.callback(dist.destroy_process_group)
+                steps.callback(self._destroy_group)
             steps.callback(self._run_callbacks, self._at_end, clean)
             if self._beats is not None:  # it must not send while the transport closes
                 steps.callback(self._beats.join, _GOODBYE_S)
         for rank, futures in self._in_flight.items():
             for future in list(futures):
                 self._settle(rank, future, error=self._lost_error(self.peers[rank]))
+
+    def _destroy_group(self) -> None:
+        self.process_group = None  # its threads and sockets go with the last reference to it
+        dist.destroy_process_group()
 
 
 @contextlib.contextmanager
