@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import sys
 import uuid
 from collections.abc import Iterator
@@ -32,6 +33,13 @@ if _CHILDREN not in sys.path:
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, [_CHILDREN, os.environ.get("PYTHONPATH")])
     )
+# Started with & by a script, or under nohup, a process ignores these, and so would what tests start.
+for _number, _handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 # A process that runs tests collects its garbage as a user's does, also where pytest has started it.
 gc.set_threshold(700)
 

@@ -122,12 +122,28 @@ def hosts(folder: Path) -> Iterator[list[HeldHost]]:  # noqa: F811
         held.host.close()
 
 
+_CONNECTED: list[ReplayClient] = []
+
+
+@pytest.fixture(autouse=True)
+def clients_end() -> Iterator[None]:
+    """What no test waits for: the threads that send for its clients."""
+    yield
+    for client in _CONNECTED:
+        for link in client.links:
+            link._host.lose()  # type: ignore[attr-defined]
+        with warnings.catch_warnings(), contextlib.suppress(PeerLostError):
+            warnings.simplefilter("ignore")
+            client.close()
+    _CONNECTED.clear()
+
+
 def connect(hosts: list[HeldHost], min_shards: int = 1, timeout_s: float = 5.0) -> ReplayClient:
     links = [
         RemoteLink(held, timeout_s=timeout_s, max_queued_bytes=2**20, merged_rows=CAPACITY // 8)  # type: ignore[arg-type]
         for held in hosts
     ]
-    return ReplayClient(
+    client = ReplayClient(
         links,
         CAPACITY,
         own_shard=None,
@@ -135,6 +151,8 @@ def connect(hosts: list[HeldHost], min_shards: int = 1, timeout_s: float = 5.0) 
         min_shards=min_shards,
         timeout_s=timeout_s,
     )
+    _CONNECTED.append(client)
+    return client
 
 
 def storage_of(client: ReplayClient) -> RemoteStorage:

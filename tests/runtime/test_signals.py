@@ -89,7 +89,9 @@ def test_a_programs_own_handlers_stay():
     before = {number: signal.signal(number, handler) for number, handler in own.items()}
     before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
     read, write = os.pipe()
-    faulthandler.register(signal.SIGUSR2, os.fdopen(write, "w"))  # Python does not know of this
+    faulthandler.register(  # Python does not know of this
+        signal.SIGUSR2, os.fdopen(write, "w"), all_threads=False
+    )
     latch = Latch()
     signals = StopSignals(latch)
     signals.install()
