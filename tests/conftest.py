@@ -33,7 +33,7 @@ if _CHILDREN not in sys.path:
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, [_CHILDREN, os.environ.get("PYTHONPATH")])
     )
-# Started with & by a script, or under nohup, a process ignores these, and so would what tests start.
+# Started with & by a script, or under nohup, a process ignores these; so would what tests start.
 for _number, _handler in (
     (signal.SIGINT, signal.default_int_handler),
     (signal.SIGHUP, signal.SIG_DFL),
