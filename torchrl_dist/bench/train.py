@@ -310,6 +310,7 @@ def _plot(path: Path, results: Mapping[Case, list[Run]]) -> None:
     """A row of two panels per algorithm: returns over frames, and over seconds."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     groups: dict[tuple[str, str], list[Case]] = {}
     for case in results:
@@ -324,6 +325,7 @@ def _plot(path: Path, results: Mapping[Case, list[Run]]) -> None:
             axis.axhline(cases[0].threshold, color="black", linewidth=0.8, linestyle=":")
             axis.set(xlabel="frames" if over == "frames" else "training, s")
             axis.set(ylabel=f"return, greedy mean of {EPISODES} episodes")
+            axis.xaxis.set_major_formatter(EngFormatter(sep=""))  # 150k: the digits would meet
             axis.set_title(f"{algorithm} on {env}", fontsize=10)
             axis.grid(alpha=0.3)
         if pair[0].lines:
