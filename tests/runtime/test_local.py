@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import multiprocessing
+import operator
 import os
 import signal
 import subprocess
@@ -342,9 +343,9 @@ def test_a_process_group_ends_with_its_session(fork_server):
     try:
         first = use()
         deadline = time.monotonic() + 20  # threads end when they notice
-        while (now := use()) > first and time.monotonic() < deadline:
+        while any(map(operator.gt, now := use(), first)) and time.monotonic() < deadline:
             pass
-        assert now <= first
+        assert not any(map(operator.gt, now, first)), (first, now)
     finally:
         gc.enable()
 

@@ -227,10 +227,11 @@ class Pulse:
 def places() -> str:
     """Where the threads of this process are that collect; runs in a worker."""
     found = []
-    own = threading.get_ident()
-    for ident, frame in sys._current_frames().items():
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]  # which would keep itself and its callers
+    for frame in frames.values():
         files = {each.f_code.co_filename for each in _stack(frame)}
-        if ident != own and any("/torchrl_dist/collect/" in name for name in files):
+        if any("/torchrl_dist/collect/" in name for name in files):
             found.append(_place(frame))
     return "; ".join(found) or "none of its threads collects"
 

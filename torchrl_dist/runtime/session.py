@@ -54,7 +54,8 @@ class Session:
         me: this process.
         peers: all processes of the job in rank order, this one included.
         timeout_s: the deadline of every call that names none.
-        process_group: this role's torch.distributed group, if one was asked for.
+        process_group: this role's torch.distributed group, if one was asked for; None once the
+            session has ended.
         session_id: unique among all sessions.
 
     Example:
