@@ -260,7 +260,9 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         if not self._closed:
             close_directory(self._directory, clean=clean)
             self._closed = True
-            self._attached_entities_list = []  # so that the memory goes with the buffer
+            # so that the memory goes with the buffer
+            _torchrl.forget_drawn_ahead(self)
+            self._attached_entities_list = []
 
     def cleanup(self) -> bool:
         """TorchRL's name for :meth:`close`."""

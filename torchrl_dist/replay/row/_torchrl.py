@@ -150,6 +150,24 @@ def drop_prefetched(buffer: Any) -> None:
         buffer._clear_prefetch_queue_locked()
 
 
+def forget_drawn_ahead(storage: Storage) -> None:
+    """Drop what the buffers over a closed storage have drawn ahead.
+
+    A draw that the close cut short keeps, by its traceback, the buffer and so the rows' memory.
+    Whoever samples meanwhile, in another thread or in what a signal has interrupted, keeps its own.
+    """
+    for buffer in buffers_over(storage):
+        attributes = buffer.__dict__  # as in renew_after_fork
+        lock, queue = attributes.get("_futures_lock"), attributes.get("_prefetch_queue")
+        if not isinstance(queue, deque) or not hasattr(lock, "_is_owned") or lock._is_owned():
+            continue
+        if lock.acquire(blocking=False):
+            try:
+                queue.clear()
+            finally:
+                lock.release()
+
+
 def unchecked_tensordict(source: dict[str, Any], batch_size: torch.Size) -> TensorDict:
     """``TensorDict(source, batch_size)`` of values that are known to fit, without the checks.
 
