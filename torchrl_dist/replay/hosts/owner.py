@@ -111,7 +111,7 @@ class ReplayOwner:
 
         Warns:
             UserWarning: another process of a host's node still has the directory open; it is
-                removed when that one has closed its buffer.
+                removed when that one has closed its buffer. Not said of one that is kept.
 
         Raises:
             DeadlineError, PeerLostError: a host did not answer; the others have done it.
@@ -502,7 +502,7 @@ class _Keeper(ReplayHost):
         return super().serve(request)
 
     def release(self) -> bool:
-        """Close the directory now; whether other processes still use it. Idempotent.
+        """Close the directory now; whether it is to go, but others still use it. Idempotent.
 
         Raises:
             DeadlineError: a write did not end in time; nothing has changed, it can be tried again.
@@ -517,7 +517,8 @@ class _Keeper(ReplayHost):
         with self._releasing:
             if self._released:
                 return False
-            path = self.storage.directory.path
+            directory = self.storage.directory
+            path, stays = directory.path, directory.stays
             try:
                 _close_host(self._key, clean)
             except BaseException:
@@ -527,7 +528,7 @@ class _Keeper(ReplayHost):
             self._released = True
             # the session keeps this object, and these would keep the memory
             del self._storage, self._shard, self._prioritized
-        return path.exists()
+        return not stays and path.exists()
 
     def whereabouts(self) -> tuple[str, str, tuple[str, int, int]]:
         directory = self.storage.directory

@@ -356,6 +356,11 @@ class ReplayDirectory:
             self._fd, MEMBER_BYTES + index
         )
 
+    @property
+    def stays(self) -> bool:
+        """Whether the last process that closes it leaves the folder."""
+        return bool(self.words[Word.KEEP] or self.words[Word.INTERRUPTED])
+
     def live_members(self) -> list[int]:
         """Ids of the members whose process lives."""
         serials = self.members[:, MEMBER_SERIAL]
@@ -735,8 +740,7 @@ class ReplayDirectory:
         self.member = -1
         if not clean or stop_requested_since(self._opened_at):
             self.words[Word.INTERRUPTED] = 1  # those who leave after this one did not see it
-        keep = self.words[Word.KEEP] or self.words[Word.INTERRUPTED]
-        if keep or self.live_members() or not self._is_at_path():
+        if self.stays or self.live_members() or not self._is_at_path():
             return None
         # under the lock: whoever opens the path now makes a new directory
         return files.retire(self.path)
