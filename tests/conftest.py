@@ -52,8 +52,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 2 if config.args == config.getini("testpaths") else 0
 
 
-# What takes a worker longest, so that no worker is still at it when the other has nothing left.
+# What forks hundreds of times, while a worker is small: a fork copies the tables of all its pages.
+# Then what takes a worker longest, so that none is still at it when the others have nothing left.
 _FIRST = (
+    "replay/test_kills.py",
+    "replay/test_stores.py",
+    "replay/test_interrupts.py",
     "recipes/test_apex_job.py",
     "recipes/test_recipe_jobs.py",
     "recipes/test_nodes.py",
