@@ -118,6 +118,21 @@ def test_a_resumed_run_cannot_change_what_is_on_disk(
     assert "cannot change" in line
 
 
+def test_a_copied_run_goes_on_in_the_copy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = ApexConfig(output_dir="original")
+    copy = ApexConfig().checkpoint_path  # in the folder that is looked for by itself
+    for path in (config.checkpoint_path, copy):
+        save_checkpoint(path, Checkpoint("apex", config.as_plain(), {}))
+    assert main(["train", "apex", "--resume", "--print-config"]) == 0
+    Path("printed.yaml").write_text(capsys.readouterr().out)
+    found = ApexConfig(**read_options("printed.yaml", ApexConfig))
+    assert found == dataclasses.replace(config, output_dir=str(copy.parent))
+    assert found.checkpoint_path == copy
+
+
 def test_the_printed_configuration_of_a_resumed_run_is_that_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -189,6 +204,9 @@ def test_a_printed_configuration_is_one_that_can_be_given(
         ("total_frames: many", ["--total-frames", "many"]),
         ("- gamma", ["mapping"]),
         ("{", ["cannot read"]),
+        ("output_dir: 2024-13-45", ["cannot read", "month"]),
+        ("total_frames: 2.5", ["--total-frames", "2.5"]),
+        ("gamma: " + "9" * 400, ["--gamma", "at most 1"]),
     ],
 )
 def test_a_wrong_configuration_file_gets_one_line_that_names_what_is_wrong(
@@ -205,6 +223,8 @@ def test_yaml_reads_numbers_as_the_command_line_does(tmp_path: Path) -> None:
     path.write_text("learning_rate: 5e-4\ntotal_frames: 2e5\nhidden: [8, 4]\n")
     read = read_options(path, ApexConfig)
     assert read == {"learning_rate": 5e-4, "total_frames": 200_000, "hidden": (8, 4)}
+    path.write_text("total_frames: 2.0e+5")  # to YAML a number, and no whole one
+    assert ApexConfig(**read_options(path, ApexConfig)).total_frames == 200_000
 
 
 def test_help_and_refusals_do_not_wait_for_torch() -> None:

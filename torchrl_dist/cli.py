@@ -194,24 +194,25 @@ def _train(options: argparse.Namespace) -> int:
         from .recipes.run_directory import claim
 
     look_at(config.env, discrete=config.discrete)
-    resume = claim(
-        config.output_path,
-        checkpoint=config.checkpoint_path,
-        replay=config.replay_path,
-        job_id=world.job_id,
-        restart_count=world.restart_count,
-        resume=options.resume,
-    )
-    if resume:
-        config = config_to_resume(recipe.config, config.checkpoint_path, given)
-        if launched is not None:
-            _check_shape(config, for_roles, launched)
-    from .runtime import ForkServer, local_cluster, session
-
-    if launched is None:
-        for_roles = config
-    roles = for_roles.roles(launched)
     with contextlib.ExitStack() as stack:
+        resume = claim(
+            config.output_path,
+            checkpoint=config.checkpoint_path,
+            replay=config.replay_path,
+            job_id=world.job_id,
+            restart_count=world.restart_count,
+            resume=options.resume,
+            held=stack,
+        )
+        if resume:
+            config = config_to_resume(recipe.config, config.checkpoint_path, given)
+            if launched is not None:
+                _check_shape(config, for_roles, launched)
+        from .runtime import ForkServer, local_cluster, session
+
+        if launched is None:
+            for_roles = config
+        roles = for_roles.roles(launched)
         # Started first, because it imports what we import below: on two cores at the same time.
         alone = launched is not None or sum(roles.values()) == 1
         server = None if alone else stack.enter_context(ForkServer())
@@ -281,7 +282,9 @@ def _serve_rank_zero(config: Any, launched: int | None) -> int:
 
 
 def _print_result(result: dict[str, Any]) -> int:
-    print(json.dumps(result), flush=True)
+    # JSON has no NaN
+    finite = json.loads(json.dumps(result), parse_constant=lambda _: None)
+    print(json.dumps(finite), flush=True)
     return _STOPPED.get(result.get("stopped_by") or "", 0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -10,10 +11,12 @@ import pytest
 import torch
 
 from torchrl_dist import local_cluster
+from torchrl_dist.collect.worker.registrations import dump_registrations
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.recipes.apex_config import ApexConfig
 from torchrl_dist.recipes.environments import for_collectors, look_at, make_env
 from torchrl_dist.recipes.evaluate import evaluate, play_rendered
+from torchrl_dist.recipes.evaluator import Evaluator, EvaluatorConfig
 from torchrl_dist.recipes.monitor import Bound, Monitor
 from torchrl_dist.recipes.networks import PolicySpec
 from torchrl_dist.recipes.plots import Evaluation, draw_learning_curve
@@ -28,15 +31,18 @@ def claim_in(
     restarts: int = 0,
     resume: bool = False,
     replay: Path | None = None,
+    held: contextlib.ExitStack | None = None,
 ) -> bool:
-    return claim(
-        folder,
-        checkpoint=folder / "checkpoint.pt",
-        replay=replay or folder / "replay",
-        job_id=job,
-        restart_count=restarts,
-        resume=resume,
-    )
+    with contextlib.ExitStack() as ended:
+        return claim(
+            folder,
+            checkpoint=folder / "checkpoint.pt",
+            replay=replay or folder / "replay",
+            job_id=job,
+            restart_count=restarts,
+            resume=resume,
+            held=held or ended,
+        )
 
 
 def test_a_restarted_job_continues_its_own_run_without_being_asked(tmp_path: Path) -> None:
@@ -76,6 +82,28 @@ def test_a_users_own_run_json_stays(tmp_path: Path, text: str) -> None:
     assert (tmp_path / "run" / "run.json").read_text() == text
 
 
+def test_while_a_run_goes_on_its_folder_is_refused_to_others(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with contextlib.ExitStack() as held:
+        claim_in(run, job="a", held=held)
+        with pytest.raises(ConfigurationError, match="another run is going on"):
+            claim_in(run, job="b")
+        (run / "checkpoint.pt").touch()
+        with pytest.raises(ConfigurationError, match="another run is going on"):
+            claim_in(run, job="b", resume=True)
+        assert claim_in(run, job="a", restarts=1) is True
+    assert claim_in(run, job="b", resume=True) is True
+
+
+def test_a_run_that_failed_before_its_first_checkpoint_is_not_said_to_be_resumable(
+    tmp_path: Path,
+) -> None:
+    claim_in(tmp_path)
+    (tmp_path / "replay").mkdir()
+    with pytest.raises(ConfigurationError, match="has no checkpoint.pt to resume from"):
+        claim_in(tmp_path)
+
+
 def test_a_buffer_of_an_earlier_run_is_not_taken_by_a_fresh_one(tmp_path: Path) -> None:
     (tmp_path / "buffer").mkdir()
     assert claim_in(tmp_path / "one", replay=tmp_path / "buffer") is False
@@ -113,6 +141,21 @@ def test_a_rendered_episode_hands_out_its_pictures_and_ends_after_so_many_steps(
     )
     assert total == 4.0 and len(shapes) == 4
     assert all(shape[2] == 3 for shape in shapes)
+
+
+def test_what_cannot_be_shown_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "shown_envs.py").write_text(
+        "import gymnasium\n"
+        "def plain(): return gymnasium.make('CartPole-v1')\n"
+        "def blind(render_mode=None): return gymnasium.make('CartPole-v1')\n"
+        "def none(): return None\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, why in (("plain", "unexpected keyword"), ("blind", "render.. returned a NoneType")):
+        with pytest.raises(ConfigurationError, match=why):
+            play_rendered(lambda x: torch.tensor(0), f"shown_envs:{name}", seed=0, keep=print)
+    with pytest.raises(ConfigurationError, match="returned a NoneType"):
+        look_at("shown_envs:none", discrete=True)
 
 
 def test_evaluation_knows_environments_without_a_vectorized_form() -> None:
@@ -278,3 +321,39 @@ def test_of_equally_good_policies_the_one_after_a_good_one_ranks_higher(tmp_path
         seen.append(monitor.evaluated([mean]))
     monitor.close()
     assert max(seen, key=monitor.rank) is seen[2]
+
+
+def test_an_evaluation_that_is_no_number_is_never_the_best(tmp_path: Path) -> None:
+    monitor = Monitor(tmp_path, total_frames=100, title="t", threshold=None)
+    monitor.collected(30, [], lag=0)
+    unknown = monitor.evaluated([float("nan")])
+    monitor.collected(30, [], lag=0)
+    poor = monitor.evaluated([-1e9])
+    monitor.close()
+    assert monitor.rank(poor) > monitor.rank(unknown)
+
+
+def test_a_policys_sizes_are_whole_numbers() -> None:
+    plain = PolicySpec.of(look_at("CartPole-v1", discrete=True), "values", (8,)).as_plain()
+    assert PolicySpec.from_plain(plain).num_actions == 2
+    for name, value in (
+        ("num_actions", "2"),
+        ("observation_size", -1),
+        ("hidden", ("8",)),
+        ("images", {"shape": ("touch", "a file"), "high": 1.0}),
+    ):
+        with pytest.raises(ValueError, match="whole numbers"):
+            PolicySpec.from_plain({**plain, name: value})
+
+
+def test_evaluation_plays_without_dropout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "dropping.py").write_text(
+        "from torch import nn\n"
+        "def make(inputs, outputs):\n"
+        "    return nn.Sequential(nn.Linear(inputs, outputs), nn.Dropout(0.9))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    policy = PolicySpec.of(look_at("CartPole-v1", discrete=True), "values", (8,), "dropping:make")
+    weights = policy.network().state_dict()
+    evaluator = Evaluator(EvaluatorConfig(policy, 3, 100), dump_registrations())
+    assert evaluator.play((weights, 0), 60.0) == evaluator.play((weights, 0), 60.0)

@@ -204,4 +204,7 @@ def config_to_resume(config_class: type[Config], path: Path, given: dict[str, An
                 f"{flag(name)}: got {given[name]}, but the run to resume has "
                 f"{getattr(before, name)}, which cannot change; leave it out"
             )
-    return from_plain(config_class, {**before.as_plain(), **given})
+    values = {**before.as_plain(), **given}
+    if before.output_path.resolve() != path.parent.resolve():  # it was moved, or is a copy
+        values["output_dir"] = str(path.parent)
+    return from_plain(config_class, values)

@@ -43,7 +43,7 @@ class Option:
         for item in value if isinstance(value, tuple) else (value,):
             if isinstance(item, bool) or not isinstance(item, int | float):
                 continue
-            if not math.isfinite(item):
+            if isinstance(item, float) and not math.isfinite(item):
                 raise ConfigurationError(f"{name}: got {item}, expected a finite number")
             if self.minimum is not None and item < self.minimum:
                 raise ConfigurationError(f"{name}: got {item}, expected at least {self.minimum}")
@@ -125,7 +125,7 @@ def read_options(path: str | os.PathLike[str], config_class: type) -> dict[str, 
 
     try:
         content = yaml.safe_load(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigurationError(f"--config: cannot read {path} ({error})") from error
     types = typing.get_type_hints(config_class)
     names = [field.name for field in dataclasses.fields(config_class)]
@@ -156,6 +156,8 @@ def _from_yaml(name: str, value: Any, kind: Any) -> Any:
         item = (*typing.get_args(kind), str)[0]
         return tuple(_from_yaml(name, each, item) for each in value)
     base = _without_none(kind)
+    if base is int and isinstance(value, float) and value.is_integer():  # 2.0e+5
+        return int(value)
     if isinstance(value, str) and base in (int, float):
         try:
             return _converter(base)(value)

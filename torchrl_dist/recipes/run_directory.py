@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 from pathlib import Path
@@ -19,6 +21,7 @@ def claim(
     job_id: str,
     restart_count: int,
     resume: bool,
+    held: contextlib.ExitStack,
 ) -> bool:
     """Take the folders for this job and say whether to continue from ``checkpoint``.
 
@@ -33,14 +36,20 @@ def claim(
         job_id: the same before and after a restart of this job, different in any other.
         restart_count: how often the launcher has restarted this job.
         resume: the user asked to continue.
+        held: until it is closed, other runs are refused the folder (where its file system locks).
 
     Raises:
-        ConfigurationError: a fresh run in a folder with files, nothing to resume, or a folder
-            that cannot be written.
+        ConfigurationError: a fresh run in a folder with files, nothing to resume, a folder in which
+            another run goes on, or one that cannot be written.
     """
-    if output.exists() and not output.is_dir():
-        raise ConfigurationError(f"--output-dir: {output} is a file, expected a folder")
+    try:
+        if output.exists() and not output.is_dir():
+            raise ConfigurationError(f"--output-dir: {output} is a file, expected a folder")
+    except OSError as error:  # of too long a name, say
+        raise ConfigurationError(f"--output-dir: {output}: {error.strerror}") from error
     if restart_count > 0 and _owner(output) == job_id:
+        with contextlib.suppress(ConfigurationError):  # its own, of a process that is ending
+            _hold(output, held)
         return checkpoint.is_file()
     if resume:
         if not checkpoint.is_file():
@@ -48,10 +57,7 @@ def claim(
                 f"--resume: there is no {checkpoint}; leave --resume out to start a new run"
             )
     elif output.is_dir() and not _holds_at_most_our_note(output):
-        raise ConfigurationError(
-            f"--output-dir: {output} is not empty; add --resume to continue the run in it, or "
-            "choose another folder"
-        )
+        raise _not_empty(output, checkpoint)
     elif (
         replay is not None
         and replay.exists()
@@ -73,8 +79,33 @@ def claim(
             raise ConfigurationError(
                 f"{option}: cannot write to {folder} ({error.strerror})"
             ) from error
+    _hold(output, held)
+    if not resume and not _holds_at_most_our_note(output):  # another run has been here meanwhile
+        raise _not_empty(output, checkpoint)
     _write(output / _NOTE, {"job_id": job_id})
     return resume
+
+
+def _not_empty(output: Path, checkpoint: Path) -> ConfigurationError:
+    if checkpoint.is_file():
+        what = "is not empty; add --resume to continue the run in it, or choose another folder"
+    else:
+        what = f"is not empty, and has no {checkpoint.name} to resume from; choose another folder"
+    return ConfigurationError(f"--output-dir: {output} {what}, or remove it")
+
+
+def _hold(output: Path, held: contextlib.ExitStack) -> None:
+    folder = os.open(output, os.O_RDONLY | os.O_DIRECTORY)
+    held.callback(os.close, folder)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigurationError(
+            f"--output-dir: another run is going on in {output}; choose another folder, or wait "
+            "for its end"
+        ) from None
+    except OSError:
+        pass  # some network file systems lock no folders
 
 
 def _holds_at_most_our_note(output: Path) -> bool:
