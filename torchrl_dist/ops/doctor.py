@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import json
+import math
 import os
 import platform
 import re
@@ -463,6 +464,8 @@ def run(options: argparse.Namespace) -> int:
 
     if options.processes is not None and options.processes < 1:
         raise ConfigurationError(f"--processes: got {options.processes}, expected at least 1")
+    if not 0 <= options.buffer_gib < math.inf:
+        raise ConfigurationError(f"--buffer-gib: got {options.buffer_gib}, expected at least 0")
     folder = Path(options.folder)
     for each in clean(folder) if options.clean else ():
         print(f"{socket.gethostname()}: removed {each}", file=sys.stderr)

@@ -178,7 +178,9 @@ def look_at(env: str, *, discrete: bool) -> Task:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             made = make_env(env)
-    except Exception as error:
+            if not isinstance(made, gymnasium.Env):
+                raise TypeError(f"it returned a {type(made).__name__}")
+    except (Exception, SystemExit) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigurationError(
             f"--env: got {env!r}, expected the id of an environment that gymnasium can build here, "

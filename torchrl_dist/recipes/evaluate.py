@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..errors import ConfigurationError
 from .environments import MAX_EPISODE_STEPS, for_collectors, make_env
 
 Act = Callable[[Tensor], Tensor]
@@ -104,15 +105,26 @@ def play_rendered(
         keep: called with each picture uint8 ``[height, width, 3]``, in place of the window.
         max_steps: an episode that has not ended by itself ends here.
     """
-    made = make_env(env, render_mode="human" if keep is None else "rgb_array")
+    mode = "human" if keep is None else "rgb_array"
+    try:
+        made = make_env(env, render_mode=mode)
+    except Exception as error:
+        raise ConfigurationError(f"{env} cannot be shown here: {error}") from error
     try:
         observation, _ = made.reset(seed=seed)
         total = 0.0
         for _ in range(max_steps):
             if keep is not None:
-                keep(made.render())
+                picture: Any = made.render()
+                if not isinstance(picture, np.ndarray):
+                    raise ConfigurationError(
+                        f"{env} cannot be shown here: its render() returned a "
+                        f"{type(picture).__name__}, expected an array [height, width, 3]"
+                    )
+                keep(picture)
             with torch.no_grad():
                 action = act(torch.as_tensor(observation)).numpy()
+            action = action if action.ndim else action.item()  # a number, as from a collector
             observation, reward, terminated, truncated, _ = made.step(action)
             total += float(reward)
             if terminated or truncated:

@@ -68,6 +68,7 @@ class Evaluator:
         config = self._config
         network = config.policy.network()
         network.load_state_dict(dict(weights))
+        network.eval()  # a user's module may have dropout, say
         self._playing = GreedyEpisodes(
             network.greedy,
             config.policy.env,

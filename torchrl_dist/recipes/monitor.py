@@ -173,7 +173,12 @@ class Monitor:
         have been lucky with its few episodes.
         """
         before = [e.mean for e in self.evaluations if e.frames < evaluation.frames]
-        return evaluation.mean, before[-1] if before else -math.inf
+        mean, earlier = evaluation.mean, before[-1] if before else -math.inf
+        # what is no number compares with nothing, and would stay the best
+        return (
+            -math.inf if math.isnan(mean) else mean,
+            -math.inf if math.isnan(earlier) else earlier,
+        )
 
     @property
     def mean_lag(self) -> float:

@@ -110,24 +110,35 @@ def _made(make: str, inputs: int | tuple[int, ...], outputs: int) -> nn.Module:
     """What the user's function returns."""
     try:
         function = named_function(make)
-    except ImportError as error:
+    except (ImportError, SystemExit) as error:
         raise ConfigurationError(f"--network: cannot import {make!r} ({error})") from error
     if function is None:
         raise ConfigurationError(f"--network: got {make!r}, expected package.module:function")
-    made = function(inputs, outputs)
+    try:
+        made = function(inputs, outputs)
+    except Exception as error:
+        raise _failed(make, inputs, outputs, error) from error
     if not isinstance(made, nn.Module):
         raise ConfigurationError(
             f"--network: {make} returned a {type(made).__name__}, expected a torch.nn.Module"
         )
     rows = torch.zeros(2, inputs) if isinstance(inputs, int) else torch.zeros(2, *inputs)
-    with torch.no_grad():
-        answer = made(rows)
+    try:
+        with torch.no_grad():
+            answer = made(rows)
+    except Exception as error:
+        raise _failed(make, inputs, outputs, error) from error
     if getattr(answer, "shape", None) != (2, outputs):
         raise ConfigurationError(
             f"--network: the module of {make}({inputs}, {outputs}) made "
             f"{list(getattr(answer, 'shape', []))} of {list(rows.shape)}, expected [2, {outputs}]"
         )
     return made
+
+
+def _failed(make: str, inputs: Any, outputs: int, error: Exception) -> ConfigurationError:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return ConfigurationError(f"--network: {make}({inputs}, {outputs}) failed: {reason}")
 
 
 class QNetwork(nn.Sequential):
@@ -244,12 +255,18 @@ class PolicySpec:
 
     @classmethod
     def from_plain(cls, info: Mapping[str, Any]) -> PolicySpec:
-        """Of a checkpoint's ``policy_info``. Raises KeyError if that describes no policy."""
+        """Of a checkpoint's ``policy_info``. Raises KeyError if that describes none, ValueError
+        for sizes that are no numbers: the user's function is called with them."""
         known = {name: info[name] for name in cls.__dataclass_fields__ if name in info}
         for name in ("env", "observation_size", "hidden"):
             known[name] = info[name]
         if known.get("images") is not None:
             known["images"] = Images(tuple(known["images"]["shape"]), known["images"]["high"])
+        sizes = [known["observation_size"], known.get("num_actions", 0), *known["hidden"]]
+        if known.get("images") is not None:
+            sizes += known["images"].shape
+        if any(type(size) is not int or size < 0 for size in sizes):
+            raise ValueError(f"its sizes are {sizes}, expected whole numbers")
         return cls(**known)
 
     def as_plain(self) -> dict[str, Any]:

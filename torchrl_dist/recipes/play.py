@@ -52,7 +52,8 @@ def play(
         policy = PolicySpec.from_plain(info)
         network = policy.network()
         network.load_state_dict(dict(checkpoint.policy))
-    except (KeyError, TypeError, RuntimeError) as error:
+        network.eval()
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             f"the policy in {path} (recipe {checkpoint.recipe!r}) cannot be played: {error}"
         ) from error
@@ -68,7 +69,7 @@ def play(
                 ]
         else:
             returns = evaluate(act, env, episodes=episodes, seed=seed)
-    except gymnasium.error.Error as error:
+    except (gymnasium.error.Error, ImportError) as error:
         raise ConfigurationError(f"{env} cannot be played here: {error}") from error
     print(f"{env}: {episodes} episodes, {path}", file=sys.stderr)
     return {
