@@ -115,7 +115,7 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
 
     Example:
         >>> buffer = TensorDictReplayBuffer(
-        ...     storage=SharedMemmapStorage(10_000, scratch_dir="/dev/shm/epochs"),
+        ...     storage=SharedMemmapStorage(10_000, scratch_dir="/dev/shm/example"),
         ...     sampler=SharedSamplerWithoutReplacement(drop_last=True),
         ...     writer=SharedCursorWriter(),
         ...     batch_size=256,
