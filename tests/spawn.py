@@ -54,7 +54,7 @@ class Job:
         return "\n".join([*parts, f"--- torchrun ---\n{self.agent[-4000:]}"])
 
 
-def spawn(nproc: int, *, timeout_s: float = 60.0, max_restarts: int = 0) -> Callable:
+def spawn(nproc: int, *, timeout_s: float = 120.0, max_restarts: int = 0) -> Callable:
     """Decorate a test: its body runs in ``nproc`` ranks, with the test's fixtures pickled."""
 
     def decorate(body: Callable) -> Callable:
@@ -76,7 +76,7 @@ def run_job(
     arguments: dict[str, Any] | None = None,
     *,
     nproc: int,
-    timeout_s: float = 60.0,
+    timeout_s: float = 120.0,
     max_restarts: int = 0,
     env: dict[str, str] | None = None,
     on_start: Callable[[subprocess.Popen], None] | None = None,
