@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from torchrl_dist.checkpoint import Checkpoint, save_checkpoint
-from torchrl_dist.cli import _check_shape, _unsearched_imports, main
+from torchrl_dist.cli import _check_shape, _print_result, _unsearched_imports, main
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.recipes.apex_config import ApexConfig
 from torchrl_dist.recipes.catalog import RECIPES
@@ -225,6 +225,13 @@ def test_yaml_reads_numbers_as_the_command_line_does(tmp_path: Path) -> None:
     assert read == {"learning_rate": 5e-4, "total_frames": 200_000, "hidden": (8, 4)}
     path.write_text("total_frames: 2.0e+5")  # to YAML a number, and no whole one
     assert ApexConfig(**read_options(path, ApexConfig)).total_frames == 200_000
+
+
+def test_the_last_line_is_json_whatever_the_result(capsys: pytest.CaptureFixture[str]) -> None:
+    _print_result({"mean_return": float("nan"), "returns": (1.0, float("inf"))})
+    line = capsys.readouterr().out
+    assert "NaN" not in line and "Infinity" not in line
+    assert json.loads(line) == {"mean_return": None, "returns": [1.0, None]}
 
 
 def test_help_and_refusals_do_not_wait_for_torch() -> None:

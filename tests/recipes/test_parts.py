@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from torchrl_dist import local_cluster
+from torchrl_dist.checkpoint import Checkpoint, save_checkpoint
 from torchrl_dist.collect.worker.registrations import dump_registrations
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.recipes.apex_config import ApexConfig
@@ -19,6 +20,7 @@ from torchrl_dist.recipes.evaluate import evaluate, play_rendered
 from torchrl_dist.recipes.evaluator import Evaluator, EvaluatorConfig
 from torchrl_dist.recipes.monitor import Bound, Monitor
 from torchrl_dist.recipes.networks import PolicySpec
+from torchrl_dist.recipes.play import play
 from torchrl_dist.recipes.plots import Evaluation, draw_learning_curve
 from torchrl_dist.recipes.run_directory import claim
 from torchrl_dist.recipes.training import choose_device
@@ -149,13 +151,23 @@ def test_what_cannot_be_shown_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         "def plain(): return gymnasium.make('CartPole-v1')\n"
         "def blind(render_mode=None): return gymnasium.make('CartPole-v1')\n"
         "def none(): return None\n"
+        "class Table(gymnasium.Wrapper):\n"
+        "    def step(self, action): return super().step({0: 1, 1: 0}[action])\n"
+        "def table(**given): return Table(gymnasium.make('CartPole-v1', **given))\n"
     )
+    (tmp_path / "exits.py").write_text("raise SystemExit(0)")
     monkeypatch.syspath_prepend(tmp_path)
     for name, why in (("plain", "unexpected keyword"), ("blind", "render.. returned a NoneType")):
         with pytest.raises(ConfigurationError, match=why):
             play_rendered(lambda x: torch.tensor(0), f"shown_envs:{name}", seed=0, keep=print)
-    with pytest.raises(ConfigurationError, match="returned a NoneType"):
-        look_at("shown_envs:none", discrete=True)
+    for name, why in (("shown_envs:none", "returned a NoneType"), ("exits:make", "got 'exits")):
+        with pytest.raises(ConfigurationError, match=why):
+            look_at(name, discrete=True)
+    pictures = []  # of one that looks its actions up: they are numbers, as a collector's
+    play_rendered(
+        lambda x: torch.tensor(0), "shown_envs:table", seed=0, keep=pictures.append, max_steps=3
+    )
+    assert len(pictures) == 3
 
 
 def test_evaluation_knows_environments_without_a_vectorized_form() -> None:
@@ -357,3 +369,32 @@ def test_evaluation_plays_without_dropout(tmp_path: Path, monkeypatch: pytest.Mo
     weights = policy.network().state_dict()
     evaluator = Evaluator(EvaluatorConfig(policy, 3, 100), dump_registrations())
     assert evaluator.play((weights, 0), 60.0) == evaluator.play((weights, 0), 60.0)
+
+
+def test_a_network_function_that_raises_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "failing.py").write_text(
+        "from torch import nn\n"
+        "def raises(inputs, outputs): raise KeyError('no such thing')\n"
+        "def wrong(inputs, outputs): return nn.Linear(inputs + 1, outputs)\n"
+    )
+    (tmp_path / "leaves.py").write_text("raise SystemExit(0)")
+    monkeypatch.syspath_prepend(tmp_path)
+    task = look_at("CartPole-v1", discrete=True)
+    for name, why in (
+        ("failing:raises", "failed: 'no such thing'"),
+        ("failing:wrong", "failed: mat1 and mat2"),
+        ("leaves:make", "cannot import"),
+    ):
+        with pytest.raises(ConfigurationError, match=why):
+            PolicySpec.of(task, "values", (8,), name).network()
+
+
+def test_a_policy_whose_module_is_gone_is_refused(tmp_path: Path) -> None:
+    policy = PolicySpec.of(look_at("CartPole-v1", discrete=True), "values", (8,))
+    info = {**policy.as_plain(), "env": "gone_module:make"}
+    weights = policy.network().state_dict()
+    save_checkpoint(tmp_path / "checkpoint.pt", Checkpoint("apex", {}, weights, policy_info=info))
+    with pytest.raises(ConfigurationError, match="gone_module"):
+        play(tmp_path, episodes=1, seed=0)
