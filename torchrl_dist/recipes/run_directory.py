@@ -91,7 +91,7 @@ def _not_empty(output: Path, checkpoint: Path) -> ConfigurationError:
         what = "is not empty; add --resume to continue the run in it, or choose another folder"
     else:
         what = f"is not empty, and has no {checkpoint.name} to resume from; choose another folder"
-    return ConfigurationError(f"--output-dir: {output} {what}, or remove it")
+    return ConfigurationError(f"--output-dir: {output} {what}")
 
 
 def _hold(output: Path, held: contextlib.ExitStack) -> None:
