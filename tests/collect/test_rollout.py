@@ -552,3 +552,132 @@ def test_graphs_are_plain_calls_where_there_is_no_gpu(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigurationError, match="'cpu'"):
         collect(Counter, three_actions(), 9, compilation=graphs)
+
+
+class Says(gymnasium.Env):
+    """Observes ``told``, whatever its space says."""
+
+    action_space = spaces.Discrete(3)
+
+    def __init__(self, space: spaces.Space, told: Any, later: Any = None, reward: Any = 1.0):
+        self.observation_space, self.told, self.reward = space, told, reward
+        self.later = told if later is None else later
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return self.told, {}
+
+    def step(self, action: Any) -> Any:
+        return self.later, self.reward, False, False, {}
+
+
+THREE = spaces.Box(-9, 9, (3,), np.float32)
+ROW = np.arange(3, dtype=np.float32)
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["by a reset", "by a step"])
+@pytest.mark.parametrize(
+    ("space", "good", "bad"),
+    [
+        (THREE, ROW, ROW[:1]),
+        (THREE, ROW, np.float32(1)),
+        (spaces.Box(-9, 9, (2, 3), np.float32), np.zeros((2, 3)), np.zeros((3, 2))),
+        (spaces.Discrete(3), 0, -1),
+        (spaces.Discrete(3), 0, 3),
+        (spaces.Discrete(3, start=5), 5, 4),
+        (spaces.Discrete(3), 0, np.zeros(3, np.int64)),
+        (spaces.Dict(a=THREE, b=THREE), {"a": ROW, "b": ROW}, {"a": ROW, "b": ROW[:1]}),
+    ],
+)
+def test_observations_that_are_not_of_their_space_are_refused(
+    space: spaces.Space, good: Any, bad: Any, later: bool
+) -> None:
+    told = {"told": good, "later": bad} if later else {"told": bad}
+    with pytest.raises(ConfigurationError, match="observation"):
+        collect(lambda: Says(space, **told), None, 3)
+
+
+@pytest.mark.parametrize(
+    ("space", "told"),
+    [
+        (THREE, ROW[None]),
+        (THREE, [0, 1, 2]),
+        (spaces.Box(-9, 9, (1, 3), np.float32), ROW),
+        (spaces.Box(-9, 9, (), np.float32), np.ones(1, np.float32)),
+        (spaces.Discrete(3), np.array([1])),
+        (spaces.Discrete(3), np.array(1)),
+    ],
+)
+def test_observations_with_other_axes_of_one_are_taken_as_torchrl_takes_them(
+    space: spaces.Space, told: Any
+) -> None:
+    ours = collect(lambda: Says(space, told, reward=None), None, 3)
+    theirs = torchrl_data(GymWrapper(Says(space, told, reward=None)), None, 3)
+    for key in ("observation", ("next", "observation"), ("next", "reward")):
+        assert torch.equal(ours[key].flatten(), theirs[key].flatten())  # it keeps some axes of one
+    assert ours["next", "reward"].eq(0).all()
+
+
+@pytest.mark.parametrize(
+    ("space", "told"),
+    [
+        (spaces.Discrete(3, start=5), 6),
+        (spaces.MultiDiscrete([3, 4], start=[5, -1]), np.array([6, 0])),
+    ],
+)
+def test_classes_count_from_zero_as_those_of_actions_do(space: spaces.Space, told: Any) -> None:
+    rows = collect(lambda: Says(space, told), None, 3, categorical_action_encoding=True)
+    assert rows["observation"].eq(1).all()
+    assert rows["next", "observation"].eq(1).all()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["action", "collector", "done", "next", "policy_version", "reward", "terminated", "truncated"],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_observation_that_a_rollout_would_overwrite_is_refused(name: str, nested: bool) -> None:
+    space, told = (spaces.Dict(x=THREE), {"x": ROW}) if nested else (THREE, ROW)
+    env = Says(spaces.Dict({name: space, "seen": THREE}), {name: told, "seen": ROW})
+    with pytest.raises(ConfigurationError, match=name):
+        collect(lambda: env, None, 3)
+
+
+@pytest.mark.parametrize(
+    ("wrote", "hint"),
+    [
+        (lambda late: torch.ones(1, 1 if late else 3), r"\[1, 1\]"),
+        (lambda late: torch.ones(1, 3, dtype=torch.float64 if late else None), "float64"),
+        (lambda late: torch.full((1, 3), 2.5) if late else torch.ones(1, 3).long(), "int64"),
+    ],
+)
+def test_what_a_policy_writes_in_another_shape_or_type_is_refused(wrote: Any, hint: str) -> None:
+    """It would be stretched, or lose its fractions."""
+
+    def policy(td: TensorDictBase) -> TensorDictBase:
+        td["made"] = wrote(bool(td["observation"][0, 0] % 100 == 2))
+        return td.set("action", torch.eye(3)[:1])
+
+    with pytest.raises(ConfigurationError, match=hint):
+        collect(Counter, policy, 7)
+
+
+def test_an_observation_that_a_policy_replaces_later_must_fit() -> None:
+    def policy(td: TensorDictBase) -> TensorDictBase:
+        if td["observation"][0, 0] % 100 == 2:
+            td["observation"] = torch.ones(1, 1)
+        return td.set("action", torch.eye(3)[:1])
+
+    with pytest.raises(ConfigurationError, match="observation"):
+        collect(Counter, policy, 7)
+
+
+def test_envs_that_are_reset_alone_begin_with_zeros_of_what_a_policy_wrote() -> None:
+    def policy(td: TensorDictBase) -> TensorDictBase:
+        td["counted"] = td.get("counted", torch.zeros(2, 1)) + 1
+        return td.set("action", torch.eye(3)[:2])
+
+    rollout = make_rollout(lambda: Counter(100), policy, frames=2 * 3, num_envs=2)
+    rollout.run(3)
+    rollout.reset([1])
+    assert rollout.run(3)["counted"][..., 0].tolist() == [[4, 5, 6], [1, 2, 3]]
+    rollout.close()

@@ -92,24 +92,25 @@ class EnvListDriver:
 
     def step(self, actions: np.ndarray, following: Arrays, current: Arrays) -> StepResult:
         per_env = actions.tolist() if self._scalar_action else actions
-        plain = len(self.leaves) == 1 and self.leaves[0].plain  # saves a tenth of a CartPole step
+        # Saves a tenth of a CartPole step.
+        plain = self.leaves[0].shape if len(self.leaves) == 1 and self.leaves[0].plain else None
         for i, env in enumerate(self.envs):
             observation, reward, terminated, truncated, _ = env.step(per_env[i])
             try:
-                self._reward[i] = reward
+                self._reward[i] = 0.0 if reward is None else reward  # as GymWrapper
                 self._terminated[i] = terminated
                 self._truncated[i] = truncated
             except (TypeError, ValueError):  # arrays of one element, which GymWrapper takes
                 self._reward[i] = np.asarray(reward).item()
                 self._terminated[i] = np.asarray(terminated).item()
                 self._truncated[i] = np.asarray(truncated).item()
-            if plain:
+            if type(observation) is np.ndarray and observation.shape == plain:
                 following[0][i] = observation
             else:
                 self._write(following, i, observation)
             if terminated or truncated:
                 observation, _ = env.reset()
-            if plain:
+            if type(observation) is np.ndarray and observation.shape == plain:
                 current[0][i] = observation
             else:
                 self._write(current, i, observation)

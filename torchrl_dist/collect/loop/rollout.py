@@ -301,14 +301,24 @@ class _Made:
                 (key, store[:, t : t + _CHUNK].unbind(1)) for key, store in self._stores.items()
             ]
         for key, views in self._slots:
-            views[i].copy_(out[key])
+            self._write(views[i], key, out[key])
         if self._kept:
             places = self._given.places
             for key in self._kept:
                 if out[key] is not places[key]:
-                    places[key].copy_(out[key])
+                    self._write(places[key], key, out[key])
         for key, parts in self._parts.items():
             parts.append(out[key])
+
+    @staticmethod
+    def _write(place: Tensor, key: Key, value: Tensor) -> None:
+        if value.dtype is not place.dtype or value.shape != place.shape:  # which copy_ would take
+            raise ConfigurationError(
+                f"the policy wrote {key!r} as {value.dtype} {list(value.shape)}, and as "
+                f"{place.dtype} {list(place.shape)} in the first step of this rollout; expected "
+                "the same in each"
+            )
+        place.copy_(value)
 
     def _expected(self) -> list[Key]:
         return [*self._stores, *self._parts, *self._kept]
@@ -492,13 +502,7 @@ class GymnasiumRollout:
         which = begins.tobytes()
         if 1 in which:  # a tenth of any()
             kept = torch.from_numpy(~begins) if 0 in which else None
-            for key, value in self._others.items():
-                if isinstance(value, Tensor):
-                    self._others[key] = (
-                        torch.zeros_like(value)
-                        if kept is None
-                        else torch.where(_like(kept, value), value, 0)
-                    )
+            self._forget_others(kept)
         if not self._new_state:
             return
         first = torch.from_numpy(begins)
@@ -509,6 +513,16 @@ class GymnasiumRollout:
             after = out.get(join_key("next", key), self._state[key])
             self._state[key] = torch.where(_like(first, new), new, after)
 
+    def _forget_others(self, kept: Tensor | None) -> None:
+        """Zero what the policy wrote, but in the envs ``kept [N]``."""
+        for key, value in self._others.items():
+            if isinstance(value, Tensor):
+                self._others[key] = (
+                    torch.zeros_like(value)
+                    if kept is None
+                    else torch.where(_like(kept, value), value, 0)
+                )
+
     def reset(self, envs: Sequence[int] | None = None) -> None:
         if envs is None or not self._started:
             self._started = False
@@ -516,6 +530,7 @@ class GymnasiumRollout:
         self.driver.reset_some(envs, self._current)
         first = torch.zeros(self.num_envs, dtype=torch.bool)
         first[list(envs)] = True
+        self._forget_others(~first)
         for key, new in self._new_state.items():
             begins = first.reshape(-1, *[1] * (new.ndim - 1))
             new = begins if key == IS_INIT else new

@@ -45,7 +45,8 @@ class ObservationLeaf:
         path: keys to follow in the env's own (nested dict) observation; empty for a plain one.
         shape: shape per env.
         one_hot: number of classes if integers are to be written one-hot, else 0.
-        start: the first value of a Discrete space.
+        start: the first value, or values, of a (Multi)Discrete space; None for 0. Classes count
+            from 0 in the TensorDict, as those of actions do.
     """
 
     key: Key
@@ -53,12 +54,12 @@ class ObservationLeaf:
     shape: tuple[int, ...]
     dtype: np.dtype
     one_hot: int = 0
-    start: int = 0
+    start: Any = None
 
     @property
     def plain(self) -> bool:
         """Whether the env's observation is this tensor as it is."""
-        return not (self.path or self.one_hot or self.start or self.shape == (1,))
+        return not (self.path or self.one_hot) and self.start is None
 
     def read(self, observation: Any) -> Any:
         for name in self.path:
@@ -66,18 +67,43 @@ class ObservationLeaf:
         return observation
 
     def write(self, out: np.ndarray, observation: Any) -> None:
-        """Write the observation of one env into ``out [*shape]`` or of all into ``[N, *shape]``."""
-        value = self.read(observation) if self.path else observation
+        """Write the observation of one env into ``out [*shape]`` or of all into ``[N, *shape]``.
+
+        Raises:
+            ConfigurationError: another shape, but for axes of one, or no class of a Discrete space.
+        """
+        value = np.asarray(self.read(observation) if self.path else observation)
         if self.one_hot:
+            start = self.start or 0
+            index = self._shaped(value, out.shape[:-1])[..., None].astype(np.int64) - start
+            if index.min() < 0 or index.max() >= self.one_hot:
+                raise ConfigurationError(
+                    f"the env's observation {self.key!r} is {value}; its space has the values "
+                    f"{start} to {start + self.one_hot - 1}"
+                )
             out[...] = 0
-            index = np.asarray(value)[..., None] - self.start
-            np.put_along_axis(out, index.astype(np.int64), 1, axis=-1)
-        elif self.start:
-            out[...] = np.asarray(value) - self.start
-        elif self.shape == (1,):
-            out[...] = np.reshape(value, out.shape)  # a scalar Box has no axis of its own
+            np.put_along_axis(out, index, 1, axis=-1)
+        elif self.start is None:
+            out[...] = self._shaped(value, out.shape)
         else:
-            out[...] = value
+            out[...] = self._shaped(value, out.shape) - self.start
+
+    def _shaped(self, value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """``value`` as this shape: NumPy would stretch ``[1]`` to any."""
+        if value.shape == shape:
+            return value
+        # A scalar Box has no axis of its own, and some envs add one.
+        if [n for n in value.shape if n != 1] == [n for n in shape if n != 1]:
+            return value.reshape(shape)
+        raise ConfigurationError(
+            f"the env's observation {self.key!r} has shape {value.shape}; its space says {shape}"
+        )
+
+
+# Keys of a rollout's root that are not observations.
+_TAKEN = frozenset(
+    ("action", "collector", "done", "next", "policy_version", "reward", "terminated", "truncated")
+)
 
 
 def observation_leaves(space: spaces.Space, categorical: bool) -> tuple[ObservationLeaf, ...]:
@@ -85,11 +111,18 @@ def observation_leaves(space: spaces.Space, categorical: bool) -> tuple[Observat
 
     Raises:
         UnknownSpaceError: another space than Box, Discrete, MultiBinary and Dict of these.
+        ConfigurationError: an empty Dict, or one with a name that a rollout has for something else.
     """
     if isinstance(space, spaces.Dict):
         leaves = tuple(_dict_leaves(space, (), (), categorical))
         if not leaves:
             raise ConfigurationError("the observation space is an empty Dict")
+        for leaf in leaves:
+            if (name := leaf.key if isinstance(leaf.key, str) else leaf.key[0]) in _TAKEN:
+                raise ConfigurationError(
+                    f"the observation space names a part {name!r}, which means something else in "
+                    "a rollout; rename it, by gymnasium.wrappers.TransformObservation for instance"
+                )
         return leaves
     name = "pixels" if _is_image(space) else "observation"
     return (_leaf(space, name, (), categorical),)
@@ -126,13 +159,14 @@ def _leaf(
         return ObservationLeaf(key, path, space.shape or (1,), space.dtype)
     if isinstance(space, spaces.Discrete):
         if categorical:
-            return ObservationLeaf(key, path, (), space.dtype, start=int(space.start))
+            return ObservationLeaf(key, path, (), space.dtype, start=int(space.start) or None)
         n = int(space.n)
-        return ObservationLeaf(key, path, (n,), np.dtype(np.int64), n, int(space.start))
+        return ObservationLeaf(key, path, (n,), np.dtype(np.int64), n, int(space.start) or None)
     if isinstance(space, spaces.MultiBinary):
         return ObservationLeaf(key, path, space.shape, space.dtype)
     if isinstance(space, spaces.MultiDiscrete) and categorical:
-        return ObservationLeaf(key, path, space.shape, space.dtype)
+        start = space.start if space.start.any() else None
+        return ObservationLeaf(key, path, space.shape, space.dtype, start=start)
     raise UnknownSpaceError(
         f"observation {key!r} has space {space}; supported are Box, Discrete, MultiBinary, "
         "MultiDiscrete (with categorical_action_encoding=True) and Dict of these. Wrap the env "
