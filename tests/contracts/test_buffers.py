@@ -174,6 +174,7 @@ def test_single_rows_slices_lists_and_tensors_index_alike(buffer) -> None:
     assert ids(buffer[2:5]) == [2, 3, 4]
     assert ids(buffer[torch.tensor([7, 1])]) == [7, 1]
     assert ids(buffer[[7, 1]]) == [7, 1]
+    assert ids(buffer[...]) == ids(buffer[:]) == list(range(10))
 
 
 def test_can_sample_and_sampling_nothing(buffer) -> None:

@@ -516,6 +516,34 @@ def test_shards_give_each_draw_its_own_row_and_handle(make) -> None:
     assert buffer.storage.counters["stale_updates"] == 0
 
 
+@pytest.mark.parametrize(("rows", "lost"), [(65, 0), (100, 0), (128, 0), (150, 22)])
+def test_an_extend_that_no_shard_has_room_for_is_divided(make, rows: int, lost: int) -> None:
+    buffer = make(2, write_to="all", prefetch=0)
+    made = with_priority(make_rows(range(rows)), torch.arange(1.0, rows + 1))
+    index = buffer.extend(made)
+    assert len(buffer) == rows - lost
+    assert (index[:lost] == -1).all()
+    assert sorted(buffer[:]["id"].tolist()) == list(range(lost, rows))
+    kept = index[lost:]
+    assert buffer[kept]["id"].tolist() == list(range(lost, rows))
+    one = torch.zeros(rows)
+    one[lost + 3] = 1
+    buffer.update_priority(index, one)
+    assert set(buffer.sample()["id"].tolist()) == {lost + 3}
+    assert buffer.storage.counters["stale_updates"] == 0
+
+
+def test_an_extend_larger_than_the_writers_own_shard_warns(cluster, folder) -> None:  # noqa: F811
+    owners = cluster.of_role("owner")
+    buffer = replay_buffer(
+        cluster, hosts=owners, capacity=128, batch_size=8, shortcut=False, scratch_dir=folder
+    )
+    with pytest.warns(UserWarning, match="write_to='all'"):
+        index = buffer.extend(make_rows(range(100)))
+    buffer.flush()
+    assert len(buffer) == 64 and index.ge(0).sum() == 64
+
+
 def test_new_rows_get_the_largest_priority_of_any_shard(make) -> None:
     buffer = make(2, write_to="all", prefetch=0)
     index = buffer.extend(make_rows(range(4)))

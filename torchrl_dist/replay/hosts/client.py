@@ -98,7 +98,7 @@ class ReplayClient:
         self._largest: dict[int, float] = {}
         """Of several shards, the largest priority that this client knows of, by era."""
         self.recent = RecentGenerations()
-        self._own_shard = own_shard
+        self.own_shard = own_shard
         self._turn = itertools.count(first_shard)
         self._min_shards = min_shards
         self._numbers = itertools.count(1)
@@ -495,7 +495,7 @@ class ReplayClient:
         return True
 
     def _shard_to_write(self) -> int:
-        own = self._own_shard
+        own = self.own_shard
         if own is not None and self.answers_now(own):
             return own
         for _ in self.links:

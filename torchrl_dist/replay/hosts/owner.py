@@ -307,7 +307,8 @@ def host_replay(
             two jobs at a time are refused; else each job has its own, and what a job left that
             cannot come back is removed when the next buffer is made.
         write_to: ``"own"``: rows go to the shard of the writer's node, where it has one, else to
-            all in turn; ``"all"``: always in turn. A turn takes a whole ``extend``.
+            all in turn; ``"all"``: always in turn. A turn takes a whole ``extend``, or as much as
+            a shard has room for.
         min_shards: calls go on while that many shards answer; below, they raise.
         shortcut: whether processes on a host's node use its directory instead of RPC; ``False``
             is for measurements.

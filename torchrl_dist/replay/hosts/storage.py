@@ -6,6 +6,7 @@ import functools
 import itertools
 import secrets
 import threading
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -214,14 +215,43 @@ class RemoteStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         self, data: TensorDictBase, priority: np.ndarray | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Queue rows; see :meth:`SharedMemmapStorage.append`. The handles are -1 until the owner
-        has answered. With a limiter of inserts it blocks for a call, and until they are allowed."""
+        has answered. With a limiter of inserts it blocks for a call, and until they are allowed;
+        with more rows than a shard has room for, until all of them are written."""
         if not getattr(data, "batch_dims", 0):
             raise ConfigurationError("expected a batch of rows [n, ...], got data without batch")
         if priority is not None:
             check_priorities(priority)
         if self.gate is not None:
             self.gate.wait_to_write(self)
-        return self.client.write(data, priority)
+        if data.batch_size[0] <= self.owner.shard_capacity or len(self.client.links) == 1:
+            return self.client.write(data, priority)
+        return self._append_in_parts(data, priority)
+
+    def _append_in_parts(
+        self, data: TensorDictBase, priority: np.ndarray | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """More rows than a shard has room for: a part for each, in turn."""
+        count, room = data.batch_size[0], self.owner.shard_capacity
+        if self.client.own_shard is not None:
+            warnings.warn(
+                f"an extend of {count} rows keeps the last {room}: rows of this process go to the "
+                f"shard of its node, which has room for {room}; extend with fewer, or build the "
+                "buffer with write_to='all'",
+                stacklevel=5,
+            )
+            return self.client.write(data, priority)
+        index, generation = torch.full((2, count), -1)
+        first = max(0, count - self.max_size)
+        parts = []
+        for where in np.array_split(np.arange(first, count), -(-(count - first) // room)):
+            part = slice(int(where[0]), int(where[-1]) + 1)
+            own = None if priority is None else priority[part]
+            parts.append((part, self.client.write(data[part], own)))
+        self.client.flush()
+        for part, handles in parts:
+            index[part], generation[part] = handles
+        self.client.recent.remember(index, generation, written=True)
+        return index, generation
 
     def write_at(self, index: torch.Tensor, data: TensorDictBase) -> torch.Tensor:
         """Replace whole rows at given indices; blocks. Returns the new generations, int64 [n]."""
@@ -317,7 +347,7 @@ class RemoteStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         if isinstance(index, tuple) and len(index) == 1:
             index = index[0]
         found = self._as_index(index)
-        if isinstance(index, slice):
+        if isinstance(index, slice) or index is Ellipsis:
             found = found[self.generations_of(found) >= 0]
         data = self._read(found.reshape(-1).numpy())
         if isinstance(index, (int, np.integer)):
@@ -327,6 +357,8 @@ class RemoteStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
     def _as_index(self, index: Any) -> torch.Tensor:
         """Global indices >= 0, int64."""
         several = len(self.client.links) > 1
+        if index is Ellipsis:
+            index = slice(None)
         if isinstance(index, (slice, range)):
             high = self.max_size if several else self.shape[0]
             span = range(*index.indices(high)) if isinstance(index, slice) else index

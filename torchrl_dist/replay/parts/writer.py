@@ -26,12 +26,12 @@ class SharedCursorWriter(Writer):
     told apart.
 
     An extend of more than ``max_size`` rows keeps the last ``max_size``; the index of the others
-    is -1. The batch itself is not changed.
+    is -1. (Of a :class:`RemoteStorage` whose writers write to their own shard, with a warning: the
+    last that this shard has room for.) The batch itself is not changed.
 
     Raises:
         ConfigurationError: if the storage is neither a :class:`SharedMemmapStorage` nor a
-            :class:`RemoteStorage`, or rows do not
-            match the buffer's.
+            :class:`RemoteStorage`, or rows do not match the buffer's.
 
     Example:
         >>> storage = SharedMemmapStorage(100, scratch_dir="/dev/shm/example")
