@@ -48,7 +48,8 @@ class DistributedLoss(_Loss):
     ``make_value_estimator`` work on it, before or after this call. (Its class becomes a subclass of
     its own and of this one, as ``torch.distributed.fsdp.fully_shard`` does it.) New are:
 
-    - All ranks start from rank 0's parameters, targets and buffers.
+    - All ranks start from rank 0's parameters, targets and buffers. Parameters that come later are
+      averaged from the next call on, and must be made alike on all ranks.
     - After each backward pass, gradients are averaged over the ranks: those that the pass reached,
       wherever its loss came from (``loss(batch)``, ``loss.actor_loss(batch)``, one forward with
       several backward passes). Clip and step afterwards, as ever. ``torch.autograd.grad`` gives
@@ -61,6 +62,8 @@ class DistributedLoss(_Loss):
       than TorchRL's (your own subclasses, too), ``reduction="none"``, statistics of a batch such as
       ``average_rewards``. Say then what this rank weighs: ``loss.set_rows(len(batch))``.
       What does not come from the loss counts alike from each rank, as a penalty on parameters does.
+      Go backward from sums of losses, with coefficients if need be: of a square, say, the ranks'
+      weights would be wrong, and nobody sees it there.
     - ``loss.ranks`` answers what ranks must agree on, and does what only one of them should.
     - ``with DistributedLoss(...) as loss:`` tells the waiting ranks the exception that leaves the
       block, with its traceback, and closes the loss.
