@@ -205,6 +205,7 @@ def test_a_printed_configuration_is_one_that_can_be_given(
         ("- gamma", ["mapping"]),
         ("{", ["cannot read"]),
         ("output_dir: 2024-13-45", ["cannot read", "month"]),
+        ("gamma: 0.9\nseed: 1\ngamma: 0.8", ["'gamma' twice"]),
         ("total_frames: 2.5", ["--total-frames", "2.5"]),
         ("gamma: " + "9" * 400, ["--gamma", "at most 1"]),
     ],

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
+import gymnasium
 import pytest
 import torch
 
@@ -113,6 +114,37 @@ def test_a_run_that_fails_of_others_keeps_what_was_learned(
     with local_cluster({"learner": 1}) as session, pytest.raises(kind, match="late.*was written"):
         train(fails_at_the_second, config, session)
     assert load_checkpoint(config.checkpoint_path).counters["updates"] == 1
+
+
+class Spoiled(gymnasium.Wrapper):
+    """CartPole that breaks at some step: rewards are no numbers from then on, or it raises."""
+
+    broken: ClassVar[str]
+
+    def step(self, action: Any) -> Any:
+        self.steps = getattr(self, "steps", 0) + 1
+        observation, reward, *rest = self.env.step(action)
+        if self.steps > 100 and self.broken == "raises":
+            raise ValueError("the axle broke")
+        return (observation, float("nan") if self.steps > 100 else reward, *rest)
+
+
+@pytest.mark.parametrize("broken", ["raises", "no numbers"])
+@pytest.mark.parametrize("kind", [DDPPOConfig, ImpalaConfig])
+def test_a_run_whose_environment_breaks_keeps_a_checkpoint_to_go_on_from(
+    kind: type, broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Spoiled, "broken", broken, raising=False)
+    gymnasium.register("Spoiled-v0", lambda: Spoiled(gymnasium.make("CartPole-v1")))
+    alone: dict[str, Any] = {"learners": 1} if kind is DDPPOConfig else {}
+    config = kind(**SMALL | {"env": "Spoiled-v0"}, **alone, output_dir=str(tmp_path))
+    message = "the axle broke" if broken == "raises" else "weights are no numbers.*Spoiled-v0"
+    with local_cluster({"learner": 1}) as session, pytest.raises(Exception, match=message):
+        train(BUILDS[kind], config, session)
+    del gymnasium.registry["Spoiled-v0"]
+    saved = load_checkpoint(config.checkpoint_path)
+    assert all(value.isfinite().all() for value in saved.policy.values())
+    assert (saved.counters["updates"] > 0) == (broken == "raises")
 
 
 @pytest.mark.parametrize("kind", [ApexConfig, SACConfig])

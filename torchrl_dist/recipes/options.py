@@ -124,7 +124,8 @@ def read_options(path: str | os.PathLike[str], config_class: type) -> dict[str, 
     import yaml
 
     try:
-        content = yaml.safe_load(Path(path).read_text())
+        text = Path(path).read_text()
+        content, node = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigurationError(f"--config: cannot read {path} ({error})") from error
     types = typing.get_type_hints(config_class)
@@ -133,7 +134,10 @@ def read_options(path: str | os.PathLike[str], config_class: type) -> dict[str, 
         return {}
     if not isinstance(content, dict):
         raise ConfigurationError(f"--config: {path} holds no mapping of options to values")
+    given = [key.value for key, _ in node.value]
     for name in content:
+        if given.count(name) > 1:  # YAML takes the last
+            raise ConfigurationError(f"--config: {path} names {name!r} twice")
         if name not in names:
             raise ConfigurationError(
                 f"--config: {path} names {name!r}, expected some of: {', '.join(names)}"

@@ -32,6 +32,7 @@ from ..errors import (
     DeadlineError,
     PeerLostError,
     RemoteError,
+    TorchRLDistError,
 )
 from ..learn.ranks import Ranks
 from ..runtime import Peer, Session, current_session
@@ -239,6 +240,8 @@ def train(
         PeerLostError: all collectors of a learner are lost, or a learner is. A checkpoint has been
             written.
         DeadlineError: a batch or a learner came later than ``timeout_s``. Likewise.
+        RemoteError: an environment raised, for instance. Likewise.
+        TorchRLDistError: weights are no numbers any more. The checkpoint of before stays.
     """
     check_wandb(config.wandb)
     before = load_checkpoint(config.checkpoint_path, recipe=config.recipe) if resume else None
@@ -253,11 +256,16 @@ def train(
             with contextlib.closing(keeper):
                 try:
                     training.run(keeper)
-                except (DeadlineError, PeerLostError) as error:
+                except (DeadlineError, PeerLostError, RemoteError) as error:
                     keeper.save()
-                    raise type(error)(
-                        f"{error}. {config.checkpoint_path} was written; --resume goes on from it"
-                    ) from error
+                    written = f"{config.checkpoint_path} was written; --resume goes on from it"
+                    if isinstance(error, RemoteError):  # which has its own traceback to show
+                        keeper.monitor.say(written)
+                        raise
+                    raise type(error)(f"{error}. {written}") from error
+                except Exception:
+                    keeper.check_weights()  # which may be why
+                    raise
                 result = keeper.finish()
     except (DeadlineError, PeerLostError) as error:
         raise _cause(others) or error from error
@@ -455,6 +463,7 @@ class Keeper:
 
     def finish(self) -> dict[str, Any]:
         """Evaluate, save, draw; returns the result."""
+        self.check_weights()
         monitor = self.monitor
         seconds, bound = monitor.seconds, monitor.bound_by()
         self._take_evaluation(self.evaluations.finish())
@@ -501,6 +510,7 @@ class Keeper:
 
     def save(self) -> None:
         """Write the checkpoint."""
+        self.check_weights()
         state = self.learner.state_dict()
         evaluation = list(vars(self.best).values()) if self.best else None
         save_checkpoint(
@@ -522,6 +532,16 @@ class Keeper:
             ),
         )
         self._saved_at = time.monotonic()
+
+    def check_weights(self) -> None:
+        """Raise if they are no numbers any more."""
+        if all(bool(torch.isfinite(value).all()) for value in self._weights().values()):
+            return
+        raise TorchRLDistError(
+            f"the weights are no numbers any more, after {self.learner.updates} updates: "
+            f"{self.config.env} gave observations or rewards that are none, or the learning rate "
+            f"is too high. {self.config.checkpoint_path} is of before"
+        )
 
     def close(self) -> None:
         """End the progress line."""
