@@ -3,12 +3,15 @@
 Importing takes seconds of CPU per process; a fork takes milliseconds. It is sound only while the
 server has no second thread, no RPC and no CUDA, so it does nothing but fork, wait and report.
 
-Lifetimes. The server ends its children and itself when its parent is gone (it watches the parent
-by pidfd and the command pipe); the kernel kills a child when the server dies; the parent kills
-what is left of the children's process groups in every other case.
+Who is such a child needs no imports again for processes of its own: it is another client of the
+server that it comes from, at a socket that only this user's processes can speak to.
 
-    parent --commands (a stream)-->  server  --fork-->  child
-    parent <--reports (datagrams)--  server and children
+Lifetimes. The server ends a client's children when the client is gone (it watches it by pidfd and
+the command pipe), and itself with its parent, the first client; the kernel kills a child when the
+server dies; a client kills what is left of its children's process groups in every other case.
+
+    client --commands (a stream)-->  server  --fork-->  child
+    client <--reports (datagrams)--  server and children
 """
 
 from __future__ import annotations
@@ -19,9 +22,11 @@ import gc
 import importlib
 import os
 import pickle
+import secrets
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -62,6 +67,9 @@ _PR_SET_PDEATHSIG = 1
 # A start-up in which every child competes for few cores must not count as dead.
 _BOOT_TIMEOUT_S = 120.0
 _KILL_TIMEOUT_S = 5.0
+_JOIN_S = 1.0  # until a client that has connected says what it wants
+# The server that this process was forked by, or the one to use in place of new ones in tests.
+_address: str | None = None
 
 
 @dataclass
@@ -149,9 +157,38 @@ class ForkServer:
         self._up = threading.Event()
         self._error: str | None = None
         self._closed = False
+        self._process: subprocess.Popen[bytes] | None = None  # None: another client's
         self._commands, commands = Pipe()
         self._reports, reports = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.address = _address or f"\0torchrl_dist-{secrets.token_hex(16)}"
         fds = (commands.fileno(), reports.fileno())
+        try:
+            self.pid = self._join(fds) if _address else 0
+        except OSError:  # it has ended
+            self.pid = 0
+        if not self.pid:
+            self._process = self._start_process(fds)
+            self.pid = self._process.pid
+        commands.close()
+        reports.close()
+        self._pidfd = os.pidfd_open(self.pid)
+        self._monitor = threading.Thread(
+            target=self._watch, name="torchrl_dist-forkserver", daemon=True
+        )
+        self._monitor.start()
+
+    def _join(self, fds: tuple[int, int]) -> int:
+        """Be one more client of a server that is there; returns its pid."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
+            link.settimeout(_JOIN_S)
+            link.connect(self.address)
+            pid, uid = _peer(link)
+            if uid != os.getuid():
+                raise ConnectionError("another user's")
+            socket.send_fds(link, [b"client"], fds)
+            return pid
+
+    def _start_process(self, fds: tuple[int, int]) -> subprocess.Popen[bytes]:
         numbers = [int(number) for number in STOP_SIGNALS]
         code = (
             # imports leave no garbage, and looking for it is a quarter of their time
@@ -160,13 +197,13 @@ class ForkServer:
             f"signal.pthread_sigmask(signal.SIG_UNBLOCK, {numbers}); "
             f"sys.path[:] = {sys.path!r}; "
             "from torchrl_dist.runtime.forkserver import serve; "
-            f"serve({fds[0]}, {fds[1]}, {os.getpid()})"
+            f"serve({fds[0]}, {fds[1]}, {os.getpid()}, {self.address!r})"
         )
         # Stop signals are for the parent, who ends the children in order. Blocked until the server
         # ignores them: Slurm sends them to every process that it finds.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 [sys.executable, "-c", code],
                 pass_fds=fds,
                 env={**os.environ, **_SERVER_ENV},
@@ -175,17 +212,6 @@ class ForkServer:
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        commands.close()
-        reports.close()
-        self._pidfd = os.pidfd_open(self._process.pid)
-        self._monitor = threading.Thread(
-            target=self._watch, name="torchrl_dist-forkserver", daemon=True
-        )
-        self._monitor.start()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def start(self, job: Any, ranks: range) -> Children:
         """Fork one child per rank, each running ``job.run(rank, ready)``; does not wait for them.
@@ -234,16 +260,18 @@ class ForkServer:
             children.wait_gone(_KILL_TIMEOUT_S)
 
     def close(self) -> None:
-        """End the server and all its children. Idempotent; blocks for at most a few seconds."""
+        """End all its children, and the server, unless it is another client's. Idempotent; blocks
+        for at most a few seconds."""
         if self._closed:
             return
         self._closed = True
-        self._commands.close()  # the server sees the end of the stream, kills and exits
-        try:
-            self._process.wait(_KILL_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._commands.close()  # the server sees the end of the stream, and kills
+        if self._process is not None:
+            try:
+                self._process.wait(_KILL_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
         self._monitor.join(_KILL_TIMEOUT_S)
         self._reports.close()
         os.close(self._pidfd)
@@ -266,6 +294,9 @@ class ForkServer:
         while alive:
             alive = self._pidfd not in [fd for fd, _ in poller.poll()]
             while (report := self._next_report()) is not None:
+                if report[0] == "end":
+                    self._error = "closed"
+                    return
                 self._take(*report)
         self._server_died()
 
@@ -301,8 +332,11 @@ class ForkServer:
             on_exit(rank, content)
 
     def _server_died(self) -> None:
-        code = self._process.wait()
-        self._error = _how_it_ended(-code if code < 0 else code << 8)
+        if self._process is None:
+            self._error = "ended"
+        else:
+            code = self._process.wait()
+            self._error = _how_it_ended(-code if code < 0 else code << 8)
         self._up.set()
         children = self._children
         if children is None:
@@ -317,8 +351,9 @@ class ForkServer:
 # ---- the server's side
 
 
-def serve(command_fd: int, report_fd: int, parent_pid: int) -> None:
+def serve(command_fd: int, report_fd: int, parent_pid: int, address: str) -> None:
     """The server process, from its first line to its last. Called by ForkServer only."""
+    global _address
     parent = os.pidfd_open(parent_pid)
     if os.getppid() != parent_pid:
         return  # the parent died before we could watch it
@@ -337,10 +372,8 @@ def serve(command_fd: int, report_fd: int, parent_pid: int) -> None:
     gc.collect()
     gc.freeze()  # children would otherwise copy every page the collector touches
     gc.enable()
-    commands = Connection(command_fd)
-    reports = socket.socket(fileno=report_fd)
-    report(reports, "up", 0, 0, None)
-    _Server(commands, reports, parent).run()
+    _address = address
+    _Server(_Client(command_fd, report_fd, parent), address).run()
     # Nothing is left to finalize, and what counts its objects then (nanobind under triton, which
     # tensordict imports with torch 2.15) would print those that are frozen as leaked.
     sys.stdout.flush()
@@ -349,90 +382,177 @@ def serve(command_fd: int, report_fd: int, parent_pid: int) -> None:
 
 
 def report(reports: socket.socket, kind: str, job: int, rank: int, content: Any) -> None:
-    """Tell the parent; one datagram, so that writers need no lock."""
-    with contextlib.suppress(OSError):  # the parent is gone: nobody to tell
+    """Tell the client; one datagram, so that writers need no lock."""
+    with contextlib.suppress(OSError):  # it is gone: nobody to tell
         reports.send(pickle.dumps((kind, job, rank, content)))
 
 
+def _peer(link: socket.socket) -> tuple[int, int]:
+    """pid and uid of who is at the other end."""
+    pid, uid, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, uid
+
+
+class _Client:
+    """Who has the server fork, by the server's ends of its connections.
+
+    Attributes:
+        children: pidfd -> pid, job, rank.
+    """
+
+    def __init__(self, command_fd: int, report_fd: int, process: int) -> None:
+        self.reports = socket.socket(fileno=report_fd)  # raises for what is no socket
+        self.commands = Connection(command_fd)
+        self.process = process
+        self.children: dict[int, tuple[int, int, int]] = {}
+
+    def kill_children(self) -> None:
+        for pid, _, _ in self.children.values():
+            _kill_group(pid)
+
+    def close(self) -> None:
+        self.commands.close()
+        self.reports.close()
+        for fd in (self.process, *self.children):
+            os.close(fd)
+
+
 class _Server:
-    def __init__(self, commands: Connection, reports: socket.socket, parent: int) -> None:
-        self._commands = commands
-        self._reports = reports
+    def __init__(self, parent: _Client, address: str) -> None:
         self._parent = parent
+        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._door.bind(address)
+        self._door.listen()
         self._poller = select.poll()
-        self._poller.register(commands.fileno(), select.POLLIN)
-        self._poller.register(parent, select.POLLIN)
-        self._children: dict[int, tuple[int, int, int]] = {}  # pidfd -> pid, job, rank
+        self._poller.register(self._door, select.POLLIN)
+        self._clients: list[_Client] = []
+        self._ended: list[_Client] = []  # until the last of their children is reaped
+        self._take_in(parent)
         self._libc = ctypes.CDLL(None, use_errno=True)
 
     def run(self) -> None:
         """Fork, wait and report until the parent is gone or closes the command pipe."""
         try:
-            while self._serve_once():
-                pass
+            while self._parent in self._clients:
+                (fd, _), *_ = self._poller.poll()  # what is done may close the others
+                self._serve(fd)
         finally:
-            for pid, _, _ in self._children.values():
-                _kill_group(pid)
+            for client in self._clients + self._ended:
+                client.kill_children()
 
-    def _serve_once(self) -> bool:
-        for fd, _ in self._poller.poll():
-            if fd == self._parent:
-                return False
-            if fd != self._commands.fileno():
-                self._reap(fd)
-                continue
-            try:
-                command = self._commands.recv()
-            except (EOFError, OSError):
-                return False
-            if command is None:
-                for pid, _, _ in self._children.values():
-                    _kill_group(pid)
-            else:
-                job, ranks, blob = command
-                for rank in ranks:
-                    self._fork(job, rank, blob)
-        return True
+    def _serve(self, fd: int) -> None:
+        if fd == self._door.fileno():
+            self._open_door()
+            return
+        for client in self._clients + self._ended:
+            if fd in client.children:
+                self._reap(client, fd)
+                return
+        for client in self._clients:
+            if fd == client.process:
+                self._end(client)
+                return
+            if fd == client.commands.fileno():
+                self._obey(client)
+                return
 
-    def _fork(self, job: int, rank: int, blob: bytes) -> None:
+    def _open_door(self) -> None:
+        """Take in a client, if it is this user's."""
+        with contextlib.suppress(OSError, ValueError):
+            link, _ = self._door.accept()
+            with link:
+                pid, uid = _peer(link)
+                if uid == os.getuid():  # who may do with us what he wants
+                    link.settimeout(_JOIN_S)
+                    self._admit(pid, list(socket.recv_fds(link, 16, 2)[1]))
+
+    def _admit(self, pid: int, fds: list[int]) -> None:
+        try:
+            fds.append(os.pidfd_open(pid))
+            commands, reports, process = fds
+            client = _Client(commands, reports, process)
+        except (OSError, ValueError):
+            for fd in fds:
+                os.close(fd)
+            raise
+        self._take_in(client)
+
+    def _take_in(self, client: _Client) -> None:
+        self._clients.append(client)
+        self._poller.register(client.commands.fileno(), select.POLLIN)
+        self._poller.register(client.process, select.POLLIN)
+        report(client.reports, "up", 0, 0, None)
+
+    def _end(self, client: _Client) -> None:
+        client.kill_children()
+        self._clients.remove(client)
+        self._poller.unregister(client.commands.fileno())
+        self._poller.unregister(client.process)
+        self._ended.append(client)
+        self._forget_ended()
+
+    def _forget_ended(self) -> None:
+        for client in [client for client in self._ended if not client.children]:
+            self._ended.remove(client)
+            report(client.reports, "end", 0, 0, None)
+            client.close()
+
+    def _obey(self, client: _Client) -> None:
+        try:
+            command = client.commands.recv()
+        except (EOFError, OSError):
+            self._end(client)
+            return
+        if command is None:
+            client.kill_children()
+        else:
+            job, ranks, blob = command
+            for rank in ranks:
+                self._fork(client, job, rank, blob)
+
+    def _fork(self, client: _Client, job: int, rank: int, blob: bytes) -> None:
         server_pid = os.getpid()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         pid = os.fork()
         if pid == 0:
             code = 1
             try:
-                self._become_child(server_pid)
+                reports = self._become_child(server_pid, client)
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-                code = _run_child(self._reports, job, rank, blob)
+                code = _run_child(reports, job, rank, blob)
             finally:
                 os._exit(code)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)  # in both processes, so that nobody sees the old group
         child = os.pidfd_open(pid)
-        self._children[child] = (pid, job, rank)
+        client.children[child] = (pid, job, rank)
         self._poller.register(child, select.POLLIN)
-        report(self._reports, "forked", job, rank, pid)
+        report(client.reports, "forked", job, rank, pid)
 
-    def _become_child(self, server_pid: int) -> None:
+    def _become_child(self, server_pid: int, of: _Client) -> socket.socket:
         self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != server_pid:
             os._exit(1)
         outlive_stop_signals()
         # A group of its own: what the child starts can be ended with it.
         os.setpgid(0, 0)
-        self._commands.close()
-        for fd in (self._parent, *self._children):
-            os.close(fd)
-        self._children.clear()
+        reports = of.reports.dup()
+        self._door.close()
+        for client in self._clients + self._ended:
+            client.close()
+        self._clients.clear()
+        self._ended.clear()
+        return reports
 
-    def _reap(self, fd: int) -> None:
-        pid, job, rank = self._children.pop(fd)
+    def _reap(self, client: _Client, fd: int) -> None:
+        pid, job, rank = client.children.pop(fd)
         self._poller.unregister(fd)
         os.close(fd)
         _kill_group(pid)  # before the wait, while the pid cannot be anybody else's
         _, status = os.waitpid(pid, 0)
-        report(self._reports, "exit", job, rank, _how_it_ended(status))
+        report(client.reports, "exit", job, rank, _how_it_ended(status))
+        self._forget_ended()
 
 
 def _run_child(reports: socket.socket, job: int, rank: int, blob: bytes) -> int:
