@@ -75,7 +75,7 @@ def test_after_sigterm_the_learner_ends_in_order_and_nothing_is_left(
     job = run_job(
         collect_until_stopped,
         {"folder": str(tmp_path), "env_processes": env_processes},
-        nproc=3,
+        nproc=2,
         on_start=when_it_collects,
     )  # it also fails where a process is left
     frames = int((tmp_path / "stopped").read_text())

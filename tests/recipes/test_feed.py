@@ -91,7 +91,7 @@ def a_learner(module: Any, config: Any, session: Any) -> Any:
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(
     ("module", "kind", "more"),
-    [(apex, ApexConfig, {"updates_per_batch": 3}), (sac, SACConfig, {"batch_size": 32})],
+    [(apex, ApexConfig, {"updates_per_batch": 3}), (sac, SACConfig, {"batch_size": 32, "updates_per_frame": 0.25})],
     ids=["apex", "sac"],
 )
 def test_a_recipe_learns_once_from_every_batch_it_draws(
@@ -130,7 +130,7 @@ def test_a_recipe_learns_once_from_every_batch_it_draws(
         assert learner.updates in (54, 57)  # an actor keeps its last steps for their sums
         assert all("td_error" in batch for batch in drawn)
     else:
-        assert learner.updates > 0
+        assert learner.updates > 100
 
 
 @needs_gpu
