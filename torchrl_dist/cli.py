@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 from . import __version__
 from .errors import CheckpointError, ConfigurationError, DirectoryError, TorchRLDistError
+from .forks import imports_to_be_forked
 
 _STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _STOPPED = {number.name: 128 + number for number in _STOPS}
@@ -80,7 +81,7 @@ def _tell_batch_script(code: int) -> None:
 
 def _run(arguments: Sequence[str]) -> int:
     try:
-        options = _parser().parse_args(arguments)
+        options = _parser(arguments[:1]).parse_args(arguments)
         return options.command(options)
     except SystemExit as exit_:  # argparse: --help, --version, wrong arguments
         return exit_.code if isinstance(exit_.code, int) else 1
@@ -107,7 +108,9 @@ def _refuse(message: str) -> int:
     return 2
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(command: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """With the options of all commands, but for those that NumPy comes with, which is longer in
+    coming than all else: only of these if they are the ``command``."""
     parser = _Parser(
         prog="torchrl-dist",
         description="TorchRL's replay buffer and collector, shared by many processes.",
@@ -118,9 +121,13 @@ def _parser() -> argparse.ArgumentParser:
     _add_play(commands)
     _add_inspect(commands)
     _add_clean(commands)
-    _add_bench(commands)
+    bench = commands.add_parser("bench", help="measure", description="Run a benchmark.")
+    if "bench" in command:
+        _add_bench(bench)
     _add_ops(commands)
-    _add_plan(commands)
+    plan = commands.add_parser("plan", help="how fast will a job be, and should it be distributed?")
+    if "plan" in command:
+        _add_plan(plan)
     return parser
 
 
@@ -178,7 +185,10 @@ def _train(options: argparse.Namespace) -> int:
             config = config_to_resume(recipe.config, config.checkpoint_path, given)
         print(as_yaml(config), end="")
         return 0
-    with _unsearched_imports():
+    # Before anything else runs here: what starts other processes is best a fork of this one. Where
+    # a launcher has started all, it is each process's own business what libraries do in it.
+    alone = not {"RANK", "SLURM_PROCID"} & os.environ.keys()
+    with _unsearched_imports(), imports_to_be_forked() if alone else contextlib.nullcontext():
         from .runtime import World
 
     world = World.from_env()
@@ -189,12 +199,14 @@ def _train(options: argparse.Namespace) -> int:
         return _serve_rank_zero(config, launched)
     # Under a launcher, roles follow from what all ranks were given, a resumed run's or not.
     for_roles = config
-    with _unsearched_imports():
-        from .recipes.environments import look_at
-        from .recipes.run_directory import claim
-
-    look_at(config.env, discrete=config.discrete)
     with contextlib.ExitStack() as stack:
+        with _unsearched_imports():
+            from .recipes.environments import look_at
+            from .recipes.run_directory import claim
+            from .runtime import ForkServer, local_cluster, session
+
+            server = stack.enter_context(ForkServer(fork=True)) if launched is None else None
+        look_at(config.env, discrete=config.discrete)
         resume = claim(
             config.output_path,
             checkpoint=config.checkpoint_path,
@@ -208,14 +220,9 @@ def _train(options: argparse.Namespace) -> int:
             config = config_to_resume(recipe.config, config.checkpoint_path, given)
             if launched is not None:
                 _check_shape(config, for_roles, launched)
-        from .runtime import ForkServer, local_cluster, session
-
         if launched is None:
             for_roles = config
         roles = for_roles.roles(launched)
-        # Started first, because it imports what we import below: on two cores at the same time.
-        alone = launched is not None or sum(roles.values()) == 1
-        server = None if alone else stack.enter_context(ForkServer())
         with _unsearched_imports():
             run = recipe.load_run()
         groups = _process_groups(for_roles, roles)
@@ -414,10 +421,9 @@ def _clean(options: argparse.Namespace) -> int:
 # ---- bench
 
 
-def _add_bench(commands: argparse._SubParsersAction) -> None:
+def _add_bench(bench: argparse.ArgumentParser) -> None:
     from .bench import checkpoint, collect, ddp, law, limiter, plan, remote, replay, train
 
-    bench = commands.add_parser("bench", help="measure", description="Run a benchmark.")
     questions = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
     summary = "the shared replay buffer beside other buffers"
     replay.add_options(questions.add_parser("replay", help=summary))
@@ -450,9 +456,7 @@ def _add_ops(commands: argparse._SubParsersAction) -> None:
     top.add_options(commands.add_parser("top", help="who works and who waits in a running job"))
 
 
-def _add_plan(commands: argparse._SubParsersAction) -> None:
+def _add_plan(plan: argparse.ArgumentParser) -> None:
     from .plan import command
 
-    command.add_options(
-        commands.add_parser("plan", help="how fast will a job be, and should it be distributed?")
-    )
+    command.add_options(plan)

@@ -91,7 +91,10 @@ def a_learner(module: Any, config: Any, session: Any) -> Any:
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(
     ("module", "kind", "more"),
-    [(apex, ApexConfig, {"updates_per_batch": 3}), (sac, SACConfig, {"batch_size": 32, "updates_per_frame": 0.25})],
+    [
+        (apex, ApexConfig, {"updates_per_batch": 3}),
+        (sac, SACConfig, {"batch_size": 32, "updates_per_frame": 0.25}),
+    ],
     ids=["apex", "sac"],
 )
 def test_a_recipe_learns_once_from_every_batch_it_draws(

@@ -6,6 +6,8 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -160,3 +162,72 @@ def test_without_the_server_it_came_from_a_process_has_one_of_its_own(
         assert job.call(job.of_role("b")[0], os.getpid)
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(server.pid).wait(5)
+
+
+FORKS = """
+import os, sys, threading, time
+from torchrl_dist.forks import TO_BE_FORKED, imports_to_be_forked
+with imports_to_be_forked():
+    from torchrl_dist.runtime import ForkServer, local_cluster
+import psutil
+if "thread" in sys.argv:
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+secret = open(sys.argv[1])  # not for the server
+os.environ["MINE"] = "here"
+before = {name: os.environ.get(name) for name in TO_BE_FORKED}
+with ForkServer(fork=True) as server:
+    assert before == {name: os.environ.get(name) for name in TO_BE_FORKED}
+    process = psutil.Process(server.pid)
+    is_fork = process.cmdline() == psutil.Process().cmdline()
+    assert process.ppid() == os.getpid() and os.getsid(server.pid) == server.pid
+    for _ in range(2):
+        with local_cluster({"a": 1, "b": 2}, timeout_s=30, fork_server=server) as job:
+            there = job.of_role("b")[0]
+            assert job.call(there, os.getenv, "MINE") == "here"
+            assert job.call(there, os.getenv, "OMP_NUM_THREADS") == "1"
+            assert psutil.Process(job.pid_of(there)).ppid() == server.pid
+            files = [file.path for pid in (server.pid, job.pid_of(there))
+                     for file in psutil.Process(pid).open_files()]
+            assert sys.argv[1] not in files, files
+            print("fork" if is_fork else "fresh", server.pid, job.pid_of(there), flush=True)
+            if "wait" in sys.argv:
+                time.sleep(60)
+            if "kill" in sys.argv:
+                os.kill(server.pid, 9)
+                try:
+                    job.call(there, time.sleep, 20)
+                except Exception as error:
+                    print(type(error).__name__)
+                    break
+print("ended", process.is_running())
+"""
+
+
+def run_forks(tmp_path: Path, *how: str) -> subprocess.Popen[str]:
+    (tmp_path / "forks.py").write_text(FORKS)
+    (tmp_path / "secret").write_text("x")
+    command = [sys.executable, str(tmp_path / "forks.py"), str(tmp_path / "secret"), *how]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize(("how", "kind"), [("", "fork"), ("thread", "fresh")])
+def test_a_fork_of_this_process_serves_if_it_has_no_threads(
+    tmp_path: Path, how: str, kind: str
+) -> None:
+    out, _ = run_forks(tmp_path, how).communicate(timeout=60)
+    first, second, end = out.splitlines()
+    assert first.split()[0] == second.split()[0] == kind and end == "ended False", out
+
+
+def test_the_end_of_a_forked_server_is_noticed(tmp_path: Path) -> None:
+    out, _ = run_forks(tmp_path, "kill").communicate(timeout=60)
+    assert out.splitlines()[1:] == ["PeerLostError", "ended False"], out
+
+
+def test_a_forked_server_ends_with_the_process_it_comes_from(tmp_path: Path) -> None:
+    job = run_forks(tmp_path, "wait")
+    assert job.stdout is not None
+    pids = [int(pid) for pid in job.stdout.readline().split()[1:]]
+    job.kill()
+    job.communicate(timeout=30)
+    assert gone(pids)

@@ -38,6 +38,7 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from ..errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
+from ..forks import TO_BE_FORKED, imports_to_be_forked
 from .signals import STOP_SIGNALS, outlive_stop_signals
 
 _PRELOAD = (
@@ -52,16 +53,6 @@ _PRELOAD = (
     "gymnasium",
     "torchrl_dist.runtime.local",
 )
-# Libraries start their threads when they are imported, unless told otherwise; asking CUDA's runtime
-# whether it is there would make it unusable in the children; TensorPipe's warnings about a lost
-# peer are the parent's to print, not once more by every child.
-_SERVER_ENV = {
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-}
 _MAX_REPORT_BYTES = 64 * 1024
 _PR_SET_PDEATHSIG = 1
 # A start-up in which every child competes for few cores must not count as dead.
@@ -149,15 +140,20 @@ class ForkServer:
             with local_cluster({"learner": 1, "collector": 2}, fork_server=server) as s: ...
 
     The children see the modules and files of the moment when the server started.
+
+    Args:
+        fork: the server is forked from this process, whose imports it has then. Only for a program
+            that has done nothing else yet, not even run a module of a user's. With more than one
+            thread here, it is started as ever.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, fork: bool = False) -> None:
         self._jobs = 0
         self._children: Children | None = None
         self._up = threading.Event()
         self._error: str | None = None
         self._closed = False
-        self._process: subprocess.Popen[bytes] | None = None  # None: another client's
+        self._process: subprocess.Popen[bytes] | _Fork | None = None  # None: another client's
         self._commands, commands = Pipe()
         self._reports, reports = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.address = _address or f"\0torchrl_dist-{secrets.token_hex(16)}"
@@ -167,7 +163,8 @@ class ForkServer:
         except OSError:  # it has ended
             self.pid = 0
         if not self.pid:
-            self._process = self._start_process(fds)
+            forked = self._fork(fds) if fork else None
+            self._process = forked or self._start_process(fds)
             self.pid = self._process.pid
         commands.close()
         reports.close()
@@ -188,6 +185,36 @@ class ForkServer:
             socket.send_fds(link, [b"client"], fds)
             return pid
 
+    def _fork(self, fds: tuple[int, int]) -> _Fork | None:
+        with imports_to_be_forked():
+            for name in _PRELOAD:
+                importlib.import_module(name)
+        if len(os.listdir("/proc/self/task")) > 1:
+            return None
+        parent = os.getpid()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            pid = os.fork()
+            if pid:
+                return _Fork(pid)
+        finally:
+            if os.getpid() == parent:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        try:
+            for number in STOP_SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+            os.setsid()  # a terminal's Ctrl-C does not come here
+            _keep_only(fds)
+            os.environ.update(TO_BE_FORKED)
+            serve(*fds, parent, self.address)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+
     def _start_process(self, fds: tuple[int, int]) -> subprocess.Popen[bytes]:
         numbers = [int(number) for number in STOP_SIGNALS]
         code = (
@@ -206,7 +233,7 @@ class ForkServer:
             return subprocess.Popen(
                 [sys.executable, "-c", code],
                 pass_fds=fds,
-                env={**os.environ, **_SERVER_ENV},
+                env={**os.environ, **TO_BE_FORKED},
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # a terminal's Ctrl-C does not come here
             )
@@ -348,7 +375,50 @@ class ForkServer:
                 self._take("exit", children.job, rank, f"the fork server was {self._error}")
 
 
+class _Fork:
+    """The server as a fork of this process, with what ``Popen`` has."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._lock = threading.Lock()
+        self._code: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """How it ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not.
+        """
+        with self._lock:
+            if self._code is None:
+                pidfd = os.pidfd_open(self.pid)
+                try:
+                    poller = select.poll()
+                    poller.register(pidfd, select.POLLIN)
+                    if not poller.poll(None if timeout is None else timeout * 1000):
+                        raise subprocess.TimeoutExpired("fork server", timeout or 0.0)
+                finally:
+                    os.close(pidfd)
+                self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            return self._code
+
+    def kill(self) -> None:
+        with self._lock:
+            if self._code is None:
+                os.kill(self.pid, signal.SIGKILL)
+
+
 # ---- the server's side
+
+
+def _keep_only(fds: tuple[int, int]) -> None:
+    """Close what the server has from the process that it is a fork of, but for its output."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in (0, 1, 2, *fds):
+            with contextlib.suppress(OSError):  # the folder's own is closed already
+                os.close(int(name))
 
 
 def serve(command_fd: int, report_fd: int, parent_pid: int, address: str) -> None:
