@@ -42,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def console() -> NoReturn:
     """What the shell's command runs."""
+    global _is_fresh
+    _is_fresh = True
     try:
         code = main()
         sys.stdout.flush()
@@ -63,6 +65,7 @@ def console() -> NoReturn:
     sys.exit(code)
 
 
+_is_fresh = False  # nothing but the command has run in this process
 _has_served = False
 
 
@@ -185,10 +188,10 @@ def _train(options: argparse.Namespace) -> int:
             config = config_to_resume(recipe.config, config.checkpoint_path, given)
         print(as_yaml(config), end="")
         return 0
-    # Before anything else runs here: what starts other processes is best a fork of this one. Where
-    # a launcher has started all, it is each process's own business what libraries do in it.
-    alone = not {"RANK", "SLURM_PROCID"} & os.environ.keys()
-    with _unsearched_imports(), imports_to_be_forked() if alone else contextlib.nullcontext():
+    # What starts the job's processes is best a fork of this one. Where a launcher has started them,
+    # libraries do here what they are told to.
+    forks = _is_fresh and not {"RANK", "SLURM_PROCID"} & os.environ.keys()
+    with _unsearched_imports(), imports_to_be_forked() if forks else contextlib.nullcontext():
         from .runtime import World
 
     world = World.from_env()
@@ -205,7 +208,9 @@ def _train(options: argparse.Namespace) -> int:
             from .recipes.run_directory import claim
             from .runtime import ForkServer, local_cluster, session
 
-            server = stack.enter_context(ForkServer(fork=True)) if launched is None else None
+            server = None
+            if launched is None:  # before any code of the user's runs
+                server = stack.enter_context(ForkServer(fork=forks))
         look_at(config.env, discrete=config.discrete)
         resume = claim(
             config.output_path,

@@ -134,7 +134,7 @@ def finished_here(
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.chdir(cwd)
-        patch.setattr(runtime, "ForkServer", lambda: contextlib.nullcontext(fork_server))
+        patch.setattr(runtime, "ForkServer", lambda **_: contextlib.nullcontext(fork_server))
         printed = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         assert main(arguments) == 0
     return json.loads(printed.getvalue().splitlines()[-1])
