@@ -209,8 +209,8 @@ def _train(options: argparse.Namespace) -> int:
             from .runtime import ForkServer, local_cluster, session
 
             server = None
-            if launched is None:  # before any code of the user's runs
-                server = stack.enter_context(ForkServer(fork=forks))
+            if forks:  # before any code of the user's runs
+                server = stack.enter_context(ForkServer(fork=True))
         look_at(config.env, discrete=config.discrete)
         resume = claim(
             config.output_path,
@@ -228,6 +228,11 @@ def _train(options: argparse.Namespace) -> int:
         if launched is None:
             for_roles = config
         roles = for_roles.roles(launched)
+        if launched is not None or sum(roles.values()) == 1:
+            if server is not None:
+                server.close()
+        elif server is None:
+            server = stack.enter_context(ForkServer())
         with _unsearched_imports():
             run = recipe.load_run()
         groups = _process_groups(for_roles, roles)

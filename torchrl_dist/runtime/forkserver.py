@@ -156,13 +156,14 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | _Fork | None = None  # None: another client's
         self._commands, commands = Pipe()
         self._reports, reports = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.address = _address or f"\0torchrl_dist-{secrets.token_hex(16)}"
         fds = (commands.fileno(), reports.fileno())
-        try:
-            self.pid = self._join(fds) if _address else 0
-        except OSError:  # it has ended
-            self.pid = 0
+        self.pid = 0
+        if _address is not None:
+            self.address = _address
+            with contextlib.suppress(OSError):  # it has ended
+                self.pid = self._join(fds)
         if not self.pid:
+            self.address = f"\0torchrl_dist-{secrets.token_hex(16)}"
             forked = self._fork(fds) if fork else None
             self._process = forked or self._start_process(fds)
             self.pid = self._process.pid
