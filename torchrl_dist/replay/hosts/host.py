@@ -45,7 +45,7 @@ from torchrl_dist.replay.node.priorities import update
 from torchrl_dist.replay.node.times_sampled import TooFewDrawsError, give_back
 from torchrl_dist.replay.parts.sampler import Drawn, SharedPrioritizedSampler, SharedRandomSampler
 from torchrl_dist.replay.parts.storage import SharedMemmapStorage
-from torchrl_dist.replay.row.packing import columns_of, pack, spec_from_text, unpack
+from torchrl_dist.replay.row.packing import Part, pack, spec_from_text, unpack
 from torchrl_dist.replay.row.spec import RowSpec, array_of
 from torchrl_dist.replay.saving.disk import RowFiles
 from torchrl_dist.replay.saving.snapshot import Chunk, Head, save_chunk
@@ -182,10 +182,8 @@ class ReplayHost:
         return None
 
     def _write(self, write: Write, known: _Written) -> tuple[np.ndarray, np.ndarray]:
-        spec = spec_from_text(write.spec)
-        tensors = unpack(write.packed, columns_of(spec, write.count))
         index, generation = self._storage.append_leaves(
-            spec, list(map(array_of, tensors)), write.priority, limited=False
+            spec_from_text(write.spec), unpack(write.packed), write.priority, limited=False
         )
         slots, generations = index.numpy(), generation.numpy()
         start = 0
@@ -271,7 +269,7 @@ class ReplayHost:
         state, drawn = self._draw(count, prioritized)
         return state, *(self._pack(drawn) if drawn is not None else ())
 
-    def _pack(self, drawn: Drawn) -> tuple[int, str, list[torch.Tensor]]:
+    def _pack(self, drawn: Drawn) -> tuple[int, str, list[Part]]:
         spec = self._storage.directory.rows
         assert spec is not None
         handles = [drawn.index.numpy(), drawn.generation.numpy(), drawn.leaf]
@@ -281,12 +279,12 @@ class ReplayHost:
 
     # --- reading and replacing; what changes something is called by an ``Invoke`` --------------
 
-    def read(self, slots: torch.Tensor) -> tuple[int, str, list[torch.Tensor]]:
-        """Rows at slots, int64 [n]: their number, the spec as text, and the leaves, packed. This
-        process need not know the classes that they are of."""
-        count, leaves = self._storage.leaves_at(slots.numpy())
+    def read(self, slots: torch.Tensor) -> tuple[str, list[Part]]:
+        """Rows at slots, int64 [n]: the spec as text, and the leaves, packed. This process need not
+        know the classes that they are of."""
+        _, leaves = self._storage.leaves_at(slots.numpy())
         assert self._storage.directory.rows is not None
-        return count, self._storage.directory.rows.text, pack(leaves, copy=False)
+        return self._storage.directory.rows.text, pack(leaves, copy=False)
 
     def generations_of(self, slots: np.ndarray) -> np.ndarray:
         """int64 [n]; -1 where no row is published."""
@@ -315,7 +313,7 @@ class ReplayHost:
 
     def save_chunk(
         self, cursor: int, alpha: float | None, start: int, stop: int
-    ) -> tuple[Chunk, list[torch.Tensor]]:
+    ) -> tuple[Chunk, list[Part]]:
         """The rows in a range of slots, copied and packed; see ``snapshot.save_chunk``."""
         copied: list[np.ndarray] = []
 
@@ -383,14 +381,10 @@ class ReplayHost:
         version: int,
         leaf: np.ndarray,
         alpha: float | None,
-        packed: list[torch.Tensor],
+        packed: list[Part],
     ) -> None:
         """Publish saved rows; see ``snapshot.restore_rows``."""
-        spec = self._storage.directory.rows
-        assert spec is not None
-        tensors = unpack(packed, columns_of(spec, leaf.size))
-        arrays = [array_of(tensor) for tensor in tensors]
-        self._shard.restore_rows(since, slot, version, leaf, alpha, arrays)
+        self._shard.restore_rows(since, slot, version, leaf, alpha, unpack(packed))
 
     def counters(self) -> dict[str, int]:
         """``directory.counters``."""

@@ -12,8 +12,7 @@ from typing import cast
 import numpy as np
 
 from torchrl_dist.replay.hosts.messages import CountSamples, Operation, SetPriorities, Write
-from torchrl_dist.replay.row.packing import columns_of, pack, spec_from_text, unpack
-from torchrl_dist.replay.row.spec import array_of
+from torchrl_dist.replay.row.packing import pack, unpack
 
 _MOST_ENTRIES = 4096  # of merged updates of priorities
 
@@ -70,11 +69,8 @@ def _joined(run: list[Operation]) -> Operation:
         return first
     if isinstance(first, Write):
         writes = cast(list[Write], run)
-        spec = spec_from_text(first.spec)
-        rows = [unpack(each.packed, columns_of(spec, each.count)) for each in writes]
-        arrays = [
-            np.concatenate([array_of(part) for part in leaf]) for leaf in zip(*rows, strict=True)
-        ]
+        rows = [unpack(each.packed) for each in writes]
+        arrays = [np.concatenate(leaf) for leaf in zip(*rows, strict=True)]
         return Write(
             first.spec,
             sum(each.count for each in writes),
@@ -111,8 +107,7 @@ def parts_of(operation: Operation) -> list[Operation]:
             for start, stop in zip([0, *ends[:-1]], ends, strict=True)
         ]
     if isinstance(operation, Write) and len(operation.parts) > 1:
-        columns = columns_of(spec_from_text(operation.spec), operation.count)
-        arrays = [array_of(tensor) for tensor in unpack(operation.packed, columns)]
+        arrays = unpack(operation.packed)
         found: list[Operation] = []
         start = 0
         for number, count in operation.parts:

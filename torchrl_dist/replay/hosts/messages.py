@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from torchrl_dist.replay.row.packing import columns_of, spec_from_text, unpack
+from torchrl_dist.replay.row.packing import Part, spec_from_text, unpack
+from torchrl_dist.replay.row.rows import tensors
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Write:
 
     spec: str
     count: int
-    packed: Sequence[torch.Tensor]
+    packed: Sequence[Part]
     priority: np.ndarray | None
     parts: tuple[tuple[int, int], ...]
 
@@ -194,12 +195,11 @@ class Reply:
     state: HostState | None = None
     count: int = 0
     spec: str = ""
-    packed: Sequence[torch.Tensor] = ()
+    packed: Sequence[Part] = ()
 
     def unpack_rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         """``(slot, generation, leaf, tensors)``: int64, int64, float64 [count], rows [count, ...]
         in the order of the spec."""
-        handles = [(dtype, (self.count,)) for dtype in (torch.int64, torch.int64, torch.float64)]
-        columns = handles + columns_of(spec_from_text(self.spec), self.count)
-        slot, generation, leaf, *tensors = unpack(self.packed, columns)
-        return slot, generation, leaf, tensors
+        slot, generation, leaf, *rows = unpack(self.packed)
+        handles = torch.from_numpy(slot), torch.from_numpy(generation), torch.from_numpy(leaf)
+        return *handles, tensors(rows, spec_from_text(self.spec))

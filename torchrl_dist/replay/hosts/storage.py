@@ -39,8 +39,8 @@ from torchrl_dist.replay.parts.sampler import (
     priorities_for,
 )
 from torchrl_dist.replay.row import _torchrl, rows
-from torchrl_dist.replay.row.packing import columns_of, pack, spec_from_text, unpack
-from torchrl_dist.replay.row.spec import RowSpec, array_of
+from torchrl_dist.replay.row.packing import pack, spec_from_text, unpack
+from torchrl_dist.replay.row.spec import RowSpec
 from torchrl_dist.replay.saving.snapshot import Chunk, Head, SavedShard
 from torchrl_dist.replay.saving.storage import SavedStorage, Sink
 
@@ -240,7 +240,7 @@ class RemoteStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
                 stacklevel=5,
             )
             return self.client.write(data, priority)
-        index, generation = torch.full((2, count), -1)
+        index, generation = (torch.from_numpy(np.full(count, -1, np.int64)) for _ in range(2))
         first = max(0, count - self.max_size)
         parts = []
         for where in np.array_split(np.arange(first, count), -(-(count - first) // room)):
@@ -387,11 +387,10 @@ class RemoteStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         parts = self._by_shard(index) or [(0, index, index)]
         calls = [(shard, (torch.from_numpy(slots),)) for shard, _, slots in parts]
         spec, found = None, []
-        for count, text, packed in self.client.call_each("read", calls):
+        for text, packed in self.client.call_each("read", calls):
             own = spec_from_text(text)
             spec = spec or own
-            arrays = [array_of(tensor) for tensor in unpack(packed, columns_of(own, count))]
-            found.append(rows.fitted(arrays, own, spec))
+            found.append(rows.fitted(unpack(packed), own, spec))
         assert spec is not None
         order = np.argsort(np.concatenate([where for _, where, _ in parts]))
         leaves = [np.concatenate(leaf)[order] for leaf in zip(*found, strict=True)]
@@ -506,8 +505,7 @@ class RemoteShard:
             while asked:
                 chunk, packed = asked.popleft().result()
                 asked.extend(pool.submit(ask, each) for each in itertools.islice(chunks, 1))
-                columns = columns_of(head.spec, chunk.leaf.size)
-                sink.write([array_of(tensor) for tensor in unpack(packed, columns)])
+                sink.write(unpack(packed))
                 sink.append(chunk)
 
     def make_room(self, spec: RowSpec) -> None:
