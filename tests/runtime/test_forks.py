@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -124,6 +125,31 @@ def test_a_forked_child_is_told_that_it_is_no_member(job: Session, buffer, folde
 
 
 @pytest.mark.timeout(120)
+def test_a_forked_child_has_no_part_in_what_was_drawn_ahead(buffer) -> None:
+    """Its futures have locks of their own, which other threads hold for an instant, too."""
+    buffer.sample()
+    ahead = [future for round_ in buffer.sampler._source._rounds for future in round_.futures]
+    assert ahead
+    held, give_back = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with contextlib.ExitStack() as stack:
+            for future in ahead:
+                stack.enter_context(future._condition)
+            held.set()
+            give_back.wait(60)
+
+    thread = threading.Thread(target=hold, daemon=True)
+    thread.start()
+    assert held.wait(10)
+    try:
+        assert end_of(start(_refuse, {"empty": buffer.empty, "sample": buffer.sample}), 20) == 0
+    finally:
+        give_back.set()
+        thread.join(10)
+    assert len(buffer.sample()) == 8
+
+
 def test_a_buffer_of_this_node_is_renewed_beside_one_that_others_host(
     buffer, tmp_path: Path
 ) -> None:

@@ -83,14 +83,15 @@ class BatchSource:
         self._uniforms = uniforms
         self._known = KnownMasses(len(client.links))
         self._batch_size = 0
-        self._ready: deque[Batch] = deque()
-        self._rounds: deque[_Round] = deque()
-        self._dropped: dict[Any, int] = {}
-        """Futures of draws that came too late to be used, and their shards."""
         now_and_in_children(self, BatchSource._renew)
 
     def _renew(self) -> None:
         self._lock = threading.RLock()  # it says whether this very thread has it
+        # What was drawn ahead is the parent's, with futures whose locks its threads may hold.
+        self._ready: deque[Batch] = deque()
+        self._rounds: deque[_Round] = deque()
+        self._dropped: dict[Any, int] = {}
+        """Futures of draws that came too late to be used, and their shards."""
 
     def next(self, batch_size: int) -> Batch:
         """The next batch. Blocks until it is there, at most the client's deadline for each round of
