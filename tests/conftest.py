@@ -8,7 +8,6 @@ compute. A test marked ``alone`` (it compares times, say) runs while the other h
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import os
 import signal
@@ -21,12 +20,11 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.spawn import end_marked
+from tests import warm
+from tests.spawn import end_marked, is_helper
 from tests.turns import Turns
 
 _MARK = "TORCHRL_DIST_TEST"
-_MADV_COLLAPSE = 25  # since Linux 6.1
-_LARGE_PAGE = 2**21
 _GRACE_S = 5.0
 
 # What tests start finds tests/children/sitecustomize.py, by whichever of the two it is given.
@@ -86,19 +84,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """A fork copies an entry for each page of memory, which is most of what it costs; everything is
-    imported now, and few hundred large pages hold what lies in a hundred thousand small ones."""
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, rights, _, _, file, *_ = line.split()
-        if rights != "rw-p" or file != "0":
-            continue
-        first, last = (int(address, 16) for address in span.split("-"))
-        for at in range(
-            -(-first // _LARGE_PAGE) * _LARGE_PAGE, last - _LARGE_PAGE + 1, _LARGE_PAGE
-        ):
-            madvise(at, _LARGE_PAGE, _MADV_COLLAPSE)  # where the kernel cannot, nothing changes
+    """Everything is imported now."""
+    warm.large_pages()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -192,8 +179,8 @@ def _end_children_of_server(known: frozenset[int]) -> list[str]:
 
 
 def _may_be_left(process: psutil.Process) -> bool:
-    """Not Python's own helper, which the server keeps for its children, and no zombie."""
+    """Not the helper that the server keeps for its children, and no zombie."""
     try:
-        return "multiprocessing.resource_tracker" not in " ".join(process.cmdline())
+        return not is_helper(process)
     except psutil.Error:
         return False

@@ -24,10 +24,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
+from tests import warm
 from tests.spawn import rank_script
 
 INTERFACE = "eth0"
@@ -53,7 +54,7 @@ class Host:
     folder: Path
     _switch: str
     _port: str
-    _started: list[subprocess.Popen] = field(default_factory=list)
+    _started: list[warm.Running] = field(default_factory=list)
 
     @property
     def shm(self) -> Path:
@@ -66,6 +67,25 @@ class Host:
         enter = ["nsenter", f"--net=/run/netns/{self.namespace}", "unshare", "--mount", "--uts"]
         become = ["sh", "-c", _BECOME_HOST, "sh", self.name, str(self.folder)]
         process = subprocess.Popen([*enter, *become, *command], **options)  # type: ignore[call-overload]
+        self._started.append(process)
+        return process
+
+    def start_program(
+        self, command: Sequence[str], env: dict[str, str], output: IO[str]
+    ) -> warm.Running:
+        """Start a Python program, with what it prints and its errors in one file."""
+        if warm.is_cold():
+            return self.start(command, env=env, stdout=output, stderr=subprocess.STDOUT)
+        own = warm.Host(
+            self.name,
+            f"/run/netns/{self.namespace}",
+            {
+                "/etc/hosts": str(self.folder / f"{self.name}-names"),
+                "/etc/resolv.conf": os.devnull,
+                "/dev/shm": str(self.shm),
+            },
+        )
+        process = warm.start(command, env=env, stdout=output, stderr=subprocess.STDOUT, host=own)
         self._started.append(process)
         return process
 
@@ -162,7 +182,7 @@ def hosts(count: int) -> Iterator[list[Host]]:
 class HostJob:
     """The same job on all hosts: an agent of torchrun, or a task, per host."""
 
-    processes: list[subprocess.Popen]
+    processes: list[warm.Running]
     logs: list[Path]
 
     def wait(self, timeout_s: float, hosts: Sequence[int] | None = None) -> list[int]:
@@ -243,8 +263,7 @@ def _start_everywhere(
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **own}
         job.logs.append(folder / f"{host.name}.log")
         with job.logs[-1].open("w") as log:
-            process = host.start(command, env=env, stdout=log, stderr=subprocess.STDOUT)
-        job.processes.append(process)
+            job.processes.append(host.start_program(command, env, log))
     return job
 
 

@@ -31,6 +31,8 @@ from typing import Any
 
 import psutil
 
+from tests import warm
+
 _MARK = "TORCHRL_DIST_TEST_JOB"
 
 
@@ -54,14 +56,21 @@ class Job:
         return "\n".join([*parts, f"--- torchrun ---\n{self.agent[-4000:]}"])
 
 
-def spawn(nproc: int, *, timeout_s: float = 120.0, max_restarts: int = 0) -> Callable:
+def spawn(
+    nproc: int, *, timeout_s: float = 120.0, max_restarts: int = 0, cold: bool = False
+) -> Callable:
     """Decorate a test: its body runs in ``nproc`` ranks, with the test's fixtures pickled."""
 
     def decorate(body: Callable) -> Callable:
         @functools.wraps(body)
         def test(**fixtures: Any) -> None:
             job = run_job(
-                body, fixtures, nproc=nproc, timeout_s=timeout_s, max_restarts=max_restarts
+                body,
+                fixtures,
+                nproc=nproc,
+                timeout_s=timeout_s,
+                max_restarts=max_restarts,
+                cold=cold,
             )
             assert job.returncode == 0, str(job)
 
@@ -79,12 +88,14 @@ def run_job(
     timeout_s: float = 120.0,
     max_restarts: int = 0,
     env: dict[str, str] | None = None,
-    on_start: Callable[[subprocess.Popen], None] | None = None,
+    on_start: Callable[[warm.Running], None] | None = None,
+    cold: bool = False,
 ) -> Job:
     """Run ``body(**arguments)`` (a module-level function), or a script or ``-m module`` with its
     arguments (a list), in ``nproc`` ranks under torchrun; block until the job has ended.
 
-    ``on_start`` is called once with the agent's process, to disturb the job.
+    ``on_start`` is called once with the agent's process, to disturb the job. ``cold``: agent and
+    ranks are interpreters that import everything themselves.
     """
     mark = uuid.uuid4().hex
     with tempfile.TemporaryDirectory() as directory:
@@ -98,7 +109,8 @@ def run_job(
         variables["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
         start = time.monotonic()
         with open(f"{directory}/agent", "w+") as output:
-            agent = subprocess.Popen(
+            start_program = subprocess.Popen if cold else warm.start
+            agent = start_program(
                 [*command, *body],
                 env=variables,
                 stdout=output,
@@ -123,6 +135,52 @@ def run_job(
             )
     assert not left, f"the job left processes behind: {left}\n{job}"
     return job
+
+
+@dataclass(frozen=True)
+class Task:
+    """A process that Slurm would have started."""
+
+    process: warm.Running
+    folder: Path
+
+    def printed(self) -> str:
+        return (self.folder / "out").read_text()
+
+    def errors(self) -> str:
+        return (self.folder / "err").read_text()
+
+    def __repr__(self) -> str:
+        return f"{self.process.poll()}\n{self.printed()}\n{self.errors()}"
+
+
+def start_slurm_tasks(code: str, folder: Path, *arguments: str) -> list[Task]:
+    """Start two tasks of a step of job 77 on this node; what they print goes to ``folder``."""
+    step = {
+        "SLURM_NTASKS": "2",
+        "SLURM_NODEID": "0",
+        "SLURM_JOB_ID": "77",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "MASTER_PORT": str(reserved_port()),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+    tasks = []
+    for rank in range(2):
+        own = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+        at = folder / f"task{rank}"
+        at.mkdir()
+        with open(at / "out", "w") as out, open(at / "err", "w") as err:
+            process = warm.start(
+                [sys.executable, "-c", code, *arguments],
+                env={**os.environ, **step, **own},
+                stdout=out,
+                stderr=err,
+            )
+        tasks.append(Task(process, at))
+    return tasks
 
 
 def rank_script(body: Callable, arguments: dict[str, Any], directory: str | Path) -> list[str]:
@@ -169,6 +227,13 @@ def reserved_port() -> int:
     return port
 
 
+def is_helper(process: psutil.Process) -> bool:
+    """Whether it is Python's own of multiprocessing, or forks a torchrun's ranks: both end when
+    their parents do, and compute nothing."""
+    words = process.cmdline()
+    return warm.SERVER in words or "multiprocessing.resource_tracker" in " ".join(words)
+
+
 def _process(pid: int) -> psutil.Process | None:
     try:
         return psutil.Process(pid)
@@ -182,8 +247,7 @@ def _has_mark(process: psutil.Process, variable: str, value: str) -> bool:
             process.environ().get(variable) == value
             and process.pid != os.getpid()
             and process.status() != psutil.STATUS_ZOMBIE
-            # Python's own helper of multiprocessing ends when its parent does.
-            and "multiprocessing.resource_tracker" not in " ".join(process.cmdline())
+            and not is_helper(process)
         )
     except (psutil.Error, OSError):
         return False

@@ -17,6 +17,7 @@ import pytest
 from torchrl.data import ReplayBuffer
 
 import torchrl_dist
+from tests import warm
 from tests.spawn import run_job
 from torchrl_dist.ops.slurm import recipe_of
 from torchrl_dist.runtime import ForkServer
@@ -70,7 +71,7 @@ def left_beside(program: Path) -> set[str]:
 @pytest.mark.parametrize("program", sorted(RANKS - {"own_loop.py"}), indirect=True)
 def test_a_program_for_torchrun_prints_what_its_page_says(program: Path) -> None:
     ranks, _ = PROGRAMS[program.name]
-    job = run_job([str(program)], nproc=ranks)
+    job = run_job([str(program)], nproc=ranks, cold=True)  # as users start it
     assert job.returncode == 0, job
     lines = [job.log(rank).splitlines()[-1] + "\n" for rank in range(ranks)]
     assert all(re.fullmatch(PRINTS[program.name], line) for line in lines), lines
@@ -88,7 +89,7 @@ def test_the_loop_of_its_page_goes_on_where_it_was_interrupted(program: Path) ->
     program.write_text(text.replace(steps, "STEPS, ROWS, BATCH = 60"))
     logged = run / "metrics" / "scalars"
 
-    def interrupt(agent: subprocess.Popen) -> None:
+    def interrupt(agent: warm.Running) -> None:
         until = time.monotonic() + 100
         while not (logged / "rows.csv").exists() and time.monotonic() < until:
             time.sleep(0.05)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -14,6 +13,7 @@ import gymnasium
 import psutil
 import pytest
 
+from tests import warm
 from tests.collect.envs import Counter
 from tests.spawn import run_job
 from torchrl_dist.collect import RPCBatchedCollector
@@ -64,7 +64,7 @@ def collect_until_stopped(folder: str, env_processes: int) -> None:
 def test_after_sigterm_the_learner_ends_in_order_and_nothing_is_left(
     tmp_path: Path, env_processes: int
 ) -> None:
-    def when_it_collects(agent: subprocess.Popen) -> None:
+    def when_it_collects(agent: warm.Running) -> None:
         def wait() -> None:
             while not (tmp_path / "collecting").exists() and agent.poll() is None:
                 time.sleep(0.05)
@@ -124,16 +124,18 @@ def test_ctrl_c_ends_a_collector_and_all_its_processes(
 ) -> None:
     script = tmp_path / "collects.py"
     script.write_text(INTERRUPTED.format(env_processes=env_processes, hangs=hangs))
-    learner = subprocess.Popen(
-        [sys.executable, str(script)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-        start_new_session=True,
-    )
-    assert learner.stdout is not None
-    others = [psutil.Process(int(pid)) for pid in learner.stdout.readline().split()]
+    printed = tmp_path / "printed"
+    with printed.open("w") as output:
+        learner = warm.start(
+            [sys.executable, str(script)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            stdout=output,
+            cwd=tmp_path,
+        )
+    while not (said := printed.read_text()).endswith("\n"):
+        assert learner.poll() is None
+        time.sleep(0.05)
+    others = [psutil.Process(int(pid)) for pid in said.split()]
     assert len(others) >= 3 + 2 * env_processes  # two ranks and their server
     while hangs and not (tmp_path / "hangs").exists():  # at most for this test's time limit
         time.sleep(0.05)
@@ -141,11 +143,11 @@ def test_ctrl_c_ends_a_collector_and_all_its_processes(
     if hangs:  # the first one asks, the second one does not
         time.sleep(0.5)
         os.killpg(learner.pid, signal.SIGINT)
-    output, _ = learner.communicate(timeout=40)
+    code = learner.wait(40)
     if hangs:
-        assert learner.returncode != 0
+        assert code != 0
     else:
-        assert (output, learner.returncode) == ("stopped SIGINT ()\n", 0)
+        assert (printed.read_text(), code) == (said + "stopped SIGINT ()\n", 0)
     _, alive = psutil.wait_procs(others, timeout=5)
     assert not alive
 
@@ -237,12 +239,13 @@ print("left")
 def test_a_session_that_is_left_ends_background_collection_without_a_traceback_of_its_own(
     tmp_path: Path, how: str
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LEAVES, str(tmp_path / "replay"), how],
-        capture_output=True, text=True, timeout=80,
-    )  # fmt: skip
+    out, err = tmp_path / "out", tmp_path / "err"
+    with out.open("w") as stdout, err.open("w") as stderr:
+        command = [sys.executable, "-c", LEAVES, str(tmp_path / "replay"), how]
+        code = warm.start(command, stdout=stdout, stderr=stderr).wait(80)
+    errors = err.read_text()
     if how == "leaves":
-        assert (done.returncode, done.stdout, done.stderr) == (0, "left\n", "")
+        assert (code, out.read_text(), errors) == (0, "left\n", "")
     else:
-        assert done.returncode == 1 and done.stderr.count("Traceback") == 1, done.stderr
-        assert done.stderr.splitlines()[-1] == "ZeroDivisionError: the learner's own"
+        assert code == 1 and errors.count("Traceback") == 1, errors
+        assert errors.splitlines()[-1] == "ZeroDivisionError: the learner's own"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,9 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import warm
 from tests.learn.losses import make_batch, make_loss
 from tests.learn.ranks import LearningRanks
-from tests.spawn import reserved_port, run_job
+from tests.spawn import is_helper, run_job, start_slurm_tasks
 from torchrl_dist import DistributedLoss, session
 from torchrl_dist.learn import Ranks
 
@@ -262,7 +261,7 @@ def learn_until_stopped(folder: str) -> None:
 
 @pytest.mark.parametrize("whom", ["torchrun", "one rank"])
 def test_ctrl_c_stops_all_ranks_after_the_same_update(tmp_path: Path, whom: str) -> None:
-    def interrupt(agent: subprocess.Popen) -> None:
+    def interrupt(agent: warm.Running) -> None:
         import psutil
 
         def when_ready() -> None:
@@ -271,7 +270,7 @@ def test_ctrl_c_stops_all_ranks_after_the_same_update(tmp_path: Path, whom: str)
             if whom == "torchrun":
                 agent.send_signal(signal.SIGINT)
                 return
-            ranks = psutil.Process(agent.pid).children()
+            ranks = [p for p in psutil.Process(agent.pid).children() if not is_helper(p)]
             ranks[-1].send_signal(signal.SIGINT)
 
         threading.Thread(target=when_ready, daemon=True).start()
@@ -297,29 +296,7 @@ with session({"learner": -1}, timeout_s=30, process_group="gloo") as me:
 """
 
 
-def test_slurm_tasks_learn_together() -> None:
-    port = reserved_port()
-    job = {
-        "SLURM_NTASKS": "2",
-        "SLURM_NODEID": "0",
-        "SLURM_JOB_ID": "78",
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_STEP_TASKS_PER_NODE": "2",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-    }
-    tasks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SLURM_TASK],
-            env={**os.environ, **job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    output = [task.communicate(timeout=90) for task in tasks]
-    assert [task.returncode for task in tasks] == [0, 0], output
-    assert output[0][0] == output[1][0] and output[0][0].split()[2] == "2"
+def test_slurm_tasks_learn_together(tmp_path: Path) -> None:
+    first, second = tasks = start_slurm_tasks(SLURM_TASK, tmp_path)
+    assert [task.process.wait(90) for task in tasks] == [0, 0], tasks
+    assert first.printed() == second.printed() and first.printed().split()[2] == "2"

@@ -18,6 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests import warm
+from tests.spawn import is_helper
 from torchrl_dist import runtime
 from torchrl_dist.checkpoint import load_checkpoint
 from torchrl_dist.cli import main
@@ -38,7 +40,7 @@ DEADLINE_S = 100.0
 class Job:
     """A running command. ``result`` is the JSON object of its last stdout line."""
 
-    process: subprocess.Popen
+    process: warm.Running
     stdout: Path
     stderr: Path
 
@@ -83,13 +85,12 @@ def started(
     }
     environment["OMP_NUM_THREADS"] = "1"
     with open(out, "w") as stdout, open(err, "w") as stderr:
-        process = subprocess.Popen(
+        process = warm.start(
             [*launcher, "-m", "torchrl_dist", *arguments],
             cwd=cwd,
             env=environment,
             stdout=stdout,
             stderr=stderr,
-            start_new_session=True,
         )
     job = Job(process, out, err)
     known: list[psutil.Process] = []
@@ -163,11 +164,10 @@ def progress(output: Path, *, more_than: int = 0) -> Callable[[], bool]:
 
 
 def workers_of(job: Job) -> list[psutil.Process]:
-    """Ranks and collectors: processes without children but for multiprocessing's own."""
-
-    def trackers(p: psutil.Process) -> bool:
-        return "resource_tracker" in " ".join(p.cmdline())
+    """Ranks and collectors: processes without children but for helpers."""
 
     return [
-        p for p in job.descendants() if not trackers(p) and all(trackers(c) for c in p.children())
+        process
+        for process in job.descendants()
+        if not is_helper(process) and all(map(is_helper, process.children()))
     ]

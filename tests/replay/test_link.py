@@ -954,3 +954,5 @@ def test_an_order_that_was_cancelled_gives_its_room_to_who_waits(hosts) -> None:
     link._pump()
     waiter.join(5)
     assert not waiter.is_alive()
+    link._sender = None
+    client.flush()  # by a sender of its own, for which the client's end would wait

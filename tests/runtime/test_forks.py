@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
+import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +30,9 @@ from torchrl_dist import (
 from torchrl_dist.forks import now_and_in_children
 
 _FORKS = 30
+# A lock of Python's own, which threads of RPC hold as they come and go: python/cpython#112275. The
+# child is in ``os.fork`` for ever.
+_PYTHON_MAY_HANG = sys.version_info < (3, 10, 15) or (3, 11) <= sys.version_info < (3, 11, 10)
 
 
 @pytest.fixture
@@ -57,6 +63,26 @@ def _refuse(uses: dict[str, Callable[[], object]]) -> None:
         with pytest.raises(ConfigurationError, match="forked from"):
             use()
             print(f"{name} did not raise", flush=True)
+
+
+def _begins_and_ends(function: Callable[[], object]) -> bool:
+    """Run it in a forked child, which must end well; False if Python never came to it."""
+    begun, begins = os.pipe()
+
+    def child() -> None:
+        os.write(begins, b".")
+        function()
+
+    pid = start(child)
+    began = not _PYTHON_MAY_HANG or bool(select.select([begun], [], [], 10)[0])
+    os.close(begun)
+    os.close(begins)
+    if began:
+        assert end_of(pid, 20) == 0
+    else:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return began
 
 
 @pytest.mark.timeout(240)
@@ -114,13 +140,13 @@ def test_a_forked_child_is_told_that_it_is_no_member(job: Session, buffer, folde
     for thread in threads:
         thread.start()
     try:
-        for _ in range(_FORKS):
-            assert end_of(start(child), 20) == 0
+        hung = sum(not _begins_and_ends(child) for _ in range(_FORKS))
     finally:
         stop.set()
         for thread in threads:
             thread.join(30)
     assert not errors
+    assert hung <= _FORKS // 10
     assert counter.call("add", 1) > 1 and len(buffer) == 64  # the parent's session goes on
 
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
+from tests import warm
 from tests.runtime.helpers import Counter, listening_addresses
-from tests.spawn import reserved_port, run_job, spawn
+from tests.spawn import run_job, spawn, start_slurm_tasks
 from torchrl_dist.errors import ConfigurationError, PeerLostError
 from torchrl_dist.replay import SharedMemmapStorage
 from torchrl_dist.runtime import session
@@ -68,7 +66,7 @@ def ranks_that_disagree_about_roles_are_told() -> None:
             pass
 
 
-@spawn(nproc=3, timeout_s=120)
+@spawn(nproc=3, timeout_s=120, cold=True)
 def test_in_one_job_sessions_of_each_kind_follow_one_another():
     the_driver_calls_and_the_others_serve_until_it_is_done()
     ranks_with_code_of_their_own_meet_at_barriers_and_wait_for_the_slowest()
@@ -113,7 +111,8 @@ def a_peer_is_killed_once(folder: str) -> None:
 def test_after_a_lost_rank_torchrun_restarts_all_and_they_meet_again(tmp_path):
     """With all rows, though the others ended in order: they were told to."""
     folder = tmp_path / "replay"
-    job = run_job(a_peer_is_killed_once, {"folder": str(folder)}, nproc=3, max_restarts=1)
+    arguments = {"folder": str(folder)}
+    job = run_job(a_peer_is_killed_once, arguments, nproc=3, max_restarts=1, cold=True)
     assert job.returncode == 0, job
     assert "stopping ['collector1']" in job.log(0, restart=0), job
     assert "finished with 8 rows" in job.log(0, restart=1), job
@@ -144,7 +143,7 @@ def the_driver_waits_for_a_stop(folder: str) -> None:
 def test_a_signal_to_torchrun_lets_the_driver_finish_through_the_others(tmp_path):
     """SIGTERM; SIGINT is that of tests/learn/test_failures.py, whose ranks also call afterwards."""
 
-    def interrupt(agent: subprocess.Popen) -> None:
+    def interrupt(agent: warm.Running) -> None:
         def when_ready() -> None:
             while not (tmp_path / "ready").exists() and agent.poll() is None:
                 time.sleep(0.05)
@@ -170,51 +169,21 @@ with session({"learner": 1, "collector": -1}, timeout_s=30) as me:
 """
 
 
-def start_slurm_tasks(argument: str) -> list[subprocess.Popen]:
-    port = reserved_port()
-    tasks = []
-    for rank in range(2):
-        env = {
-            "SLURM_PROCID": str(rank),
-            "SLURM_LOCALID": str(rank),
-            "SLURM_NTASKS": "2",
-            "SLURM_NODEID": "0",
-            "SLURM_JOB_ID": "77",
-            "SLURM_STEP_ID": "0",
-            "SLURM_STEP_NODELIST": "localhost",
-            "SLURM_STEP_TASKS_PER_NODE": "2",
-            "MASTER_PORT": str(port),
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        }
-        tasks.append(
-            subprocess.Popen(
-                [sys.executable, "-c", SLURM_TASK, argument],
-                env={**os.environ, **env},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    return tasks
+def test_slurm_tasks_meet_at_rank_0(tmp_path):
+    tasks = start_slurm_tasks(SLURM_TASK, tmp_path, "live")
+    assert [task.process.wait(60) for task in tasks] == [0, 0], tasks
+    assert tasks[0].printed() == "called True\n"
+    assert [task.errors() for task in tasks] == ["", ""]  # an orderly end is a silent one
 
 
-def test_slurm_tasks_meet_at_rank_0():
-    tasks = start_slurm_tasks("live")
-    output = [task.communicate(timeout=60) for task in tasks]
-    assert [task.returncode for task in tasks] == [0, 0], output
-    assert output[0][0].strip() == "called True"
-    assert output[0][1] == output[1][1] == ""  # an orderly end is a silent one
-
-
-def test_a_slurm_task_ends_soon_after_its_driver_was_killed():
-    driver, other = start_slurm_tasks("die")
+def test_a_slurm_task_ends_soon_after_its_driver_was_killed(tmp_path):
+    driver, other = start_slurm_tasks(SLURM_TASK, tmp_path, "die")
     try:
-        driver.communicate(timeout=60)
-        assert driver.returncode == -signal.SIGKILL
+        assert driver.process.wait(60) == -signal.SIGKILL
         start = time.monotonic()
-        other.communicate(timeout=20)
+        other.process.wait(20)
         assert time.monotonic() - start < 10
     finally:
         for task in (driver, other):
-            if psutil.pid_exists(task.pid) and task.poll() is None:
-                task.kill()
+            if task.process.poll() is None:
+                task.process.kill()

@@ -1,0 +1,112 @@
+"""A program that is forked, by ``tests.warm``, is like one that was started."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests import warm
+from tests.spawn import is_helper, run_job
+
+PROBE = """
+import json, os, pickle, signal, sys, threading
+import numpy, torch
+
+class Own:
+    pass
+
+me = os.getpid()
+print(json.dumps({
+    "argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path, "name": __name__,
+    "file": globals().get("__file__"), "pickles": type(pickle.loads(pickle.dumps(Own()))) is Own,
+    "cwd": os.getcwd(), "variables": dict(os.environ), "leads": os.getsid(0) == os.getpgid(0) == me,
+    "parent": os.getppid(), "files": sorted(os.listdir("/proc/self/fd"))[:-1],
+    "handlers": [str(signal.getsignal(n)) for n in (1, 2, 15)],
+    "mask": [int(n) for n in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+    "threads": threading.active_count(), "torch_threads": torch.get_num_threads(),
+    "input": sys.stdin.read(),
+    "words": open("/proc/self/cmdline").read().rstrip(chr(0)).split(chr(0)),
+    "mark": "MARK=x" in open("/proc/self/environ").read().split(chr(0)),
+}))
+print(numpy.random.random(), torch.rand(1), file=sys.stderr)
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("how", ["script", "code", "module"])
+def test_it_finds_what_an_interpreter_would_give_it(tmp_path: Path, how: str) -> None:
+    (tmp_path / "probe.py").write_text(PROBE)
+    command = [sys.executable, *{
+        "script": ["-u", str(tmp_path / "probe.py")], "code": ["-c", PROBE],
+        "module": ["-m", "probe"],
+    }[how], "an", "argument"]  # fmt: skip
+    env = {**os.environ, "MARK": "x", "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    seen, drawn = [], []
+    for start in (subprocess.Popen, warm.start, warm.start):
+        out, err = tmp_path / "out", tmp_path / "err"
+        with out.open("w") as stdout, err.open("w") as stderr:
+            options = {"stdin": subprocess.DEVNULL} if start is subprocess.Popen else {}
+            process = start(
+                command, env=env, cwd=tmp_path, stdout=stdout, stderr=stderr,
+                start_new_session=True, **options,
+            )  # fmt: skip
+        assert process.wait(60) == 3, err.read_text()
+        seen.append(json.loads(out.read_text()))
+        drawn.append(err.read_text())
+    cold, first, second = seen
+    assert cold == first == second
+    assert cold["parent"] == os.getpid()
+    assert len(set(drawn)) == 3  # random numbers of their own
+
+
+def test_how_it_ends_is_told() -> None:
+    sleeps = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        process = warm.start(sleeps)
+        assert process.poll() is None
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.01)
+        process.send_signal(number)
+        assert process.wait(20) == process.poll() == -number
+        process.send_signal(number)  # to nobody
+
+
+def one_rank_is_killed_once(folder: str) -> None:
+    rank, start = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+    Path(folder, f"{rank} {start}").write_text(f"{os.getpid()} {os.getppid()}")
+    while len(list(Path(folder).glob(f"* {start}"))) < 2:
+        time.sleep(0.01)
+    if start == "0":
+        os.kill(os.getpid(), signal.SIGKILL) if rank == "1" else time.sleep(60)
+
+
+def test_torchruns_ranks_are_children_of_its_agent_which_restarts_them(tmp_path: Path) -> None:
+    agents = []
+    folder = {"folder": str(tmp_path)}
+    job = run_job(one_rank_is_killed_once, folder, nproc=2, max_restarts=1, on_start=agents.append)
+    assert job.returncode == 0, job
+    ranks = [path.read_text().split() for path in tmp_path.iterdir()]
+    assert len({pid for pid, _ in ranks}) == 4 and {p for _, p in ranks} == {str(agents[0].pid)}
+
+
+def test_a_killed_agent_leaves_no_server_of_its_own() -> None:
+    sleeps = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python", "sleep"]
+    agent = warm.start([*sleeps, "60"])
+    until = time.monotonic() + 60
+    while not (others := [p for p in psutil.Process(agent.pid).children() if not is_helper(p)]):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    (helper,) = filter(is_helper, psutil.Process(agent.pid).children())
+    agent.kill()
+    assert agent.wait(20) == -signal.SIGKILL
+    helper.wait(20)
+    for other in others:  # torchrun's own, which it does not end either
+        other.kill()
