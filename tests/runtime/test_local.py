@@ -8,6 +8,7 @@ import gc
 import multiprocessing
 import operator
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import warnings
 from concurrent.futures import Future
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -287,13 +289,14 @@ def test_children_collect_garbage(cluster):
     assert all(cluster.call(peer, gc.isenabled) for peer in cluster.peers)
 
 
-def test_children_draw_different_random_numbers(cluster):
-    import numpy
+def draw() -> tuple[float, float, float]:
+    return torch.rand(1).item(), np.random.random(), random.random()
 
-    # Not numpy.random.rand itself: a bound method would bring this process's generator along.
-    peers = cluster.of_role("collector")
-    draws = {cluster.call(peer, lambda: numpy.random.rand()) for peer in peers}
-    assert len(draws) == 2
+
+def test_children_draw_different_random_numbers(cluster):
+    """By each of the three generators, none of which has the state of their server."""
+    drawn = [cluster.call(peer, draw) for peer in cluster.peers]
+    assert all(len(set(numbers)) == 3 for numbers in zip(*drawn, strict=True)), drawn
 
 
 def test_everything_listens_on_loopback_only(fork_server):

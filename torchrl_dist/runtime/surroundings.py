@@ -33,4 +33,6 @@ class Surroundings:
         os.chdir(self.directory)
         sys.path[:] = self.path
         torch.set_num_threads(self.threads)
-        numpy.random.seed()  # else every child has the server's state
+        # Else every child has the server's; Python does so by itself.
+        numpy.random.seed()
+        torch.default_generator.seed()
