@@ -251,12 +251,13 @@ def test_an_init_fn_that_takes_too_long_is_a_deadline(fork_server):
             pass
 
 
-def test_children_get_environment_directory_path_init_and_threads(
+def test_children_get_environment_directory_arguments_path_init_and_threads(
     fork_server, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("TORCHRL_DIST_A", "from the caller")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["train.py", "--env", "mine"])
 
     def init() -> None:
         os.environ["TORCHRL_DIST_C"] = "by init_fn"
@@ -264,7 +265,7 @@ def test_children_get_environment_directory_path_init_and_threads(
     def look() -> tuple:
         names = ("TORCHRL_DIST_A", "TORCHRL_DIST_B", "TORCHRL_DIST_C")
         values = [os.environ[name] for name in names]
-        return (*values, os.getcwd(), sys.path[0], torch.get_num_threads())
+        return (*values, os.getcwd(), sys.path[0], torch.get_num_threads(), *sys.argv)
 
     with local_cluster(
         ROLES,
@@ -276,7 +277,7 @@ def test_children_get_environment_directory_path_init_and_threads(
     ) as me:
         seen = me.call(me.of_role("collector")[1], look)
     assert seen[:3] == ("from the caller", "by env", "by init_fn")
-    assert seen[3:] == (str(tmp_path), str(tmp_path), 2)
+    assert seen[3:] == (str(tmp_path), str(tmp_path), 2, "train.py", "--env", "mine")
 
 
 def test_children_belong_to_the_job_of_the_caller(cluster):
