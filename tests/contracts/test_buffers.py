@@ -185,6 +185,18 @@ def test_can_sample_and_sampling_nothing(buffer) -> None:
     assert buffer.can_sample() and set(ids(buffer.sample())) <= {0, 1, 2}
 
 
+def test_a_batch_may_have_no_rows_but_not_less(buffer) -> None:
+    buffer.extend(make_rows(range(3)))
+    settle(buffer)
+    batch = buffer.sample(0)
+    assert batch.batch_size == (0,) and batch["obs"].shape == (0, *make_rows([0])["obs"].shape[1:])
+    assert batch["index"].dtype == torch.int64 and batch["index"].shape == (0,)
+    buffer.update_tensordict_priority(batch)
+    with pytest.raises((RuntimeError, ValueError), match="-1"):  # ours are of the latter kind
+        buffer.sample(-1)
+    assert set(ids(buffer.sample())) <= {0, 1, 2}
+
+
 def test_empty_starts_over_at_slot_0(buffer) -> None:
     buffer.extend(make_rows(range(10)))
     buffer.empty()

@@ -42,8 +42,8 @@ def local_cluster(
 
     The caller becomes the first process of the first role; the others are forked from a server
     that has imported torch and torchrl, and ``serve()``. They get this process's environment
-    (with ``env``), working directory and ``sys.path``, and run ``init_fn()`` first: register
-    environments there. Nothing listens on another address than loopback.
+    (with ``env``), working directory, ``sys.argv`` and ``sys.path``, and run ``init_fn()`` first:
+    register environments there. Nothing listens on another address than loopback.
 
     A child that dies does not end the job: ``session.lost()`` names it, calls to it raise
     PeerLostError. When the block is left, or this process dies in whatever way, all children end.

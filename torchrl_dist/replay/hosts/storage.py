@@ -31,6 +31,7 @@ from torchrl_dist.replay.law.placement import as_slots
 from torchrl_dist.replay.law.shard_law import global_index, importance_weights, split_index
 from torchrl_dist.replay.node.priorities import check_priorities
 from torchrl_dist.replay.parts.sampler import (
+    EMPTY,
     SharedPrioritizedSampler,
     SharedRandomSampler,
     SharedSampler,
@@ -38,6 +39,7 @@ from torchrl_dist.replay.parts.sampler import (
     exponents_in,
     priorities_for,
 )
+from torchrl_dist.replay.parts.storage import NoRowsError, check_batch_size
 from torchrl_dist.replay.row import _torchrl, rows
 from torchrl_dist.replay.row.packing import pack, spec_from_text, unpack
 from torchrl_dist.replay.row.spec import RowSpec
@@ -604,6 +606,13 @@ class _RPCSampler(SharedSampler):
         remote.hand_over(batch)
         return batch
 
+    def _no_rows(self, storage: Storage, batch_size: int) -> torch.Tensor:
+        """The index of a batch of 0 rows, which TorchRL draws, too."""
+        check_batch_size(batch_size)
+        if not len(self.attach(storage)):
+            raise NoRowsError(EMPTY)
+        return torch.empty(0, dtype=torch.int64)
+
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Whether ``sample`` would begin at once. Blocks for a call."""
         remote = self.attach(storage)
@@ -662,6 +671,8 @@ class RPCRandomSampler(_RPCSampler, RandomSampler):
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
         """Returns global indices, int64 [batch_size], and no further information."""
+        if batch_size < 1:
+            return self._no_rows(storage, batch_size), {}
         return self._next(storage, batch_size).index, {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -843,6 +854,8 @@ class RPCPrioritizedSampler(_RPCSampler, PrioritizedSampler):
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
         """Returns ``(index, {"priority_weight": weight})``: int64 and float32, [batch_size]."""
+        if batch_size < 1:
+            return self._no_rows(storage, batch_size), {"priority_weight": torch.empty(0)}
         batch = self._next(storage, batch_size)
         remote = self._storage
         assert remote is not None

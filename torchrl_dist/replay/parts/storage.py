@@ -67,6 +67,12 @@ class _Stream(threading.local):
         self.number = int.from_bytes(os.urandom(7), "little") + 1
 
 
+def check_batch_size(batch_size: int) -> None:
+    """Raises ConfigurationError for what no batch can have; one may have 0 rows."""
+    if batch_size < 0:
+        raise ConfigurationError(f"batch_size={batch_size}: expected at least 0")
+
+
 class NoRowsError(RuntimeError):
     """No row is published at this moment, or fewer than ``least``: a :class:`RateLimiter` with
     ``min_size_to_sample`` has samples wait for them."""
@@ -563,7 +569,9 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         Raises:
             NoRowsError, DeadlineError: as :meth:`once_rows_are_published`, if ``draw`` raises the
                 former.
+            ConfigurationError: ``count`` is negative.
         """
+        check_batch_size(count)
         return self.once_rows_are_published(lambda: self._read_drawn(draw, count))
 
     def once_rows_are_published(self, read: Callable[[], _T]) -> _T:
