@@ -57,6 +57,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 # Then what takes a worker longest, so that none is still at it when the others have nothing left.
 _FIRST = (
     "replay/test_kills.py",
+    "tests/test_tutorials.py",
     "replay/test_stores.py",
     "replay/test_interrupts.py",
     "recipes/test_apex_job.py",
@@ -70,15 +71,15 @@ _FIRST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first. Those with tests that must be alone last and together, when what the others
-    have to wait for is short; of these the notebooks first."""
+    """Long files first. Others with tests that must be alone last and together, when what they have
+    to wait for is short."""
     alone = {item.path for item in items if item.get_closest_marker("alone")}
 
     def place(item: pytest.Item) -> int:
         name = f"{item.path.parent.name}/{item.path.name}"
-        if item.path in alone:
-            return len(_FIRST) + (1 if item.path.name == "test_tutorials.py" else 2)
-        return _FIRST.index(name) if name in _FIRST else len(_FIRST)
+        if name in _FIRST:
+            return _FIRST.index(name)
+        return len(_FIRST) + (item.path in alone)
 
     items.sort(key=place)
 
