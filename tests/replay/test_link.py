@@ -835,10 +835,12 @@ def test_an_exception_of_a_signal_handler_leaves_the_link_whole(hosts) -> None:
 
     hosts[0].host._write = note
     before = signal.signal(signal.SIGALRM, strike)
-    returned, strikes = [], 0
+    returned, strikes, number = [], 0, -1
     rng = np.random.default_rng(0)
     try:
-        for number in range(600):
+        # A faster machine is struck less often
+        while (number < 600 or strikes <= 50) and number < 20_000:
+            number += 1
             data = make_rows(range(number, number + 1))
             try:
                 signal.setitimer(signal.ITIMER_REAL, float(rng.uniform(1e-5, 1e-3)))
