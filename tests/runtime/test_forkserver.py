@@ -39,6 +39,20 @@ class Task:
         time.sleep(60)
 
 
+@dataclass(frozen=True)
+class Speaker:
+    """Of a child with an end of a pair of sockets: says who it is, and whose ends it has."""
+
+    def run(self, rank: int, ready: Callable[[], None], end: int) -> None:
+        with socket.socket(fileno=end) as link:
+            own = []
+            for name in os.listdir("/proc/self/fd"):
+                with contextlib.suppress(FileNotFoundError):  # that of the list itself
+                    own.append(os.readlink(f"/proc/self/fd/{name}"))
+            link.send(f"{rank} {os.get_inheritable(end)} {own}".encode())
+            link.recv(1)
+
+
 @pytest.fixture
 def cluster(fork_server: ForkServer) -> Iterator[Session]:
     with local_cluster({"a": 1, "b": 2}, timeout_s=30, fork_server=fork_server) as job:
@@ -67,6 +81,35 @@ def gone(pids: list[int], timeout_s: float = 10) -> bool:
             return True
         time.sleep(0.02)
     return False
+
+
+def test_each_child_has_its_own_end_and_nobody_else_has_it(fork_server: ForkServer) -> None:
+    pairs = [socket.socketpair() for _ in range(3)]
+    names = [os.readlink(f"/proc/self/fd/{theirs.fileno()}") for _, theirs in pairs]
+    children = fork_server.start(Speaker(), range(3), [theirs.fileno() for _, theirs in pairs])
+    try:
+        for rank, (ours, theirs) in enumerate(pairs):
+            theirs.close()
+            ours.settimeout(20)
+            who, inheritable, others = ours.recv(4096).decode().split(" ", 2)
+            assert (int(who), inheritable) == (rank, "False")
+            assert [name in others for name in names] == [rank == other for other in range(3)]
+        for rank in (1, 0, 2):  # its end is the only one: with it the connection ends
+            pid = children.states[rank].pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            assert pairs[rank][0].recv(1) == b""
+        assert children.wait_gone(10)
+        again, theirs = socket.socketpair()
+        with again, theirs:
+            fork_server.restart(Speaker(), 1, theirs.fileno())
+            theirs.close()
+            again.settimeout(20)
+            assert again.recv(4096).startswith(b"1 ")
+    finally:
+        fork_server.kill_children()
+        for ours, _ in pairs:
+            ours.close()
 
 
 def test_children_have_children_of_the_same_server(

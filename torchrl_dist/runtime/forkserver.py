@@ -31,10 +31,11 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, Pipe
+from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 
 from ..errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
@@ -241,8 +242,12 @@ class ForkServer:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    def start(self, job: Any, ranks: range) -> Children:
+    def start(self, job: Any, ranks: range, ends: Sequence[int] = ()) -> Children:
         """Fork one child per rank, each running ``job.run(rank, ready)``; does not wait for them.
+
+        Args:
+            ends: descriptors, one for each rank, such as ends of socket pairs, which only that
+                child inherits: it runs ``job.run(rank, ready, descriptor)``. Sent, not closed here.
 
         Raises:
             PeerLostError: the server died.
@@ -260,11 +265,12 @@ class ForkServer:
             )
         self._jobs += 1
         self._children = Children(self._jobs, {rank: ChildState() for rank in ranks})
-        self._send((self._jobs, list(ranks), pickle.dumps(job)))
+        self._send((self._jobs, list(ranks), pickle.dumps(job), bool(ends)), ends)
         return self._children
 
-    def restart(self, job: Any, rank: int) -> None:
-        """Fork another child in the place of one that has ended; does not wait for it.
+    def restart(self, job: Any, rank: int, end: int | None = None) -> None:
+        """Fork another child in the place of one that has ended; does not wait for it. ``end`` as
+        in :meth:`start`.
 
         Raises:
             PeerLostError: the server died.
@@ -276,7 +282,8 @@ class ForkServer:
         with children.changed:
             assert children.states[rank].exit is not None
             children.states[rank] = ChildState()
-        self._send((children.job, [rank], pickle.dumps(job)))
+        ends = () if end is None else (end,)
+        self._send((children.job, [rank], pickle.dumps(job), bool(ends)), ends)
 
     def kill_children(self) -> None:
         """End the children of the last cluster now; blocks until they are gone (seconds)."""
@@ -310,9 +317,11 @@ class ForkServer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _send(self, command: Any) -> None:
+    def _send(self, command: Any, ends: Sequence[int] = ()) -> None:
         with contextlib.suppress(OSError):  # a dead server is the monitor's business
             self._commands.send(command)
+            for end in ends:
+                send_handle(self._commands, end, self.pid)
 
     def _watch(self) -> None:
         poller = select.poll()
@@ -577,11 +586,21 @@ class _Server:
         if command is None:
             client.kill_children()
         else:
-            job, ranks, blob = command
+            job, ranks, blob, with_ends = command
             for rank in ranks:
-                self._fork(client, job, rank, blob)
+                end = None
+                if with_ends:  # taken one by one, so that no child has another's
+                    try:
+                        end = recv_handle(client.commands)
+                        os.set_inheritable(end, False)
+                    except (EOFError, OSError, RuntimeError):  # the client ended in between
+                        self._end(client)
+                        return
+                self._fork(client, job, rank, blob, end)
+                if end is not None:
+                    os.close(end)
 
-    def _fork(self, client: _Client, job: int, rank: int, blob: bytes) -> None:
+    def _fork(self, client: _Client, job: int, rank: int, blob: bytes, end: int | None) -> None:
         server_pid = os.getpid()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         pid = os.fork()
@@ -590,7 +609,7 @@ class _Server:
             try:
                 reports = self._become_child(server_pid, client)
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-                code = _run_child(reports, job, rank, blob)
+                code = _run_child(reports, job, rank, blob, end)
             finally:
                 os._exit(code)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -626,9 +645,10 @@ class _Server:
         self._forget_ended()
 
 
-def _run_child(reports: socket.socket, job: int, rank: int, blob: bytes) -> int:
+def _run_child(reports: socket.socket, job: int, rank: int, blob: bytes, end: int | None) -> int:
     try:
-        pickle.loads(blob).run(rank, lambda: report(reports, "ready", job, rank, None))
+        given = () if end is None else (end,)
+        pickle.loads(blob).run(rank, lambda: report(reports, "ready", job, rank, None), *given)
     except BaseException as error:
         trace = "".join(traceback.format_exception(error))[-_MAX_REPORT_BYTES // 2 :]
         summary = traceback.format_exception_only(error)[-1].strip()[:1000]

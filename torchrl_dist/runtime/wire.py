@@ -18,15 +18,13 @@ import cloudpickle
 import numpy as np
 import torch
 
+from ..tensors import NAMES, is_plain
+
 # A tensor beside the bytes costs each side about 55 us of CPU time; copying this much costs less.
 _INSIDE_BYTES = 2**16
 # cloudpickle looks up each class and function anew, which is most of the time that a small message
 # takes. What these packages have under its name stays there; users may reload their modules.
 _STABLE = ("torchrl_dist", "torch", "numpy", "tensordict")
-_NAMES = {
-    torch.from_numpy(np.empty(0, dtype)).dtype: dtype
-    for dtype in "? u1 i1 i2 i4 i8 f2 f4 f8 c8 c16".split()
-}
 _found_by_name: weakref.WeakSet[Any] = weakref.WeakSet()
 
 _table = threading.local()
@@ -80,11 +78,9 @@ class _Pickler(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        if tensor.nbytes <= _INSIDE_BYTES and tensor.device.type == "cpu":
-            name = _NAMES.get(tensor.dtype)
-            if name is not None and not tensor.is_conj() and not tensor.is_neg():
-                content = bytearray(tensor.detach().numpy().tobytes())
-                return _tensor_of, (content, name, tuple(tensor.shape))
+        if tensor.nbytes <= _INSIDE_BYTES and is_plain(tensor):
+            content = bytearray(tensor.detach().numpy().tobytes())
+            return _tensor_of, (content, NAMES[tensor.dtype], tuple(tensor.shape))
         return _tensor_at, (self._keep(tensor),)
 
     def _keep(self, tensor: torch.Tensor) -> int:

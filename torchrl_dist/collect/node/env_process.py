@@ -8,7 +8,6 @@ who hangs can be told from one who works.
 from __future__ import annotations
 
 import contextlib
-import socket
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from torchrl_dist.collect.worker.registrations import Registrations, adopt_regis
 from torchrl_dist.collect.worker.shared_block import (
     BlockRows,
     RolloutLayout,
-    WeightsTicket,
+    WeightsAddress,
     WeightsView,
     attach,
 )
@@ -42,7 +41,7 @@ CUT_REQUEST, CUT_LEAST, STOP, FIRST_PROGRESS = range(4)
 
 
 @dataclass(frozen=True)
-class RowsTicket:
+class RowsAddress:
     """Where a process writes its rows: from ``first_env`` on, in a block with this layout."""
 
     path: str
@@ -55,7 +54,6 @@ class EnvProcess:
     """What processes are started with; crosses as a pickle.
 
     Attributes:
-        address, token: where the node worker listens, and what it wants to hear first.
         registrations: of :func:`dump_registrations`.
         config: the node worker's, pickled.
         control: path of the control block.
@@ -64,8 +62,6 @@ class EnvProcess:
         numbered: trajectories that they have numbered.
     """
 
-    address: str
-    token: str
     surroundings: Surroundings
     registrations: Registrations
     config: bytes
@@ -74,15 +70,16 @@ class EnvProcess:
     generation: int = 0
     numbered: int = 0
 
-    def run(self, index: int, ready: Callable[[], None]) -> None:
-        """The life of the process, in a fresh fork of the server."""
+    def run(self, index: int, ready: Callable[[], None], end: int) -> None:
+        """The life of the process, in a fresh fork of the server.
+
+        Args:
+            end: of a pair of sockets; the node worker has the other.
+        """
         self.surroundings.adopt()
         adopt_registrations(self.registrations)
-        with socket.socket(socket.AF_UNIX) as link:
-            link.connect(self.address)
-            connection = Connection(link.detach())
-        with connection, contextlib.suppress(EOFError, ConnectionError):  # the node worker is gone
-            connection.send((self.token, index, self.generation))
+        # the node worker may be gone
+        with Connection(end) as connection, contextlib.suppress(EOFError, ConnectionError):
             self._serve(index, connection, ready)
 
     def _serve(self, index: int, connection: Connection, ready: Callable[[], None]) -> None:
@@ -169,12 +166,12 @@ class _Part:
         steps: int,
         num_envs: int,
         request: int,
-        weights: WeightsTicket | None,
-        rows: RowsTicket | None,
+        weights: WeightsAddress | None,
+        rows: RowsAddress | None,
         anew: bool,
         at_random: bool,
     ) -> tuple[TensorDictBase | None, RolloutStats]:
-        """As ``RolloutWorker.collect``; rows that fit the ticket stay in its block, and None is
+        """As ``RolloutWorker.collect``; rows that fit the address stay in its block, and None is
         answered in their place."""
         packed: Any = weights  # which _Watched finds in the block
         data, stats = self.worker.collect(steps, num_envs, packed, request, anew, at_random)
@@ -197,10 +194,10 @@ class _Watched(RolloutWorker):
         super().__init__(config)
         self._turns.open()  # the node worker asks in order, but not from 0 on
 
-    def _take_weights(self, ticket: Any) -> None:
-        """Of a ``WeightsTicket``."""
-        self._weights.take(ticket, require_module(self.policy))
-        self._rollout.policy_version = ticket.version
+    def _take_weights(self, address: Any) -> None:
+        """Of a ``WeightsAddress``."""
+        self._weights.take(address, require_module(self.policy))
+        self._rollout.policy_version = address.version
 
     @property
     def _told_to_stop(self) -> bool:

@@ -24,7 +24,7 @@ import cloudpickle
 from tensordict import TensorDict
 
 from torchrl_dist.collect.loop.batches import join
-from torchrl_dist.collect.node.env_process import CUT_LEAST, CUT_REQUEST, STOP, RowsTicket
+from torchrl_dist.collect.node.env_process import CUT_LEAST, CUT_REQUEST, STOP, RowsAddress
 from torchrl_dist.collect.node.process_pool import CLOSE_S, Process, ProcessPool
 from torchrl_dist.collect.node.relay import Question, Relay
 from torchrl_dist.collect.node.waker import Waker
@@ -175,8 +175,8 @@ class NodeWorker:
             self._take_weights(packed)
 
     def _take_weights(self, packed: PackedWeights) -> None:
-        ticket = self._weights.ticket
-        if ticket is None or packed.version >= ticket.version:
+        address = self._weights.address
+        if address is None or packed.version >= address.version:
             self._weights.write(packed)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
@@ -332,8 +332,8 @@ class NodeWorker:
                 steps=order.steps,
                 num_envs=min(self._envs, order.kept - process.index * self._envs),
                 request=order.request or 0,
-                weights=self._weights.ticket,
-                rows=self._ticket(process.index, rollout.block),
+                weights=self._weights.address,
+                rows=self._rows_address(process.index, rollout.block),
                 anew=order.anew,
                 at_random=order.at_random,
             )
@@ -385,7 +385,6 @@ class NodeWorker:
         except RemoteError as error:
             failure = error
         if self._relay is not None and isinstance(answer, Question):
-            assert process.connection is not None
             self._relay.ask(process.connection, answer)
             return
         assert rollout is not None, f"env process {process.index} was asked for nothing"
@@ -409,10 +408,10 @@ class NodeWorker:
             first = self._under_way[0]
             first.failure = first.failure or error
 
-    def _ticket(self, index: int, block: int) -> RowsTicket | None:
+    def _rows_address(self, index: int, block: int) -> RowsAddress | None:
         if self._layout is None or self.config.replay_buffer is not None:
             return None
-        return RowsTicket(self._blocks[block].path, self._layout, index * self._envs)
+        return RowsAddress(self._blocks[block].path, self._layout, index * self._envs)
 
     def _join(self, pieces: list[_Piece], steps: int, block: int) -> TensorDict | PackedRows | None:
         """All pieces as one rollout: the shared block itself where it is whole."""

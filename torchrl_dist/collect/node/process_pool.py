@@ -1,13 +1,13 @@
 """The env processes of a node worker: forked, spoken to, and replaced when they end.
 
-They connect to a socket of the node worker's, who alone speaks with them, in one thread at a time.
+Each has one end of a pair of sockets; the node worker has the others, and speaks with them in one
+thread at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import selectors
 import signal
 import socket
@@ -43,7 +43,7 @@ class Process:
     """One env process as the node worker sees it."""
 
     index: int
-    connection: Connection | None = None
+    connection: Connection
     ready: bool = False
     generation: int = 0
     forked_at: float = field(default_factory=time.monotonic)
@@ -88,8 +88,6 @@ class ProcessPool:
         self.words = self._control.data.numpy().view(np.int64)
         self.words[CUT_REQUEST] = -1
         self.job = EnvProcess(
-            address=f"\0torchrl_dist-{secrets.token_hex(8)}",
-            token=secrets.token_hex(16),
             surroundings=Surroundings.of_this_process(torch.get_num_threads()),
             registrations=dump_registrations(),
             config=cloudpickle.dumps(config),
@@ -97,10 +95,9 @@ class ProcessPool:
         )
         self.numbers_at_stake = 0
         self.replaced: list[str] = []
-        self.processes = [Process(index) for index in range(self._count)]
+        self.processes: list[Process] = []
         self._own_server = server is None
         self._server = ForkServer() if server is None else server
-        self._listener = socket.socket(socket.AF_UNIX)
 
     @property
     def stopped(self) -> bool:
@@ -116,9 +113,14 @@ class ProcessPool:
             RemoteError: a process could not build its envs.
             PeerLostError, DeadlineError: it died, or took too long.
         """
-        self._listener.bind(self.job.address)
-        self._listener.listen(self._count)
-        self.children = self._server.start(self.job, range(self._count))
+        pairs = [self._pair() for _ in range(self._count)]
+        self.processes = [Process(index, ours) for index, (ours, _) in enumerate(pairs)]
+        try:
+            ends = [theirs.fileno() for _, theirs in pairs]
+            self.children = self._server.start(self.job, range(self._count), ends)
+        finally:
+            for _, theirs in pairs:
+                theirs.close()
         deadline = time.monotonic() + _START_S
         infos: dict[int, WorkerInfo] = {}
         while len(infos) < self._count:
@@ -128,12 +130,10 @@ class ProcessPool:
                     f"{self._count - len(infos)} of {self._count} env processes did not start "
                     f"within {_START_S:g} s"
                 )
-            waiting = [p for p in self.processes if p.connection and not p.ready]
+            waiting = [p for p in self.processes if not p.ready]
             relay: Any = self._relay  # waited for by its fileno()
-            sources: list[Any] = [self._listener, *(p.connection for p in waiting)]
+            sources: list[Any] = [p.connection for p in waiting]
             readable = wait([*sources, relay] if relay else sources, min(left_s, _GLANCE_S))
-            if self._listener in readable:
-                self._accept()
             for process in waiting:
                 if process.connection in readable:
                     answer = self._first_answer(process)
@@ -156,8 +156,8 @@ class ProcessPool:
             with self.children.changed:
                 state = self.children.states[process.index]
                 self.children.changed.wait_for(lambda: state.exit is not None, CLOSE_S)
-            how = state.exit or "it closed its connection"
-            raise PeerLostError(f"env process {process.index} died at start-up: {how}") from None
+            self._raise_for_failed_start()
+            raise PeerLostError(f"env process {process.index} closed its connection") from None
 
     def _raise_for_failed_start(self) -> None:
         with self.children.changed:
@@ -167,25 +167,16 @@ class ProcessPool:
                 if state.exit and not self.processes[index].ready:
                     raise PeerLostError(f"env process {index} died at start-up: {state.exit}")
 
-    def _accept(self) -> None:
-        link, _ = self._listener.accept()
+    def _pair(self) -> tuple[Connection, socket.socket]:
+        """Our end, and that of a process."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX)
         if (limit_s := self._step_timeout_s) is not None:  # in the middle of a message
             limit = struct.pack("ll", int(limit_s), int(limit_s % 1 * 1e6))
-            link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-            link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        uid = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
-        connection = Connection(link.detach())
-        token, index, generation = "", 0, 0
-        if uid == os.getuid() and connection.poll(CLOSE_S):  # who may do with us what he wants
-            with contextlib.suppress(Exception):  # it died meanwhile, or is a stranger
-                token, index, generation = connection.recv()
-        if token == self.job.token and generation == self.processes[index].generation:
-            self.processes[index].connection = connection
-        else:
-            connection.close()
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        return Connection(ours.detach()), theirs
 
     def _make_ready(self, process: Process) -> None:
-        assert process.connection is not None
         process.ready = True
         self._selector.register(process.connection, selectors.EVENT_READ, process)
 
@@ -193,7 +184,6 @@ class ProcessPool:
 
     def send(self, process: Process, method: str, *args: Any, **kwargs: Any) -> None:
         """Have a process that is ready call a method; does not wait for its answer."""
-        assert process.connection is not None
         with contextlib.suppress(OSError):  # its death is seen when the answer is awaited
             process.connection.send_bytes(cloudpickle.dumps((method, args, kwargs)))
 
@@ -204,7 +194,6 @@ class ProcessPool:
             EOFError: it died, or stopped in the middle of the answer, which the message says.
             RemoteError: the call raised there.
         """
-        assert process.connection is not None
         try:
             fine, content = cloudpickle.loads(process.connection.recv_bytes())
         except (EOFError, ConnectionError):
@@ -252,7 +241,6 @@ class ProcessPool:
         return answers
 
     def _await_answer(self, process: Process, method: str, deadline: float) -> Any:
-        assert process.connection is not None
         if not process.connection.poll(max(0.0, deadline - time.monotonic())):
             raise EOFError(f"did not answer {method} within {_CALL_S:g} s")
         return self.receive(process)
@@ -276,10 +264,10 @@ class ProcessPool:
             PeerLostError: it is not the first in a row.
         """
         index = process.index
-        if process.connection is not None:
-            if process.ready:
-                self._selector.unregister(process.connection)
-            process.connection.close()
+        if process.ready:
+            self._selector.unregister(process.connection)
+            process.ready = False
+        process.connection.close()
         state = self.children.states[index]
         with self.children.changed:
             if state.exit is None and state.pid is not None:
@@ -288,17 +276,18 @@ class ProcessPool:
             self.children.changed.wait_for(lambda: state.exit is not None, CLOSE_S)
         what = f"env process {index} (pid {state.pid}): {reason or state.exit}"
         self.replaced.append(what)
-        process.connection, process.ready = None, False
         process.deaths += 1
         if self.stopped:
             return
         if process.deaths >= _MAX_DEATHS_IN_A_ROW:
-            raise PeerLostError(f"{what}; it is the {process.deaths}rd in a row to end like this")
+            raise PeerLostError(f"{what}; {process.deaths} in a row have ended like this")
         process.generation += 1
         process.forked_at = time.monotonic()
         process.numbered += self.numbers_at_stake
         job = replace(self.job, generation=process.generation, numbered=process.numbered)
-        self._server.restart(job, index)
+        process.connection, theirs = self._pair()
+        with theirs:
+            self._server.restart(job, index, theirs.fileno())
 
     def welcome(self, everybody: bool = False) -> None:
         """Take in replaced processes that are ready by now; block until one is, or all are.
@@ -311,15 +300,13 @@ class ProcessPool:
             if self.stopped:
                 return
             enough = not everybody and len(newcomers) < self._count
-            connections = [p.connection for p in newcomers if p.connection is not None]
-            readable = wait([self._listener, *connections], 0.0 if enough else _GLANCE_S)
-            if self._listener in readable:
-                self._accept()
+            connections = [p.connection for p in newcomers if not p.connection.closed]
+            readable = wait(connections, 0.0 if enough else _GLANCE_S)
             for process in newcomers:
                 if process.connection in readable:
                     self._take_in(process)
-                elif process.connection is None and self.children.states[process.index].exit:
-                    self.replace(process, "")  # before it could say anything
+                elif process.connection.closed:  # it was the last that was replaced
+                    self.replace(process, "")
                 elif not readable and time.monotonic() - process.forked_at > _START_S:
                     self.replace(process, f"was not ready within {_START_S:g} s")
             if enough and not readable:
@@ -339,10 +326,8 @@ class ProcessPool:
             self._server.close()
         else:
             self._server.kill_children()
-        self._listener.close()
         for process in self.processes:
-            if process.connection is not None:
-                process.connection.close()
+            process.connection.close()
 
     def forget(self) -> None:
         """Let go of memory and of what the job refers to: no other process is started."""

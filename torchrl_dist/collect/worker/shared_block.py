@@ -23,15 +23,11 @@ from torch import Tensor, nn
 from torchrl_dist.collect.loop.batches import is_ragged
 from torchrl_dist.collect.loop.rollout import nested
 from torchrl_dist.collect.loop.spaces import Key, plain_key
+from torchrl_dist.tensors import DTYPES, NAMES, is_plain
 from torchrl_dist.weights import PackedWeights, find_target, named_tensors, untied
 
 _ALIGN_BYTES = 64
 _PLACES = 2  # of weights
-_DTYPES = {
-    name: torch.from_numpy(np.empty(0, name)).dtype
-    for name in "bool uint8 int8 int16 int32 int64 float16 float32 float64 complex64".split()
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class SharedBlock:
@@ -82,7 +78,7 @@ class RolloutLayout:
         """Room for rollouts with the keys of ``rows [n, t]``, which are :func:`packable`."""
         items = sorted(rows.items(True, True), key=lambda item: str(item[0]))
         entries = tuple(
-            (plain_key(key), _NAMES[value.dtype], tuple(value.shape[2:])) for key, value in items
+            (plain_key(key), NAMES[value.dtype], tuple(value.shape[2:])) for key, value in items
         )
         groups = [
             (plain_key(key), tuple(value.batch_size[2:]))
@@ -131,7 +127,7 @@ class BlockRows:
 
     def __init__(self, layout: RolloutLayout, data: Tensor) -> None:
         self._arrays = dict(layout._arrays(data))
-        self._entries = {key: (_DTYPES[name], shape) for key, name, shape in layout.entries}
+        self._entries = {key: (DTYPES[name], shape) for key, name, shape in layout.entries}
         self._size = layout.num_envs, layout.steps
 
     def write(self, rows: TensorDictBase, first_env: int) -> bool:
@@ -143,7 +139,7 @@ class BlockRows:
         if t > self._size[1] or found.keys() != self._entries.keys():
             return False
         for key, value in found.items():
-            if not _is_plain(value) or (value.dtype, value.shape[2:]) != self._entries[key]:
+            if not _is_constant(value) or (value.dtype, value.shape[2:]) != self._entries[key]:
                 return False
         for key, value in found.items():
             self._arrays[key][first_env : first_env + n, :t] = value.numpy()
@@ -183,17 +179,11 @@ def packable(rows: TensorDictBase) -> bool:
     """Whether the rows are tensors ``[n, t, ...]``, and NumPy can read them all."""
     if rows.ndim != 2 or is_ragged(rows):
         return False
-    return all(_is_plain(value) for value in rows.values(True, True, is_leaf=is_leaf_nontensor))
+    return all(_is_constant(value) for value in rows.values(True, True, is_leaf=is_leaf_nontensor))
 
 
-def _is_plain(value: Any) -> bool:
-    return (
-        type(value) is Tensor
-        and value.layout is torch.strided
-        and value.dtype in _NAMES
-        and value.device.type == "cpu"
-        and not (value.requires_grad or value.is_conj() or value.is_neg())
-    )
+def _is_constant(value: Any) -> bool:
+    return is_plain(value) and not value.requires_grad
 
 
 class SharedWeights:
@@ -203,30 +193,30 @@ class SharedWeights:
     """
 
     def __init__(self) -> None:
-        self._places: deque[tuple[WeightsTicket, SharedBlock]] = deque()  # the latest at the end
+        self._places: deque[tuple[WeightsAddress, SharedBlock]] = deque()  # the latest at the end
         self._made = 0
 
     def write(self, packed: PackedWeights) -> None:
         """Nobody may use the weights before the last ones meanwhile."""
-        ticket, block = self._places.popleft() if len(self._places) == _PLACES else (None, None)
+        address, block = self._places.popleft() if len(self._places) == _PLACES else (None, None)
         layout = (packed.entries, packed.aliases)
-        if ticket is None or block is None or (ticket.entries, ticket.aliases) != layout:
+        if address is None or block is None or (address.entries, address.aliases) != layout:
             block = SharedBlock(packed.size_bytes)
-            ticket = WeightsTicket(
+            address = WeightsAddress(
                 packed.version, packed.entries, packed.aliases, block.path, self._made
             )
             self._made += 1
         block.data[: packed.size_bytes].copy_(packed.data)
-        self._places.append((replace(ticket, version=packed.version), block))
+        self._places.append((replace(address, version=packed.version), block))
 
     @property
-    def ticket(self) -> WeightsTicket | None:
+    def address(self) -> WeightsAddress | None:
         """What a process needs to use the last weights."""
         return self._places[-1][0] if self._places else None
 
 
 @dataclass(frozen=True)
-class WeightsTicket:
+class WeightsAddress:
     """What a process needs to use weights. ``block``: no two blocks of an owner have one number,
     whereas paths come again."""
 
@@ -252,7 +242,7 @@ class WeightsView:
         self._used = -1
         self._places: dict[int, _Place] = {}
 
-    def take(self, ticket: WeightsTicket, module: nn.Module) -> None:
+    def take(self, address: WeightsAddress, module: nn.Module) -> None:
         """Make the module, or the part that they fit, use these weights.
 
         Parameters share the memory, so that later updates cost this process nothing. Buffers are
@@ -261,21 +251,21 @@ class WeightsView:
         Raises:
             ConfigurationError: they fit nothing.
         """
-        place = self._places.get(ticket.block)
+        place = self._places.get(address.block)
         if place is None:
-            place = self._places[ticket.block] = _place(ticket, module)
+            place = self._places[address.block] = _place(address, module)
             while len(self._places) > _PLACES:
                 del self._places[min(self._places)]
-        if ticket.block != self._used:
-            self._used = ticket.block
+        if address.block != self._used:
+            self._used = address.block
             for own, shared in place.parameters:
                 own.data = shared
         for own, shared in place.buffers:
             own.copy_(shared)
 
 
-def _place(ticket: WeightsTicket, module: nn.Module) -> _Place:
-    packed = PackedWeights(ticket.version, ticket.entries, attach(ticket.path), ticket.aliases)
+def _place(address: WeightsAddress, module: nn.Module) -> _Place:
+    packed = PackedWeights(address.version, address.entries, attach(address.path), address.aliases)
     target, shared = find_target(packed, module), packed.tensors()
     own = named_tensors(target)
     shared.update({alias: shared[name] for alias, name in untied(packed, target).items()})
