@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import math
 import warnings
@@ -17,12 +18,17 @@ import torch
 from torch import nn
 from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
+from torchrl.envs.utils import ExplorationType
 
 from torchrl_dist.collect.learner.readiness import Preempt, Readiness, WaitAll
+from torchrl_dist.collect.loop.policies import Compilation
+from torchrl_dist.collect.worker.worker import Hooks, WorkerConfig
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.runtime import Peer, Session, current_session
 
 _ONE_STEP = 1e-9  # the least part of a rollout
+
+PolicyFactory = Callable[[int, int], Any]
 
 
 def choose_peers(session: Session | None, workers: Sequence[Peer] | None) -> tuple[Peer, ...]:
@@ -99,15 +105,22 @@ def check_inference(
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a collector is asked for, apart from where it runs and what it steps.
+    """What a collector is asked for, apart from where it runs.
 
     Attributes:
-        see :class:`~torchrl_dist.collect.RPCBatchedCollector`.
+        num_workers, here: how many workers there are, and whether all are this process.
+        make_envs, policy_factories: of each worker.
+        others: see :class:`~torchrl_dist.collect.RPCBatchedCollector`.
 
     Raises:
         ConfigurationError: a value that is none, or two that cannot work together.
     """
 
+    num_workers: int
+    here: bool
+    make_envs: tuple[str | Callable[[], Any], ...]
+    policy: Any
+    policy_factories: tuple[PolicyFactory, ...] | None
     frames_per_batch: int | None
     total_frames: int
     num_envs: int
@@ -123,17 +136,22 @@ class Settings:
     split_trajs: bool
     postproc: Any
     postproc_factory: Any
+    seed: int | None
+    exploration_type: ExplorationType
     min_workers: int
     worker_timeout_s: float | None
     replace_lost: bool
     timeout_s: float | None
+    categorical_action_encoding: bool
     init_random_frames: int
     reset_at_each_iter: bool
     max_frames_per_traj: int
     set_truncated: bool
     track_policy_version: bool | None
+    hooks: Hooks
     cat_results: Literal["stack"] | int | None
     storing_device: torch.device | None
+    compilation: Compilation
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -146,6 +164,8 @@ class Settings:
         self._check_readiness()
         self._check_trajectories()
         self._check_results()
+        if not self.here:
+            require_shared(self.replay_buffer, self.env_processes, self.replace_lost)
         if self.inference not in ("worker", "learner"):
             raise ConfigurationError(
                 f"inference={self.inference!r}: expected 'worker' or 'learner'"
@@ -179,6 +199,11 @@ class Settings:
                 raise ConfigurationError(f"{name}={getattr(self, name)}: expected at least {bound}")
         if self.total_frames < 1 and self.total_frames != -1:
             raise ConfigurationError(f"total_frames={self.total_frames}: expected -1 or at least 1")
+        if self.min_workers > self.num_workers:
+            raise ConfigurationError(
+                f"min_workers={self.min_workers}: expected 1 to {self.num_workers}, the number of "
+                "workers"
+            )
 
     def _check_readiness(self) -> None:
         readiness = self.readiness
@@ -248,12 +273,40 @@ class Settings:
     def has_postproc(self) -> bool:
         return self.postproc is not None or self.postproc_factory is not None
 
-    def check_workers(self, count: int) -> None:
-        """What depends on the number of workers."""
-        if self.min_workers > count:
-            raise ConfigurationError(
-                f"min_workers={self.min_workers}: expected 1 to {count}, the number of workers"
-            )
+    @property
+    def rollouts_per_batch(self) -> int:
+        return self.readiness.rollouts_per_batch(self.num_workers)
+
+    def worker_config(self) -> WorkerConfig:
+        """What all workers are built from, with a copy of the policy as it is now."""
+        frames = self.frames_per_batch
+        seed = int(torch.randint(2**31, (1,)).item()) if self.seed is None else self.seed
+        return WorkerConfig(
+            "",
+            make_envs=self.make_envs,
+            policy=_cpu_copy(self.policy) if self.policy_factories is None else None,
+            policy_factories=self.policy_factories or (),
+            frames_per_rollout=None if frames is None else -(-frames // self.rollouts_per_batch),
+            num_envs=self.num_envs,
+            env_processes=self.env_processes,
+            step_timeout_s=self.step_timeout_s,
+            num_workers=self.num_workers,
+            seed=seed,
+            seed_given=self.seed is not None,
+            keep_env_seeds=self.seed is None,
+            exploration_type=self.exploration_type,
+            categorical_action_encoding=self.categorical_action_encoding,
+            replay_buffer=self.replay_buffer,
+            postproc=self.postproc,
+            postproc_factory=self.postproc_factory,
+            compilation=self.compilation,
+            reset_at_each_iter=self.reset_at_each_iter,
+            max_frames_per_traj=self.max_frames_per_traj,
+            set_truncated=self.set_truncated,
+            stamp_version=self.track_policy_version,
+            whole_trajectories=self.trajs_per_batch is not None and self.replay_buffer is not None,
+            hooks=self.hooks,
+        )
 
     def check_frames(self, frames_per_batch: int) -> None:
         """What depends on the frames that a batch really has."""
@@ -409,9 +462,6 @@ def _choose_env(
     return partial(make, **kwargs)
 
 
-PolicyFactory = Callable[[int, int], Any]
-
-
 def choose_policy_factories(given: Any, num_workers: int) -> tuple[PolicyFactory, ...] | None:
     """The factory of each worker, as called with ``(worker_index, num_workers)``. One that needs no
     arguments, and has none of that name, is called without any, as by TorchRL.
@@ -451,6 +501,11 @@ class _WithoutArguments:
 
     def __call__(self, worker_index: int, num_workers: int) -> Any:
         return self.factory()
+
+
+def _cpu_copy(policy: Any) -> Any:
+    """The workers' own policy: the learner may go on changing, and moving, its module."""
+    return copy.deepcopy(policy).to("cpu") if isinstance(policy, nn.Module) else policy
 
 
 def choose_storing_device(device: Any, storing_device: Any) -> torch.device | None:

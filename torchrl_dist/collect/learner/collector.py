@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import threading
 import time
 import warnings
@@ -31,7 +30,6 @@ from torchrl_dist.collect.learner.arguments import (
     choose_readiness,
     choose_storing_device,
     refuse,
-    require_shared,
 )
 from torchrl_dist.collect.learner.background import Background
 from torchrl_dist.collect.learner.budget import FrameBudget
@@ -246,18 +244,17 @@ class RPCBatchedCollector(BaseCollector):
         peers = choose_peers(session, workers)
         num_workers = len(peers) or 1
         here = not env_processes and all(session is None or peer == session.me for peer in peers)
-        make_envs = choose_envs(
-            make_env,
-            create_env_kwargs,
-            num_workers,
-            here=here and num_workers == 1,
-            num_envs=num_envs,
-        )
-        factories = choose_policy_factories(policy_factory, num_workers)
-        total_frames = -1 if total_frames is None else total_frames
+        one = here and num_workers == 1
         settings = Settings(
+            num_workers=num_workers,
+            here=here,
+            make_envs=choose_envs(
+                make_env, create_env_kwargs, num_workers, here=one, num_envs=num_envs
+            ),
+            policy=policy,
+            policy_factories=choose_policy_factories(policy_factory, num_workers),
             frames_per_batch=frames_per_batch,
-            total_frames=total_frames,
+            total_frames=-1 if total_frames is None else total_frames,
             num_envs=num_envs,
             env_processes=env_processes,
             step_timeout_s=step_timeout_s,
@@ -271,89 +268,69 @@ class RPCBatchedCollector(BaseCollector):
             split_trajs=bool(split_trajs),
             postproc=postproc,
             postproc_factory=postproc_factory,
+            seed=seed,
+            exploration_type=exploration_type,
             min_workers=min_workers,
             worker_timeout_s=worker_timeout_s,
             replace_lost=replace_lost,
             timeout_s=timeout_s,
+            categorical_action_encoding=categorical_action_encoding,
             init_random_frames=max(0, init_random_frames or 0),
             reset_at_each_iter=reset_at_each_iter,
             max_frames_per_traj=max_frames_per_traj or 0,
             set_truncated=set_truncated,
             track_policy_version=track_policy_version,
+            hooks=(pre_collect_hook, post_collect_hook),
             cat_results=cat_results,
             storing_device=choose_storing_device(device, storing_device),
+            compilation=Compilation(compile_policy, cudagraph_policy),
         )
-        settings.check_workers(num_workers)
-        self.readiness: Readiness = settings.readiness
-        self._num_workers = num_workers
-        self.trajs_per_batch = trajs_per_batch
-        self.split_trajs = settings.split_trajs
+        self._begin(settings, session)
+        self._start(session, peers)
+
+    def _begin(self, settings: Settings, session: Session | None) -> None:
+        """What is known before there are workers."""
         self._settings = settings
-        self._background: Background | None = None
-        self._trajectories = TrajectoryAssembler()
-        if not here:
-            require_shared(replay_buffer, env_processes, replace_lost)
-        self.max_policy_lag = max_policy_lag
-        self.min_workers = min_workers
-        self.worker_timeout_s = worker_timeout_s
-        self.timeout_s = timeout_s or (60.0 if session is None else session.timeout_s)
-        self.total_frames = total_frames
-        self.replay_buffer = replay_buffer
-        self.policy = policy
-        self._made_there = policy_factory is not None
+        self._num_workers = settings.num_workers
+        self.readiness: Readiness = settings.readiness
+        self.trajs_per_batch = settings.trajs_per_batch
+        self.split_trajs = settings.split_trajs
+        self.max_policy_lag = settings.max_policy_lag
+        self.min_workers = settings.min_workers
+        self.worker_timeout_s = settings.worker_timeout_s
+        self.timeout_s = settings.timeout_s or (60.0 if session is None else session.timeout_s)
+        self.total_frames = settings.total_frames
+        self.replay_buffer = settings.replay_buffer
+        self.policy = settings.policy
         self.report = CollectReport()
-        self._version = 0
-        if isinstance(policy, nn.Module):
-            initialize(
-                policy,
-                make_envs[0],
-                close=not isinstance(make_envs[0], GivenEnv),
-                exploration_type=exploration_type,
-                categorical_action_encoding=categorical_action_encoding,
-            )
-        # Packing also refuses a policy that cannot be packed, at once.
-        initial = pack(policy, 0) if isinstance(policy, nn.Module) else None
-        compilation = Compilation(compile_policy, cudagraph_policy)
-        rollouts = self.readiness.rollouts_per_batch(num_workers)
-        frames = None if frames_per_batch is None else -(-frames_per_batch // rollouts)
-        config = WorkerConfig(
-            "",
-            make_envs=make_envs,
-            policy=None if factories is not None else _cpu_copy(policy),
-            policy_factories=factories or (),
-            frames_per_rollout=frames,
-            num_envs=num_envs,
-            env_processes=env_processes,
-            step_timeout_s=step_timeout_s,
-            num_workers=num_workers,
-            seed=_draw_seed() if seed is None else seed,
-            seed_given=seed is not None,
-            keep_env_seeds=seed is None,
-            exploration_type=exploration_type,
-            categorical_action_encoding=categorical_action_encoding,
-            replay_buffer=replay_buffer,
-            postproc=postproc,
-            postproc_factory=postproc_factory,
-            compilation=compilation,
-            reset_at_each_iter=reset_at_each_iter,
-            max_frames_per_traj=settings.max_frames_per_traj,
-            set_truncated=set_truncated,
-            stamp_version=track_policy_version,
-            whole_trajectories=trajs_per_batch is not None and replay_buffer is not None,
-            hooks=(pre_collect_hook, post_collect_hook),
-        )
         self._session = weakref.ref(session) if session is not None else lambda: None
+        self._background: Background | None = None
+        self._inference: LearnerInference | None = None
+        self._trajectories = TrajectoryAssembler()
+        self._sent: dict[int, PackedWeights] = {}  # the last ones, by worker
+        self._version = 0
         self._frames = 0
         self._iter = -1  # as TorchRL counts: batches delivered, less one
         self._run = 0
-        self._inference: LearnerInference | None = None
-        if inference == "learner":
-            unfit = {
-                "policy_factory": policy_factory,
-                "postproc_factory": postproc_factory,
-                "readiness": self.readiness.cuts,
-            }
-            config = self._infer_here(session, peers, config, unfit)
+        self._totals = dict.fromkeys(("wait_s", "messages", "data_bytes"), 0.0)
+        self._busy_s: dict[int, float] = {}
+
+    def _start(self, session: Session | None, peers: Sequence[Peer]) -> None:
+        """Build the workers; blocks until they are there."""
+        settings, policy = self._settings, self.policy
+        if isinstance(policy, nn.Module):
+            initialize(
+                policy,
+                settings.make_envs[0],
+                close=not isinstance(settings.make_envs[0], GivenEnv),
+                exploration_type=settings.exploration_type,
+                categorical_action_encoding=settings.categorical_action_encoding,
+            )
+        # Packing also refuses a policy that cannot be packed, at once.
+        initial = pack(policy, 0) if isinstance(policy, nn.Module) else None
+        config = settings.worker_config()
+        if settings.inference == "learner":
+            config = self._infer_here(session, peers, config)
         try:
             self._crew = self._start_crew(session, peers, config)
         except BaseException:
@@ -362,21 +339,23 @@ class RPCBatchedCollector(BaseCollector):
             raise
         self._abandoned = weakref.finalize(self, _close_soon, self._crew, self._inference)
         self._abandoned.atexit = False  # the process takes everything with it
-        self._sent: dict[int, PackedWeights] = {}  # the last ones, by worker
-        if initial is not None and policy_factory is not None:
+        if initial is not None and settings.policy_factories is not None:
             self._send_weights({worker.index: initial for worker in self._crew.workers})
-        self._totals = dict.fromkeys(("wait_s", "messages", "data_bytes"), 0.0)
-        self._busy_s: dict[int, float] = {}
         self._pulse = None if session is None else Pulse(session, peers, self._figures)
-        first = self._crew.workers[0]
+        self._note_frames()
+
+    def _note_frames(self) -> None:
+        """How many a batch has, now that the workers have said how many envs they step."""
+        first, asked = self._crew.workers[0], self._settings.frames_per_batch
+        rollouts = self._settings.rollouts_per_batch
         self.frames_per_batch = rollouts * first.num_envs * first.steps
         self._check_workers()
-        self.requested_frames_per_batch = frames_per_batch or self.frames_per_batch
+        self.requested_frames_per_batch = asked or self.frames_per_batch
         if self.frames_per_batch > self.requested_frames_per_batch:
             warnings.warn(
-                f"frames_per_batch={frames_per_batch} is no multiple of {rollouts} rollouts x "
+                f"frames_per_batch={asked} is no multiple of {rollouts} rollouts x "
                 f"{first.num_envs} envs: batches will have {self.frames_per_batch}",
-                stacklevel=2,
+                stacklevel=4,
             )
 
     def _infer_here(
@@ -384,10 +363,14 @@ class RPCBatchedCollector(BaseCollector):
         session: Session | None,
         peers: Sequence[Peer],
         config: WorkerConfig,
-        unfit: Mapping[str, Any],
     ) -> WorkerConfig:
         """Keep the policy in this process; returns what the workers are built from then."""
         policy = self.policy
+        unfit = {
+            "policy_factory": self._settings.policy_factories,
+            "postproc_factory": self._settings.postproc_factory,
+            "readiness": self.readiness.cuts,
+        }
         check_inference(session, peers, policy, unfit)
         assert session is not None and isinstance(policy, nn.Module)
         self._inference = LearnerInference(
@@ -556,7 +539,7 @@ class RPCBatchedCollector(BaseCollector):
             )
         packed = pack(source, version)
         if (
-            not self._made_there
+            self._settings.policy_factories is None
             and source is not self.policy
             and isinstance(self.policy, nn.Module)
         ):
@@ -1007,12 +990,3 @@ def _by_worker(source: Any) -> bool:
     """Whether these are weights by the indices of workers (a TensorDict is a Mapping, too)."""
     keys = list(source.keys()) if isinstance(source, Mapping) else []
     return bool(keys) and all(type(key) is int for key in keys)
-
-
-def _cpu_copy(policy: Any) -> Any:
-    """The workers' own policy: the learner may go on changing, and moving, its module."""
-    return copy.deepcopy(policy).to("cpu") if isinstance(policy, nn.Module) else policy
-
-
-def _draw_seed() -> int:
-    return int(torch.randint(2**31, (1,)).item())
