@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 import torchrl_dist
-from torchrl_dist.replay.node import directory
+from torchrl_dist.replay.node import tables
 
 ROOT = Path(torchrl_dist.__file__).parent
 LAYERS = {
     "errors": 0,
     "forks": 0,
     "stopping": 0,
+    "tensors": 0,
     "runtime": 1,
     "weights": 2,
     "checkpoint": 2,
@@ -182,14 +183,14 @@ def test_commands_that_the_page_for_contributors_names_exist() -> None:
 
 def test_c_and_python_agree_on_the_numbers_of_shared_tables() -> None:
     text = (ROOT / "replay" / "law" / "_kernel.c").read_text()
-    said = re.search(r"/\* directory\.Word.*?\*/(.*?)\n\n", text, re.DOTALL)
+    said = re.search(r"/\* tables\.Word.*?\*/(.*?)\n\n", text, re.DOTALL)
     assert said is not None
     words, columns, states = re.findall(r"enum \{(.*?)\};", said[1])
     numbers = dict(pair.split(" = ") for pair in words.strip().split(", "))
     assert {name: int(number) for name, number in numbers.items()} == {
-        name: int(directory.Word[name]) for name in numbers
+        name: int(tables.Word[name]) for name in numbers
     }
     for number, name in enumerate(columns.strip().split(", ")[:-1]):
-        assert getattr(directory, f"CLAIM_{name}") == number
+        assert getattr(tables, f"CLAIM_{name}") == number
     for name, number in (pair.split(" = ") for pair in states.strip().split(", ")):
-        assert getattr(directory, f"CLAIM_{name}") == int(number)
+        assert getattr(tables, f"CLAIM_{name}") == int(number)

@@ -45,8 +45,9 @@ from torchrl_dist.replay import (
     SharedPrioritizedSampler,
     SharedRandomSampler,
 )
-from torchrl_dist.replay.node.directory import CLAIM_COUNT, CLAIM_MEMBER, ReplayDirectory, Word
+from torchrl_dist.replay.node.directory import ReplayDirectory
 from torchrl_dist.replay.node.lock import is_held
+from torchrl_dist.replay.node.tables import CLAIM_COUNT, CLAIM_MEMBER, Word
 
 LONG = bool(int(os.environ.get("TORCHRL_DIST_LONG_TESTS", "0")))
 """Set by hand for many times as many faults and rows."""

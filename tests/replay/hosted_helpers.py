@@ -15,8 +15,8 @@ import torch
 from tensordict import TensorDict
 
 from torchrl_dist.errors import RateLimitError
-from torchrl_dist.replay import HostedReplayBuffer, replay_buffer
-from torchrl_dist.replay.hosts import owner
+from torchrl_dist.replay import HostedReplayBuffer, ReplayOwner, replay_buffer
+from torchrl_dist.replay.hosts import keeper
 from torchrl_dist.replay.hosts.host import ReplayHost
 from torchrl_dist.replay.hosts.messages import Reply, Request
 from torchrl_dist.runtime import current_session
@@ -71,10 +71,10 @@ def synced_here() -> list[str]:
 
 def written_here() -> int:
     """Runs in an owner: rows ever written to its buffers."""
-    return sum(host.storage.write_count for host in owner._hosts.values())
+    return sum(host.storage.write_count for host in keeper._hosts.values())
 
 
-def build_here(**options: Any) -> owner.ReplayOwner:
+def build_here(**options: Any) -> ReplayOwner:
     """Runs in any process: the keepers of its buffer."""
     return replay_buffer(current_session(), **options).storage.owner
 

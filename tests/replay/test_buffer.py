@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import pickle
 import shutil
@@ -293,6 +294,15 @@ def test_changing_alpha_changes_the_tree_for_every_sampler(make_buffer) -> None:
         make_buffer(8, alpha=1.0)
 
 
+@pytest.mark.parametrize("beta", [-0.1, math.nan, math.inf])
+def test_a_beta_that_makes_no_weights_is_refused_and_the_old_one_stays(make_buffer, beta) -> None:
+    rb = make_buffer(64, beta=0.4)
+    rb.extend(make_rows(range(10)))
+    with pytest.raises(ConfigurationError, match="beta must be >= 0"):
+        rb.sampler.beta = beta
+    assert rb.sampler.beta == 0.4
+
+
 def test_beta_is_annealed_by_the_jobs_step(make_buffer) -> None:
     rb = make_buffer(8)
     assert anneal_beta(rb.sampler, 0, steps=100) == 0.4
@@ -555,9 +565,9 @@ def test_a_full_disk_is_an_error_before_any_row_is_damaged(make_buffer, monkeypa
 
 
 def test_a_network_file_system_is_refused(folder: Path, monkeypatch) -> None:
-    from torchrl_dist.replay.node import directory
+    from torchrl_dist.replay.node import mapping
 
-    monkeypatch.setattr(directory, "_NETWORK_FILE_SYSTEMS", frozenset({"tmpfs"}))
+    monkeypatch.setattr(mapping, "_NETWORK_FILE_SYSTEMS", frozenset({"tmpfs"}))
     with pytest.raises(DirectoryError, match="network file system"):
         SharedMemmapStorage(8, scratch_dir=folder)
 

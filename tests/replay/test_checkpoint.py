@@ -45,7 +45,7 @@ from torchrl_dist import (
     SharedReplayBuffer,
 )
 from torchrl_dist.errors import DirectoryError
-from torchrl_dist.replay.node.directory import Word
+from torchrl_dist.replay.node.tables import Word
 from torchrl_dist.replay.row import rows
 from torchrl_dist.replay.saving import disk, snapshot
 from torchrl_dist.replay.saving import storage as saving

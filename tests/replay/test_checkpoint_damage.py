@@ -31,7 +31,7 @@ from tests.replay.test_files import contents
 from torchrl_dist.errors import CheckpointError
 from torchrl_dist.replay import SharedReplayBuffer
 from torchrl_dist.replay.inspection import inspect
-from torchrl_dist.replay.node.directory import COUNTERS, Word
+from torchrl_dist.replay.node.tables import COUNTERS, Word
 from torchrl_dist.replay.saving.disk import writing
 
 CAPACITY = 80

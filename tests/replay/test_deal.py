@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_dist.errors import CheckpointError
-from torchrl_dist.replay.row.spec import LeafSpec, RowSpec
+from torchrl_dist.replay.row.spec import ColumnSpec, RowSpec
 from torchrl_dist.replay.saving.snapshot import (
     Head,
     SavedShard,
@@ -19,7 +19,7 @@ from torchrl_dist.replay.saving.snapshot import (
     with_one_alpha,
 )
 
-SPEC = RowSpec((LeafSpec(("key",), torch.int64, ()),))
+SPEC = RowSpec((ColumnSpec(("key",), torch.int64, ()),))
 
 
 def saved_shard(number: int, capacity: int, cursor: int, gaps: set[int], alpha=0.6) -> SavedShard:

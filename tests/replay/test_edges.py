@@ -15,7 +15,7 @@ from tests.replay.conftest import make_rows
 from tests.replay.faults import attach, end_of, is_stopped, rows_of, start, wait_until
 from torchrl_dist.errors import CheckpointError, ConfigurationError
 from torchrl_dist.replay import SharedReplayBuffer
-from torchrl_dist.replay.node.directory import CLAIM_COUNT, Word
+from torchrl_dist.replay.node.tables import CLAIM_COUNT, Word
 
 KINDS = [SharedReplayBuffer, TensorDictReplayBuffer]
 

@@ -21,8 +21,9 @@ from tests.replay.faults import at_step, end_of, kill_self, rows_of, run_forked,
 from torchrl_dist.cli import main as cli
 from torchrl_dist.errors import ConfigurationError, DeadlineError, DirectoryError
 from torchrl_dist.replay import SharedMemmapStorage, SharedReplayBuffer
-from torchrl_dist.replay.node.directory import Word, control_tables, open_directory
 from torchrl_dist.replay.node.files import TABLES
+from torchrl_dist.replay.node.opening import open_directory
+from torchrl_dist.replay.node.tables import Word, control_tables
 
 
 def store(folder: Path, capacity: int = 64, **options) -> SharedMemmapStorage:

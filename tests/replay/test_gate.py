@@ -32,7 +32,8 @@ from torchrl_dist.replay import (
     SharedReplayBuffer,
     SharedSliceSampler,
 )
-from torchrl_dist.replay.node.directory import ReplayDirectory, Word
+from torchrl_dist.replay.node.directory import ReplayDirectory
+from torchrl_dist.replay.node.tables import Word
 from torchrl_dist.replay.parts import storage
 
 KINDS = [TensorDictReplayBuffer, SharedReplayBuffer]

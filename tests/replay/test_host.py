@@ -26,11 +26,11 @@ from torchrl_dist.replay.hosts.messages import (
     SetWrittenPriorities,
     Write,
 )
-from torchrl_dist.replay.node.directory import Word
+from torchrl_dist.replay.node.tables import Word
 from torchrl_dist.replay.row import rows
 from torchrl_dist.replay.row.packing import pack, spec_from_text, unpack
-from torchrl_dist.replay.row.spec import array_of
 from torchrl_dist.runtime import wire
+from torchrl_dist.tensors import array_of
 
 CAPACITY = 32
 EPS = 1e-8
@@ -47,7 +47,7 @@ def host(folder: Path) -> Iterator[ReplayHost]:  # noqa: F811
 def write(values: range, number: int = 1, priority: list[float] | None = None) -> Write:
     data = make_rows(values)
     spec = rows.spec_of(data)
-    packed = pack(rows.matching_leaves(data, spec), copy=True)
+    packed = pack(rows.matching_columns(data, spec), copy=True)
     raw = None if priority is None else np.array(priority, dtype=np.float64)
     return Write(spec.text, len(values), packed, raw, ((number, len(values)),))
 
@@ -90,7 +90,7 @@ def test_operations_are_applied_in_order_and_the_draw_comes_last(host) -> None:
 def test_an_operation_that_fails_is_named_and_the_others_are_applied(host) -> None:
     wrong = make_rows(range(2)).exclude("obs")
     spec = rows.spec_of(wrong)
-    packed = pack(rows.matching_leaves(wrong, spec), copy=True)
+    packed = pack(rows.matching_columns(wrong, spec), copy=True)
     operations = (
         write(range(2), 1),
         Write(spec.text, 2, packed, None, ((2, 2),)),
@@ -109,7 +109,8 @@ def test_a_draw_that_fails_late_is_answered_and_the_client_goes_on(host, monkeyp
     with monkeypatch.context() as broken:
         broken.setattr(ReplayHost, "_pack", lambda *_: 1 / 0)
         reply = host.serve(Request((write(range(3)),), draw=4))
-    assert reply.state is None and "ZeroDivisionError" in reply.failures[0].message
+    assert reply.state is None and "ZeroDivisionError" in reply.draw_failure.message
+    assert not reply.failures
     assert len(reply.written) == 1
     assert host.serve(Request(draw=4)).count == 4
     assert host.storage.write_count == 3

@@ -49,10 +49,10 @@ from torchrl_dist import (
     replay_buffer,
     session,
 )
-from torchrl_dist.replay.hosts import owner
+from torchrl_dist.replay.hosts import keeper
 from torchrl_dist.replay.hosts.batches import BatchSource
 from torchrl_dist.replay.hosts.host import Empty
-from torchrl_dist.replay.hosts.owner import HostAddress
+from torchrl_dist.replay.hosts.keeper import HostAddress
 
 pytestmark = pytest.mark.timeout(90)
 ROLES = {"learner": 1, "owner": 2}
@@ -154,7 +154,7 @@ def test_prefetched_samples_hide_the_delay_of_the_owner(make, cluster) -> None:
 
 def test_one_message_carries_the_priorities_and_several_batches(make, monkeypatch) -> None:
     # however slow this machine is
-    monkeypatch.setattr("torchrl_dist.replay.hosts.link._COMPANY_S", 5.0)
+    monkeypatch.setattr("torchrl_dist.replay.hosts.remote_link._COMPANY_S", 5.0)
     for per_call, most in ((1, 70), (4, 20)):
         buffer = make(prefetch=4, batches_per_call=per_call, name=f"by-{per_call}")
         buffer.extend(make_rows(range(32)))
@@ -332,6 +332,21 @@ def test_the_stock_buffer_gives_rows_of_an_extend_their_priorities(cluster, fold
     assert buffer.storage.counters["unverified_updates"] == 0
 
 
+@pytest.mark.parametrize("shortcut", [False, True])
+def test_what_cannot_be_drawn_ahead_is_refused_by_rpc_and_on_the_owners_node(
+    alone,
+    folder,  # noqa: F811
+    shortcut: bool,
+) -> None:
+    owner = host_replay(alone, 64, shortcut=shortcut, scratch_dir=folder)
+    for prefetch, batches_per_call in ((-1, 1), (2, 0), (2, 3)):
+        ahead = {"owner": owner, "prefetch": prefetch, "batches_per_call": batches_per_call}
+        with pytest.raises(ConfigurationError, match=f"prefetch={prefetch}"):
+            RPCRandomSampler(**ahead)
+        with pytest.raises(ConfigurationError, match=f"prefetch={prefetch}"):
+            RPCPrioritizedSampler(64, 0.6, 0.4, **ahead)
+
+
 def test_a_late_priority_for_a_recycled_slot_is_dropped(make) -> None:
     buffer = make(prefetch=0)
     buffer.extend(make_rows(range(64)))
@@ -445,7 +460,7 @@ def test_batches_have_the_law_of_one_buffer(cluster, folder, shards: int, alike:
             uniforms=rng.random,
         )
         batch = source.next(256)
-        column = [leaf.key for leaf in batch.spec.leaves].index(("id",))
+        column = [leaf.key for leaf in batch.spec.columns].index(("id",))
         first += np.bincount(batch.tensors[column].numpy(), minlength=rows)
     assert fits(first, law)
 
@@ -748,11 +763,11 @@ def test_copies_of_a_buffer_of_this_node_that_are_gone_are_closed(make, shards: 
         del copy
         gc.collect()
     storage = buffer.storage if shards == 1 else buffer.storage.client.links[0]._host.storage
-    assert storage.directory._users <= 3
+    assert storage.directory.sharers <= 3
     pickle.loads(text).close()
     gc.collect()
     pickle.loads(text)  # one that was closed is not closed again
-    assert 1 < storage.directory._users <= 3
+    assert 1 < storage.directory.sharers <= 3
     assert len(buffer) == 32
 
 
@@ -842,8 +857,8 @@ def test_hosts_of_a_buffer_that_could_not_be_made_are_given_up(alone, folder) ->
 
 def test_a_host_is_found_by_those_who_ask_for_the_same(alone, folder) -> None:  # noqa: F811
     asked = ("replay-0", 64, str(folder), False, False, RateLimiter(8))
-    kept = owner.open_host(*asked)
-    assert owner.open_host(*asked) is kept
+    kept = keeper.open_host(*asked)
+    assert keeper.open_host(*asked) is kept
     for position, value, message in [
         (1, 65, "capacity per host=64, here capacity per host=65"),
         (3, True, "resume=False, here resume=True"),
@@ -851,21 +866,21 @@ def test_a_host_is_found_by_those_who_ask_for_the_same(alone, folder) -> None:  
         (5, None, "limiter=RateLimiter.*here limiter=None"),
     ]:
         with pytest.raises(ConfigurationError, match=message):
-            owner.open_host(*asked[:position], value, *asked[position + 1 :])
+            keeper.open_host(*asked[:position], value, *asked[position + 1 :])
 
 
 def test_a_release_that_ran_out_of_time_can_be_tried_again(alone, folder, monkeypatch) -> None:  # noqa: F811
     def be_late(*_: object, **__: object) -> None:
         raise DeadlineError("a write did not end")
 
-    kept = owner.open_host("replay-0", 64, str(folder), False, False, None)
+    kept = keeper.open_host("replay-0", 64, str(folder), False, False, None)
     with monkeypatch.context() as late:
         late.setattr(SharedMemmapStorage, "close", be_late)
         with pytest.raises(DeadlineError):
             kept.release()
-    assert owner._hosts[alone.session_id, "replay-0"] is kept and list(folder.iterdir())
+    assert keeper._hosts[alone.session_id, "replay-0"] is kept and list(folder.iterdir())
     assert kept.release() is False
-    assert not owner._hosts and not list(folder.iterdir())
+    assert not keeper._hosts and not list(folder.iterdir())
     assert kept.release() is False
 
 
@@ -894,7 +909,7 @@ def test_batches_drawn_ahead_end_with_their_rows(make, uniform: bool, tmp_path: 
 
 def test_shards_that_are_one_folder_are_refused(cluster, folder, monkeypatch) -> None:  # noqa: F811
     """As where a launcher calls one machine several nodes, whose processes have one local rank."""
-    monkeypatch.setattr(owner, "_identity", lambda path: ("boot", 1, 2))
+    monkeypatch.setattr(keeper, "_identity", lambda path: ("boot", 1, 2))
     me = cluster.me
     with pytest.raises(ConfigurationError, match=r"shards 0 and 1 \(learner0 .* are one folder"):
         replay_buffer(cluster, "apart", capacity=64, batch_size=4, hosts=[me, me])

@@ -34,7 +34,7 @@ from torchrl_dist import (
 )
 from torchrl_dist.cli import main as cli
 from torchrl_dist.replay.inspection import inspect, show
-from torchrl_dist.replay.node.directory import Word
+from torchrl_dist.replay.node.tables import Word
 
 CAPACITY = 80
 

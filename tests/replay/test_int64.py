@@ -21,7 +21,7 @@ from tests.replay.faults import (
     rows_of,
     run_forked,
 )
-from torchrl_dist.replay.node.directory import MAX_MEMBERS, Word
+from torchrl_dist.replay.node.tables import MAX_MEMBERS, Word
 
 _CAPACITY = 24  # divides no power of two
 

@@ -35,8 +35,8 @@ from tests.replay.faults import (
 )
 from torchrl_dist.errors import DeadlineError, DirectoryError
 from torchrl_dist.replay import SharedReplayBuffer
-from torchrl_dist.replay.node.directory import CLAIM_COUNT, Word
 from torchrl_dist.replay.node.lock import is_held
+from torchrl_dist.replay.node.tables import CLAIM_COUNT, Word
 
 _CAPACITY = 80
 

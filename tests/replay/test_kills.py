@@ -38,8 +38,8 @@ from tests.replay.faults import (
 )
 from torchrl_dist.replay import SharedMemmapStorage, SharedReplayBuffer
 from torchrl_dist.replay.law.kernel import find_kernel
-from torchrl_dist.replay.node.directory import CLAIM_COUNT, Word
 from torchrl_dist.replay.node.priorities import default_leaf
+from torchrl_dist.replay.node.tables import CLAIM_COUNT, Word
 
 _STRIDE = 1 if LONG else 9
 """Mean distance of the steps at which a victim dies."""

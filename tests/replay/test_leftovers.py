@@ -14,7 +14,7 @@ from tests.replay.faults import end_of, forked, kill_self, rows_of, run_forked, 
 from torchrl_dist.cli import main as cli
 from torchrl_dist.errors import TorchRLDistError
 from torchrl_dist.replay import SharedMemmapStorage, replay_buffer
-from torchrl_dist.replay.hosts import owner
+from torchrl_dist.replay.hosts import keeper
 from torchrl_dist.replay.node import leftovers
 from torchrl_dist.runtime import local_cluster
 from torchrl_dist.runtime.world import process_stamp
@@ -127,7 +127,7 @@ def test_the_command_removes_what_dead_jobs_left_and_nothing_else(
 def test_a_job_that_died_leaves_nothing_for_long(folder: Path, monkeypatch) -> None:
     """Without a name to find it by, the next buffer removes what a killed starter left."""
     folder.mkdir()
-    monkeypatch.setattr(owner, "_default_parent", lambda: str(folder))
+    monkeypatch.setattr(keeper, "_default_parent", lambda: str(folder))
     leave(folder / "users", "7.0")
 
     def job(end: bool, name: str = "replay") -> None:
@@ -151,7 +151,7 @@ def test_a_job_that_died_leaves_nothing_for_long(folder: Path, monkeypatch) -> N
 @pytest.mark.parametrize("named", ["scratch_dir", "keep"])
 def test_a_named_buffer_is_found_by_a_later_job(folder: Path, monkeypatch, named: str) -> None:
     folder.mkdir()
-    monkeypatch.setattr(owner, "_default_parent", lambda: str(folder))
+    monkeypatch.setattr(keeper, "_default_parent", lambda: str(folder))
     options = {"scratch_dir": folder} if named == "scratch_dir" else {"keep": True}
 
     def job(rows: int, **more: Any) -> None:

@@ -35,7 +35,7 @@ from torchrl_dist import (
 from torchrl_dist.replay.hosts.batches import BatchSource
 from torchrl_dist.replay.hosts.client import ReplayClient
 from torchrl_dist.replay.hosts.host import ReplayHost
-from torchrl_dist.replay.hosts.link import LocalLink, RemoteLink
+from torchrl_dist.replay.hosts.local_link import LocalLink
 from torchrl_dist.replay.hosts.messages import (
     Empty,
     Reply,
@@ -45,9 +45,10 @@ from torchrl_dist.replay.hosts.messages import (
     UsePriorities,
     Write,
 )
+from torchrl_dist.replay.hosts.remote_link import RemoteLink
 from torchrl_dist.replay.hosts.totals import TotalsGate
 from torchrl_dist.replay.law.limiter import RateLimiter
-from torchrl_dist.replay.node.directory import Word
+from torchrl_dist.replay.node.tables import Word
 from torchrl_dist.runtime import Peer, wire
 
 pytestmark = pytest.mark.timeout(60)
@@ -276,7 +277,7 @@ def test_priorities_for_rows_on_their_way_to_a_lost_shard_are_dropped(hosts) -> 
 
 @pytest.mark.parametrize("when", ["with the rows", "while the rows are under way"])
 def test_priorities_of_many_writes_on_their_way_all_arrive(hosts, monkeypatch, when: str) -> None:
-    monkeypatch.setattr("torchrl_dist.replay.hosts.link._MOST_OPERATIONS", 5)  # several messages
+    monkeypatch.setattr(f"{RemoteLink.__module__}._MOST_OPERATIONS", 5)  # several messages
     client = connect(hosts[:1])
     serve = hosts[0].host.serve
     hosts[0].held = True

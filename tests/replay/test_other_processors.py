@@ -43,8 +43,8 @@ def elsewhere(*command: str) -> str:
 def test_a_process_can_believe_that_it_is_elsewhere() -> None:
     said = elsewhere(
         "-c",
-        "from torchrl_dist.replay.node import directory, futex\n"
-        "print(directory.ORDERED_LOADS, futex._NUMBER)",
+        "from torchrl_dist.replay.node import futex, tables\n"
+        "print(tables.ORDERED_LOADS, futex._NUMBER)",
     )
     assert said.split() == ["False", "None"]
 

@@ -27,7 +27,7 @@ from torchrl_dist.replay import (
     SharedPrioritizedSampler,
     SharedRandomSampler,
 )
-from torchrl_dist.replay.node.directory import Word
+from torchrl_dist.replay.node.tables import Word
 from torchrl_dist.replay.parts import sampler as sampler_module
 
 _FORK = multiprocessing.get_context("fork")

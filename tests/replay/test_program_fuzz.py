@@ -43,7 +43,7 @@ from torchrl_dist.replay import (
     SharedPrioritizedSampler,
     SharedReplayBuffer,
 )
-from torchrl_dist.replay.node.directory import CLAIM_COUNT, CLAIM_MEMBER, Word
+from torchrl_dist.replay.node.tables import CLAIM_COUNT, CLAIM_MEMBER, Word
 
 _CAPACITY, _EPS = 48, 1e-8
 _LARGEST = 20  # rows of a batch

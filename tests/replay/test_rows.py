@@ -163,10 +163,10 @@ def test_every_value_that_json_can_hold_comes_back_with_its_type() -> None:
     data = TensorDict({"x": torch.zeros(len(PLAIN)), "value": values}, [len(PLAIN)])
     spec = rows.spec_of(data)
     assert RowSpec.from_json(spec.as_json()) == spec
-    leaves = rows.tensors(rows.matching_leaves(data, spec), spec)
-    found = rows.build(leaves, spec, (len(PLAIN),))
+    columns = rows.tensors(rows.matching_columns(data, spec), spec)
+    found = rows.build(columns, spec, (len(PLAIN),))
     assert [(type(v), v) for v in found.get("value").tolist()] == [(type(v), v) for v in PLAIN]
-    assert rows.build([leaf[:0] for leaf in leaves], spec, (0,)).batch_size == (0,)
+    assert rows.build([column[:0] for column in columns], spec, (0,)).batch_size == (0,)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_the_first_rows_make_room_for_longer_text() -> None:
     for longest, width in ((0, 256), (126, 256), (127, 512), (5000, 16384)):
         text = NonTensorStack("", "x" * longest)
         spec = rows.spec_of(TensorDict({"x": torch.zeros(2), "text": text}, [2]))
-        assert [leaf.shape for leaf in spec.leaves if leaf.text] == [(width,)], longest
+        assert [column.shape for column in spec.columns if column.text] == [(width,)], longest
 
 
 def test_rows_taken_apart_elsewhere_fit_if_their_text_does() -> None:
@@ -226,18 +226,18 @@ def test_rows_taken_apart_elsewhere_fit_if_their_text_does() -> None:
     own, long = rows.spec_of(batch(1)), rows.spec_of(batch(200))
     assert own != long
     for length, spec in ((1, own), (200, long), (254, long)):
-        leaves = rows.matching_leaves(batch(length), spec)
-        fitted = rows.fitted(leaves, spec, own)
+        columns = rows.matching_columns(batch(length), spec)
+        fitted = rows.fitted(columns, spec, own)
         found = rows.build(rows.tensors(fitted, own), own, (2,))
         assert list(found["text"]) == 2 * [length * "x"]
     with pytest.raises(ConfigurationError, match="'text' takes more than the 256 bytes"):
-        rows.fitted(rows.matching_leaves(batch(255), long), long, own)
+        rows.fitted(rows.matching_columns(batch(255), long), long, own)
     other = rows.spec_of(batch(1, y=torch.zeros(2), empty=TensorDict({}, [2])))
-    leaves = rows.matching_leaves(batch(1), own)
+    columns = rows.matching_columns(batch(1), own)
     with pytest.raises(ConfigurationError, match="missing 'y'; 'empty' is"):
-        rows.fitted(leaves, own, other)
+        rows.fitted(columns, own, other)
     assert (
-        rows.spec_of(TensorDict({"x": torch.zeros(2), "meta": MetaData("m")}, [2])).leaves[0].text
+        rows.spec_of(TensorDict({"x": torch.zeros(2), "meta": MetaData("m")}, [2])).columns[0].text
     )
 
 

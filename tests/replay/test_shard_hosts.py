@@ -175,9 +175,9 @@ def the_job_is_restarted(folder: str) -> None:
 
 
 def stored_here(host: str) -> list[int]:
-    from torchrl_dist.replay.hosts import owner
+    from torchrl_dist.replay.hosts import keeper
 
-    (kept,) = owner._hosts.values()
+    (kept,) = keeper._hosts.values()
     return sorted(kept.storage[:ROWS]["id"].tolist())
 
 
@@ -223,9 +223,9 @@ def write_until_lost(buffer: HostedReplayBuffer, first: int) -> tuple[int, int, 
 
 
 def ids_here() -> list[int]:
-    from torchrl_dist.replay.hosts import owner
+    from torchrl_dist.replay.hosts import keeper
 
-    (kept,) = owner._hosts.values()
+    (kept,) = keeper._hosts.values()
     return kept.storage[:]["id"].tolist() if len(kept.storage) else []
 
 

@@ -25,7 +25,7 @@ from torchrl_dist import (
     SharedReplayBuffer,
     SharedSliceSampler,
 )
-from torchrl_dist.replay.row.rows import matching_leaves, spec_of
+from torchrl_dist.replay.row.rows import matching_columns, spec_of
 
 _FORK = multiprocessing.get_context("fork")
 
@@ -451,7 +451,7 @@ def test_rows_of_unknown_writers_are_not_joined(make_buffers) -> None:
     rb = make_buffers(64, batch_size=30, **END)
     data = _unnamed(1, range(10, 20))
     spec = spec_of(data)
-    rb.storage.append_leaves(spec, matching_leaves(data, spec))  # as a host does with a client's
+    rb.storage.append_columns(spec, matching_columns(data, spec))  # as a host does with a client's
     with pytest.raises(RuntimeError, match="sufficient length"):
         rb.sample()
     assert len(rb[:]) == 10

@@ -46,7 +46,7 @@ from torchrl_dist import (
     replay_buffer,
 )
 from torchrl_dist.replay.inspection import inspect
-from torchrl_dist.replay.node.directory import Word
+from torchrl_dist.replay.node.tables import Word
 from torchrl_dist.replay.row import rows
 from torchrl_dist.replay.saving.disk import MANIFEST, read_dump
 from torchrl_dist.runtime.forkserver import ForkServer

@@ -28,8 +28,8 @@ from tests.replay.faults import (
     torn_rows,
 )
 from torchrl_dist.replay import RateLimiter, SharedReplayBuffer
-from torchrl_dist.replay.node.directory import CLAIM_COUNT, CLAIM_MEMBER, Word
 from torchrl_dist.replay.node.priorities import default_leaf
+from torchrl_dist.replay.node.tables import CLAIM_COUNT, CLAIM_MEMBER, Word
 from torchrl_dist.replay.node.times_sampled import exhausted, give_back
 
 pytestmark = pytest.mark.skipif(

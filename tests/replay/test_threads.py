@@ -29,8 +29,9 @@ from tests.replay.faults import (
 )
 from torchrl_dist.errors import DirectoryError
 from torchrl_dist.replay import SharedReplayBuffer
-from torchrl_dist.replay.node.directory import _LOCKS, CLAIM_COUNT, Word
+from torchrl_dist.replay.node.directory import LOCKS
 from torchrl_dist.replay.node.lock import FairLock, close_lock_file, is_held, open_lock_file
+from torchrl_dist.replay.node.tables import CLAIM_COUNT, Word
 
 _CAPACITY = 80
 _PACKAGE = str(Path(sys.modules[SharedReplayBuffer.__module__].__file__).parent)
@@ -180,7 +181,7 @@ def test_every_lock_that_a_thread_may_have_taken_is_new_in_a_child(rb) -> None:
     directory = rb.storage.directory
     locks = [
         rb._replay_lock, rb._futures_lock, recent._lock,
-        _LOCKS.opening, _LOCKS.joining, directory._fair_lock._threads,
+        LOCKS.opening, LOCKS.joining, directory._fair_lock._threads,
     ]  # fmt: skip
     held, release = threading.Event(), threading.Event()
 

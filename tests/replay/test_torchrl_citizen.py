@@ -546,15 +546,15 @@ def test_a_spawned_process_gets_the_buffer_itself(make_buffer) -> None:
     assert len(rb) == 20 and set(rb[:]["id"].tolist()) == {*range(10), *range(100, 110)}
 
 
-@pytest.mark.parametrize("name", ["_allocate", "_write_json", "_map"])
+@pytest.mark.parametrize("name", ["allocate", "write_json", "map_file"])
 @pytest.mark.parametrize("call", [1, 2, 3])
 def test_killed_while_the_directory_is_created_the_next_one_creates_it(
     folder: Path, name: str, call: int
 ) -> None:
     def create_and_die() -> None:
-        from torchrl_dist.replay.node import directory
+        from torchrl_dist.replay.node import directory, mapping, opening
 
-        original: Callable = getattr(directory, name)
+        original: Callable = getattr(mapping, name)
         calls = 0
 
         def die(*args):
@@ -564,7 +564,8 @@ def test_killed_while_the_directory_is_created_the_next_one_creates_it(
                 os.kill(os.getpid(), signal.SIGKILL)
             return original(*args)
 
-        setattr(directory, name, die)
+        for module in (directory, opening):
+            setattr(module, name, die)
         storage = SharedMemmapStorage(64, scratch_dir=folder, job_id="test")
         storage.append(make_rows(range(8)))
         os._exit(0)

@@ -31,7 +31,7 @@ from tests.replay.faults import (
     torn_rows,
     wait_until,
 )
-from torchrl_dist.replay.node.directory import CLAIM_COUNT, CLAIM_MEMBER, MEMBER_PID
+from torchrl_dist.replay.node.tables import CLAIM_COUNT, CLAIM_MEMBER, MEMBER_PID
 
 _CAPACITY = 64
 _MORE = 20 if LONG else 1

@@ -146,7 +146,7 @@ def _software(probe: Probe) -> Iterator[Finding]:
 
 
 def _memory(probe: Probe) -> Iterator[Finding]:
-    from ..replay.node.directory import is_network_file_system
+    from ..replay.node.mapping import is_network_file_system
 
     folder = probe.folder
     if folder.error is not None:

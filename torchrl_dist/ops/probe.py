@@ -22,7 +22,7 @@ from pathlib import Path
 from ..errors import TorchRLDistError
 from ..replay.law.kernel import find_kernel
 from ..replay.node import leftovers
-from ..replay.node.directory import file_system_of
+from ..replay.node.mapping import file_system_of
 from ..runtime import World
 from ..runtime.world import launched_without_us
 

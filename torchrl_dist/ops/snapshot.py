@@ -23,7 +23,7 @@ from ..errors import ConfigurationError, DirectoryError
 from ..replay.inspection import limiter_in
 from ..replay.law.limiter import Counts, RateLimiter
 from ..replay.node import files, leftovers
-from ..replay.node.directory import Word, control_bytes, control_tables, counters_in
+from ..replay.node.tables import Word, control_bytes, control_tables, counters_in
 from ..runtime import pulse
 from ..runtime.world import has_ended
 

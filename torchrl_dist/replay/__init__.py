@@ -34,7 +34,8 @@ any of these, in any order of calls        a plain model                        
 
 from torchrl_dist.replay.hosts.buffer import HostedReplayBuffer, replay_buffer
 from torchrl_dist.replay.hosts.owner import ReplayOwner, host_replay
-from torchrl_dist.replay.hosts.storage import RemoteStorage, RPCPrioritizedSampler, RPCRandomSampler
+from torchrl_dist.replay.hosts.samplers import RPCPrioritizedSampler, RPCRandomSampler
+from torchrl_dist.replay.hosts.storage import RemoteStorage
 from torchrl_dist.replay.law.limiter import RateLimiter
 from torchrl_dist.replay.parts.buffer import SharedReplayBuffer
 from torchrl_dist.replay.parts.passes import SharedSamplerWithoutReplacement

@@ -19,17 +19,21 @@ import numpy as np
 
 from torchrl_dist.errors import DirectoryError
 from torchrl_dist.replay.law.placement import slot_ranges
-from torchrl_dist.replay.node import directory as layout
 from torchrl_dist.replay.node import files
-from torchrl_dist.replay.node.directory import (
+from torchrl_dist.replay.node.directory import read_spec
+from torchrl_dist.replay.node.files import damaged, read_header
+from torchrl_dist.replay.node.lock import MEMBER_BYTES, byte_holder, is_held
+from torchrl_dist.replay.node.tables import (
     CLAIM_DISCARDED,
     CLAIM_PUBLISHING,
     CLAIM_WRITING,
     MAX_MEMBERS,
+    MEMBER_SERIAL,
     Word,
+    control_bytes,
+    control_tables,
+    counters_in,
 )
-from torchrl_dist.replay.node.files import damaged, read_header
-from torchrl_dist.replay.node.lock import MEMBER_BYTES, byte_holder, is_held
 from torchrl_dist.replay.row.spec import RowSpec
 from torchrl_dist.replay.saving.disk import MANIFEST, read_dump, read_manifest
 from torchrl_dist.replay.saving.snapshot import SavedShard
@@ -88,8 +92,8 @@ def _not_one(folder: Path) -> DirectoryError:
 def _directory(folder: Path) -> dict[str, Any]:
     header = read_header(folder)
     capacity = header.capacity
-    control = _table(folder, "control.bin", np.int64, layout.control_bytes() // 8)
-    words, claims, members = layout.control_tables(control)
+    control = _table(folder, "control.bin", np.int64, control_bytes() // 8)
+    words, claims, members = control_tables(control)
     floats = words.view(np.float64)
     versions = _table(folder, "versions.bin", np.int64, capacity)
     leaf = _table(folder, "tree.bin", np.float64, capacity)
@@ -98,7 +102,7 @@ def _directory(folder: Path) -> dict[str, Any]:
     alpha_set = bool(words[Word.ALPHA_SET])
     spec = None
     if words[Word.ROWS_READY]:
-        spec = layout.read_spec(folder)
+        spec = read_spec(folder)
     with _lock_file(folder) as fd:
         living = _members(members, fd)
         alive = {each["member"] for each in living if each["alive"]}
@@ -124,7 +128,7 @@ def _directory(folder: Path) -> dict[str, Any]:
             float(floats[Word.EPS]) if alpha_set else None,
             float(floats[Word.MAX_PRIORITY]),
         ),
-        "counters": layout.counters_in(words),
+        "counters": counters_in(words),
         "limiter": limiter_in(words, floats),
     }
 
@@ -163,7 +167,7 @@ def _lock_file(folder: Path) -> Iterator[int]:
 
 def _members(table: np.ndarray, fd: int) -> list[dict[str, Any]]:
     found = []
-    for index in np.flatnonzero(table[:, layout.MEMBER_SERIAL]).tolist():
+    for index in np.flatnonzero(table[:, MEMBER_SERIAL]).tolist():
         pid, serial = table[index].tolist()
         alive = is_held(fd, MEMBER_BYTES + index)
         found.append(

@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.hosts.owner import host_replay
-from torchrl_dist.replay.hosts.storage import RemoteStorage, RPCPrioritizedSampler, RPCRandomSampler
+from torchrl_dist.replay.hosts.samplers import RPCPrioritizedSampler, RPCRandomSampler
+from torchrl_dist.replay.hosts.storage import RemoteStorage
 from torchrl_dist.replay.law.limiter import RateLimiter
 from torchrl_dist.replay.parts.buffer import SharedReplayBuffer
 from torchrl_dist.runtime import Peer, Session

@@ -395,7 +395,7 @@ class ReplayClient:
         self.check()
         spec = self.agreed_spec(data)
         count = data.batch_size[0]
-        packed = pack(rows.matching_leaves(data, spec), copy=True)
+        packed = pack(rows.matching_columns(data, spec), copy=True)
         # filled through NumPy: the caller may be in inference mode, the filling thread is not
         index, generation = np.full(count, -1, np.int64), np.full(count, -1, np.int64)
         handed = torch.from_numpy(index), torch.from_numpy(generation)

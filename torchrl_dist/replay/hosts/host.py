@@ -40,15 +40,16 @@ from torchrl_dist.replay.hosts.messages import (
     UsePriorities,
     Write,
 )
-from torchrl_dist.replay.node.directory import Word
 from torchrl_dist.replay.node.priorities import update
+from torchrl_dist.replay.node.tables import Word
 from torchrl_dist.replay.node.times_sampled import TooFewDrawsError, give_back
 from torchrl_dist.replay.parts.sampler import Drawn, SharedPrioritizedSampler, SharedRandomSampler
 from torchrl_dist.replay.parts.storage import SharedMemmapStorage
 from torchrl_dist.replay.row.packing import Part, pack, spec_from_text, unpack
-from torchrl_dist.replay.row.spec import RowSpec, array_of
+from torchrl_dist.replay.row.spec import RowSpec
 from torchrl_dist.replay.saving.disk import RowFiles
 from torchrl_dist.replay.saving.snapshot import Chunk, Head, save_chunk
+from torchrl_dist.tensors import array_of
 
 _Written = dict[int, tuple[np.ndarray, np.ndarray]]
 """Slots and generations of a request's writes, by their numbers."""
@@ -60,8 +61,12 @@ def _listed(failures: list[Failure], position: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        message = traceback.format_exception_only(error)[-1].strip()
-        failures.append(Failure(position, message, traceback.format_exc()))
+        failures.append(_failure(error, position))
+
+
+def _failure(error: Exception, position: int) -> Failure:
+    message = traceback.format_exception_only(error)[-1].strip()
+    return Failure(position, message, "".join(traceback.format_exception(error)))
 
 
 class ReplayHost:
@@ -108,11 +113,13 @@ class ReplayHost:
                 written.append(result)
             elif isinstance(operation, Invoke):
                 results.append(result)
-        answer: tuple[Any, ...] = ()
+        drawn: dict[str, Any] = {}
         if request.draw is not None:
-            with _listed(failures, -1):
-                answer = self._draw_packed(request.draw, request.prioritized)
-        return Reply(tuple(written), tuple(results), tuple(failures), *answer)
+            try:
+                drawn = self._draw_packed(request.draw, request.prioritized)
+            except Exception as error:
+                drawn = {"draw_failure": _failure(error, len(request.operations))}
+        return Reply(tuple(written), tuple(results), tuple(failures), **drawn)
 
     def _try(
         self, operation: Operation, known: _Written, failures: list[Failure], position: int
@@ -182,7 +189,7 @@ class ReplayHost:
         return None
 
     def _write(self, write: Write, known: _Written) -> tuple[np.ndarray, np.ndarray]:
-        index, generation = self._storage.append_leaves(
+        index, generation = self._storage.append_columns(
             spec_from_text(write.spec), unpack(write.packed), write.priority, limited=False
         )
         slots, generations = index.numpy(), generation.numpy()
@@ -264,27 +271,27 @@ class ReplayHost:
         )
         return state, drawn
 
-    def _draw_packed(self, count: int, prioritized: bool) -> tuple[Any, ...]:
-        """The last fields of a reply."""
+    def _draw_packed(self, count: int, prioritized: bool) -> dict[str, Any]:
+        """The fields of a reply that a draw fills."""
         state, drawn = self._draw(count, prioritized)
-        return state, *(self._pack(drawn) if drawn is not None else ())
+        return {"state": state, **({} if drawn is None else self._pack(drawn))}
 
-    def _pack(self, drawn: Drawn) -> tuple[int, str, list[Part]]:
+    def _pack(self, drawn: Drawn) -> dict[str, Any]:
         spec = self._storage.directory.rows
         assert spec is not None
         handles = [drawn.index.numpy(), drawn.generation.numpy(), drawn.leaf]
         # not copied: nobody else has these tensors
         packed = pack([*handles, *map(array_of, drawn.tensors)], copy=False)
-        return drawn.index.numel(), spec.text, packed
+        return {"count": drawn.index.numel(), "spec": spec.text, "packed": packed}
 
     # --- reading and replacing; what changes something is called by an ``Invoke`` --------------
 
     def read(self, slots: torch.Tensor) -> tuple[str, list[Part]]:
-        """Rows at slots, int64 [n]: the spec as text, and the leaves, packed. This process need not
-        know the classes that they are of."""
-        _, leaves = self._storage.leaves_at(slots.numpy())
+        """Rows at slots, int64 [n]: the spec as text, and the columns, packed. This process need
+        not know the classes that they are of."""
+        _, columns = self._storage.columns_at(slots.numpy())
         assert self._storage.directory.rows is not None
-        return self._storage.directory.rows.text, pack(leaves, copy=False)
+        return self._storage.directory.rows.text, pack(columns, copy=False)
 
     def generations_of(self, slots: np.ndarray) -> np.ndarray:
         """int64 [n]; -1 where no row is published."""

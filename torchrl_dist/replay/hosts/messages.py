@@ -165,8 +165,8 @@ class HostState(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """An operation that raised; the others were applied. ``position``: of the operation in the
-    request; -1 for the draw."""
+    """Something of a request that raised; the rest of it was done. ``position``: of the operation;
+    -1 for the largest priority, which comes before them all, and their number for the draw."""
 
     position: int
     message: str
@@ -181,7 +181,8 @@ class Reply:
         written: slot and generation, int64 [n] each, of every ``Write`` in the request; -1 for
             rows that were not kept.
         results: of every ``Invoke`` in the request; None for one that failed.
-        failures: of operations, or of the draw.
+        failures: of the largest priority and the operations.
+        draw_failure: of the draw, which then has no state and no rows.
         state: at the draw; None if none was asked for.
         count: rows drawn: as many as wanted; fewer if those that may be sampled do not have so many
             draws left; 0 if the buffer is empty.
@@ -192,6 +193,7 @@ class Reply:
     written: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
     results: tuple[Any, ...] = ()
     failures: tuple[Failure, ...] = ()
+    draw_failure: Failure | None = None
     state: HostState | None = None
     count: int = 0
     spec: str = ""

@@ -20,7 +20,7 @@ enum { FANOUT = 32, SHIFT = 5, TOP = 1024 };
  * what a killed one left: the compiler must not move them, the processor of x86-64 does not. */
 #define IN_ORDER __atomic_thread_fence(__ATOMIC_RELEASE)
 
-/* directory.Word, and the columns and states of the claim table */
+/* tables.Word, and the columns and states of the claim table */
 enum { DIRTY = 0, CURSOR = 1, LENGTH = 3, WRITE_COUNT = 4, MAX_SLOT = 10, NEXT_WRITE_COUNT = 15 };
 enum { COUNT, FIRST, MEMBER, STATE, COLUMNS };
 enum { WRITING = 1, PUBLISHING = 2 };

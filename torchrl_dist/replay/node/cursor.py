@@ -23,7 +23,16 @@ import numpy as np
 from torchrl_dist.errors import DeadlineError
 from torchrl_dist.replay.law.kernel import address
 from torchrl_dist.replay.law.placement import first_free_ticket, largest_reservation, slot_ranges
-from torchrl_dist.replay.node.directory import (
+from torchrl_dist.replay.node.directory import ReplayDirectory
+from torchrl_dist.replay.node.priorities import (
+    cover_leaves,
+    default_leaf,
+    finish_rescaling,
+    leaves_of_new,
+    track_maximum,
+    under_alpha_now,
+)
+from torchrl_dist.replay.node.tables import (
     CLAIM_COUNT,
     CLAIM_DISCARDED,
     CLAIM_FIRST,
@@ -33,16 +42,7 @@ from torchrl_dist.replay.node.directory import (
     CLAIM_WRITING,
     FLOAT_WORDS,
     USER_UNRETURNED,
-    ReplayDirectory,
     Word,
-)
-from torchrl_dist.replay.node.priorities import (
-    cover_leaves,
-    default_leaf,
-    finish_rescaling,
-    leaves_of_new,
-    track_maximum,
-    under_alpha_now,
 )
 from torchrl_dist.replay.node.times_sampled import exhausted, set_times_sampled
 

@@ -26,17 +26,17 @@ from torchrl.data.replay_buffers.storages import Storage
 from torchrl_dist.errors import ConfigurationError, RateLimitError
 from torchrl_dist.replay.law.limiter import Counts, RateLimiter
 from torchrl_dist.replay.node.cursor import Reservation, SharedCursor
-from torchrl_dist.replay.node.directory import (
+from torchrl_dist.replay.node.directory import ReplayDirectory
+from torchrl_dist.replay.node.futex import Bell
+from torchrl_dist.replay.node.tables import (
     MAX_MEMBERS,
     USER_MEMBER,
     USER_RUNG,
     USER_STUCK,
     USER_THREADS,
     USER_UNRETURNED,
-    ReplayDirectory,
     Word,
 )
-from torchrl_dist.replay.node.futex import Bell
 from torchrl_dist.replay.node.times_sampled import TooFewDrawsError
 from torchrl_dist.replay.row import _torchrl
 from torchrl_dist.stopping import gives_up

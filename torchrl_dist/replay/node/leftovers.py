@@ -13,7 +13,6 @@ import numpy as np
 
 from torchrl_dist.errors import DirectoryError
 from torchrl_dist.replay.node import files
-from torchrl_dist.replay.node.directory import MAX_MEMBERS, Word, control_tables
 from torchrl_dist.replay.node.lock import (
     MEMBER_BYTES,
     close_lock_file,
@@ -21,6 +20,7 @@ from torchrl_dist.replay.node.lock import (
     lock_all,
     open_lock_file,
 )
+from torchrl_dist.replay.node.tables import MAX_MEMBERS, Word, control_tables
 from torchrl_dist.runtime.world import has_ended
 
 IN_USE = "in use"

@@ -12,7 +12,8 @@ import numpy as np
 
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.law.kernel import address
-from torchrl_dist.replay.node.directory import ReplayDirectory, Word
+from torchrl_dist.replay.node.directory import ReplayDirectory
+from torchrl_dist.replay.node.tables import Word
 from torchrl_dist.replay.node.times_sampled import hide_exhausted
 
 _LARGEST_LEAF = 1e200  # sums of these stay finite

@@ -12,7 +12,8 @@ from collections.abc import Callable
 import numpy as np
 
 from torchrl_dist.replay.law.limiter import MOST_TIMES
-from torchrl_dist.replay.node.directory import ReplayDirectory, Word
+from torchrl_dist.replay.node.directory import ReplayDirectory
+from torchrl_dist.replay.node.tables import Word
 
 _BITS = MOST_TIMES.bit_length()
 

@@ -25,7 +25,8 @@ from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.replay.node.directory import ORDERED_LOADS, ReplayDirectory
+from torchrl_dist.replay.node.directory import ReplayDirectory
+from torchrl_dist.replay.node.tables import ORDERED_LOADS
 from torchrl_dist.replay.parts.sampler import EMPTY, Drawn, SharedSampler
 from torchrl_dist.replay.parts.storage import _REDRAWS, NoRowsError, SharedMemmapStorage
 from torchrl_dist.replay.row import rows

@@ -23,8 +23,9 @@ from torchrl.data.replay_buffers.storages import Storage
 from torchrl_dist.errors import CheckpointError, ConfigurationError
 from torchrl_dist.forks import now_and_in_children
 from torchrl_dist.replay.law.placement import as_slots
-from torchrl_dist.replay.node.directory import ReplayDirectory, Word
+from torchrl_dist.replay.node.directory import ReplayDirectory
 from torchrl_dist.replay.node.priorities import set_alpha, update
+from torchrl_dist.replay.node.tables import Word
 from torchrl_dist.replay.node.times_sampled import TooFewDrawsError, count_draws
 from torchrl_dist.replay.parts.storage import NoRowsError, SharedMemmapStorage
 from torchrl_dist.replay.row import _torchrl, rows
@@ -215,7 +216,7 @@ class Drawn:
     Attributes:
         index, generation: int64 [n], slot and generation of each row.
         leaf: float64 [n], the mass of each row: ``p ** alpha``, 1 in uniform sampling.
-        tensors: the rows, one tensor [n, ...] per leaf of the row spec.
+        tensors: the rows, one tensor [n, ...] per column of the row spec.
         minimum: the smallest mass of a row in the directory at the time.
         mass: the sum over all rows of the directory at the time of the first draw.
     """
@@ -405,7 +406,58 @@ class SharedRandomSampler(SharedSampler, RandomSampler):
         pass
 
 
-class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
+class SharesPriorities(SharedSampler):
+    """What TorchRL asks of a prioritized sampler whose priorities lie with the rows. Comes before
+    the class that draws."""
+
+    _beta: float
+    _eps: float
+
+    @property
+    def beta(self) -> float:
+        """Exponent of the importance weights; of this process."""
+        return self._beta
+
+    @beta.setter
+    def beta(self, value: float) -> None:
+        self._beta = checked_exponents(0.0, value, 1.0)[1]
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def default_priority(self) -> float:
+        """The largest priority seen (or present, see the constructor); 1 before any. Over hosts it
+        blocks for a call."""
+        raw = self._max_priority[0]
+        return 1.0 if raw is None else raw
+
+    def _maybe_init_from_storage(self, storage: Storage | None) -> None:
+        if storage is not None:
+            self.attach(storage)
+
+    def add(self, index: torch.Tensor | int) -> None:
+        pass  # publishing did it
+
+    def extend(self, index: torch.Tensor | tuple[Any, ...]) -> None:
+        pass
+
+    def mark_update(self, index: int | torch.Tensor, *, storage: Storage | None = None) -> None:
+        """Give rows the default priority, as after a change of their content."""
+        self.update_priority(index, self.default_priority, storage=storage)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"_alpha": self.alpha, "_beta": self._beta, "_eps": self._eps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        alpha, beta = exponents_in(state_dict)
+        self._empty()
+        self.alpha = alpha
+        self._beta = beta
+
+
+class SharedPrioritizedSampler(SharesPriorities, PrioritizedSampler):
     """Proportional prioritized sampling from one tree that all processes of the node share.
 
     Same law, importance weights and defaults as TorchRL's ``PrioritizedSampler``: row ``i`` is
@@ -535,35 +587,12 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
         self._is_copy = False
 
     @property
-    def beta(self) -> float:
-        """Exponent of the importance weights; of this process."""
-        return self._beta
-
-    @beta.setter
-    def beta(self, value: float) -> None:
-        self._beta = value
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
     def _max_priority(self) -> tuple[float | None, int | None]:
         directory = self._directory
         if directory is None:
             return None, None
         raw, slot = directory.get_float(Word.MAX_PRIORITY), directory.words[Word.MAX_SLOT]
         return (None if raw != raw else raw), (None if slot < 0 else slot)
-
-    @property
-    def default_priority(self) -> float:
-        """The largest priority seen (or present, see the constructor); 1 before any."""
-        raw = self._max_priority[0]
-        return 1.0 if raw is None else raw
-
-    def _maybe_init_from_storage(self, storage: Storage | None) -> None:
-        if storage is not None:
-            self.attach(storage)
 
     # --- drawing -----------------------------------------------------------------------------
 
@@ -630,12 +659,6 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
     def note_written(self, index: torch.Tensor, generation: torch.Tensor) -> None:
         self._recent.remember(index, generation, written=True)
 
-    def add(self, index: torch.Tensor | int) -> None:
-        pass  # publishing did it
-
-    def extend(self, index: torch.Tensor | tuple[Any, ...]) -> None:
-        pass
-
     @torch.no_grad()
     def update_priority(
         self,
@@ -678,19 +701,7 @@ class SharedPrioritizedSampler(SharedSampler, PrioritizedSampler):
             None if generation is None else generation.detach().cpu().reshape(-1).numpy(),
         )
 
-    def mark_update(self, index: int | torch.Tensor, *, storage: Storage | None = None) -> None:
-        """Give rows the default priority, as after a change of their content."""
-        self.update_priority(index, self.default_priority, storage=storage)
-
     # --- state: priorities are saved with the rows, by the storage ----------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"_alpha": self.alpha, "_beta": self._beta, "_eps": self._eps}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        alpha, beta = exponents_in(state_dict)
-        self.alpha = alpha
-        self._beta = beta
 
     def __repr__(self) -> str:
         return (

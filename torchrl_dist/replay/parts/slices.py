@@ -17,7 +17,8 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.law.placement import slot_ranges
-from torchrl_dist.replay.node.directory import ORDERED_LOADS, ReplayDirectory, Word
+from torchrl_dist.replay.node.directory import ReplayDirectory
+from torchrl_dist.replay.node.tables import ORDERED_LOADS, Word
 from torchrl_dist.replay.parts.sampler import EMPTY, SharedPrioritizedSampler, SharedSampler
 from torchrl_dist.replay.parts.storage import _REDRAWS, NoRowsError, SharedMemmapStorage
 from torchrl_dist.replay.row.spec import STREAM
@@ -172,7 +173,7 @@ class _View:
         self.boundaries = runs.boundaries
         self.shape = torch.Size([storage.max_size if runs.slots is None else len(runs.slots)])
         self.slots: torch.Tensor = torch.empty(0, dtype=torch.int64)
-        self.leaves: list[torch.Tensor] = []
+        self.columns: list[torch.Tensor] = []
 
     def __len__(self) -> int:
         return len(self.boundaries[0])
@@ -180,8 +181,8 @@ class _View:
     def __getitem__(self, positions: tuple[torch.Tensor, ...]) -> TensorDict:
         """The rows of a draw; they are copied once and kept for the buffer."""
         self.slots = positions[0] if self._slots is None else self._slots[positions[0]]
-        self.leaves = self._storage.copy_rows(self.slots.numpy())
-        return self._storage.as_rows(self.leaves, raw=True)  # not known to be whole yet
+        self.columns = self._storage.copy_rows(self.slots.numpy())
+        return self._storage.as_rows(self.columns, raw=True)  # not known to be whole yet
 
 
 class SharedSliceSampler(SharedSampler, SliceSampler):
@@ -368,7 +369,7 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         if changed:
             directory.count(Word.REREAD_ROWS, changed)
             return None
-        storage.hand_over(view.slots, torch.from_numpy(versions // 2), view.leaves)
+        storage.hand_over(view.slots, torch.from_numpy(versions // 2), view.columns)
         return (view.slots,), info
 
     def _draw_slices(
@@ -415,7 +416,7 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
 
     def _key_of_trajectory(self, directory: ReplayDirectory) -> NestedKey:
         if self.traj_key is None:
-            stored = {leaf.key for leaf in directory.rows.leaves} if directory.rows else set()
+            stored = {column.key for column in directory.rows.columns} if directory.rows else set()
             if not stored:
                 raise RuntimeError(EMPTY)
             found = next((key for key in _USUAL_KEYS if key in stored), None)
@@ -602,14 +603,14 @@ def _column(directory: ReplayDirectory, key: NestedKey) -> np.ndarray:
         raise RuntimeError(EMPTY)
     name = unravel_key(key)
     path = (name,) if isinstance(name, str) else name
-    for leaf, tensor in zip(directory.rows.leaves, directory.tensors, strict=True):
-        if leaf.key == path:
+    for column, tensor in zip(directory.rows.columns, directory.tensors, strict=True):
+        if column.key == path:
             if tensor.numel() != directory.capacity:
                 raise ConfigurationError(
-                    f"{key!r} has shape {list(leaf.shape)} per row, expected one number"
+                    f"{key!r} has shape {list(column.shape)} per row, expected one number"
                 )
             return tensor.reshape(-1).numpy()
     raise _NoColumnError(
         f"the rows have no {key!r}, only "
-        f"{[leaf.key for leaf in directory.rows.leaves if leaf != STREAM]}"
+        f"{[column.key for column in directory.rows.columns if column != STREAM]}"
     )

@@ -26,15 +26,11 @@ from torchrl_dist.replay.node.cursor import (
     empty,
     repair,
 )
-from torchrl_dist.replay.node.directory import (
-    ORDERED_LOADS,
-    ReplayDirectory,
-    Word,
-    close_directory,
-    open_directory,
-)
+from torchrl_dist.replay.node.directory import ReplayDirectory
 from torchrl_dist.replay.node.gate import set_limiter
+from torchrl_dist.replay.node.opening import close_directory, open_directory
 from torchrl_dist.replay.node.priorities import check_new
+from torchrl_dist.replay.node.tables import ORDERED_LOADS, Word
 from torchrl_dist.replay.row import _torchrl, rows
 from torchrl_dist.replay.row.gather import Gatherer
 from torchrl_dist.replay.row.spec import STREAM, RowSpec
@@ -374,16 +370,16 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         """
         return self._append(self._checked(data), data.batch_size[0], priority, limited)
 
-    def append_leaves(
+    def append_columns(
         self,
         spec: RowSpec,
-        leaves: list[np.ndarray],
+        columns: list[np.ndarray],
         priority: np.ndarray | None = None,
         *,
         limited: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """:meth:`append` of rows that are taken apart already, [n, ...] per leaf of ``spec``."""
-        return self._append(self._fitted(spec, leaves), len(leaves[0]), priority, limited)
+        """:meth:`append` of rows that are taken apart already, [n, ...] per column of ``spec``."""
+        return self._append(self._fitted(spec, columns), len(columns[0]), priority, limited)
 
     def _append(
         self, source: list[np.ndarray], count: int, priority: np.ndarray | None, limited: bool
@@ -448,9 +444,9 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         unique, last = np.unique(slots[::-1], return_index=True)
         order = slots.size - 1 - last
         source: list[np.ndarray | None] = [value[order] for value in given]
-        leaves = self._spec().leaves
-        if STREAM in leaves:  # a row that is replaced stays where it is in its trajectory
-            source[leaves.index(STREAM)] = None
+        columns = self._spec().columns
+        if STREAM in columns:  # a row that is replaced stays where it is in its trajectory
+            source[columns.index(STREAM)] = None
         self._cursor.drop_interrupted()
         generations = np.empty(unique.size, dtype=np.int64)
         # a few runs of neighbours at a time: claims are a table of limited size that all share
@@ -483,7 +479,7 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
             self._directory.create_rows(rows.spec_of(data))
             spec = self._directory.rows
             assert spec is not None
-        return rows.matching_leaves(data, spec, self._stream)
+        return rows.matching_columns(data, spec, self._stream)
 
     def _stream(self) -> int:
         """The number of what this thread writes here, another one after a restore."""
@@ -491,10 +487,10 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
             self._streams = _Stream()  # a forked child's rows are no continuation of its parent's
         return self._streams.number + self._directory.words[Word.RESTORES]
 
-    def _fitted(self, spec: RowSpec, leaves: list[np.ndarray]) -> list[np.ndarray]:
+    def _fitted(self, spec: RowSpec, columns: list[np.ndarray]) -> list[np.ndarray]:
         if self._directory.rows is None:
             self._directory.create_rows(spec)
-        return rows.fitted(leaves, spec, self._spec())
+        return rows.fitted(columns, spec, self._spec())
 
     def _fill(
         self,
@@ -504,7 +500,7 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         priority: np.ndarray | None,
     ) -> np.ndarray:
         """Copy rows ``offset ...`` of the source into the reserved slots and publish them; for a
-        leaf that is None the slots keep what they have."""
+        column that is None the slots keep what they have."""
         try:
             done = offset
             for start, stop in reservation.ranges:
@@ -564,7 +560,7 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         lock, where nobody can.
 
         Returns:
-            ``(slots, generation, extra, leaves)``, ``count`` rows of each.
+            ``(slots, generation, extra, columns)``, ``count`` rows of each.
 
         Raises:
             NoRowsError, DeadlineError: as :meth:`once_rows_are_published`, if ``draw`` raises the
@@ -599,7 +595,7 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
                 slots, versions, extra = draw(count, True)
                 return slots, versions >> 1, extra, self._gather(slots)
         slots, versions, extra = draw(count, False)
-        leaves = self._gather(slots)
+        columns = self._gather(slots)
         changed = np.flatnonzero(directory.versions[slots] != versions)
         attempt = 0
         while changed.size:
@@ -609,15 +605,15 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
                 directory.count(Word.LOCKED_READS)
                 with directory.lock():
                     slots[changed], versions[changed], extra[changed] = draw(changed.size, True)
-                    self._regather(leaves, changed, slots)
+                    self._regather(columns, changed, slots)
                 break
             slots[changed], versions[changed], extra[changed] = draw(changed.size, False)
-            self._regather(leaves, changed, slots)
+            self._regather(columns, changed, slots)
             changed = changed[directory.versions[slots[changed]] != versions[changed]]
-        return slots, versions >> 1, extra, leaves
+        return slots, versions >> 1, extra, columns
 
     def hand_over(
-        self, index: torch.Tensor, generation: torch.Tensor, leaves: list[torch.Tensor]
+        self, index: torch.Tensor, generation: torch.Tensor, columns: list[torch.Tensor]
     ) -> None:
         """Keep verified rows for the calls with which the buffer follows a draw.
 
@@ -625,7 +621,7 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         storage for rows, from the same thread. Looked up only then, they could belong to a row
         that was written in between.
         """
-        self._handed.batches.append((index, generation, leaves))
+        self._handed.batches.append((index, generation, columns))
         if self._directory.gate is None:  # which counts itself
             self._directory.count(Word.DRAWN, index.numel())
 
@@ -677,11 +673,11 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
 
     def _get_slots(self, slots: np.ndarray, *, wait: bool = True) -> TensorDict:
         spec = self._spec()
-        count, leaves = self.leaves_at(slots, wait=wait)
-        return rows.build(rows.tensors(leaves, spec), spec, (count,))
+        count, columns = self.columns_at(slots, wait=wait)
+        return rows.build(rows.tensors(columns, spec), spec, (count,))
 
-    def leaves_at(self, slots: np.ndarray, *, wait: bool = True) -> tuple[int, list[np.ndarray]]:
-        """How many rows, and their leaves [n, ...], at slots, int64 [n].
+    def columns_at(self, slots: np.ndarray, *, wait: bool = True) -> tuple[int, list[np.ndarray]]:
+        """How many rows, and their columns [n, ...], at slots, int64 [n].
 
         Args:
             wait: for rows that are not published; else they are left out.
@@ -695,7 +691,7 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
                 f"slots must lie in 0 .. {high - 1}, got {slots.min()} .. {slots.max()}"
             )
         versions = directory.versions[slots]
-        leaves = [array.take(slots, 0) for array in directory.arrays]
+        columns = [array.take(slots, 0) for array in directory.arrays]
         ok = (versions & 1 == 0) & (versions > 0) & (directory.versions[slots] == versions)
         todo = np.flatnonzero(~ok) if ORDERED_LOADS else np.arange(slots.size)
         deadline = time.monotonic() + self.timeout_s
@@ -704,7 +700,7 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
             with directory.lock():
                 now = directory.versions[slots[todo]]
                 published = (now & 1 == 0) & (now > 0)
-                self._regather(leaves, todo[published], slots)
+                self._regather(columns, todo[published], slots)
                 todo = todo[~published]
                 gone = todo[~self._cursor.being_written(slots[todo])] if wait else todo[:0]
             if gone.size:
@@ -713,9 +709,9 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
                     "nobody is writing one: never written, emptied, or its writer died"
                 )
             if todo.size and not wait:
-                slots, leaves = (
+                slots, columns = (
                     np.delete(slots, todo),
-                    [np.delete(leaf, todo, 0) for leaf in leaves],
+                    [np.delete(column, todo, 0) for column in columns],
                 )
                 break
             if todo.size:
@@ -725,7 +721,7 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
                         f"by others for {self.timeout_s:g} s; are these stopped?"
                     )
                 time.sleep(_RETRY_S)
-        return slots.size, leaves
+        return slots.size, columns
 
     def _spec(self) -> RowSpec:
         spec = self._directory.rows
@@ -734,23 +730,23 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         return spec
 
     def copy_rows(self, slots: np.ndarray) -> list[torch.Tensor]:
-        """The leaves of the rows at slots [n], as they are: who calls compares the versions."""
+        """The columns of the rows at slots [n], as they are: who calls compares the versions."""
         return rows.tensors(self._gather(slots), self._spec())
 
     def copy_arrays(self, slots: np.ndarray) -> list[np.ndarray]:
         """:meth:`copy_rows` as NumPy sees them."""
         return self._gather(slots)
 
-    def as_rows(self, leaves: list[torch.Tensor], *, raw: bool = False) -> TensorDict:
-        """A TensorDict (or tensorclass) of copied leaves, each [n, ...]; see ``rows.build``."""
-        return rows.build(leaves, self._spec(), (leaves[0].shape[0],), raw=raw)
+    def as_rows(self, columns: list[torch.Tensor], *, raw: bool = False) -> TensorDict:
+        """A TensorDict (or tensorclass) of copied columns, each [n, ...]; see ``rows.build``."""
+        return rows.build(columns, self._spec(), (columns[0].shape[0],), raw=raw)
 
     def _gather(self, slots: np.ndarray) -> list[np.ndarray]:
         return self._gatherer.gather(self._directory.arrays, slots)
 
-    def _regather(self, leaves: list[np.ndarray], part: np.ndarray, slots: np.ndarray) -> None:
-        for leaf, array in zip(leaves, self._directory.arrays, strict=True):
-            leaf[part] = array[slots[part]]
+    def _regather(self, columns: list[np.ndarray], part: np.ndarray, slots: np.ndarray) -> None:
+        for column, array in zip(columns, self._directory.arrays, strict=True):
+            column[part] = array[slots[part]]
 
     # --- saving ------------------------------------------------------------------------------
 

@@ -36,15 +36,15 @@ class Gatherer:
 
     def gather(self, arrays: Sequence[np.ndarray], slots: np.ndarray) -> list[np.ndarray]:
         """The rows at slots [n] of each array, [n, ...]."""
-        leaves = []
+        columns = []
         for array in arrays:
             out = self._memory.empty((slots.size, *array.shape[1:]), array.dtype)
             if self.threads > 1 and out.nbytes >= _THREADED_BYTES:
                 self._share((array, slots, out))
             else:
                 _copy((array, slots, out))
-            leaves.append(out)
-        return leaves
+            columns.append(out)
+        return columns
 
     def _share(self, work: _Part) -> None:
         array, slots, out = work

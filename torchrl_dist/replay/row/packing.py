@@ -21,7 +21,7 @@ def pack(arrays: Sequence[np.ndarray], *, copy: bool) -> list[Part]:
     """The same arrays, to be sent.
 
     Args:
-        arrays: as ``spec.array_of`` gives them.
+        arrays: as ``tensors.array_of`` gives them.
         copy: for a caller that may change them before that.
     """
     found: list[Part] = []

@@ -1,7 +1,7 @@
-"""Between TensorDicts and the flat leaves of a row: checked on the way in, built on the way out.
+"""Between TensorDicts and the flat columns of a row: checked on the way in, built on the way out.
 
 What is not a tensor is stored as text: JSON in a field of fixed size, so that it is shared, sent,
-saved and checked like any other leaf, and reading it runs no code.
+saved and checked like any other column, and reading it runs no code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from tensordict import (
 
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.row import _torchrl
-from torchrl_dist.replay.row.spec import STREAM, LeafSpec, NodeSpec, RowSpec, array_of
+from torchrl_dist.replay.row.spec import STREAM, ColumnSpec, NodeSpec, RowSpec
+from torchrl_dist.tensors import array_of
 
 SAMPLING_KEYS = frozenset({("index",), ("index_generation",), ("priority_weight",)})
 """What a buffer adds to a sample. They describe the draw, not the row, and are not stored."""
@@ -166,9 +167,9 @@ def _class_named(name: str) -> type[Any]:
 
 
 class _Parts(NamedTuple):
-    """A batch taken apart: leaves, and the nodes that do not follow from them, by path."""
+    """A batch taken apart: columns, and the nodes that do not follow from them, by path."""
 
-    leaves: dict[Path, torch.Tensor | _Text]
+    columns: dict[Path, torch.Tensor | _Text]
     nodes: dict[Path, tuple[torch.Size, str]]
 
     def node_specs(self) -> tuple[NodeSpec, ...]:
@@ -185,8 +186,8 @@ def _parts_of(data: Any) -> _Parts:
     """
     plain = _torchrl.plain_leaves(data)
     if plain is not None:
-        leaves, sizes = plain
-        parts = _Parts(leaves, {path: (size, "") for path, size in sizes.items()} if sizes else {})
+        columns, sizes = plain
+        parts = _Parts(columns, {path: (size, "") for path, size in sizes.items()} if sizes else {})
     elif not is_tensor_collection(data) or is_non_tensor(data):
         raise ConfigurationError(
             f"shared storages hold TensorDicts and tensorclasses, got {type(data).__name__}; wrap "
@@ -196,8 +197,8 @@ def _parts_of(data: Any) -> _Parts:
         parts = _Parts({}, {})
         _take_apart(data, (), data.batch_size, parts)
     for path in SAMPLING_KEYS:
-        parts.leaves.pop(path, None)
-    if not parts.leaves:
+        parts.columns.pop(path, None)
+    if not parts.columns:
         raise ConfigurationError("a row needs at least one tensor, got an empty TensorDict")
     return parts
 
@@ -232,9 +233,9 @@ def _take_apart(data: Any, path: Path, rows: torch.Size, parts: _Parts) -> None:
                 f"key {_name(below)!r} has another shape in some rows: {error}"
             ) from error
         if isinstance(value, torch.Tensor):
-            parts.leaves[below] = value
+            parts.columns[below] = value
         elif is_non_tensor(value):
-            parts.leaves[below] = _encoded(value, below)
+            parts.columns[below] = _encoded(value, below)
         elif is_tensor_collection(value):
             _take_apart(value, below, rows, parts)
         else:
@@ -245,23 +246,23 @@ def spec_of(data: TensorDictBase) -> RowSpec:
     """The row spec of a batch ``[n, ...]``: what follows the first dimension."""
     parts = _parts_of(data)
     return RowSpec(
-        tuple(_leaf_spec(path, value) for path, value in sorted(parts.leaves.items())),
+        tuple(_column_spec(path, value) for path, value in sorted(parts.columns.items())),
         tuple(data.batch_size[1:]),
         parts.node_specs(),
     )
 
 
-def _leaf_spec(path: Path, value: torch.Tensor | _Text) -> LeafSpec:
+def _column_spec(path: Path, value: torch.Tensor | _Text) -> ColumnSpec:
     if not isinstance(value, _Text):
-        return LeafSpec(path, value.dtype, tuple(value.shape[1:]))
+        return ColumnSpec(path, value.dtype, tuple(value.shape[1:]))
     width = max(SHORTEST_TEXT, 1 << (2 * value.longest - 1).bit_length())
-    return LeafSpec(path, torch.uint8, (*value.shape[1:], width), True)
+    return ColumnSpec(path, torch.uint8, (*value.shape[1:], width), True)
 
 
-def matching_leaves(
+def matching_columns(
     data: TensorDictBase, spec: RowSpec, stream: Callable[[], int] = int
 ) -> list[np.ndarray]:
-    """The leaves of a batch in the order of the spec, as :func:`array_of` gives them.
+    """The columns of a batch in the order of the spec, as :func:`array_of` gives them.
 
     Args:
         stream: gives the number for ``spec.STREAM``, where rows have it.
@@ -271,35 +272,35 @@ def matching_leaves(
             dtype. Nothing was written then.
     """
     parts = _parts_of(data)
-    found = parts.leaves
+    found = parts.columns
     problems = []
     ordered = []
     rows = data.batch_size[0]
-    for leaf in spec.leaves:
-        if leaf.key == STREAM.key and leaf == STREAM:  # the first is faster
-            found[leaf.key] = torch.empty(0)  # whatever came out of another buffer
+    for column in spec.columns:
+        if column.key == STREAM.key and column == STREAM:  # the first is faster
+            found[column.key] = torch.empty(0)  # whatever came out of another buffer
             ordered.append(np.full(rows, stream()))
             continue
-        value = found.get(leaf.key)
+        value = found.get(column.key)
         if value is None:
-            problems.append(f"missing {_name(leaf.key)!r}")
+            problems.append(f"missing {_name(column.key)!r}")
             continue
-        if leaf.text or isinstance(value, _Text):
-            problem = _text_problem(value, leaf, rows)
+        if column.text or isinstance(value, _Text):
+            problem = _text_problem(value, column, rows)
             if problem is None:
                 assert isinstance(value, _Text)
-                ordered.append(value.as_array(leaf.shape[-1]))
+                ordered.append(value.as_array(column.shape[-1]))
             else:
                 problems.append(problem)
-        elif value.dtype != leaf.dtype or value.shape != (rows, *leaf.shape):
+        elif value.dtype != column.dtype or value.shape != (rows, *column.shape):
             problems.append(
-                f"{_name(leaf.key)!r} is {value.dtype} {list(value.shape[1:])} per row, stored "
-                f"as {leaf.dtype} {list(leaf.shape)}"
+                f"{_name(column.key)!r} is {value.dtype} {list(value.shape[1:])} per row, stored "
+                f"as {column.dtype} {list(column.shape)}"
             )
         else:
             ordered.append(array_of(value))
-    if len(found) > len(spec.leaves) - sum(p.startswith("missing") for p in problems):
-        known = {leaf.key for leaf in spec.leaves}
+    if len(found) > len(spec.columns) - sum(p.startswith("missing") for p in problems):
+        known = {column.key for column in spec.columns}
         problems += [f"unknown {_name(path)!r}" for path in found if path not in known]
     if parts.nodes or spec.nodes:
         problems += _node_problems(parts.node_specs(), spec)
@@ -311,18 +312,18 @@ def matching_leaves(
 _DIFFERENT = "the data does not match the rows of the shared buffer: "
 
 
-def _text_problem(value: torch.Tensor | _Text, leaf: LeafSpec, rows: int) -> str | None:
-    name = _name(leaf.key)
+def _text_problem(value: torch.Tensor | _Text, column: ColumnSpec, rows: int) -> str | None:
+    name = _name(column.key)
     if not isinstance(value, _Text):
         return f"{name!r} is a tensor, stored as a value that is not one"
-    if not leaf.text:
-        return f"{name!r} is not a tensor, stored as {leaf.dtype} {list(leaf.shape)}"
-    if value.shape != (rows, *leaf.shape[:-1]):
-        return f"{name!r} has batch size {list(value.shape)}, stored as {list(leaf.shape[:-1])}"
-    if value.longest > leaf.shape[-1]:
+    if not column.text:
+        return f"{name!r} is not a tensor, stored as {column.dtype} {list(column.shape)}"
+    if value.shape != (rows, *column.shape[:-1]):
+        return f"{name!r} has batch size {list(value.shape)}, stored as {list(column.shape[:-1])}"
+    if value.longest > column.shape[-1]:
         return (
             f"{name!r} takes {value.longest} bytes as text, and the first rows of the buffer made "
-            f"that {leaf.shape[-1]}: write the longest first, or encode it as a tensor"
+            f"that {column.shape[-1]}: write the longest first, or encode it as a tensor"
         )
     return None
 
@@ -348,30 +349,30 @@ def _node_text(node: NodeSpec | None) -> str:
 # --- to TensorDicts ------------------------------------------------------------------------------
 
 
-def tensors(leaves: list[np.ndarray], spec: RowSpec) -> list[torch.Tensor]:
-    """The inverse of :func:`array_of` for the leaves of a batch; no copy."""
+def tensors(columns: list[np.ndarray], spec: RowSpec) -> list[torch.Tensor]:
+    """The inverse of :func:`array_of` for the columns of a batch; no copy."""
     return [
-        value if value.dtype == leaf.dtype else value.view(leaf.dtype)
-        for value, leaf in zip(map(torch.from_numpy, leaves), spec.leaves, strict=True)
+        value if value.dtype == column.dtype else value.view(column.dtype)
+        for value, column in zip(map(torch.from_numpy, columns), spec.columns, strict=True)
     ]
 
 
 @dataclass
 class _Node:
-    """A TensorDict of a row, with the numbers of its leaves and its nodes, by name."""
+    """A TensorDict of a row, with the numbers of its columns and its nodes, by name."""
 
     batch_dims: tuple[int, ...]
     tensorclass: str = ""
-    leaves: list[tuple[str, int]] = field(default_factory=list)
+    columns: list[tuple[str, int]] = field(default_factory=list)
     nodes: dict[str, _Node] = field(default_factory=dict)
 
     @classmethod
     def of(cls, spec: RowSpec) -> _Node:
         root = cls(spec.batch_dims)
-        for number, leaf in enumerate(spec.leaves):
-            if leaf == STREAM:
+        for number, column in enumerate(spec.columns):
+            if column == STREAM:
                 continue
-            root._at(leaf.key[:-1]).leaves.append((leaf.key[-1], number))
+            root._at(column.key[:-1]).columns.append((column.key[-1], number))
         for node in spec.nodes:
             found = root._at(node.key)
             found.batch_dims, found.tensorclass = node.batch_dims, node.tensorclass
@@ -385,9 +386,9 @@ class _Node:
 
 
 def build(
-    leaves: Sequence[torch.Tensor], spec: RowSpec, batch: tuple[int, ...], *, raw: bool = False
+    columns: Sequence[torch.Tensor], spec: RowSpec, batch: tuple[int, ...], *, raw: bool = False
 ) -> TensorDict:
-    """A TensorDict, or tensorclass, of the leaves, with batch size ``(*batch, *spec.batch_dims)``.
+    """A TensorDict, or tensorclass, of the columns, with batch size ``(*batch, *spec.batch_dims)``.
 
     Args:
         raw: TensorDicts of tensors only, also where the rows hold something else; for rows that
@@ -399,19 +400,19 @@ def build(
     plan = spec.__dict__.get("_plan")  # a cache: specs are few, and compared by their fields
     if plan is None:
         plan = spec.__dict__["_plan"] = _Node.of(spec)
-    return _built(plan, leaves, spec, batch, raw)
+    return _built(plan, columns, spec, batch, raw)
 
 
 def _built(
-    node: _Node, leaves: Sequence[torch.Tensor], spec: RowSpec, batch: tuple[int, ...], raw: bool
+    node: _Node, columns: Sequence[torch.Tensor], spec: RowSpec, batch: tuple[int, ...], raw: bool
 ) -> Any:
     kind = _class_named(node.tensorclass) if node.tensorclass and not raw else None
     source: dict[str, Any] = {}
-    for name, number in node.leaves:
-        text = spec.leaves[number].text and not raw
-        source[name] = _decoded(leaves[number]) if text else leaves[number]
+    for name, number in node.columns:
+        text = spec.columns[number].text and not raw
+        source[name] = _decoded(columns[number]) if text else columns[number]
     for name, below in node.nodes.items():
-        source[name] = _built(below, leaves, spec, batch, raw)
+        source[name] = _built(below, columns, spec, batch, raw)
     data = _torchrl.unchecked_tensordict(source, torch.Size((*batch, *node.batch_dims)))
     return data if kind is None else kind.from_tensordict(data)
 
@@ -428,29 +429,31 @@ def fitted(arrays: list[np.ndarray], spec: RowSpec, own: RowSpec) -> list[np.nda
     """
     if spec is own or spec == own:
         return arrays
-    given = {leaf.key: (leaf, array) for leaf, array in zip(spec.leaves, arrays, strict=True)}
+    given = {
+        column.key: (column, array) for column, array in zip(spec.columns, arrays, strict=True)
+    }
     problems = []
     ordered = []
-    for leaf in own.leaves:
-        other, array = given.pop(leaf.key, (None, None))
-        if leaf == STREAM and array is None:
+    for column in own.columns:
+        other, array = given.pop(column.key, (None, None))
+        if column == STREAM and array is None:
             ordered.append(np.zeros(len(arrays[0]), np.int64))
             continue
         if other is None or array is None:
-            problems.append(f"missing {_name(leaf.key)!r}")
-        elif leaf.text and other.text and leaf.shape[:-1] == other.shape[:-1]:
-            resized = _resized(array, leaf.shape[-1])
+            problems.append(f"missing {_name(column.key)!r}")
+        elif column.text and other.text and column.shape[:-1] == other.shape[:-1]:
+            resized = _resized(array, column.shape[-1])
             if resized is None:
                 problems.append(
-                    f"{_name(leaf.key)!r} takes more than the {leaf.shape[-1]} bytes of text that "
-                    "the first rows of the buffer made it: write the longest first"
+                    f"{_name(column.key)!r} takes more than the {column.shape[-1]} bytes of text "
+                    "that the first rows of the buffer made it: write the longest first"
                 )
             else:
                 ordered.append(resized)
-        elif leaf != other:
+        elif column != other:
             problems.append(
-                f"{_name(leaf.key)!r} is {other.dtype} {list(other.shape)} per row, stored as "
-                f"{leaf.dtype} {list(leaf.shape)}"
+                f"{_name(column.key)!r} is {other.dtype} {list(other.shape)} per row, stored as "
+                f"{column.dtype} {list(column.shape)}"
             )
         else:
             ordered.append(array)

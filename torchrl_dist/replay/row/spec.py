@@ -10,17 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-import numpy as np
 import torch
 
 
 def data_file(key: Sequence[str]) -> str:
-    """Name of the file with a leaf's rows."""
+    """Name of the file with a column's rows."""
     return ",".join(quote(part, safe="") for part in key) + ".bin"
 
 
 @dataclass(frozen=True)
-class LeafSpec:
+class ColumnSpec:
     """One tensor of a row: where it sits in the TensorDict, its dtype and shape.
 
     ``text``: stands for a value that is not a tensor, as JSON in UTF-8; the last dimension holds
@@ -45,7 +44,7 @@ class LeafSpec:
         return entry | ({"text": True} if self.text else {})
 
     @classmethod
-    def from_json(cls, entry: dict[str, Any]) -> LeafSpec:
+    def from_json(cls, entry: dict[str, Any]) -> ColumnSpec:
         return cls(
             tuple(entry["key"]),
             getattr(torch, entry["dtype"]),
@@ -54,8 +53,8 @@ class LeafSpec:
         )
 
 
-STREAM = LeafSpec(("_torchrl_dist_stream",), torch.int64, ())
-"""A leaf that no user sees, in buffers whose slices end at flags: rows in neighbouring slots with
+STREAM = ColumnSpec(("_torchrl_dist_stream",), torch.int64, ())
+"""A column that no user sees, in buffers whose slices end at flags: rows in neighbouring slots with
 the same number, not 0, were written one after the other by one thread of one process."""
 
 
@@ -87,24 +86,24 @@ class RowSpec:
     """What one row holds.
 
     Attributes:
-        leaves: its tensors.
-        batch_dims: leading dimensions that all leaves of a row share.
-        nodes: TensorDicts in it that do not follow from the leaves: with other dimensions, without
-            a leaf, or of a tensorclass; sorted by key.
+        columns: its tensors.
+        batch_dims: leading dimensions that all columns of a row share.
+        nodes: TensorDicts in it that do not follow from the columns: with other dimensions, without
+            a column, or of a tensorclass; sorted by key.
     """
 
-    leaves: tuple[LeafSpec, ...]
+    columns: tuple[ColumnSpec, ...]
     batch_dims: tuple[int, ...] = ()
     nodes: tuple[NodeSpec, ...] = ()
 
     @property
     def row_bytes(self) -> int:
-        return sum(leaf.row_bytes for leaf in self.leaves)
+        return sum(column.row_bytes for column in self.columns)
 
     def as_json(self) -> dict[str, Any]:
         entry: dict[str, Any] = {
             "batch_dims": list(self.batch_dims),
-            "leaves": [leaf.as_json() for leaf in self.leaves],
+            "leaves": [column.as_json() for column in self.columns],
         }
         return entry | ({"nodes": [node.as_json() for node in self.nodes]} if self.nodes else {})
 
@@ -116,7 +115,7 @@ class RowSpec:
     @classmethod
     def from_json(cls, entry: dict[str, Any]) -> RowSpec:
         return cls(
-            tuple(map(LeafSpec.from_json, entry["leaves"])),
+            tuple(map(ColumnSpec.from_json, entry["leaves"])),
             tuple(entry["batch_dims"]),
             tuple(map(NodeSpec.from_json, entry.get("nodes", ()))),
         )
@@ -132,27 +131,9 @@ def checked_spec(entry: Any) -> RowSpec:
         spec = RowSpec.from_json(entry)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"no spec of a row: {error!r}") from error
-    for leaf in spec.leaves:
-        names = leaf.key and all(isinstance(part, str) for part in leaf.key)
-        sizes = all(type(size) is int and size >= 0 for size in leaf.shape)
-        if not (names and sizes and isinstance(leaf.dtype, torch.dtype)):
-            raise ValueError(f"no spec of a row: it has {leaf}")
+    for column in spec.columns:
+        names = column.key and all(isinstance(part, str) for part in column.key)
+        sizes = all(type(size) is int and size >= 0 for size in column.shape)
+        if not (names and sizes and isinstance(column.dtype, torch.dtype)):
+            raise ValueError(f"no spec of a row: it has {column}")
     return spec
-
-
-_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def array_of(tensor: torch.Tensor) -> np.ndarray:
-    """The tensor's memory as NumPy sees it, as integers for dtypes that NumPy lacks.
-
-    NumPy copies a few rows in a tenth of the time that torch needs to begin.
-    """
-    try:
-        return tensor.numpy()
-    except (TypeError, RuntimeError):  # needs a gradient, is elsewhere, of a dtype NumPy lacks ...
-        tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
-    try:
-        return tensor.numpy()
-    except TypeError:
-        return tensor.view(_SAME_SIZE[tensor.dtype.itemsize]).numpy()

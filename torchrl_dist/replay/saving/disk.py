@@ -3,7 +3,7 @@
 ::
 
     checkpoint.json     what it is, the name of the folder with the rows, and checksums of all
-    rows-<unique>/      shard-0/ ...: a file per leaf of a row, priority.bin, runs.bin;
+    rows-<unique>/      shard-0/ ...: a file per column of a row, priority.bin, runs.bin;
                         extra/: tensors of the buffer's transforms and random generator
     .torchrl_dist-rows  while a checkpoint is written: the folders that were made here
 
@@ -33,8 +33,9 @@ import torch
 
 from torchrl_dist.errors import CheckpointError, ConfigurationError
 from torchrl_dist.replay.node.lock import close_lock_file, open_lock_file
-from torchrl_dist.replay.row.spec import LeafSpec, RowSpec, array_of
+from torchrl_dist.replay.row.spec import ColumnSpec, RowSpec
 from torchrl_dist.replay.saving.snapshot import Chunk, Head, SavedShard
+from torchrl_dist.tensors import array_of
 
 MANIFEST = "checkpoint.json"
 FORMAT = "torchrl_dist.replay"
@@ -154,13 +155,13 @@ class DumpWriter:
         folder.mkdir()
         entries = []
         for number, tensor in enumerate(tensors):
-            leaf = LeafSpec((str(number),), tensor.dtype, tuple(tensor.shape))
-            with open(folder / leaf.file_name, "wb") as file:
+            column = ColumnSpec((str(number),), tensor.dtype, tuple(tensor.shape))
+            with open(folder / column.file_name, "wb") as file:
                 content = _bytes_of(np.ascontiguousarray(array_of(tensor)))
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-            entries.append(leaf.as_json() | {"checksum": zlib.crc32(content)})
+            entries.append(column.as_json() | {"checksum": zlib.crc32(content)})
         return entries
 
     def remove_unless_valid(self) -> None:
@@ -171,10 +172,10 @@ class DumpWriter:
 
 
 class RowFiles:
-    """A shard's rows, a file per leaf: for any process that sees the folder.
+    """A shard's rows, a file per column: for any process that sees the folder.
 
     Attributes:
-        sums: CRC-32 of the rows written last, per leaf.
+        sums: CRC-32 of the rows written last, per column.
 
     Args:
         steps: closes the files.
@@ -185,21 +186,21 @@ class RowFiles:
     def __init__(
         self, folder: Path, spec: RowSpec | None, steps: contextlib.ExitStack, flags: int = 0
     ) -> None:
-        leaves = spec.leaves if spec else ()
-        self._leaves = [
-            (_open(folder / leaf.file_name, steps, flags), leaf.row_bytes) for leaf in leaves
+        columns = spec.columns if spec else ()
+        self._columns = [
+            (_open(folder / column.file_name, steps, flags), column.row_bytes) for column in columns
         ]
         self.sums: tuple[int, ...] = ()
 
     def write(self, row: int, arrays: list[np.ndarray]) -> None:
-        """Put rows, [n, ...] per leaf, behind the first ``row`` ones."""
-        for (fd, row_bytes), array in zip(self._leaves, arrays, strict=True):
+        """Put rows, [n, ...] per column, behind the first ``row`` ones."""
+        for (fd, row_bytes), array in zip(self._columns, arrays, strict=True):
             _write_at(fd, row * row_bytes, array)
         self.sums = tuple(map(_sum, arrays))
 
     def end(self, rows: int) -> None:
         """So many rows remain: those that changed were written once more. All are on the disk."""
-        for fd, row_bytes in self._leaves:
+        for fd, row_bytes in self._columns:
             os.ftruncate(fd, rows * row_bytes)
             os.fsync(fd)
 
@@ -215,24 +216,24 @@ class ShardFiles:
         self._sums: list[list[int]] = []
         self._rows = 0
         new = os.O_CREAT | os.O_EXCL
-        self._leaves = RowFiles(folder, head.spec, steps, new)
+        self._columns = RowFiles(folder, head.spec, steps, new)
         self._priority = _open(folder / "priority.bin", steps, new)
         self._runs_file = _open(folder / "runs.bin", steps, new)
 
     def write(self, arrays: list[np.ndarray]) -> None:
-        self._leaves.write(self._rows, arrays)
+        self._columns.write(self._rows, arrays)
 
     def append(self, chunk: Chunk) -> None:
         _write_at(self._priority, self._rows * 8, chunk.leaf)
         self._masses_sum = zlib.crc32(_bytes_of(chunk.leaf), self._masses_sum)
-        self._sums.append([chunk.leaf.size, *(chunk.sums or self._leaves.sums)])
+        self._sums.append([chunk.leaf.size, *(chunk.sums or self._columns.sums)])
         self._runs.append(chunk.runs)
         self._rows += chunk.leaf.size
 
     def sync(self) -> None:
         """Everything is on the disk afterwards."""
         _write_at(self._runs_file, 0, self._all_runs())
-        self._leaves.end(self._rows)
+        self._columns.end(self._rows)
         for fd in (self._runs_file, self._priority):
             os.fsync(fd)
 
@@ -249,7 +250,7 @@ class ShardFiles:
             "checksums": {
                 "runs": _sum(self._all_runs()),
                 "priority": self._masses_sum,
-                "rows": self._sums,  # of each part: how many, and a sum per leaf
+                "rows": self._sums,  # of each part: how many, and a sum per column
             },
         }
 
@@ -330,10 +331,10 @@ def _read_shard(folder: Path, entry: dict[str, Any], check_rows: bool) -> SavedS
     head, count = Head.from_json(entry["head"]), entry["rows"]
     runs = _read(folder / "runs.bin", (entry["runs"], 3), np.dtype(np.int64))
     leaf = _read(folder / "priority.bin", (count,), np.dtype(np.float64))
-    leaves = head.spec.leaves if head.spec else ()
+    columns = head.spec.columns if head.spec else ()
     arrays = [
         _read(folder / each.file_name, (count, *each.shape), _seen_as(each.dtype))
-        for each in leaves
+        for each in columns
     ]
     shard = SavedShard(head, runs, leaf, arrays)
     sums = entry.get("checksums")  # not in version 1
@@ -343,8 +344,8 @@ def _read_shard(folder: Path, entry: dict[str, Any], check_rows: bool) -> SavedS
     shard.check()
     if sums is not None and check_rows:
         row = 0
-        for size, *of_leaves in sums["rows"]:
-            for each, array, wanted in zip(leaves, arrays, of_leaves, strict=True):
+        for size, *of_columns in sums["rows"]:
+            for each, array, wanted in zip(columns, arrays, of_columns, strict=True):
                 _compare(folder / each.file_name, array[row : row + size], wanted)
             row += size
         if row != count:
@@ -363,12 +364,12 @@ def _compare(file: Path, array: np.ndarray, wanted: int) -> None:
 def _read_tensors(folder: Path, entries: list[dict[str, Any]]) -> list[torch.Tensor]:
     found = []
     for entry in entries:
-        leaf = LeafSpec.from_json(entry)
-        array = _read(folder / leaf.file_name, leaf.shape, _seen_as(leaf.dtype))
+        column = ColumnSpec.from_json(entry)
+        array = _read(folder / column.file_name, column.shape, _seen_as(column.dtype))
         if "checksum" in entry:
-            _compare(folder / leaf.file_name, array, entry["checksum"])
+            _compare(folder / column.file_name, array, entry["checksum"])
         tensor = torch.from_numpy(array.copy())
-        found.append(tensor if tensor.dtype == leaf.dtype else tensor.view(leaf.dtype))
+        found.append(tensor if tensor.dtype == column.dtype else tensor.view(column.dtype))
     return found
 
 

@@ -25,15 +25,11 @@ import torch
 
 from torchrl_dist.errors import CheckpointError, ConfigurationError
 from torchrl_dist.replay.node.cursor import SharedCursor
-from torchrl_dist.replay.node.directory import (
-    COUNTERS,
-    LARGEST_COUNT,
-    ORDERED_LOADS,
-    ReplayDirectory,
-    Word,
-)
+from torchrl_dist.replay.node.directory import ReplayDirectory
 from torchrl_dist.replay.node.priorities import check_rescaling, rescaled
-from torchrl_dist.replay.row.spec import RowSpec, array_of, checked_spec
+from torchrl_dist.replay.node.tables import COUNTERS, LARGEST_COUNT, ORDERED_LOADS, Word
+from torchrl_dist.replay.row.spec import RowSpec, checked_spec
+from torchrl_dist.tensors import array_of
 
 _CHUNK_BYTES = 2**24
 _CHUNK_ROWS = 2**16  # versions and priorities of so many are copied under one hold of the lock
@@ -154,7 +150,7 @@ class SavedShard:
         head: the directory when saving began.
         runs: int64 [k, 3], slots and versions of the rows; see :attr:`slots`.
         leaf: float64 [n], mass of each row in the tree.
-        arrays: the rows, [n, ...] per leaf of the spec, as ``spec.array_of`` gives them.
+        arrays: the rows, [n, ...] per column of the spec, as ``tensors.array_of`` gives them.
     """
 
     head: Head
@@ -190,10 +186,10 @@ class SavedShard:
             return f"the priorities are {leaf.dtype} {list(leaf.shape)}"
         if not (np.isfinite(leaf).all() and (leaf >= 0).all()):
             return "its priorities are not finite or below 0"
-        leaves = self.head.spec.leaves if self.head.spec is not None else ()
-        if len(leaves) != len(self.arrays) or (leaf.size and self.head.spec is None):
-            return f"a row has {len(leaves)} tensors, there are {len(self.arrays)}"
-        for each, array in zip(leaves, self.arrays, strict=True):
+        columns = self.head.spec.columns if self.head.spec is not None else ()
+        if len(columns) != len(self.arrays) or (leaf.size and self.head.spec is None):
+            return f"a row has {len(columns)} tensors, there are {len(self.arrays)}"
+        for each, array in zip(columns, self.arrays, strict=True):
             kind = array_of(torch.empty(0, dtype=each.dtype)).dtype
             if array.shape != (leaf.size, *each.shape) or array.dtype != kind:
                 return f"{'.'.join(each.key)} is {array.dtype} {list(array.shape)}"
@@ -223,7 +219,7 @@ class SavedShard:
 class Chunk(NamedTuple):
     """Slots and masses of rows that were saved; see :class:`SavedShard`.
 
-    ``sums``: CRC-32 of the rows per leaf, from whoever has written them to files.
+    ``sums``: CRC-32 of the rows per column, from whoever has written them to files.
     """
 
     runs: np.ndarray
@@ -253,8 +249,8 @@ def save_chunk(
 
     Args:
         alpha: the exponent when saving began; masses are given as they are under it.
-        write: takes the rows, [n, ...] per leaf; the arrays may be shared memory. Called again with
-            fewer rows if some changed meanwhile: the last call counts.
+        write: takes the rows, [n, ...] per column; the arrays may be shared memory. Called again
+            with fewer rows if some changed meanwhile: the last call counts.
     """
     for _ in range(_ATTEMPTS):
         with directory.lock():
@@ -439,14 +435,14 @@ def require_same(own: RowSpec, saved: RowSpec) -> None:
     """Refuse to give back rows that do not fit.
 
     Raises:
-        ConfigurationError: naming every leaf that differs.
+        ConfigurationError: naming every column that differs.
     """
     if own == saved:
         return
-    here = {leaf.key: leaf for leaf in own.leaves}
-    there = {leaf.key: leaf for leaf in saved.leaves}
+    here = {column.key: column for column in own.columns}
+    there = {column.key: column for column in saved.columns}
     differ = [
-        f"{'.'.join(key)!r} is {_leaf_text(there.get(key))}, here {_leaf_text(here.get(key))}"
+        f"{'.'.join(key)!r} is {_column_text(there.get(key))}, here {_column_text(here.get(key))}"
         for key in sorted({*here, *there})
         if here.get(key) != there.get(key)
     ] or [f"batch dimensions are {saved.batch_dims}, here {own.batch_dims}"]
@@ -455,8 +451,8 @@ def require_same(own: RowSpec, saved: RowSpec) -> None:
     )
 
 
-def _leaf_text(leaf: Any) -> str:
-    return "missing" if leaf is None else f"{str(leaf.dtype)[6:]} {list(leaf.shape)}"
+def _column_text(column: Any) -> str:
+    return "missing" if column is None else f"{str(column.dtype)[6:]} {list(column.shape)}"
 
 
 def with_one_alpha(shards: Sequence[SavedShard | None]) -> list[SavedShard | None]:
@@ -516,7 +512,7 @@ def restore_rows(
         since: from :func:`begin_restore`.
         version: of all these rows; one that the directory has not had is taken if it has passed.
         leaf: float64 [n], masses under ``alpha``.
-        arrays: [n, ...] per leaf of the spec.
+        arrays: [n, ...] per column of the spec.
 
     Raises:
         DeadlineError: somebody held these slots all the time.

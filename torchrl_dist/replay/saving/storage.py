@@ -15,13 +15,14 @@ import torch
 from torchrl_dist.errors import CheckpointError, DeadlineError, PeerLostError
 from torchrl_dist.replay.node.cursor import SharedCursor
 from torchrl_dist.replay.row import rows
-from torchrl_dist.replay.row.spec import RowSpec, array_of
+from torchrl_dist.replay.row.spec import RowSpec
 from torchrl_dist.replay.saving import snapshot
 from torchrl_dist.replay.saving.disk import read_dump, writing
 from torchrl_dist.replay.saving.snapshot import Chunk, Head, SavedShard
+from torchrl_dist.tensors import array_of
 
 Arrays = list[np.ndarray]
-"""The leaves of some rows."""
+"""The columns of some rows."""
 
 
 class Sink(Protocol):

@@ -1,0 +1,193 @@
+"""The side of who keeps a buffer's rows: the hosts of this process, and where they are."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.replay.hosts.host import ReplayHost
+from torchrl_dist.replay.hosts.lifetimes import LOCKS
+from torchrl_dist.replay.hosts.messages import Reply, Request
+from torchrl_dist.replay.law.limiter import RateLimiter
+from torchrl_dist.replay.node.gate import set_limiter
+from torchrl_dist.replay.node.leftovers import remove_leftovers
+from torchrl_dist.replay.parts.storage import SharedMemmapStorage
+from torchrl_dist.runtime import Remote, current_session
+
+_hosts: dict[tuple[str, str], Keeper] = {}
+"""Hosts in this process by session and name."""
+
+
+@dataclass(frozen=True)
+class HostAddress:
+    """Where one host is: a handle for calls, and its directory for processes of its node."""
+
+    host: Remote[Any]
+    path: str
+    job_id: str
+    identity: tuple[str, int, int]
+    """Boot of the machine, device and inode of the lock file: the same for whoever sees it."""
+
+    def is_here(self) -> bool:
+        """Whether this process can use the host's directory itself."""
+        try:
+            return _identity(Path(self.path)) == self.identity
+        except OSError:
+            return False
+
+
+class Keeper(ReplayHost):
+    """A host that can say where its directory is, and can be released.
+
+    Args:
+        key: its session and name.
+        asked: the arguments of :func:`open_host` that it was made with, by name.
+    """
+
+    def __init__(
+        self, storage: SharedMemmapStorage, key: tuple[str, str], asked: dict[str, Any]
+    ) -> None:
+        super().__init__(storage)
+        self._key = key
+        self._asked = asked
+        self._released = False
+        self._releasing = threading.RLock()
+
+    def check_asked(self, asked: dict[str, Any]) -> None:
+        """
+        Raises:
+            ConfigurationError: it was made with other arguments.
+        """
+        differ = [
+            f"{key}={self._asked[key]!r}, here {key}={value!r}"
+            for key, value in asked.items()
+            if value != self._asked[key]
+        ]
+        if differ:
+            raise ConfigurationError(
+                f"{current_session().me.name} keeps {self.storage.directory.path} for replay "
+                f"buffer {self._key[1]!r} still, with {'; '.join(differ)}: use the same arguments, "
+                "release that buffer, or take another name"
+            )
+
+    def serve(self, request: Request) -> Reply:
+        if self._released:
+            raise ConfigurationError(
+                f"replay buffer {self._key[1]!r} was released: build it again to use it"
+            )
+        return super().serve(request)
+
+    def release(self) -> bool:
+        """Close the directory now; whether it is to go, but others still use it. Idempotent.
+
+        Raises:
+            DeadlineError: a write did not end in time; nothing has changed, it can be tried again.
+        """
+        return self._release(clean=True)
+
+    def give_up(self) -> None:
+        """As :meth:`release`, of a buffer that was not completed; rows found again stay."""
+        self._release(clean=self._released or not self.storage.write_count)
+
+    def _release(self, clean: bool) -> bool:
+        with self._releasing:
+            if self._released:
+                return False
+            directory = self.storage.directory
+            path, stays = directory.path, directory.stays
+            try:
+                _close_host(self._key, clean)
+            except BaseException:
+                with LOCKS.hosts:  # whoever tries again, or the end of the session, finds it
+                    _hosts.setdefault(self._key, self)
+                raise
+            self._released = True
+            # the session keeps this object, and these would keep the memory
+            del self._storage, self._shard, self._prioritized
+        return not stays and path.exists()
+
+    def whereabouts(self) -> tuple[str, str, tuple[str, int, int]]:
+        directory = self.storage.directory
+        return str(directory.path), directory.job_id, _identity(directory.path)
+
+
+def open_host(
+    name: str,
+    capacity: int,
+    parent: str | None,
+    resume: bool,
+    keep: bool,
+    limiter: RateLimiter | None,
+) -> ReplayHost:
+    """Runs in the host's process: make the host of this name, or find it.
+
+    Raises:
+        ConfigurationError: the host of this name was made with other arguments.
+    """
+    session = current_session()
+    asked = {
+        "capacity per host": capacity,
+        "scratch_dir": parent,
+        "resume": resume,
+        "keep": keep,
+        "limiter": limiter,
+    }
+    with LOCKS.hosts:
+        host = _hosts.get((session.session_id, name))
+        if host is None:
+            job_id = session.world.job_id
+            # Only what stays when other hosts are lost: after a restart ranks and shards may have
+            # other numbers, and this node's directory is to be found again.
+            place = f"{name}-{session.world.local_rank}"
+            # What is to be found by a later job has a name that the job can give. Otherwise each
+            # job has its own, and what it leaves is of no use once it cannot come back.
+            named = parent is not None or keep or resume
+            prefix = f"torchrl_dist-{os.getuid()}-"
+            # A launcher may call one machine several nodes.
+            folder = prefix + (place if named else f"{job_id}-{place}-{session.me.host}")
+            parent = parent or _default_parent()
+            if not named:
+                remove_leftovers(Path(parent), prefix)
+            storage = SharedMemmapStorage(
+                capacity,
+                scratch_dir=Path(parent, quote(folder, safe="")),
+                job_id=job_id,
+                resume=resume,
+                keep=keep,
+                timeout_s=session.timeout_s,
+            )
+            try:
+                set_limiter(storage.directory, limiter)
+            except BaseException:
+                storage.close()
+                raise
+            key = session.session_id, name
+            host = _hosts[key] = Keeper(storage, key, asked)
+            session.on_end(lambda clean: _close_host(key, clean))
+        else:
+            host.check_asked(asked)
+    return host
+
+
+def _close_host(key: tuple[str, str], clean: bool) -> None:
+    with LOCKS.hosts:
+        host = _hosts.pop(key, None)
+    if host is not None:  # else it was released
+        host.close(clean)
+
+
+def _default_parent() -> str:
+    memory = "/dev/shm"
+    return memory if os.access(memory, os.W_OK) else tempfile.gettempdir()
+
+
+def _identity(path: Path) -> tuple[str, int, int]:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    status = os.stat(path / "lock")
+    return boot, status.st_dev, status.st_ino

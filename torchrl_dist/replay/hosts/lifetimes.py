@@ -1,0 +1,131 @@
+"""What this process has of a session's buffers: closed with it, or when nobody holds it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import TypeVar
+
+from torchrl_dist.forks import now_and_in_children
+from torchrl_dist.replay.hosts.client import ReplayClient, close_links
+from torchrl_dist.replay.hosts.link import Link
+from torchrl_dist.replay.node.directory import ReplayDirectory
+from torchrl_dist.replay.node.opening import close_directory
+from torchrl_dist.replay.parts.storage import SharedMemmapStorage
+from torchrl_dist.runtime import Session, current_session
+
+_clients: dict[str, _Clients] = {}
+"""Clients in this process by session."""
+_opened: dict[str, _Opened] = {}
+"""Direct storages in this process by session."""
+
+
+class _Locks:
+    hosts: threading.Lock
+    """Of the tables above, and those of keepers and owners."""
+
+    def renew(self) -> None:
+        self.hosts = threading.Lock()
+
+
+LOCKS = _Locks()
+now_and_in_children(LOCKS, _Locks.renew)
+
+
+class _Clients:
+    """The clients of this process in one session.
+
+    Each copy of a buffer that arrives here pickled has one. Those that nobody holds any more are
+    closed when the next one comes, which blocks for calls in any case: garbage collection must not.
+    """
+
+    def __init__(self) -> None:
+        self._alive: weakref.WeakSet[ReplayClient] = weakref.WeakSet()
+        self._dropped: deque[tuple[Sequence[Link], float]] = deque()
+
+    def add(self, client: ReplayClient) -> None:
+        self._close_dropped()
+        self._alive.add(client)
+        dropped = (client.links, client.timeout_s)
+        weakref.finalize(client, self._dropped.append, dropped).atexit = False
+
+    def _close_dropped(self) -> None:
+        with contextlib.suppress(IndexError):  # nothing left, or another thread was faster
+            while True:
+                close_links(*self._dropped.popleft())
+
+    def close(self) -> None:
+        for client in list(self._alive):
+            client.close()
+        self._close_dropped()
+
+
+def clients_of(session: Session) -> _Clients:
+    with LOCKS.hosts:
+        clients = _clients.get(session.session_id)
+        if clients is None:
+            clients = _clients[session.session_id] = _Clients()
+            session.on_leave(lambda clean: _leave(session.session_id, clean))
+        return clients
+
+
+def _leave(session_id: str, clean: bool) -> None:
+    with LOCKS.hosts:
+        clients = _clients.pop(session_id)
+    if clean:
+        clients.close()
+
+
+class DirectStorage(SharedMemmapStorage):
+    """A storage over a host's directory in a process of its node, from :func:`open_directly`."""
+
+    _opened: _Opened | None = None
+
+    def __del__(self) -> None:
+        if self._opened is not None and not self._closed:
+            self._opened.dropped.append(self.directory)
+
+
+_Direct = TypeVar("_Direct", bound=DirectStorage)
+
+
+class _Opened:
+    """The direct storages of this process in one session. As with clients, those that nobody holds
+    any more are closed when the next one is opened."""
+
+    def __init__(self) -> None:
+        self._alive: weakref.WeakSet[DirectStorage] = weakref.WeakSet()
+        self.dropped: deque[ReplayDirectory] = deque()
+
+    def add(self, storage: DirectStorage) -> None:
+        self._close_dropped(clean=False)  # the host removes the directory
+        self._alive.add(storage)
+        storage._opened = self
+
+    def _close_dropped(self, clean: bool) -> None:
+        with contextlib.suppress(IndexError):  # as above
+            while True:
+                close_directory(self.dropped.popleft(), clean=clean)
+
+    def close(self, clean: bool) -> None:
+        for storage in list(self._alive):
+            storage.close(clean=clean)
+        self._close_dropped(clean)
+
+
+def open_directly(
+    path: str, job_id: str, capacity: int, timeout_s: float, kind: type[_Direct]
+) -> _Direct:
+    """A storage over a host's directory, for a process of its node; closed with the session."""
+    storage = kind(capacity, scratch_dir=path, job_id=job_id, timeout_s=timeout_s)
+    session = current_session()
+    with LOCKS.hosts:
+        opened = _opened.get(session.session_id)
+        if opened is None:
+            opened = _opened[session.session_id] = _Opened()
+            session.on_end(lambda clean: _opened.pop(session.session_id).close(clean))
+    opened.add(storage)
+    return storage

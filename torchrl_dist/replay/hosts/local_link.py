@@ -1,0 +1,93 @@
+"""A replay host in this process, called directly: over the directory of the same node."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from torchrl_dist.replay.hosts.host import ReplayHost
+from torchrl_dist.replay.hosts.link import Answer, Rows, Written
+from torchrl_dist.replay.hosts.messages import (
+    Operation,
+)
+from torchrl_dist.replay.law.limiter import Counts
+
+
+class LocalLink:
+    """A host in this process, called directly: over the directory of the same node."""
+
+    fine = True
+    problem: Exception | None = None
+    limited = False
+
+    def counts(self) -> Counts:
+        return self._host.storage.limiter_counts
+
+    def __init__(self, host: ReplayHost, name: str) -> None:
+        self.name = name
+        self.max_priority = math.nan
+        self.era = 0
+        self.replies = 0
+        self.answered_at = 0.0
+        self._host = host
+
+    def put(
+        self,
+        operation: Operation | Callable[[], Operation],
+        *,
+        size: int = 0,
+        urgent: bool = True,
+        written: Written | None = None,
+    ) -> None:
+        if callable(operation):
+            operation = operation()
+        result = self._host.apply(operation, max_priority=self.max_priority, era=self.era)
+        if written is not None:
+            written(*result)
+
+    def order(self, method: str, *args: Any, size: int = 0) -> Future[Any]:
+        return self.submit(method, *args, timeout_s=0)
+
+    def ask(self, count: int | None, prioritized: bool | None) -> Future[Answer | None]:
+        future: Future[Answer | None] = Future()
+        if count is None:  # operations are applied as they are put
+            future.set_result(None)
+            return future
+        try:
+            state, drawn = self._host.draw(count, bool(prioritized), self.max_priority, self.era)
+            rows = None
+            if drawn is not None:
+                spec = self._host.storage.directory.rows
+                assert spec is not None
+                leaf = torch.from_numpy(drawn.leaf)
+                rows = Rows(spec, drawn.index, drawn.generation, leaf, drawn.tensors)
+            self.replies += 1
+            future.set_result(Answer(state, rows))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def submit(self, method: str, *args: Any, timeout_s: float) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(getattr(self._host, method)(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def check_entry(self) -> None:
+        self._host.storage.check_entry()
+
+    def failure(self) -> Exception | None:
+        return None
+
+    def close(self, flush_s: float) -> None:
+        """Nothing is queued here. The storage over the directory was opened for this link, and its
+        memory is given back."""
+        host = self.__dict__.pop("_host", None)
+        if host is not None:
+            host.close()

@@ -1,0 +1,553 @@
+"""A client's line to one replay host: operations leave the caller at once and arrive in order.
+
+A link has at most one call under way, without a time-out of its own: it ends with the host's
+answer, or when the session knows that the host is lost, and is never made twice. So what is under
+way is applied once, however long the host was stopped. Whoever waits has a deadline, which every
+answer of the host moves.
+
+What comes meanwhile is queued, and small operations are merged, so a busy host gets fewer and
+larger calls; but none so large that the host could not answer it within a part of the deadline.
+Calls are made by threads of the transport and of the link. An exception that a signal handler
+raises in the main thread therefore never leaves a call half made.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from torchrl_dist.errors import (
+    ConfigurationError,
+    DeadlineError,
+    DirectoryError,
+    PeerLostError,
+    RemoteError,
+)
+from torchrl_dist.forks import now_and_in_children
+from torchrl_dist.replay.hosts.link import Answer, Rows, Written, await_answer
+from torchrl_dist.replay.hosts.merging import merged
+from torchrl_dist.replay.hosts.messages import (
+    CountSamples,
+    Failure,
+    HostState,
+    Invoke,
+    Operation,
+    Reply,
+    Request,
+    Write,
+)
+from torchrl_dist.replay.law.limiter import Counts
+from torchrl_dist.replay.row.packing import spec_from_text
+from torchrl_dist.runtime import Remote
+
+# Priorities wait this long for a draw to travel with. A learner that samples faster than that
+# sends one message per batch instead of two.
+_COMPANY_S = 0.02
+
+
+# What one request may hold, in operations or 32 KiB (16 MiB in all), but for a single operation
+# that is larger. A hundred microseconds of the host's time each, so a twentieth of a second.
+_MOST_OPERATIONS = 512
+
+
+_BYTES_PER_OPERATION = 2**15
+
+
+# Of the deadline: a request that took longer makes the next ones smaller.
+_LONG_CALL = 0.25
+
+
+@dataclass
+class _Queued:
+    """``written``: of a ``Write``; ``future``: of an ``Invoke``."""
+
+    operation: Operation | Callable[[], Operation]
+    size: int
+    written: Written | None = None
+    future: Future[Any] | None = None
+
+    @property
+    def cost(self) -> int:
+        return max(1, self.size // _BYTES_PER_OPERATION)
+
+
+@dataclass
+class _Ask:
+    """``count`` None: nothing is drawn, the answer says that the operations were applied."""
+
+    count: int | None
+    prioritized: bool | None
+    future: Future[Any] = field(default_factory=Future)
+
+
+@dataclass
+class _Call:
+    """What is under way, and who waits for what of it."""
+
+    queued: list[_Queued]
+    asks: list[_Ask]
+    prioritized: bool
+    draw: int | None
+    sent_at: float
+    merged: list[tuple[Operation, int]] = field(default_factory=list)
+    """What was sent, and how many of ``queued`` each stands for."""
+
+    @property
+    def size(self) -> int:
+        return sum(each.size for each in self.queued)
+
+
+class _Unpacked:
+    """A reply's rows, unpacked when the first of several asks wants its part."""
+
+    def __init__(self, reply: Reply) -> None:
+        self._reply = reply
+
+    @cached_property
+    def rows(self) -> Rows:
+        return Rows(spec_from_text(self._reply.spec), *self._reply.unpack_rows())
+
+
+class RemoteLink:
+    """A host in another process.
+
+    ``put``, ``order`` and ``ask`` return at once while the queue has room. Nothing is given up
+    because the host is late. When the host is lost, everything raises PeerLostError.
+
+    Args:
+        host: a handle to a ``ReplayHost``.
+        timeout_s: after so long without an answer the host counts as silent, see ``problem``, and
+            who waits for room in the queue gives up.
+        max_queued_bytes: of operations that have not been applied yet.
+        merged_rows: the most rows in a ``Write`` of several; see ``merging``.
+    """
+
+    def __init__(
+        self, host: Remote[Any], *, timeout_s: float, max_queued_bytes: int, merged_rows: int
+    ) -> None:
+        self.name = str(host.peer)
+        self.max_priority = math.nan
+        self.era = 0
+        self.limited = False
+        self._state: HostState | None = None
+        self._uncounted = 0  # rows of samples that the state does not have yet
+        self._host = host
+        self._timeout_s = timeout_s
+        self._max_queued_bytes = max_queued_bytes
+        self._merged_rows = merged_rows
+        self._queue: deque[_Queued | _Ask] = deque()
+        self._bytes = 0  # queued and under way
+        self._line: deque[object] = deque()  # who waits for room, so that nobody is passed for ever
+        self._under_way: _Call | None = None
+        self._most = _MOST_OPERATIONS
+        self._since: float | None = None
+        """Since when the host has something to answer, without an answer."""
+        self._due = False  # whether the queue is to be sent at once
+        self._errors: deque[Exception] = deque(maxlen=8)
+        self._lost: PeerLostError | None = None
+        self._closed = False
+        self._sender: threading.Thread | None = None
+        self.replies = 0
+        self.answered_at = 0.0
+        self.messages = 0
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        now_and_in_children(self, RemoteLink._renew)
+
+    def _renew(self) -> None:
+        # Entered as such, not through a condition: an exception of a signal handler cannot come
+        # between the lock's being taken and the block that gives it back.
+        self._lock = threading.RLock()
+        self._room = threading.Condition(self._lock)
+        self._work = threading.Condition(self._lock)
+
+    # --- the caller's side -------------------------------------------------------------------
+
+    def put(
+        self,
+        operation: Operation | Callable[[], Operation],
+        *,
+        size: int = 0,
+        urgent: bool = True,
+        written: Written | None = None,
+    ) -> None:
+        """Queue an operation. Blocks only while the queue is full.
+
+        Args:
+            operation: or a function that makes it when it is sent: everything put before was then
+                sent, too, and is answered but for what goes with the same message.
+            size: its bytes; with 0 it never waits.
+            urgent: whether it goes out at once, or may wait 20 ms for a draw to travel with.
+            written: called in another thread when a ``Write`` was applied.
+
+        Raises:
+            DeadlineError: there was no room, and the host did not answer within the deadline; it
+                was not queued.
+            PeerLostError: the host is gone.
+        """
+        with self._lock:
+            self._wait_for_room(size)
+            self._uncounted += _samples(operation)
+            self._add(_Queued(operation, size, written), size, urgent)
+
+    def order(self, method: str, *args: Any, size: int = 0) -> Future[Any]:
+        future: Future[Any] = Future()
+        with self._lock:
+            self._wait_for_room(size)
+            self._add(_Queued(Invoke(method, args), size, None, future), size, True)
+        return future
+
+    def ask(self, count: int | None, prioritized: bool | None) -> Future[Answer | None]:
+        ask = _Ask(count, prioritized)
+        with self._lock:
+            self._require_host()
+            self._add(ask, 0, True)
+        return ask.future
+
+    def _add(self, item: _Queued | _Ask, size: int, urgent: bool) -> None:
+        self._bytes += size
+        self._due |= urgent
+        if self._since is None:
+            self._since = time.monotonic()
+        first = not self._queue
+        self._queue.append(item)
+        if self._sender is None:
+            sender = threading.Thread(
+                target=self._send_all, name="torchrl_dist-replay", daemon=True
+            )
+            sender.start()
+            self._sender = sender
+        if self._under_way is None and (urgent or first):
+            self._work.notify()
+
+    def _wait_for_room(self, size: int) -> None:
+        self._require_host()
+        if not size or not (self._line or self._is_full(size)):
+            return
+        turn, begin = object(), time.monotonic()
+        self._line.append(turn)
+        try:
+            while self._line[0] is not turn or self._is_full(size):
+                left = max(begin, self.answered_at) + self._timeout_s - time.monotonic()
+                if left <= 0:
+                    raise DeadlineError(
+                        f"{self.name} has not taken any of {self._bytes / 2**20:.1f} MiB of queued "
+                        f"operations within {self._timeout_s:g} s, so there is no room for {size} "
+                        "bytes more: it hangs, or cannot be reached"
+                    )
+                self._room.wait(left)
+                self._require_host()
+        finally:
+            self._line.remove(turn)
+            self._room.notify_all()
+
+    def _is_full(self, size: int) -> bool:
+        return self._bytes > 0 and self._bytes + size > self._max_queued_bytes
+
+    def _require_host(self) -> None:
+        if self._lost is not None:
+            raise PeerLostError(str(self._lost)) from self._lost
+        if self._closed:
+            raise PeerLostError(f"this client of {self.name} was closed")
+
+    def submit(self, method: str, *args: Any, timeout_s: float) -> Future[Any]:
+        return self._host.submit(method, *args, timeout_s=timeout_s)
+
+    def counts(self) -> Counts | None:
+        with self._lock:
+            state = self._state
+            if state is None:
+                return None
+            return Counts(state.inserts, state.samples + self._uncounted, state.size)
+
+    def check_entry(self) -> None:
+        if self._lock._is_owned():  # type: ignore[attr-defined]
+            raise DirectoryError(
+                "a signal handler that interrupted a use of the buffer cannot use it itself. Have "
+                "the handler set a flag, and act on it between two uses"
+            )
+
+    def failure(self) -> Exception | None:
+        with self._lock:
+            return self._errors.popleft() if self._errors else None
+
+    @property
+    def fine(self) -> bool:
+        return not self._errors and self._lost is None and not self._is_silent()
+
+    @property
+    def problem(self) -> Exception | None:
+        """That it is lost, or has not answered for the deadline; the latter may pass."""
+        if self._lost is None and self._is_silent():
+            return DeadlineError(f"{self.name} did not answer within {self._timeout_s:g} s")
+        return self._lost
+
+    def _is_silent(self) -> bool:
+        since = self._since
+        return since is not None and time.monotonic() - since > self._timeout_s
+
+    def close(self, flush_s: float) -> None:
+        with self._lock:
+            if self._lost is not None or self._closed:
+                return
+            asked = self.ask(None, None)
+            asked.set_running_or_notify_cancel()  # sent also when nobody waits for it any more
+            self._closed = True
+            self._room.notify_all()
+        await_answer(asked, self, time.monotonic(), flush_s)
+
+    # --- sending -----------------------------------------------------------------------------
+
+    def _send_all(self) -> None:
+        """Runs in the link's own thread until the link is closed or the host is lost."""
+        while True:
+            with self._lock:
+                while (wait_s := self._wait_s()) is None or wait_s > 0:
+                    if self._lost is not None or (self._closed and not self._queue):
+                        return
+                    self._work.wait(wait_s)
+            self._pump()
+
+    def _wait_s(self) -> float | None:
+        """How long until the queue is to be sent; None: that depends on others."""
+        if self._under_way is not None or not self._queue or self._lost is not None:
+            return None
+        if self._due:
+            return 0.0
+        assert self._since is not None
+        return max(0.0, self._since + _COMPANY_S - time.monotonic())
+
+    def _pump(self) -> None:
+        """Send what is due, if no call is under way."""
+        with self._lock:
+            wait_s = self._wait_s()
+            if wait_s is None or wait_s > 0:
+                if self._queue and self._under_way is None:
+                    self._work.notify()  # what comes next may be long in coming
+                return
+            call = self._take()
+            if call is None:
+                return
+            self._under_way = call
+        self._send(call)
+
+    def _take(self) -> _Call | None:
+        """The first of the queue, as much as one request may hold: operations, and asks that it can
+        answer together, since it draws by priority or uniformly."""
+        queued: list[_Queued] = []
+        asks: list[_Ask] = []
+        prioritized, left = None, self._most
+        while self._queue and left > 0:
+            item = self._queue[0]
+            if isinstance(item, _Ask):
+                if prioritized is not None and item.prioritized not in (None, prioritized):
+                    break
+                if item.future.running() or item.future.set_running_or_notify_cancel():
+                    prioritized = item.prioritized if prioritized is None else prioritized
+                    asks.append(item)
+                    left -= 1
+            else:
+                if queued and item.cost > left:
+                    break
+                if item.future is None or item.future.set_running_or_notify_cancel():
+                    queued.append(item)
+                    left -= item.cost
+                else:
+                    self._bytes -= item.size
+                    self._room.notify_all()
+            self._queue.popleft()
+        if not self._queue:
+            self._due = False
+            self._bytes = sum(each.size for each in queued)  # exact after any interrupt
+        if not queued and not asks:  # all had been cancelled
+            self._since = None
+            return None
+        counts = [ask.count for ask in asks if ask.count is not None]
+        draw = sum(counts) if counts else 0 if self.limited else None
+        return _Call(queued, asks, bool(prioritized), draw, time.monotonic())
+
+    def _send(self, call: _Call) -> None:
+        try:
+            operations = [
+                each.operation() if callable(each.operation) else each.operation
+                for each in call.queued
+            ]
+            call.merged = merged(operations, self._merged_rows)
+            request = Request(
+                tuple(operation for operation, _ in call.merged),
+                draw=call.draw,
+                prioritized=call.prioritized,
+                max_priority=self.max_priority,
+                era=self.era,
+            )
+            self.messages += 1
+            self.bytes_sent += call.size
+            future = self._serve(request)
+        except Exception as error:  # an argument cannot be sent, say: the host is none the worse
+            future = Future()
+            future.set_exception(error)
+        future.add_done_callback(lambda done: self._arrived(call, done))
+
+    def _serve(self, request: Request) -> Future[Any]:
+        try:
+            return self._host.submit("serve", request, timeout_s=math.inf)
+        except ConfigurationError as error:  # the session of this process has ended
+            raise PeerLostError(str(error)) from error
+
+    def _arrived(self, call: _Call, future: Future[Any]) -> None:
+        """Runs in a thread of the transport; does not block."""
+        try:
+            error = future.exception()
+            if error is None:
+                self._take_over(call, future.result())
+            elif isinstance(error, PeerLostError):
+                self._note_loss(call, error)
+            else:
+                self._note_refusal(call, error)
+        except Exception as error:  # a bug; without this it would vanish with the thread's future
+            traceback.print_exc()
+            self._note_refusal(call, error)
+            raise
+        self._pump()
+
+    def _take_over(self, call: _Call, reply: Reply) -> None:
+        self.bytes_received += sum(tensor.nbytes for tensor in reply.packed)
+        told = self._hand_out(call, reply)
+        untold = [each for each in reply.failures if each.position not in told]
+        draw_error = None
+        if reply.draw_failure is not None:
+            draw_error = self._as_error(reply.draw_failure)
+            if not any(ask.count is not None for ask in call.asks):
+                untold.append(reply.draw_failure)
+        with self._lock:
+            self.replies += 1
+            self._state = reply.state or self._state
+            self._uncounted -= sum(_samples(each.operation) for each in call.queued)
+            self._errors.extend(map(self._as_error, untold))
+        self._finish(call)
+        self._pump()  # the host works at the next request while this reply is unpacked
+        self._answer(call, reply, draw_error)
+
+    def _as_error(self, failure: Failure) -> RemoteError:
+        return RemoteError(
+            failure.message,
+            peer=self._host.peer.name,
+            host=self.name,
+            remote_traceback=failure.trace,
+        )
+
+    def _hand_out(self, call: _Call, reply: Reply) -> set[int]:
+        """What the operations have returned. Returns the positions of those that somebody waits
+        for, who are told of failures, too."""
+        failures = {failure.position: failure for failure in reply.failures}
+        told = set()
+        queued, written, results = iter(call.queued), iter(reply.written), iter(reply.results)
+        for position, (operation, parts) in enumerate(call.merged):
+            whose = [next(queued) for _ in range(parts)]
+            if isinstance(operation, Write):
+                slot, generation = next(written)
+                start = 0
+                for each, (_, count) in zip(whose, operation.parts, strict=True):
+                    if each.written is not None:
+                        stop = start + count
+                        each.written(slot[start:stop], generation[start:stop])
+                    start += count
+            elif isinstance(operation, Invoke):
+                told.add(position)
+                result, failure = next(results), failures.get(position)
+                future = whose[0].future
+                assert future is not None
+                if failure is None:
+                    future.set_result(result)
+                else:
+                    future.set_exception(self._as_error(failure))
+        return told
+
+    def _answer(self, call: _Call, reply: Reply, draw_error: Exception | None) -> None:
+        unpacked = _Unpacked(reply)
+        start = 0
+        for ask in call.asks:
+            if ask.count is None:
+                ask.future.set_result(None)
+            elif draw_error is not None:
+                ask.future.set_exception(draw_error)
+            else:
+                assert reply.state is not None
+                count = min(ask.count, reply.count - start)
+                rows = unpacked.rows.part(start, start + count) if count else None
+                start += count
+                ask.future.set_result(Answer(reply.state, rows))
+
+    def _finish(self, call: _Call) -> None:
+        with self._lock:
+            if self._under_way is not call:
+                return
+            now = time.monotonic()
+            took = now - call.sent_at
+            if took > _LONG_CALL * self._timeout_s:
+                self._most = max(1, self._most // 2)
+            elif took < _LONG_CALL / 2 * self._timeout_s:
+                self._most = min(_MOST_OPERATIONS, 2 * self._most)
+            self.answered_at = now
+            self._under_way = None
+            self._since = now if self._queue else None
+            self._bytes -= call.size
+            self._room.notify_all()
+            if self._closed:
+                self._work.notify()
+
+    def _note_refusal(self, call: _Call, error: BaseException) -> None:
+        """The request could not be sent, or the host could not even read it."""
+        self._finish(call)
+        # who waits for what failed is told; a later call is for what nobody waits for
+        untold = any(each.future is None for each in call.queued) or not (call.queued or call.asks)
+        with self._lock:
+            if isinstance(error, Exception) and untold:
+                self._errors.append(error)
+        self._fail(call.asks, call.queued, error)
+
+    def _note_loss(self, call: _Call, error: PeerLostError) -> None:
+        with self._lock:
+            rest = list(self._queue)
+            queued = call.queued + [each for each in rest if isinstance(each, _Queued)]
+            self._lost = PeerLostError(
+                f"{error}; {len(queued)} operations of this process were not applied, or it is not "
+                "known whether they were"
+                if queued
+                else str(error)
+            )
+            asks = call.asks + [each for each in rest if isinstance(each, _Ask)]
+            self._queue.clear()
+            self._bytes = 0
+            self._under_way = None
+            self._since = None
+            self._room.notify_all()
+            self._work.notify()
+        self._fail(asks, queued, self._lost)
+
+    @staticmethod
+    def _fail(asks: list[_Ask], queued: list[_Queued], error: BaseException) -> None:
+        for each in queued:
+            if each.written is not None and isinstance(each.operation, Write):
+                lost = np.full(each.operation.count, -1, dtype=np.int64)
+                each.written(lost, lost)
+        told: list[_Ask | _Queued] = [*asks, *queued]
+        for future in [each.future for each in told]:
+            if future is None or future.done():
+                continue
+            if future.running() or future.set_running_or_notify_cancel():
+                future.set_exception(error)
+
+
+def _samples(operation: Operation | Callable[[], Operation]) -> int:
+    return operation.rows if isinstance(operation, CountSamples) else 0

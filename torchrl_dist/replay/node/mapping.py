@@ -1,0 +1,88 @@
+"""Files as memory that processes share: made whole, mapped, and only where that holds."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+from torchrl_dist.errors import DirectoryError
+from torchrl_dist.replay.node.files import damaged
+
+_NETWORK_FILE_SYSTEMS = frozenset(
+    "nfs nfs4 cifs smb3 smbfs lustre gpfs beegfs ceph glusterfs afs 9p ncpfs orangefs".split()
+)
+
+
+def allocate(path: Path, size: int) -> None:
+    """A zeroed file with its blocks reserved; a sparse one on a full disk kills with SIGBUS."""
+    path.unlink(missing_ok=True)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(fd)
+
+
+def map_file(path: Path, size: int) -> mmap.mmap:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise damaged(path.parent, f"{path.name} is missing") from error
+    except IsADirectoryError as error:
+        raise damaged(path.parent, f"{path.name} is a folder") from error
+    try:
+        actual = os.fstat(fd).st_size
+        if actual != size:
+            raise damaged(path.parent, f"{path.name} has {actual} bytes, expected {size}")
+        return mmap.mmap(fd, size)
+    finally:
+        os.close(fd)
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    beside = path.with_name(path.name + ".new")
+    try:
+        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            json.dump(value, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def file_system_of(
+    folder: str | os.PathLike[str], mounts: str | os.PathLike[str] = "/proc/self/mounts"
+) -> tuple[str, str]:
+    """Kind of the file system that a folder is in, and where that is mounted."""
+    resolved = os.path.realpath(folder)
+    best, kind = "", ""
+    with open(mounts) as lines:
+        for line in lines:
+            _, point, this_kind = line.split()[:3]
+            point = point.replace("\\040", " ")
+            inside = resolved == point or resolved.startswith(point.rstrip("/") + "/")
+            if inside and len(point) >= len(best):
+                best, kind = point, this_kind
+    return kind, best
+
+
+def is_network_file_system(kind: str) -> bool:
+    """Whether locks and shared mappings in it do not hold between the processes of a machine."""
+    return kind in _NETWORK_FILE_SYSTEMS or kind.startswith("fuse.sshfs")
+
+
+def refuse_network_file_system(folder: Path) -> None:
+    kind, mount = file_system_of(folder)
+    if is_network_file_system(kind):
+        raise DirectoryError(
+            f"{folder} lies on a network file system ({kind} at {mount}); a replay directory must "
+            "be local to the node, for example under /dev/shm"
+        )

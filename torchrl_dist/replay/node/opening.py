@@ -1,0 +1,359 @@
+"""How a process comes to a replay directory, makes it or refuses it, and leaves it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from torchrl_dist.errors import ConfigurationError, DirectoryError
+from torchrl_dist.replay.law.tree import tree_bytes
+from torchrl_dist.replay.node import files
+from torchrl_dist.replay.node.directory import (
+    LOCKS,
+    OPEN,
+    ReplayDirectory,
+    leave_at_exit,
+    no_repair,
+    once,
+)
+from torchrl_dist.replay.node.files import Header, damaged, read_header
+from torchrl_dist.replay.node.lock import (
+    close_lock_file,
+)
+from torchrl_dist.replay.node.mapping import (
+    allocate,
+    map_file,
+    refuse_network_file_system,
+    write_json,
+)
+from torchrl_dist.replay.node.tables import (
+    CLAIM_COUNT,
+    CLAIM_DISCARDED,
+    CLAIM_FIRST,
+    CLAIM_MEMBER,
+    CLAIM_STATE,
+    COUNTERS,
+    JOURNAL_ENTRIES,
+    LARGEST_COUNT,
+    MAX_CLAIMS,
+    MAX_MEMBERS,
+    Word,
+    control_bytes,
+)
+
+_AT_LEAST_0 = (
+    Word.CURSOR, Word.WRITE_COUNT, Word.NEXT_WRITE_COUNT, Word.SAMPLED,
+    Word.MIN_SIZE_TO_SAMPLE, Word.MAX_TIMES_SAMPLED, *COUNTERS.values(),
+)  # fmt: skip
+
+
+def open_directory(
+    path: str | os.PathLike[str],
+    capacity: int,
+    *,
+    job_id: str | None = None,
+    resume: bool = False,
+    keep: bool = False,
+    timeout_s: float = 60.0,
+    repair: Callable[[ReplayDirectory], None] = no_repair,
+) -> ReplayDirectory:
+    """Create the directory or join it; every storage of the process over it shares one view.
+
+    Args:
+        path: folder on a local file system, best on ``/dev/shm`` or a fast local disk. A new or
+            an empty one, or one that a buffer has made; links are followed once.
+        capacity: slots of the ring; the same in every process.
+        job_id: processes with the same id belong together. Default: torchrun's run id, SLURM's
+            job id, else this process's own.
+        resume: take over a directory that an earlier job left, with its rows.
+        keep: leave the directory in place when the last process closes it.
+        timeout_s: longest wait for the lock, in seconds.
+        repair: brings the state in order after a killed holder; given by ``cursor``.
+
+    Raises:
+        ConfigurationError: the path or the capacity cannot be right.
+        DirectoryError: in use by another job, left by another job (without ``resume``), of
+            another capacity or format, damaged, on a network file system, with files of somebody
+            else, or it cannot be written. Nothing in it was changed.
+        DeadlineError: if the lock could not be had.
+    """
+    if capacity < 1:
+        raise ConfigurationError(f"capacity must be at least 1 row, got {capacity}")
+    if os.fspath(path) in ("", "."):
+        raise ConfigurationError(
+            f"scratch_dir={os.fspath(path)!r}: expected a folder of its own for the buffer, which "
+            "its last user removes; is a variable unset?"
+        )
+    job = default_job_id() if job_id is None else str(job_id)
+    folder = Path(os.path.realpath(os.fsdecode(path)))
+    refuse_network_file_system(folder)
+    not_ours, made = None, False
+    with once(LOCKS.opening):
+        for _ in range(100):
+            try:
+                made = _make_folder(folder) or made
+                view = _joined_view(folder, capacity, job)
+                if view is None:
+                    files.check_ours(folder)
+                    view = _join(folder, capacity, job, resume, timeout_s, repair)
+            except FileNotFoundError:
+                continue  # its last member has removed it since
+            except DirectoryError as error:
+                if not_ours is not None:
+                    if made:
+                        with contextlib.suppress(OSError):
+                            folder.rmdir()
+                    raise
+                not_ours = error  # or it comes or goes at this moment: look again
+                time.sleep(0.01)
+                continue
+            except (FileExistsError, NotADirectoryError) as error:
+                raise DirectoryError(
+                    f"{error.filename or folder} is no folder; choose another scratch_dir"
+                ) from error
+            except (TimeoutError, ConnectionError):
+                raise
+            except OSError as error:
+                raise DirectoryError(
+                    f"{folder} cannot be used as a replay directory: {error}; choose another "
+                    "scratch_dir, or make room or give permission there"
+                ) from error
+            if view is not None:
+                view.sharers += 1
+                if keep:
+                    view.words[Word.KEEP] = 1
+                return view
+        raise DirectoryError(f"{folder} is removed again and again while it is being opened")
+
+
+def close_directory(directory: ReplayDirectory, *, clean: bool = True) -> None:
+    """One user less of the view; the last one of the process leaves the directory.
+
+    Raises:
+        DeadlineError, DirectoryError: it cannot leave, see there; nothing has changed.
+    """
+    with once(LOCKS.opening):
+        if directory.sharers == 1:
+            directory._leave(clean)
+            for key, view in list(OPEN.items()):
+                if view is directory:
+                    del OPEN[key]
+        directory.sharers -= 1
+
+
+def default_job_id() -> str:
+    """The launcher's id of this job (torchrun, SLURM), or this process's own."""
+    from torchrl_dist.runtime.world import World
+
+    return World.from_env().job_id
+
+
+def _starter_of(job_id: str) -> str | None:
+    """Without which process the job does not come back, see ``World.starter``."""
+    from torchrl_dist.runtime.world import World, is_stamp
+
+    if is_stamp(job_id):
+        return job_id
+    with contextlib.suppress(ConfigurationError):
+        world = World.from_env()
+        return world.starter if world.job_id == job_id else None
+    return None
+
+
+def _make_folder(folder: Path) -> bool:
+    """False if it is there."""
+    try:
+        folder.mkdir(mode=0o700, parents=True)
+    except FileExistsError:
+        if not folder.is_dir():
+            raise
+        return False
+    return True
+
+
+def _joined_view(folder: Path, capacity: int, job: str) -> ReplayDirectory | None:
+    status = folder.stat()
+    view = OPEN.get((status.st_dev, status.st_ino))
+    if view is None or view._fair_lock.closed:
+        return None
+    if view._pid != os.getpid():
+        try:
+            # a second view would be a second member
+            view._join_after_fork()
+        except DirectoryError:  # another directory by now
+            return None
+    _check_capacity(view, capacity)
+    if view.job_id != job:
+        raise DirectoryError(
+            f"{folder} is open in this process for job {view.job_id!r}, not {job!r}"
+        )
+    return view
+
+
+def _check_capacity(view: ReplayDirectory, capacity: int) -> None:
+    if view.capacity != capacity:
+        raise DirectoryError(
+            f"{view.path} holds a buffer of capacity {view.capacity}, asked for {capacity}; use "
+            "that capacity or another directory"
+        )
+
+
+def _join(
+    folder: Path,
+    capacity: int,
+    job: str,
+    resume: bool,
+    timeout_s: float,
+    repair: Callable[[ReplayDirectory], None],
+) -> ReplayDirectory | None:
+    view = ReplayDirectory(folder, capacity, job, timeout_s)
+    view._repair = repair
+    view._open_lock(os.O_CREAT)
+    joined = False
+    try:
+        with view._fair_lock:
+            if not view._is_at_path():
+                return None  # the last member removed it while we waited
+            if files.is_being_removed(folder):
+                files.clear(folder)  # whoever did it was killed
+            try:
+                header = read_header(folder)
+            except FileNotFoundError:
+                header = _create_files(folder, capacity, job)
+            _adopt(view, header, resume)
+            view._take_member_byte()
+            joined = True
+    finally:
+        if not joined:
+            close_lock_file(view._fd)
+    status = os.stat(folder)
+    OPEN[(status.st_dev, status.st_ino)] = view
+    leave_at_exit()
+    return view
+
+
+def _adopt(view: ReplayDirectory, header: Header, resume: bool) -> None:
+    """Called under the lock: check that the directory is sound and ours to use, then repair it.
+
+    Whatever is refused is as it was.
+    """
+    asked = view.capacity
+    view.capacity = header.capacity
+    _check_capacity(view, asked)
+    view._map_state()
+    alive = view.live_members()
+    other_job = header.job_id != view.job_id
+    if other_job and alive:
+        pids = [view.pid_of(member) for member in alive]
+        raise DirectoryError(
+            f"{view.path} is in use by job {header.job_id!r} (processes {pids}), this is job "
+            f"{view.job_id!r}; choose another scratch_dir, or pass the same job_id to processes "
+            "that belong together"
+        )
+    if other_job and not resume and view.words[Word.WRITE_COUNT]:
+        raise DirectoryError(
+            f"{view.path} was left by job {header.job_id!r} with {view.length} rows; pass "
+            "resume=True to go on with them, or remove it or choose another scratch_dir"
+        )
+    if found := _what_is_wrong(view, bool(alive)):
+        raise damaged(view.path, found)
+    if view.words[Word.ROWS_READY]:
+        view._map_rows()
+    if other_job:
+        new = Header(header.capacity, view.job_id, _starter_of(view.job_id))
+        write_json(view.path / files.HEADER, new.as_json())
+    if not alive:
+        view.words[Word.INTERRUPTED] = 0
+        view.members[:] = 0
+        view.words[Word.DIRTY] = 1
+    if view.words[Word.DIRTY]:
+        view._repair(view)
+
+
+def _what_is_wrong(view: ReplayDirectory, alive: bool) -> str | None:
+    """A value in the tables that nobody can have written, or None. Changes nothing.
+
+    Called under the lock; a holder that was killed may have left values of two instants. Tables
+    with an entry per row are looked at if no process uses them: where one does, it would fail, too.
+    """
+    words, claims, capacity = view.words, view.claims, view.capacity
+    ranges = dict.fromkeys(_AT_LEAST_0, (0, LARGEST_COUNT)) | {
+        Word.BASE: (-capacity, words[Word.CURSOR]),
+        Word.JOINS: (0, LARGEST_COUNT // MAX_MEMBERS),
+        Word.ROWS_READY: (0, 1),
+        Word.ALPHA_SET: (0, 1),
+        Word.MAX_SLOT: (-1, capacity - 1),
+        Word.CLAIM_ROWS: (0, MAX_CLAIMS),
+        Word.LIMITED: (0, 2),
+        Word.RESCALING: (0, 1),
+        Word.EMPTYING: (0, 2),
+        Word.IN_PLACE: (0, capacity),
+        Word.JOURNAL: (0, JOURNAL_ENTRIES),
+    }
+    if alive and not words[Word.DIRTY]:  # else it is counted anew
+        ranges[Word.LENGTH] = (0, capacity)
+    for word, (low, high) in ranges.items():
+        if not low <= words[word] <= high:
+            return f"{word.name} is {words[word]}, expected {low} to {high}"
+    for at in range(words[Word.JOURNAL]):
+        if not 0 <= words[Word.JOURNAL + 1 + 2 * at] < view.cell(MAX_MEMBERS, 0):
+            return "a change was written down of a place that is none"
+    for word in (Word.ALPHA, Word.NEXT_ALPHA, Word.EPS, Word.SAMPLES_PER_INSERT, Word.ERROR_BUFFER):
+        if not 0 <= view.floats[word] < math.inf:
+            return f"{word.name} is {view.floats[word]}, expected a finite number from 0 on"
+    if not (view.floats[Word.MAX_PRIORITY] >= 0 or math.isnan(view.floats[Word.MAX_PRIORITY])):
+        return f"{Word.MAX_PRIORITY.name} is {view.floats[Word.MAX_PRIORITY]}"
+    used = claims[claims[:, CLAIM_COUNT] != 0]
+    if used.size and not (
+        0 < used[:, CLAIM_COUNT].min() <= used[:, CLAIM_COUNT].max() <= capacity
+        and 0 <= used[:, CLAIM_FIRST].min() <= used[:, CLAIM_FIRST].max() <= LARGEST_COUNT
+        and 0 <= used[:, CLAIM_MEMBER].min()
+        and 0 <= used[:, CLAIM_STATE].min() <= used[:, CLAIM_STATE].max() <= CLAIM_DISCARDED
+    ):
+        return "a claim is of other slots than the ring has"
+    if view.members.min() < 0:
+        return "a member has a number below 0"
+    if alive:
+        return None
+    if view.versions.min() < 0:
+        return "a row has a version below 0"
+    signed = words[Word.RESCALING]  # those that are done are negative meanwhile
+    if not (np.isfinite(view.tree.leaves) & ((view.tree.leaves >= 0) | bool(signed))).all():
+        return "a priority is not finite or below 0"
+    return None
+
+
+def _create_files(folder: Path, capacity: int, job: str) -> Header:
+    """Called under the lock. The header comes last: without it the next one starts afresh."""
+    try:
+        files.check_ours(folder)  # it may have been emptied and filled since
+    except DirectoryError:
+        (folder / files.LOCK).unlink()
+        raise
+    with contextlib.suppress(OSError):  # a folder that lists nothing
+        for doomed in list(files.half_removed(folder)):
+            files.remove(doomed)
+    header = Header(capacity, job, _starter_of(job))
+    try:
+        for name, size in zip(
+            files.TABLES, (control_bytes(), 8 * capacity, tree_bytes(capacity)), strict=True
+        ):
+            allocate(folder / name, size)
+        control = map_file(folder / files.TABLES[0], control_bytes())
+        words = np.frombuffer(control, dtype=np.int64)
+        words[Word.MAX_SLOT] = -1
+        words.view(np.float64)[Word.MAX_PRIORITY] = np.nan
+        write_json(folder / files.HEADER, header.as_json())
+    except OSError as error:
+        files.clear(folder)
+        (folder / files.LOCK).unlink()
+        raise DirectoryError(
+            f"could not allocate the tables of a buffer of {capacity} rows in {folder}: {error}"
+        ) from error
+    return header
