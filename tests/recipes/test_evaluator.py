@@ -90,8 +90,12 @@ def test_an_evaluator_that_dies_is_replaced_by_the_next_process(fork_server, col
         {"learner": 1, "collector": collectors, "evaluator": 1}, fork_server=fork_server
     ) as session:
         evaluations = Evaluations(session, CONFIG, said.append)
+        evaluations.begin(network.state_dict(), seed=0)
+        evaluations.finish()
+        evaluator = session.pid_of(session.of_role("evaluator")[0])
+        os.kill(evaluator, signal.SIGSTOP)  # or it may be done before it is killed
         evaluations.begin(network.state_dict(), seed=1)
-        os.kill(session.pid_of(session.of_role("evaluator")[0]), signal.SIGKILL)
+        os.kill(evaluator, signal.SIGKILL)
         returns = evaluations.finish()
         while evaluations.under_way:
             returns = evaluations.finish()
