@@ -49,8 +49,9 @@ _turns: Turns | None = None
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Two for the whole suite; none for a part of it, which would wait for them to start."""
-    return 2 if config.args == config.getini("testpaths") else 0
+    """Three for the whole suite, whose tests wait for processes a quarter of their time; none for a
+    part of it, which would wait for them to start."""
+    return 3 if config.args == config.getini("testpaths") else 0
 
 
 # What forks hundreds of times, while a worker is small: a fork copies the tables of all its pages.
