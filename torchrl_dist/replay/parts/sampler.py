@@ -630,7 +630,7 @@ class SharedPrioritizedSampler(SharesPriorities, PrioritizedSampler):
             if limited and not directory.words[Word.AVAILABLE]:
                 raise TooFewDrawsError(EMPTY)
             slots, leaves, minimum, total = directory.tree.sample(self._uniforms(count))
-            if not leaves.all():  # rounding at the edge of a node
+            if np.count_nonzero(leaves) < count:  # rounding at the edge of a node
                 again = np.flatnonzero(leaves == 0)
                 slots[again], leaves[again] = draw_more(again.size)
             if limited:

@@ -596,7 +596,10 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
                 return slots, versions >> 1, extra, self._gather(slots)
         slots, versions, extra = draw(count, False)
         columns = self._gather(slots)
-        changed = np.flatnonzero(directory.versions[slots] != versions)
+        now = directory.versions[slots]
+        if now.tobytes() == versions.tobytes():  # a tenth of the time that arrays take to compare
+            return slots, versions >> 1, extra, columns
+        changed = np.flatnonzero(now != versions)
         attempt = 0
         while changed.size:
             attempt += 1
