@@ -124,7 +124,7 @@ def test_tied_tensors_reach_a_module_that_has_them_apart(shared: bool) -> None:
     if shared:
         owner, view = SharedWeights(), WeightsView()
         owner.write(packed)
-        view.take(owner.ticket, worker)
+        view.take(owner.address, worker)
     else:
         unpack(packed, worker)
     for name in ("first", "second"):
