@@ -1,8 +1,8 @@
 """Fixtures of all tests: a fork server shared by them, the check that nothing is left, and who
 may run beside whom.
 
-A run of the whole suite has two halves side by side: most tests wait for processes more than they
-compute. A test marked ``alone`` (it compares times, say) runs while the other half waits.
+A run of the whole suite has three parts side by side: most tests wait for processes more than they
+compute. A test marked ``alone`` (it compares times, say) runs while the other parts wait.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """Figures of a test cross to the other half as plain numbers: no NumPy's."""
+    """Figures of a test cross to the controller as plain numbers: no NumPy's."""
     outcome = yield
     report = outcome.get_result()
     report.user_properties = [

@@ -307,6 +307,30 @@ def test_next_does_not_take_a_failure_for_the_end(build: Any) -> None:
         collector.next()
 
 
+def test_larger_batches_than_asked_for_are_said_where_the_collector_is_built() -> None:
+    with pytest.warns(UserWarning, match="no multiple of 1 rollouts x 3 envs") as warned:
+        collector = RPCBatchedCollector(
+            Counter, None, num_envs=3, frames_per_batch=10, total_frames=12
+        )
+    assert [each.filename for each in warned] == [__file__]
+    assert collector.frames_per_batch == 12
+    collector.shutdown()
+
+
+def test_a_collector_that_was_shut_down_keeps_nothing_of_its_callers() -> None:
+    env, hook, postproc = Counter(5), lambda: None, lambda rows: rows.clone()
+    collector = RPCBatchedCollector(
+        env, None, frames_per_batch=10, total_frames=10, pre_collect_hook=hook, postproc=postproc
+    )
+    assert sum(batch.numel() for batch in collector) == 10
+    collector.pre_collect_hook = None
+    collector.shutdown()
+    held = [weakref.ref(each) for each in (env, hook, postproc)]
+    del env, hook, postproc
+    gc.collect()
+    assert [ref() for ref in held] == [None] * 3
+
+
 @pytest.mark.alone
 def test_after_a_deadline_collection_goes_on_and_nothing_is_lost(build: Any) -> None:
     gate = threading.Event()

@@ -248,9 +248,12 @@ def test_who_is_dead_before_it_begins_is_missing_from_the_start(fork_server: For
                 min_workers=min_workers,
             )  # fmt: skip
 
-        with pytest.warns(UserWarning, match="lost before it began: collector1"):
+        with pytest.warns(UserWarning, match="lost before it began: collector1") as warned:
             with pytest.raises(PeerLostError, match="2 of 3 workers .* min_workers=3"):
                 build(3)
+            assert {each.filename for each in warned if "before it" in str(each.message)} == {
+                __file__
+            }
             with build(2) as collector:
                 assert sum(batch.numel() for batch in collector) == 100
                 assert collector.report.lost_workers == ("collector1",)

@@ -501,6 +501,13 @@ def test_a_cut_reaches_every_process(build: Any) -> None:
     assert (rows.numel() if mask is None else mask.sum()) == stats.frames
 
 
+def test_a_rollout_without_a_number_is_not_cut_by_what_cut_an_earlier_one(build: Any) -> None:
+    worker = build(lambda: Counter(100))
+    worker.cut(request=0, least=1)
+    assert worker.collect(request=0)[1].frames == 4
+    assert worker.collect()[1].frames == 40
+
+
 def test_processes_that_were_cut_at_different_steps_make_one_masked_rollout(
     build: Any, tmp_path: Any
 ) -> None:

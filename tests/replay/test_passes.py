@@ -150,7 +150,7 @@ def test_rows_that_change_while_they_are_copied_are_not_returned(make, monkeypat
         return leaves
 
     monkeypatch.setattr(storage, "copy_arrays", overwrite_first)
-    monkeypatch.setattr("torchrl_dist.replay.parts.passes._REDRAWS", 1000)  # so it holds no lock
+    monkeypatch.setattr("torchrl_dist.replay.parts.passes.REDRAWS", 1000)  # so it holds no lock
     found = ids(rb, 2)
     assert written and len(set(found)) == len(found) and max(found) < 64
     gone = {slot for count, slot in enumerate(written, 1) if count % 10}

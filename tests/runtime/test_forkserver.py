@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -16,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from torchrl_dist.errors import PeerLostError, RemoteError
+from torchrl_dist.errors import ConfigurationError, PeerLostError, RemoteError
 from torchrl_dist.runtime import ForkServer, Session, current_session, local_cluster
 from torchrl_dist.runtime import forkserver as module
 
@@ -110,6 +112,71 @@ def test_each_child_has_its_own_end_and_nobody_else_has_it(fork_server: ForkServ
         fork_server.kill_children()
         for ours, _ in pairs:
             ours.close()
+
+
+def test_what_cannot_be_passed_on_ends_the_client_instead_of_the_wait(
+    fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a command the server waits for the rest of it."""
+
+    def out_of_descriptors(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(module, "_address", fork_server.address)
+    with ForkServer() as client:
+        ours, theirs = socket.socketpair()
+        with ours, theirs, monkeypatch.context() as broken:
+            broken.setattr(module.socket, "send_fds", out_of_descriptors)
+            with pytest.raises(OSError, match="Too many open files"):
+                client.start(Speaker(), range(1), [theirs.fileno()])
+        began = time.monotonic()
+        with pytest.raises(PeerLostError, match="is gone: closed"):
+            while time.monotonic() - began < 10:
+                with contextlib.suppress(ConfigurationError):  # not before the server has said so
+                    client.start(Speaker(), range(1))
+    assert psutil.pid_exists(fork_server.pid)
+
+
+def test_default_timeouts_of_sockets_change_nothing(
+    fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_address", fork_server.address)
+    socket.setdefaulttimeout(0.01)
+    try:
+        with ForkServer() as client:
+            ours, theirs = socket.socketpair()
+            with ours, theirs:
+                client.start(Speaker(), range(1), [theirs.fileno()])
+                for end in ours, theirs:
+                    end.settimeout(20)
+                assert ours.recv(4096).startswith(b"0 ")
+                assert os.get_blocking(client._link.fileno())
+    finally:
+        socket.setdefaulttimeout(None)
+
+
+def stop_in_a_command() -> None:
+    """Runs in a client: it is paused when it has said that an end will come."""
+    server = ForkServer()
+    server.wait_up()
+    server._commands.send((1, [0], pickle.dumps(Speaker()), True))
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_nobody_waits_for_a_client_that_is_stopped_between_a_command_and_its_ends(
+    cluster: Session, tmp_path: Path
+) -> None:
+    first, second = cluster.of_role("b")
+    answer = cluster.submit(first, stop_in_a_command)
+    stopped = psutil.Process(cluster.pid_of(first))
+    deadline = time.monotonic() + 20
+    while stopped.status() != psutil.STATUS_STOPPED:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert cluster.call(second, start_in_child, str(tmp_path / "a"))[1] < 10
+    os.kill(stopped.pid, signal.SIGKILL)
+    with pytest.raises(PeerLostError):
+        answer.result(20)
 
 
 def test_children_have_children_of_the_same_server(

@@ -6,7 +6,8 @@ What holds, what guards it, and the tests that try to break it (``tests/replay``
 invariant                                  guard                                 tests
 =========================================  ====================================  ================
 a slot has one writer                      tickets and claims, ``cursor``        processes, kills
-a row that is read is one whole row        versions, ``storage._read_drawn``     torn
+a row that is read is one whole row        versions, compared after the copy:    torn
+                                           ``storage``, ``slices``, ``passes``
 a priority meets its row, or none [1]_     generations, ``priorities.update``    buffer, law,
                                                                                  hosted
 only published rows count and are drawn    four rules at the top of              kills, int64
@@ -17,8 +18,8 @@ sums equal leaves                          marks in ``tree``                    
 the law and the weights of one buffer      ``tree``, ``sampler``; over shards    law, shard_law,
                                            ``shard_law``                         shard_hosts
 at most once per pass, by all processes    one counter, ``passes``               passes
-by RPC: in order, each once                numbered requests, ``link``,          link, host,
-                                           ``host``                              hosted
+by RPC: in order, each once                one call under way, none repeated:    link, host,
+                                           ``remote_link``                       hosted
 samples per insert stay in their range     ``limiter``; ``gate`` on a node,      limiter, gate,
                                            ``totals`` over hosts                 limiter_hosts
 the earlier checkpoint, or the new one     one rename, ``disk``; the ring's      checkpoint,

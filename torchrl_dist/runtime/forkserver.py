@@ -1,4 +1,5 @@
-"""A process that imports torch and torchrl once and forks the children of ``local_cluster``.
+"""A process that imports torch and torchrl once and forks the children of ``local_cluster``, and
+the env processes of a node worker, each with an end of a pair of sockets.
 
 Importing takes seconds of CPU per process; a fork takes milliseconds. It is sound only while the
 server has no second thread, no RPC and no CUDA, so it does nothing but fork, wait and report.
@@ -31,11 +32,11 @@ import subprocess
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection, Pipe
-from multiprocessing.reduction import recv_handle, send_handle
+from multiprocessing.connection import Connection
 from typing import Any
 
 from ..errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
@@ -155,8 +156,10 @@ class ForkServer:
         self._error: str | None = None
         self._closed = False
         self._process: subprocess.Popen[bytes] | _Fork | None = None  # None: another client's
-        self._commands, commands = Pipe()
-        self._reports, reports = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._command_lock = threading.RLock()  # a command and what belongs to it go together
+        self._link, commands = _pair(socket.SOCK_STREAM)
+        self._commands = Connection(os.dup(self._link.fileno()))
+        self._reports, reports = _pair(socket.SOCK_SEQPACKET)
         fds = (commands.fileno(), reports.fileno())
         self.pid = 0
         if _address is not None:
@@ -254,10 +257,8 @@ class ForkServer:
             ConfigurationError: another cluster's children still run.
             DeadlineError: the server did not come up.
         """
-        if not self._up.wait(_BOOT_TIMEOUT_S):
-            raise DeadlineError(f"the fork server was not up after {_BOOT_TIMEOUT_S:g} s")
-        if self._error is not None:
-            raise PeerLostError(f"the fork server (pid {self.pid}) is gone: {self._error}")
+        assert len(ends) in (0, len(ranks))
+        self.wait_up()
         if self._children is not None and not self._children.wait_gone(0):
             raise ConfigurationError(
                 "This fork server's children of another cluster still run; leave that cluster "
@@ -267,6 +268,18 @@ class ForkServer:
         self._children = Children(self._jobs, {rank: ChildState() for rank in ranks})
         self._send((self._jobs, list(ranks), pickle.dumps(job), bool(ends)), ends)
         return self._children
+
+    def wait_up(self) -> None:
+        """Block until the server can fork, which after its start takes seconds.
+
+        Raises:
+            PeerLostError: it died.
+            DeadlineError: it did not come up.
+        """
+        if not self._up.wait(_BOOT_TIMEOUT_S):
+            raise DeadlineError(f"the fork server was not up after {_BOOT_TIMEOUT_S:g} s")
+        if self._error is not None:
+            raise PeerLostError(f"the fork server (pid {self.pid}) is gone: {self._error}")
 
     def restart(self, job: Any, rank: int, end: int | None = None) -> None:
         """Fork another child in the place of one that has ended; does not wait for it. ``end`` as
@@ -300,7 +313,7 @@ class ForkServer:
         if self._closed:
             return
         self._closed = True
-        self._commands.close()  # the server sees the end of the stream, and kills
+        self._hang_up()  # the server sees the end of the stream, and kills
         if self._process is not None:
             try:
                 self._process.wait(_KILL_TIMEOUT_S)
@@ -318,10 +331,22 @@ class ForkServer:
         self.close()
 
     def _send(self, command: Any, ends: Sequence[int] = ()) -> None:
-        with contextlib.suppress(OSError):  # a dead server is the monitor's business
-            self._commands.send(command)
-            for end in ends:
-                send_handle(self._commands, end, self.pid)
+        with self._command_lock:
+            if self._commands.closed:
+                return
+            try:
+                self._commands.send(command)
+                for end in ends:
+                    socket.send_fds(self._link, [b"\0"], [end])
+            except (BrokenPipeError, ConnectionResetError):
+                pass  # a dead server is the monitor's business
+            except BaseException:  # in the middle, or closed: the server must not wait for the rest
+                self._hang_up()
+                raise
+
+    def _hang_up(self) -> None:
+        self._commands.close()
+        self._link.close()
 
     def _watch(self) -> None:
         poller = select.poll()
@@ -332,7 +357,7 @@ class ForkServer:
             alive = self._pidfd not in [fd for fd, _ in poller.poll()]
             while (report := self._next_report()) is not None:
                 if report[0] == "end":
-                    self._error = "closed"
+                    self._lose_children(report[3] or "closed")
                     return
                 self._take(*report)
         self._server_died()
@@ -370,10 +395,14 @@ class ForkServer:
 
     def _server_died(self) -> None:
         if self._process is None:
-            self._error = "ended"
+            self._lose_children("ended")
         else:
             code = self._process.wait()
-            self._error = _how_it_ended(-code if code < 0 else code << 8)
+            self._lose_children(_how_it_ended(-code if code < 0 else code << 8))
+
+    def _lose_children(self, how: str) -> None:
+        """The server is gone, for us at least, and in this way."""
+        self._error = how
         self._up.set()
         children = self._children
         if children is None:
@@ -382,7 +411,7 @@ class ForkServer:
             if state.exit is None:
                 if state.pid is not None:
                     _kill_group(state.pid)
-                self._take("exit", children.job, rank, f"the fork server was {self._error}")
+                self._take("exit", children.job, rank, f"the fork server was {how}")
 
 
 class _Fork:
@@ -478,13 +507,25 @@ class _Client:
 
     Attributes:
         children: pidfd -> pid, job, rank.
+        waiting: job, rank and blob of children whose ends have not come yet.
+        problem: why the server ends this client, if it is not the client who has ended.
     """
 
     def __init__(self, command_fd: int, report_fd: int, process: int) -> None:
         self.reports = socket.socket(fileno=report_fd)  # raises for what is no socket
+        link = os.dup(command_fd)
+        try:
+            self.link = socket.socket(fileno=link)
+        except OSError:
+            os.close(link)
+            self.reports.detach()  # whoever called closes it
+            raise
+        self.link.setblocking(True)
         self.commands = Connection(command_fd)
         self.process = process
         self.children: dict[int, tuple[int, int, int]] = {}
+        self.waiting: deque[tuple[int, int, bytes]] = deque()
+        self.problem: str | None = None
 
     def kill_children(self) -> None:
         for pid, _, _ in self.children.values():
@@ -492,6 +533,7 @@ class _Client:
 
     def close(self) -> None:
         self.commands.close()
+        self.link.close()
         self.reports.close()
         for fd in (self.process, *self.children):
             os.close(fd)
@@ -574,10 +616,13 @@ class _Server:
     def _forget_ended(self) -> None:
         for client in [client for client in self._ended if not client.children]:
             self._ended.remove(client)
-            report(client.reports, "end", 0, 0, None)
+            report(client.reports, "end", 0, 0, client.problem)
             client.close()
 
     def _obey(self, client: _Client) -> None:
+        if client.waiting:
+            self._take_end(client)
+            return
         try:
             command = client.commands.recv()
         except (EOFError, OSError):
@@ -585,20 +630,28 @@ class _Server:
             return
         if command is None:
             client.kill_children()
-        else:
-            job, ranks, blob, with_ends = command
-            for rank in ranks:
-                end = None
-                if with_ends:  # taken one by one, so that no child has another's
-                    try:
-                        end = recv_handle(client.commands)
-                        os.set_inheritable(end, False)
-                    except (EOFError, OSError, RuntimeError):  # the client ended in between
-                        self._end(client)
-                        return
-                self._fork(client, job, rank, blob, end)
-                if end is not None:
-                    os.close(end)
+            return
+        job, ranks, blob, with_ends = command
+        if with_ends:
+            client.waiting.extend((job, rank, blob) for rank in ranks)
+            return
+        for rank in ranks:
+            self._fork(client, job, rank, blob, None)
+
+    def _take_end(self, client: _Client) -> None:
+        """Fork the next child that waits for its end. One at a time: no child has another's, and
+        nobody waits for a client that was stopped in between."""
+        data, ends, _, _ = socket.recv_fds(client.link, 1, 1)
+        if not ends:
+            if data:  # it was sent: there is no number for it here
+                client.problem = "out of descriptors (ulimit -n)"
+            self._end(client)
+            return
+        (end,) = ends
+        os.set_inheritable(end, False)
+        job, rank, blob = client.waiting.popleft()
+        self._fork(client, job, rank, blob, end)
+        os.close(end)
 
     def _fork(self, client: _Client, job: int, rank: int, blob: bytes, end: int | None) -> None:
         server_pid = os.getpid()
@@ -643,6 +696,14 @@ class _Server:
         _, status = os.waitpid(pid, 0)
         report(client.reports, "exit", job, rank, _how_it_ended(status))
         self._forget_ended()
+
+
+def _pair(kind: socket.SocketKind) -> tuple[socket.socket, socket.socket]:
+    """Connected sockets that block, whatever ``socket.setdefaulttimeout`` says."""
+    pair = socket.socketpair(socket.AF_UNIX, kind)
+    for end in pair:
+        end.setblocking(True)
+    return pair
 
 
 def _run_child(reports: socket.socket, job: int, rank: int, blob: bytes, end: int | None) -> int:

@@ -1,4 +1,4 @@
-"""What a collector refuses before anything is started."""
+"""What a collector is asked for: chosen, checked, and made into what workers are built from."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -276,6 +276,17 @@ class Settings:
     @property
     def rollouts_per_batch(self) -> int:
         return self.readiness.rollouts_per_batch(self.num_workers)
+
+    def without_parts(self) -> Settings:
+        """What a collector keeps that was shut down: nothing that is the caller's."""
+        return replace(
+            self,
+            make_envs=(),
+            policy_factories=None if self.policy_factories is None else (),
+            postproc=None,
+            postproc_factory=None,
+            hooks=(None, None),
+        )
 
     def worker_config(self) -> WorkerConfig:
         """What all workers are built from, with a copy of the policy as it is now."""

@@ -953,6 +953,7 @@ class RPCBatchedCollector(BaseCollector):
         errors = self._crew.close(until - time.monotonic(), close_env)
         if self._inference is not None:
             self._inference.close(until - time.monotonic())
+        self._settings = self._settings.without_parts()
         if self._background is not None:
             self._background.join(until - time.monotonic())
         if errors and raise_on_error:

@@ -1,4 +1,5 @@
-"""Builds the workers, all at once, and checks that they are alike."""
+"""Builds the workers, all at once, checks that they are alike, and chooses how long a message is;
+builds successors of those that are lost."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ MESSAGE_S = 0.5
 # ... where a process has a core. Of many that share one, each has a few percent of it.
 _PROCESSES_PER_CORE = 4
 MESSAGE_BYTES = 8 << 20
-_WARN_AT_CALLER = 4  # frames between a warning here and who builds the collector
+_WARN_AT_CALLER = 5  # frames between a warning here and who builds the collector
 
 
 def start_workers(

@@ -165,7 +165,7 @@ class _Part:
         self,
         steps: int,
         num_envs: int,
-        request: int,
+        request: int | None,
         weights: WeightsAddress | None,
         rows: RowsAddress | None,
         anew: bool,

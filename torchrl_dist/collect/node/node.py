@@ -54,6 +54,7 @@ from torchrl_dist.weights import PackedWeights
 
 # Of rollouts: the collector asks for the one after the next when it has got the one at hand.
 _BLOCKS = 2
+_GLANCE_S = 1.0  # how often deaths are looked for that no connection tells
 
 
 @dataclass(frozen=True)
@@ -331,7 +332,7 @@ class NodeWorker:
                 "collect",
                 steps=order.steps,
                 num_envs=min(self._envs, order.kept - process.index * self._envs),
-                request=order.request or 0,
+                request=order.request,
                 weights=self._weights.address,
                 rows=self._rows_address(process.index, rollout.block),
                 anew=order.anew,
@@ -344,12 +345,12 @@ class NodeWorker:
         ended; or for so many seconds."""
         until = math.inf if timeout_s is None else time.monotonic() + timeout_s
         limit_s, relay = self.config.step_timeout_s, self._relay
-        glance_s = math.inf if limit_s is None else limit_s / 4
+        glance_s = _GLANCE_S if limit_s is None else min(_GLANCE_S, limit_s / 4)
         self._begin_ahead()
         flush_s = math.inf
         while rollout.pending and (left_s := until - time.monotonic()) > 0:
             wait_s, asked = min(left_s, glance_s, flush_s), time.monotonic()
-            events = self._selector.select(None if wait_s == math.inf else wait_s)
+            events = self._selector.select(wait_s)
             waited_s = time.monotonic() - asked
             if waited_s > wait_s + STOPPED_S:  # and its processes as well, perhaps
                 for process in self._pool.processes:
@@ -362,11 +363,12 @@ class NodeWorker:
             busy = {index for each in self._under_way for index in each.pending}
             if relay is not None:
                 flush_s = relay.flush(most=len(busy))
-            if limit_s is not None:
-                for index in busy:
-                    process = self._pool.processes[index]
-                    if self._pool.hangs(process, limit_s):
-                        self._bury(process, f"made no step for {limit_s:g} s")
+            for index in busy:
+                process = self._pool.processes[index]
+                if limit_s is not None and self._pool.hangs(process, limit_s):
+                    self._bury(process, f"made no step for {limit_s:g} s")
+                elif not events and self._pool.has_ended(process):
+                    self._bury(process, "")
 
     def _finish_all(self) -> None:
         """Wait until all processes are idle: a call is answered by them between two rollouts."""

@@ -113,6 +113,7 @@ class ProcessPool:
             RemoteError: a process could not build its envs.
             PeerLostError, DeadlineError: it died, or took too long.
         """
+        self._server.wait_up()  # a fork of this process meanwhile would have a copy of every end
         pairs = [self._pair() for _ in range(self._count)]
         self.processes = [Process(index, ours) for index, (ours, _) in enumerate(pairs)]
         try:
@@ -156,20 +157,27 @@ class ProcessPool:
             with self.children.changed:
                 state = self.children.states[process.index]
                 self.children.changed.wait_for(lambda: state.exit is not None, CLOSE_S)
-            self._raise_for_failed_start()
-            raise PeerLostError(f"env process {process.index} closed its connection") from None
+            raise self._failed_start(process.index) from None
 
     def _raise_for_failed_start(self) -> None:
+        """For who has ended without a connection that says so; what it has said comes first."""
         with self.children.changed:
-            for index, state in self.children.states.items():
-                if state.failure:
-                    raise self._error(index, *state.failure, None)
-                if state.exit and not self.processes[index].ready:
-                    raise PeerLostError(f"env process {index} died at start-up: {state.exit}")
+            for process in self.processes:
+                if not process.ready and self.has_ended(process):
+                    raise self._failed_start(process.index)
+
+    def _failed_start(self, index: int) -> RemoteError | PeerLostError:
+        state = self.children.states[index]
+        if state.failure:
+            return self._error(index, *state.failure, None)
+        how = state.exit or "it closed its connection"
+        return PeerLostError(f"env process {index} died at start-up: {how}")
 
     def _pair(self) -> tuple[Connection, socket.socket]:
         """Our end, and that of a process."""
         ours, theirs = socket.socketpair(socket.AF_UNIX)
+        for end in (ours, theirs):
+            end.setblocking(True)  # whatever socket.setdefaulttimeout says
         if (limit_s := self._step_timeout_s) is not None:  # in the middle of a message
             limit = struct.pack("ll", int(limit_s), int(limit_s % 1 * 1e6))
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
@@ -246,6 +254,15 @@ class ProcessPool:
         return self.receive(process)
 
     # ---- ends
+
+    def has_ended(self, process: Process) -> bool:
+        """Whether it has, and has left nothing to read. Its connection tells as much, but where
+        another thread of this process has forked while a pair of sockets was open."""
+        return (
+            self.children.states[process.index].exit is not None
+            and not process.connection.closed
+            and not process.connection.poll(0)
+        )
 
     def hangs(self, process: Process, limit_s: float) -> bool:
         """Whether a busy process has made no step for so long."""

@@ -1,4 +1,5 @@
-"""The process that keeps a replay directory for clients on other nodes: a plain local object.
+"""Serves a replay directory to clients: a plain local object, in the process that keeps the rows
+for far clients, in the client's own process for those of its node.
 
 A client sends :class:`Request` after :class:`Request`, each with operations and a draw, and gets a
 :class:`Reply` to each. The host applies the operations in order, then it draws, so the rows reflect

@@ -1,4 +1,4 @@
-"""The side of who keeps a buffer's rows: the hosts of this process, and where they are."""
+"""Runs in a process that keeps rows: makes, finds and releases the hosts of this process."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def _joined(run: list[Operation]) -> Operation:
     if isinstance(first, Write):
         writes = cast(list[Write], run)
         rows = [unpack(each.packed) for each in writes]
-        arrays = [np.concatenate(leaf) for leaf in zip(*rows, strict=True)]
+        arrays = [np.concatenate(column) for column in zip(*rows, strict=True)]
         return Write(
             first.spec,
             sum(each.count for each in writes),

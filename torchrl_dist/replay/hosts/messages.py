@@ -21,7 +21,7 @@ class Write:
     Attributes:
         spec: the row spec as text, see ``packing``.
         count: number of rows.
-        packed: their tensors.
+        packed: their columns.
         priority: float64 [count], before alpha and eps; None: the largest one seen.
         parts: number and rows of each ``extend``; the number, unique in a request, is for
             ``SetWrittenPriorities``.
@@ -187,7 +187,7 @@ class Reply:
         count: rows drawn: as many as wanted; fewer if those that may be sampled do not have so many
             draws left; 0 if the buffer is empty.
         spec: row spec of the drawn rows as text.
-        packed: slot, generation, mass of each row, then the rows; see ``unpack_rows``.
+        packed: slot, generation and leaf of each row, then the rows; see ``unpack_rows``.
     """
 
     written: tuple[tuple[np.ndarray, np.ndarray], ...] = ()

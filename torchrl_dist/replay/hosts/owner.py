@@ -1,4 +1,5 @@
-"""Who keeps a buffer's rows: one process of the job, or several that keep a shard each."""
+"""The handle by which every process reaches the hosts of a buffer: one process of the job, or
+several that keep a shard each."""
 
 from __future__ import annotations
 

@@ -54,15 +54,10 @@ from torchrl_dist.runtime import Remote
 # sends one message per batch instead of two.
 _COMPANY_S = 0.02
 
-
 # What one request may hold, in operations or 32 KiB (16 MiB in all), but for a single operation
 # that is larger. A hundred microseconds of the host's time each, so a twentieth of a second.
 _MOST_OPERATIONS = 512
-
-
 _BYTES_PER_OPERATION = 2**15
-
-
 # Of the deadline: a request that took longer makes the next ones smaller.
 _LONG_CALL = 0.25
 

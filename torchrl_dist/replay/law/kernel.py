@@ -1,4 +1,4 @@
-"""Finds the optional C kernel of the priority tree."""
+"""Finds the optional C kernel: what tree, cursor and priorities do under the directory's lock."""
 
 from __future__ import annotations
 

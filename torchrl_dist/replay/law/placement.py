@@ -1,4 +1,5 @@
-"""Arithmetic of the ring: which slots a run of tickets takes. Pure functions on integers.
+"""Arithmetic of the ring: which slots a run of tickets takes. Pure
+functions on whole numbers.
 
 A *ticket* is an int64 that counts rows ever reserved; a *slot* is ``ticket % capacity``.
 """

@@ -5,9 +5,10 @@ The life of a row::
     reserve   under the lock: tickets are taken, a claim names the owner, the slots' versions
               become odd, their leaves 0, and they no longer count as published
     (copy)    outside the lock: only the claim's owner writes these slots
-    publish   under the lock: versions become even, leaves positive, the claim ends
+    publish   under the lock: leaves become positive, then versions even, the claim ends
 
-The order of the stores inside each step is what :func:`repair` relies on.
+The order of the stores inside each step is what :func:`repair` relies on. Reserving and publishing
+are also written in C (``law/_kernel.c``): a change goes into both.
 """
 
 from __future__ import annotations

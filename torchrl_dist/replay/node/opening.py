@@ -1,4 +1,4 @@
-"""How a process comes to a replay directory, makes it or refuses it, and leaves it."""
+"""How a process comes to a replay directory: makes it, joins it or refuses it; and closes it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""From priorities to leaves of the tree, and the largest priority that new rows start with.
+"""New priorities for rows, dropped where a slot holds another row by now; from priorities to leaves
+of the tree, and the largest priority that new rows start with.
 
 ``leaf = (priority + eps) ** alpha`` (Schaul et al. 2016, "Prioritized Experience Replay", section
-3.3), with the ``alpha`` and ``eps`` of the directory.
+3.3), with the ``alpha`` and ``eps`` of the directory. :func:`update` is also written in C
+(``law/_kernel.c``): a change goes into both.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.node.directory import ReplayDirectory
 from torchrl_dist.replay.node.tables import ORDERED_LOADS
 from torchrl_dist.replay.parts.sampler import EMPTY, Drawn, SharedSampler
-from torchrl_dist.replay.parts.storage import _REDRAWS, NoRowsError, SharedMemmapStorage
+from torchrl_dist.replay.parts.storage import REDRAWS, NoRowsError, SharedMemmapStorage
 from torchrl_dist.replay.row import rows
 
 # the first words of pass.bin: the pass, counted from 1; entries of its order that were passed, and
@@ -181,7 +181,7 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
         limiter; ``mass`` is the number of rows."""
         directory = self.attach(storage)
         assert isinstance(storage, SharedMemmapStorage)
-        slots, versions, leaves = storage.once_rows_are_published(
+        slots, versions, columns = storage.once_rows_are_published(
             lambda: self._draw_rows(storage, count)
         )
         spec = directory.rows
@@ -190,7 +190,7 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
             torch.from_numpy(slots),
             torch.from_numpy(versions >> 1),
             np.ones(slots.size),
-            rows.tensors(leaves, spec),
+            rows.tensors(columns, spec),
             1.0,
             float(directory.length),
         )
@@ -204,7 +204,7 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
         self._batch_size = count
         parts: list[tuple[np.ndarray, np.ndarray, list[np.ndarray]]] = []
         missing, number = count, None
-        for attempt in range(_REDRAWS + 1):
+        for attempt in range(REDRAWS + 1):
             with directory.lock():
                 if number is None:
                     slots, versions = self._begin(directory, passes, count)
@@ -213,14 +213,14 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
                     slots, versions = passes.take(missing)
                 else:  # others went on to the next one
                     break
-                locked = not ORDERED_LOADS or attempt == _REDRAWS
-                leaves = storage.copy_arrays(slots) if locked else []
-            leaves = leaves or storage.copy_arrays(slots)
+                locked = not ORDERED_LOADS or attempt == REDRAWS
+                columns = storage.copy_arrays(slots) if locked else []
+            columns = columns or storage.copy_arrays(slots)
             whole = directory.versions[slots] == versions
             if locked or whole.all():
-                parts.append((slots, versions, leaves))
+                parts.append((slots, versions, columns))
             else:  # overwritten during the copy
-                parts.append((slots[whole], versions[whole], [leaf[whole] for leaf in leaves]))
+                parts.append((slots[whole], versions[whole], [column[whole] for column in columns]))
             missing -= parts[-1][0].size
             if not missing or slots.size == 0 or (whole.all() and slots.size < count):
                 break
@@ -229,8 +229,8 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
         if len(parts) == 1:
             return parts[0]
         slots, versions, copies = zip(*parts, strict=True)
-        leaves = [np.concatenate(leaf) for leaf in zip(*copies, strict=True)]
-        return np.concatenate(slots), np.concatenate(versions), leaves
+        columns = [np.concatenate(column) for column in zip(*copies, strict=True)]
+        return np.concatenate(slots), np.concatenate(versions), columns
 
     def _begin(
         self, directory: ReplayDirectory, passes: Passes, count: int

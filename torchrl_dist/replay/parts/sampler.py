@@ -215,7 +215,7 @@ class Drawn:
 
     Attributes:
         index, generation: int64 [n], slot and generation of each row.
-        leaf: float64 [n], the mass of each row: ``p ** alpha``, 1 in uniform sampling.
+        leaf: float64 [n], of each row: ``p ** alpha``, 1 in uniform sampling.
         tensors: the rows, one tensor [n, ...] per column of the row spec.
         minimum: the smallest mass of a row in the directory at the time.
         mass: the sum over all rows of the directory at the time of the first draw.

@@ -20,7 +20,7 @@ from torchrl_dist.replay.law.placement import slot_ranges
 from torchrl_dist.replay.node.directory import ReplayDirectory
 from torchrl_dist.replay.node.tables import ORDERED_LOADS, Word
 from torchrl_dist.replay.parts.sampler import EMPTY, SharedPrioritizedSampler, SharedSampler
-from torchrl_dist.replay.parts.storage import _REDRAWS, NoRowsError, SharedMemmapStorage
+from torchrl_dist.replay.parts.storage import REDRAWS, NoRowsError, SharedMemmapStorage
 from torchrl_dist.replay.row.spec import STREAM
 
 _USUAL_KEYS = (("collector", "traj_ids"), ("episode",))
@@ -328,7 +328,7 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
     ) -> tuple[tuple[torch.Tensor, ...], dict[NestedKey, torch.Tensor]]:
         directory = storage.directory
         if ORDERED_LOADS:
-            for attempt in range(_REDRAWS):
+            for attempt in range(REDRAWS):
                 try:
                     drawn = self._draw(storage, batch_size, fresh=attempt > 0, locked=False)
                 except RuntimeError:
@@ -567,7 +567,7 @@ class SharedPrioritizedSliceSampler(
             raise NoRowsError(EMPTY)
         allowed, _ = self._may_start(directory, runs, length)
         slots, leaves = np.empty(0, np.int64), np.empty(0)
-        for _ in range(_REDRAWS):
+        for _ in range(REDRAWS):
             drawn, masses = tree.draw(self._uniforms(2 * (count - slots.size)))
             kept = np.flatnonzero(allowed[drawn] & (masses > 0))[: count - slots.size]
             slots = np.concatenate([slots, drawn[kept]])

@@ -36,7 +36,7 @@ from torchrl_dist.replay.row.gather import Gatherer
 from torchrl_dist.replay.row.spec import STREAM, RowSpec
 from torchrl_dist.replay.saving.storage import DirectoryShard, SavedStorage
 
-_REDRAWS = 8
+REDRAWS = 8
 _RETRY_S = 2e-4
 _RUNS_AT_ONCE = 32
 
@@ -604,7 +604,7 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         while changed.size:
             attempt += 1
             directory.count(Word.REREAD_ROWS, changed.size)
-            if attempt > _REDRAWS:
+            if attempt > REDRAWS:
                 directory.count(Word.LOCKED_READS)
                 with directory.lock():
                     slots[changed], versions[changed], extra[changed] = draw(changed.size, True)

@@ -1,1 +1,1 @@
-"""What a row is: its leaves, from TensorDicts to plain tensors and back."""
+"""What a row is: its columns, from TensorDicts to arrays and back."""

@@ -1,4 +1,5 @@
-"""The private names of TorchRL that the plug-ins rely on, in one place.
+"""What is asked of TorchRL's buffers by private names, in one place. What subclasses override lies
+in them.
 
 Seen in torchrl 0.14.1 and tensordict 0.14.3.
 """

@@ -421,8 +421,8 @@ def _built(
 
 
 def fitted(arrays: list[np.ndarray], spec: RowSpec, own: RowSpec) -> list[np.ndarray]:
-    """Leaves of rows with ``spec`` for a buffer whose rows have ``own``; fields for text may differ
-    in size.
+    """Columns of rows with ``spec`` for a buffer whose rows have ``own``; fields for text may
+    differ in size.
 
     Raises:
         ConfigurationError: naming what does not match. Nothing was written then.
