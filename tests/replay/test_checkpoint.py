@@ -48,7 +48,7 @@ from torchrl_dist.errors import DirectoryError
 from torchrl_dist.replay.node.tables import Word
 from torchrl_dist.replay.row import rows
 from torchrl_dist.replay.saving import disk, snapshot
-from torchrl_dist.replay.saving import storage as saving
+from torchrl_dist.replay.saving import shards as saving
 from torchrl_dist.replay.saving.disk import read_dump
 from torchrl_dist.replay.saving.snapshot import SavedShard
 

@@ -258,7 +258,7 @@ def _copy(source: Path, target: Path) -> None:
 
 def _save_sent(storage: Any, target: Path) -> None:
     from torchrl_dist.replay.hosts.shard import RemoteShard
-    from torchrl_dist.replay.saving.storage import save_to_disk
+    from torchrl_dist.replay.saving.shards import save_to_disk
 
     shard = RemoteShard(storage.client, 0, era=0, host_writes=False)
     save_to_disk(target, [shard], storage.shard_lost)

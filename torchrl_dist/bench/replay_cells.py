@@ -282,7 +282,7 @@ def _mixed(peer: Peer, cell: Cell) -> list[Result]:
 
 def _lock(peer: Peer, cell: Cell) -> list[Result]:
     """How long a reader waits for our lock beside a writer in a tight loop."""
-    directory = peer.buffer.storage.directory  # type: ignore[attr-defined]
+    directory = peer.buffer.storage.directory  # type: ignore[attr-defined]  # of ours
     results = []
     for op, busy in (("lock-wait", False), ("lock-wait-busy", True)):
         window = Window.soon(cell.seconds)

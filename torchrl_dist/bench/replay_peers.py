@@ -526,7 +526,7 @@ def _serve_reverb(peer: Reverb) -> int:
         rate_limiter=reverb.rate_limiters.MinSize(1),
     )
     peer.tables = reverb.Server([table])  # type: ignore[attr-defined]  # ends with the process
-    return peer.tables.port  # type: ignore[attr-defined]
+    return peer.tables.port  # type: ignore[attr-defined]  # set above
 
 
 def _arrays(rows: Any) -> dict[str, Any]:

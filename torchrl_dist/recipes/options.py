@@ -174,7 +174,7 @@ def _from_yaml(name: str, value: Any, kind: Any) -> Any:
 
 def from_plain(config_class: type[T], values: Mapping[str, Any]) -> T:
     """Build a config from a checkpoint's plain values; fields it does not know are ignored."""
-    names = {field.name for field in dataclasses.fields(config_class)}  # type: ignore[arg-type]
+    names = {field.name for field in dataclasses.fields(config_class)}  # type: ignore[arg-type]  # is one
     known = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
     return config_class(**{key: value for key, value in known.items() if key in names})
 

@@ -50,14 +50,14 @@ _WARN_AT_CALLER = 7  # frames between a warning here and the loop over the colle
 
 
 @dataclass(frozen=True)
-class Request:
+class RolloutRequest:
     number: int  # 0, 1, ... of this worker
     round: int
     share: Share
     begun: float  # time.monotonic()
 
 
-Arrival = tuple[Request, RolloutStats, TensorDict | None]
+Arrival = tuple[RolloutRequest, RolloutStats, TensorDict | None]
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Worker:
     max_ahead: int
     specs: dict[str, str]
     ragged: bool = False  # its rows may have shapes of their own
-    in_flight: list[Request] = field(default_factory=list)
+    in_flight: list[RolloutRequest] = field(default_factory=list)
     requests: int = 0
     settled: int = 0  # of all requests before this number it is known what came of them
     # answers that came before those of earlier requests, by number; None: it brought no rows
@@ -334,7 +334,7 @@ class Crew:
         weights = worker.news
         if weights is not None:
             worker.sent_version = weights.version
-        request = Request(worker.requests, round_, share, time.monotonic())
+        request = RolloutRequest(worker.requests, round_, share, time.monotonic())
         try:
             future = worker.handle.submit(
                 "collect",
@@ -357,7 +357,7 @@ class Crew:
         future.add_done_callback(partial(self._arrived, worker, request))
         return True
 
-    def _arrived(self, worker: Worker, request: Request, future: Future) -> None:
+    def _arrived(self, worker: Worker, request: RolloutRequest, future: Future) -> None:
         """Called in a thread of the transport when a rollout is here or has failed."""
         with self._cond:
             error = future.exception()

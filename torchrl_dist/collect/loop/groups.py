@@ -21,7 +21,7 @@ from torchrl_dist.errors import ConfigurationError
 _LATE_S = 5.0
 
 
-class Answer(Protocol):
+class PendingActions(Protocol):
     def result(self, timeout: float) -> Values:
         """Block for what the policy made of the observations."""
 
@@ -29,7 +29,9 @@ class Answer(Protocol):
 class Learner(Protocol):
     """A ``torchrl_dist.runtime.Remote`` to an ``RPCInferenceTransport``, or a stand-in for it."""
 
-    def submit(self, method: str, values: Values, *, timeout_s: float | None = None) -> Answer: ...
+    def submit(
+        self, method: str, values: Values, *, timeout_s: float | None = None
+    ) -> PendingActions: ...
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class GroupedRollout:
         """As ``Rollout.run``, but ``enough`` is to be false always: the groups stay of one
         length."""
         loops: list[Generator[Values, Values, TensorDict]] = []
-        answers: list[Answer] = []
+        answers: list[PendingActions] = []
         for group in self._groups:
             loops.append(group.steps_one_by_one(steps, enough))
             answers.append(self._ask(next(loops[-1])))
@@ -88,7 +90,7 @@ class GroupedRollout:
                     done[number] = end.value
         return torch.cat([done[number] for number in range(len(loops))], 0)
 
-    def _ask(self, observations: Values) -> Answer:
+    def _ask(self, observations: Values) -> PendingActions:
         values = {key: observations[key] for key in self._inference.inputs if key in observations}
         inference = self._inference
         return inference.learner.submit("submit", values, timeout_s=inference.timeout_s)

@@ -50,7 +50,7 @@ class RowsAddress:
 
 
 @dataclass(frozen=True)
-class EnvProcess:
+class EnvProcessJob:
     """What processes are started with; crosses as a pickle.
 
     Attributes:

@@ -25,7 +25,7 @@ from tensordict import TensorDict
 
 from torchrl_dist.collect.loop.batches import join
 from torchrl_dist.collect.node.env_process import CUT_LEAST, CUT_REQUEST, STOP, RowsAddress
-from torchrl_dist.collect.node.process_pool import CLOSE_S, Process, ProcessPool
+from torchrl_dist.collect.node.process_pool import CLOSE_S, EnvProcess, ProcessPool
 from torchrl_dist.collect.node.relay import Question, Relay
 from torchrl_dist.collect.node.waker import Waker
 from torchrl_dist.collect.worker.registrations import adopt_registrations
@@ -356,7 +356,7 @@ class NodeWorker:
                 for process in self._pool.processes:
                     process.seen_at += waited_s
             for key, _ in events:
-                if isinstance(key.data, Process):
+                if isinstance(key.data, EnvProcess):
                     self._take_answer(key.data)
                 else:
                     key.data()
@@ -375,7 +375,7 @@ class NodeWorker:
         for rollout in self._under_way:
             self._finish(rollout)
 
-    def _take_answer(self, process: Process) -> None:
+    def _take_answer(self, process: EnvProcess) -> None:
         rollout = next((r for r in self._under_way if process.index in r.pending), None)
         answer: Any = None
         failure: RemoteError | None = None
@@ -396,11 +396,11 @@ class NodeWorker:
             return
         rows, stats = answer
         process.deaths = 0
-        process.numbered = max(process.numbered, stats.next_trajectory)
+        process.numbered = max(process.numbered, stats.numbered)
         if stats.frames:
             rollout.pieces.append(_Piece(process.index, rows, stats))
 
-    def _bury(self, process: Process, reason: str) -> None:
+    def _bury(self, process: EnvProcess, reason: str) -> None:
         """Go on without a process until its successor is ready."""
         for rollout in self._under_way:
             rollout.pending.discard(process.index)

@@ -21,7 +21,7 @@ import cloudpickle
 import numpy as np
 import torch
 
-from torchrl_dist.collect.node.env_process import CUT_REQUEST, FIRST_PROGRESS, STOP, EnvProcess
+from torchrl_dist.collect.node.env_process import CUT_REQUEST, FIRST_PROGRESS, STOP, EnvProcessJob
 from torchrl_dist.collect.node.relay import Question, Relay
 from torchrl_dist.collect.worker.registrations import dump_registrations
 from torchrl_dist.collect.worker.shared_block import SharedBlock
@@ -39,7 +39,7 @@ _WORD_BYTES = 8
 
 
 @dataclass
-class Process:
+class EnvProcess:
     """One env process as the node worker sees it."""
 
     index: int
@@ -60,7 +60,7 @@ class ProcessPool:
         config: the node worker's.
         server: to fork from; None: one of its own, which costs the seconds of its imports.
         selector: the connections of processes that are ready are registered here, with the
-            :class:`Process` as their data.
+            :class:`EnvProcess` as their data.
         relay: where questions for the learner go.
 
     Attributes:
@@ -87,7 +87,7 @@ class ProcessPool:
         self._control = SharedBlock(_WORD_BYTES * (FIRST_PROGRESS + self._count))
         self.words = self._control.data.numpy().view(np.int64)
         self.words[CUT_REQUEST] = -1
-        self.job = EnvProcess(
+        self.job = EnvProcessJob(
             surroundings=Surroundings.of_this_process(torch.get_num_threads()),
             registrations=dump_registrations(),
             config=cloudpickle.dumps(config),
@@ -95,7 +95,7 @@ class ProcessPool:
         )
         self.numbers_at_stake = 0
         self.replaced: list[str] = []
-        self.processes: list[Process] = []
+        self.processes: list[EnvProcess] = []
         self._own_server = server is None
         self._server = ForkServer() if server is None else server
 
@@ -115,7 +115,7 @@ class ProcessPool:
         """
         self._server.wait_up()  # a fork of this process meanwhile would have a copy of every end
         pairs = [self._pair() for _ in range(self._count)]
-        self.processes = [Process(index, ours) for index, (ours, _) in enumerate(pairs)]
+        self.processes = [EnvProcess(index, ours) for index, (ours, _) in enumerate(pairs)]
         try:
             ends = [theirs.fileno() for _, theirs in pairs]
             self.children = self._server.start(self.job, range(self._count), ends)
@@ -150,7 +150,7 @@ class ProcessPool:
             self._raise_for_failed_start()
         return [infos[index] for index in range(self._count)]
 
-    def _first_answer(self, process: Process) -> Any:
+    def _first_answer(self, process: EnvProcess) -> Any:
         try:
             return self.receive(process)
         except EOFError:
@@ -184,18 +184,18 @@ class ProcessPool:
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         return Connection(ours.detach()), theirs
 
-    def _make_ready(self, process: Process) -> None:
+    def _make_ready(self, process: EnvProcess) -> None:
         process.ready = True
         self._selector.register(process.connection, selectors.EVENT_READ, process)
 
     # ---- messages
 
-    def send(self, process: Process, method: str, *args: Any, **kwargs: Any) -> None:
+    def send(self, process: EnvProcess, method: str, *args: Any, **kwargs: Any) -> None:
         """Have a process that is ready call a method; does not wait for its answer."""
         with contextlib.suppress(OSError):  # its death is seen when the answer is awaited
             process.connection.send_bytes(cloudpickle.dumps((method, args, kwargs)))
 
-    def receive(self, process: Process) -> Any:
+    def receive(self, process: EnvProcess) -> Any:
         """The next answer of a process; blocks.
 
         Raises:
@@ -225,7 +225,7 @@ class ProcessPool:
         error.__cause__ = cause
         return error
 
-    def ask(self, asked: list[Process], method: str, *args: Any) -> dict[int, Any]:
+    def ask(self, asked: list[EnvProcess], method: str, *args: Any) -> dict[int, Any]:
         """Call a method in processes that are ready and idle; blocks until they have answered. An
         error that it raises there is an answer. Those that end are replaced, and have none.
 
@@ -236,7 +236,7 @@ class ProcessPool:
             self.send(process, method, *args)
         deadline = time.monotonic() + _CALL_S
         answers: dict[int, Any] = {}
-        ended: list[tuple[Process, str]] = []
+        ended: list[tuple[EnvProcess, str]] = []
         for process in asked:  # each is read, or it would be taken for the next one's
             try:
                 answers[process.index] = self._await_answer(process, method, deadline)
@@ -248,14 +248,14 @@ class ProcessPool:
             self.replace(process, reason)
         return answers
 
-    def _await_answer(self, process: Process, method: str, deadline: float) -> Any:
+    def _await_answer(self, process: EnvProcess, method: str, deadline: float) -> Any:
         if not process.connection.poll(max(0.0, deadline - time.monotonic())):
             raise EOFError(f"did not answer {method} within {_CALL_S:g} s")
         return self.receive(process)
 
     # ---- ends
 
-    def has_ended(self, process: Process) -> bool:
+    def has_ended(self, process: EnvProcess) -> bool:
         """Whether it has, and has left nothing to read. Its connection tells as much, but where
         another thread of this process has forked while a pair of sockets was open."""
         return (
@@ -264,14 +264,14 @@ class ProcessPool:
             and not process.connection.poll(0)
         )
 
-    def hangs(self, process: Process, limit_s: float) -> bool:
+    def hangs(self, process: EnvProcess, limit_s: float) -> bool:
         """Whether a busy process has made no step for so long."""
         made, now = int(self.words[FIRST_PROGRESS + process.index]), time.monotonic()
         if made != process.steps_seen:
             process.steps_seen, process.seen_at = made, now
         return now - process.seen_at > limit_s
 
-    def replace(self, process: Process, reason: str) -> None:
+    def replace(self, process: EnvProcess, reason: str) -> None:
         """Kill what is left of a process and fork another; does not wait for its envs.
 
         Args:
@@ -329,7 +329,7 @@ class ProcessPool:
             if enough and not readable:
                 return
 
-    def _take_in(self, process: Process) -> None:
+    def _take_in(self, process: EnvProcess) -> None:
         try:
             self.receive(process)
         except EOFError as error:

@@ -182,7 +182,7 @@ class RolloutStats:
         collect_s, write_s: seconds of stepping, and of postproc and writing.
         data_bytes: size of the rollout.
         num_envs: whose steps they are.
-        next_trajectory: how many trajectories the worker has numbered.
+        numbered: how many trajectories the worker has numbered.
         replaced: what became of env processes whose part is missing.
     """
 
@@ -195,7 +195,7 @@ class RolloutStats:
     collect_s: float = 0.0
     write_s: float = 0.0
     data_bytes: int = 0
-    next_trajectory: int = 0
+    numbered: int = 0
     num_envs: int = 0
     replaced: tuple[str, ...] = ()
 

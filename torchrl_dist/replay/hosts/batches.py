@@ -104,7 +104,7 @@ class BatchSource:
         self._client.check()
         if batch_size < 1:
             raise ConfigurationError(f"batch_size={batch_size}: expected at least 1")
-        if self._lock._is_owned():  # type: ignore[attr-defined]
+        if self._lock._is_owned():  # type: ignore[attr-defined]  # not in typeshed
             raise DirectoryError(
                 "a signal handler that interrupted a sample of the buffer cannot sample from it. "
                 "Have the handler set a flag, and act on it between two uses"

@@ -20,7 +20,7 @@ from torchrl_dist.replay.node.leftovers import remove_leftovers
 from torchrl_dist.replay.parts.storage import SharedMemmapStorage
 from torchrl_dist.runtime import Remote, current_session
 
-_hosts: dict[tuple[str, str], Keeper] = {}
+_hosts: dict[tuple[str, str], KeptHost] = {}
 """Hosts in this process by session and name."""
 
 
@@ -42,7 +42,7 @@ class HostAddress:
             return False
 
 
-class Keeper(ReplayHost):
+class KeptHost(ReplayHost):
     """A host that can say where its directory is, and can be released.
 
     Args:
@@ -168,7 +168,7 @@ def open_host(
                 storage.close()
                 raise
             key = session.session_id, name
-            host = _hosts[key] = Keeper(storage, key, asked)
+            host = _hosts[key] = KeptHost(storage, key, asked)
             session.on_end(lambda clean: _close_host(key, clean))
         else:
             host.check_asked(asked)

@@ -64,7 +64,7 @@ def _kind(operation: Operation) -> tuple[Hashable, int]:
 
 
 def _joined(run: list[Operation]) -> Operation:
-    first = run[0]
+    first = run[0]  # the others are of its type: ``_kind`` says so, mypy cannot see it
     if len(run) == 1:
         return first
     if isinstance(first, Write):

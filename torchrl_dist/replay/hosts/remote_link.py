@@ -266,7 +266,7 @@ class RemoteLink:
             return Counts(state.inserts, state.samples + self._uncounted, state.size)
 
     def check_entry(self) -> None:
-        if self._lock._is_owned():  # type: ignore[attr-defined]
+        if self._lock._is_owned():  # type: ignore[attr-defined]  # not in typeshed
             raise DirectoryError(
                 "a signal handler that interrupted a use of the buffer cannot use it itself. Have "
                 "the handler set a flag, and act on it between two uses"

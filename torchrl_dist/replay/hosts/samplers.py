@@ -31,7 +31,7 @@ from torchrl_dist.replay.parts.storage import NoRowsError, check_batch_size
 from torchrl_dist.replay.row import _torchrl
 
 
-class _MadeByOwner:
+class _SamplerOfOwner:
     """In another process it is made anew there, by RPC or over the directory, as is right there."""
 
     def _set_owner(self, owner: ReplayOwner, prefetch: int, batches_per_call: int) -> None:
@@ -65,18 +65,18 @@ class _MadeByOwner:
         return make, ()
 
 
-class _Random(_MadeByOwner):
+class _Random(_SamplerOfOwner):
     def _made_from(self) -> tuple[type, tuple[Any, ...]]:
         return RPCRandomSampler, ()
 
 
-class _Prioritized(_MadeByOwner):
+class _Prioritized(_SamplerOfOwner):
     def _made_from(self: Any) -> tuple[type, tuple[Any, ...]]:
         exponents = (self.alpha, self._beta, self._eps)  # others may have changed them
         return RPCPrioritizedSampler, (self._max_capacity, *exponents, self.dtype, self.reduction)
 
 
-class _RPCSampler(_MadeByOwner, SharedSampler):
+class _RPCSampler(_SamplerOfOwner, SharedSampler):
     """What both samplers have in common: batches that come from a client of the owner."""
 
     _prioritized: bool

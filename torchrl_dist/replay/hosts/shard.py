@@ -13,8 +13,8 @@ from torchrl_dist.errors import RemoteError, TorchRLDistError
 from torchrl_dist.replay.hosts.client import ReplayClient
 from torchrl_dist.replay.row.packing import pack, unpack
 from torchrl_dist.replay.row.spec import RowSpec
+from torchrl_dist.replay.saving.shards import Sink
 from torchrl_dist.replay.saving.snapshot import Chunk, Head
-from torchrl_dist.replay.saving.storage import Sink
 
 _CHUNKS_AHEAD = 2
 

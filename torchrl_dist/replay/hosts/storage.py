@@ -31,11 +31,11 @@ from torchrl_dist.replay.parts.sampler import (
 )
 from torchrl_dist.replay.row import _torchrl, rows
 from torchrl_dist.replay.row.packing import spec_from_text, unpack
+from torchrl_dist.replay.saving.shards import SavedStorage
 from torchrl_dist.replay.saving.snapshot import SavedShard
-from torchrl_dist.replay.saving.storage import SavedStorage
 
 
-class _MadeByOwner(Storage):
+class _StorageOfOwner(Storage):
     """In another process it is made anew there, by RPC or over the directory, as is right there."""
 
     owner: ReplayOwner
@@ -47,7 +47,7 @@ class _MadeByOwner(Storage):
         self._attached_entities_list = state["attached"]
 
 
-class RemoteStorage(_MadeByOwner, _torchrl.ChecksBuffers, SavedStorage, TensorStorage):
+class RemoteStorage(_StorageOfOwner, _torchrl.ChecksBuffers, SavedStorage, TensorStorage):
     """Rows that other processes of the job keep; goes with :class:`RPCPrioritizedSampler` or
     :class:`RPCRandomSampler`, and :class:`SharedCursorWriter`, in any TorchRL buffer.
 
@@ -439,7 +439,7 @@ class RemoteStorage(_MadeByOwner, _torchrl.ChecksBuffers, SavedStorage, TensorSt
         return f"{type(self).__name__}(max_size={self.max_size}, hosts=[{names}])"
 
 
-class _DirectStorage(_MadeByOwner, DirectStorage):
+class _DirectStorage(_StorageOfOwner, DirectStorage):
     """What ``RemoteStorage(owner)`` gives on the owner's node."""
 
     attaches_by_session = True

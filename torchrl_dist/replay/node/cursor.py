@@ -41,7 +41,7 @@ from torchrl_dist.replay.node.tables import (
     CLAIM_PUBLISHING,
     CLAIM_STATE,
     CLAIM_WRITING,
-    FLOAT_WORDS,
+    SAVED_FLOAT_WORDS,
     USER_UNRETURNED,
     Word,
 )
@@ -392,7 +392,7 @@ class SharedCursor:
             words[Word.IN_PLACE] = high
             words[Word.RESTORES] += 1
             for word, value in values.items():
-                if word in FLOAT_WORDS:
+                if word in SAVED_FLOAT_WORDS:
                     directory.set_float(word, value)
                 else:
                     words[word] = int(value)

@@ -666,7 +666,7 @@ def once(lock: threading.RLock) -> threading.RLock:
     Raises:
         DirectoryError: a signal handler interrupted what the lock guards.
     """
-    if lock._is_owned():  # type: ignore[attr-defined]
+    if lock._is_owned():  # type: ignore[attr-defined]  # not in typeshed
         raise DirectoryError(
             "a signal handler cannot open, close or look for a replay directory while the thread "
             "that it interrupted does so. Have the handler set a flag, and act on it afterwards"

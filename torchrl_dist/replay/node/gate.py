@@ -48,7 +48,7 @@ _T = TypeVar("_T")
 process_ends = threading.Event()
 # At its end a process first joins the threads that fetch batches ahead, also those that wait here.
 # What is registered last is called first, hence the import before; atexit comes too late.
-threading._register_atexit(process_ends.set)  # type: ignore[attr-defined]
+threading._register_atexit(process_ends.set)  # type: ignore[attr-defined]  # not in typeshed
 
 
 class Missing(NamedTuple):

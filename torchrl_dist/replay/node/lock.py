@@ -243,7 +243,7 @@ class FairLock:
         Raises:
             DirectoryError: this thread is inside.
         """
-        if not self._threads._is_owned():  # type: ignore[attr-defined]
+        if not self._threads._is_owned():  # type: ignore[attr-defined]  # not in typeshed
             return
         frame = sys._getframe(1).f_back  # who wants to enter
         while frame is not None:
@@ -336,14 +336,14 @@ class FairLock:
 
     def leave_if_inside(self) -> None:
         """Leave, if this thread is still inside after an interrupt on the way in or out."""
-        if self._threads._is_owned():  # type: ignore[attr-defined]
+        if self._threads._is_owned():  # type: ignore[attr-defined]  # not in typeshed
             if self._fd >= 0:
                 _try_at(self._fd, self._give_turnstile)
             self.__exit__(None, None, None)
 
     def _leave_threads(self) -> None:
         # once, but for what an interrupt left behind
-        while self._threads._is_owned():  # type: ignore[attr-defined]
+        while self._threads._is_owned():  # type: ignore[attr-defined]  # not in typeshed
             self._threads.release()
 
     def _wait_in_line(self, deadline: float | None) -> float | None:

@@ -86,7 +86,7 @@ class Word(enum.IntEnum):
 
 
 JOURNAL_ENTRIES = 5
-FLOAT_WORDS = frozenset({Word.ALPHA, Word.EPS, Word.MAX_PRIORITY})
+SAVED_FLOAT_WORDS = frozenset({Word.ALPHA, Word.EPS, Word.MAX_PRIORITY})
 LARGEST_COUNT = 2**62
 """Of tickets and counts: no buffer lives that long."""
 

@@ -84,7 +84,8 @@ class RecentGenerations:
         """Both int64 [n]."""
         lock, other = self._lock, threading.get_ident() != self._main_thread
         # only the main thread is interrupted, also between two lines: it takes locks by "with"
-        if lock._is_owned() or (other and not lock.acquire(blocking=False)):  # type: ignore[attr-defined]
+        owned = lock._is_owned()  # type: ignore[attr-defined]  # not in typeshed
+        if owned or (other and not lock.acquire(blocking=False)):
             self._aside.append((index, generation.clone(), written))
             return
         try:
@@ -138,7 +139,8 @@ class RecentGenerations:
         itself wrote these slots again is gone in any case.
         """
         lock, other = self._lock, threading.get_ident() != self._main_thread
-        if lock._is_owned() or (other and not lock.acquire(timeout=_PATIENCE_S)):  # type: ignore[attr-defined]
+        owned = lock._is_owned()  # type: ignore[attr-defined]  # not in typeshed
+        if owned or (other and not lock.acquire(timeout=_PATIENCE_S)):
             return self._look_for(index)
         try:
             with lock:

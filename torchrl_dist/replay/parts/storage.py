@@ -34,7 +34,7 @@ from torchrl_dist.replay.node.tables import ORDERED_LOADS, Word
 from torchrl_dist.replay.row import _torchrl, rows
 from torchrl_dist.replay.row.gather import Gatherer
 from torchrl_dist.replay.row.spec import STREAM, RowSpec
-from torchrl_dist.replay.saving.storage import DirectoryShard, SavedStorage
+from torchrl_dist.replay.saving.shards import DirectoryShard, SavedStorage
 
 REDRAWS = 8
 _RETRY_S = 2e-4
