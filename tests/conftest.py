@@ -64,10 +64,10 @@ _FIRST = (
     "recipes/test_apex_job.py",
     "recipes/test_recipe_jobs.py",
     "recipes/test_nodes.py",
-    "replay/test_shard_hosts.py",
     "replay/test_program_fuzz.py",
     "learn/test_jobs.py",
     "ops/test_slurm_script.py",
+    "replay/test_shard_hosts.py",
 )
 
 

@@ -32,7 +32,7 @@ pytestmark = [
 ROLES = {"learner": 1, "collector": -1}
 ROWS = 40  # per host; ids of host k start at 1000 * k
 SESSION_S = 20.0  # a host that is away for longer is lost, and what is sent again comes seldom
-RESTART_S = 10.0
+LOST_S, RESTARTED_S = 10.0, 40.0  # of the session before the loss, and of ranks that start anew
 BUFFER_S = 1.0
 
 
@@ -159,7 +159,8 @@ def test_the_others_go_on_without_a_host_that_is_cut_off_or_paused_until_it_is_b
 
 
 def the_job_is_restarted(folder: str) -> None:
-    with session(ROLES, timeout_s=RESTART_S) as job:
+    anew = Path(folder, "ready").exists()
+    with session(ROLES, timeout_s=RESTARTED_S if anew else LOST_S) as job:
         if not job.is_driver:
             job.serve()
             return
