@@ -25,7 +25,7 @@ from torchrl.modules import QValueActor
 
 from tests.collect.envs import Counter, mlp
 from torchrl_dist.collect import Preempt, RPCBatchedCollector
-from torchrl_dist.collect.loop.batches import MASK
+from torchrl_dist.collect.loop.joining import MASK
 from torchrl_dist.collect.node import process_pool
 from torchrl_dist.collect.node.env_process import FIRST_PROGRESS, config_of_part
 from torchrl_dist.collect.node.node import NodeWorker

@@ -39,7 +39,7 @@ from torchrl.testing.mocking_classes import (
 
 from tests.collect.envs import Agents, Growing, Pictures, Seen, Talking, mlp
 from torchrl_dist.collect import RPCBatchedCollector
-from torchrl_dist.collect.loop.batches import stack
+from torchrl_dist.collect.loop.joining import stack
 from torchrl_dist.collect.node.node import NodeWorker
 from torchrl_dist.collect.worker.worker import WorkerConfig, env_seeds
 from torchrl_dist.runtime import ForkServer, local_cluster

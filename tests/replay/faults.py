@@ -127,7 +127,7 @@ def published(directory: ReplayDirectory) -> np.ndarray:
 
 def assert_lock_is_free(directory: ReplayDirectory) -> None:
     """Nobody but this process holds turnstile or mutex."""
-    assert not is_held(directory._fd, 0, 2)
+    assert not is_held(directory.lock_fd, 0, 2)
 
 
 def assert_sound(rb: TensorDictReplayBuffer) -> None:

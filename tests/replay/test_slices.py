@@ -265,7 +265,7 @@ def test_a_sampler_that_keeps_losing_rows_ends_under_the_lock(make_buffers, monk
 
     def copy_while_others_write(slots: np.ndarray) -> list[torch.Tensor]:
         leaves = copy_rows(slots)
-        if not rb.storage.directory._fair_lock._threads._is_owned():  # nobody can then
+        if not rb.storage.directory.fair_lock._threads._is_owned():  # nobody can then
             rb.storage.write_at(torch.arange(16), trajectory(next(turns), range(16)))
         return leaves
 

@@ -119,8 +119,8 @@ def test_a_thread_that_waits_does_not_enter_a_closed_lock(rb) -> None:
     with directory.lock():
         thread.start()
         wait_until(lambda: _is_entering(sys._current_frames().get(thread.ident)))
-        fd = directory._fd
-        directory._fair_lock.close()  # as the last of its users does, inside
+        fd = directory.lock_fd
+        directory.fair_lock.close()  # as the last of its users does, inside
         reused = open_lock_file(directory.path / "versions.bin")
         assert reused == fd
     thread.join(30)
@@ -181,7 +181,7 @@ def test_every_lock_that_a_thread_may_have_taken_is_new_in_a_child(rb) -> None:
     directory = rb.storage.directory
     locks = [
         rb._replay_lock, rb._futures_lock, recent._lock,
-        LOCKS.opening, LOCKS.joining, directory._fair_lock._threads,
+        LOCKS.opening, LOCKS.joining, directory.fair_lock._threads,
     ]  # fmt: skip
     held, release = threading.Event(), threading.Event()
 

@@ -21,7 +21,7 @@ at most once per pass, by all processes    one counter, ``passes``              
 by RPC: in order, each once                one call under way, none repeated:    link, host,
                                            ``remote_link``                       hosted
 samples per insert stay in their range     ``limiter``; ``gate`` on a node,      limiter, gate,
-                                           ``totals`` over hosts                 limiter_hosts
+                                           ``totals_gate`` over hosts            limiter_hosts
 the earlier checkpoint, or the new one     one rename, ``disk``; the ring's      checkpoint,
                                            order, ``snapshot``                   checkpoint_shards
 any of these, in any order of calls        a plain model                         fuzz

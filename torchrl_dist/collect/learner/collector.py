@@ -39,8 +39,8 @@ from torchrl_dist.collect.learner.inference import LearnerInference
 from torchrl_dist.collect.learner.readiness import Readiness
 from torchrl_dist.collect.learner.report import CollectReport, summarize
 from torchrl_dist.collect.learner.start import Replacer, start_workers
-from torchrl_dist.collect.loop.batches import join
 from torchrl_dist.collect.loop.groups import Inference
+from torchrl_dist.collect.loop.joining import join
 from torchrl_dist.collect.loop.lazy import initialize
 from torchrl_dist.collect.loop.policies import Compilation
 from torchrl_dist.collect.loop.trajectories import TrajectoryAssembler

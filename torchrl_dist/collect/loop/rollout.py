@@ -23,8 +23,8 @@ from torchrl.envs import EnvBase, GymWrapper, SerialEnv
 from torchrl.envs.utils import ExplorationType, RandomPolicy
 from torchrl.modules.tensordict_module.exploration import set_exploration_modules_spec_from_env
 
-from torchrl_dist.collect.loop.batches import is_ragged, stack
 from torchrl_dist.collect.loop.drivers import EnvDriver, EnvListDriver, make_driver
+from torchrl_dist.collect.loop.joining import is_ragged, stack
 from torchrl_dist.collect.loop.policies import (
     Compilation,
     Policy,

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from tensordict import TensorDict, TensorDictBase, pad
 
-from torchrl_dist.collect.loop.batches import MASK, ends_of
+from torchrl_dist.collect.loop.joining import MASK, ends_of
 from torchrl_dist.collect.loop.policies import flat
 
 

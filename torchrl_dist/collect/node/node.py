@@ -23,7 +23,7 @@ from typing import Any
 import cloudpickle
 from tensordict import TensorDict
 
-from torchrl_dist.collect.loop.batches import join
+from torchrl_dist.collect.loop.joining import join
 from torchrl_dist.collect.node.env_process import CUT_LEAST, CUT_REQUEST, STOP, RowsAddress
 from torchrl_dist.collect.node.process_pool import CLOSE_S, EnvProcess, ProcessPool
 from torchrl_dist.collect.node.relay import Question, Relay

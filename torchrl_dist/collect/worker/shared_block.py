@@ -20,7 +20,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor, is_tensor_collection
 from torch import Tensor, nn
 
-from torchrl_dist.collect.loop.batches import is_ragged
+from torchrl_dist.collect.loop.joining import is_ragged
 from torchrl_dist.collect.loop.rollout import nested
 from torchrl_dist.collect.loop.spaces import Key, plain_key
 from torchrl_dist.tensors import DTYPES, NAMES, is_plain

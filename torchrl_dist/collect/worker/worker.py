@@ -25,14 +25,14 @@ from torchrl._utils import seed_generator
 from torchrl.envs.utils import ExplorationType
 
 from torchrl_dist.collect.loop.access import visit
-from torchrl_dist.collect.loop.batches import (
+from torchrl_dist.collect.loop.groups import Inference, make_grouped_rollout
+from torchrl_dist.collect.loop.joining import (
     ends_of,
     rewards_of,
     set_truncated,
     size_bytes,
     truncate_last,
 )
-from torchrl_dist.collect.loop.groups import Inference, make_grouped_rollout
 from torchrl_dist.collect.loop.policies import Compilation
 from torchrl_dist.collect.loop.rollout import (
     Episodes,

@@ -180,7 +180,7 @@ def host_replay(
             is for measurements.
         max_queued_bytes: that a process queues for one host before ``extend`` waits.
         limiter: of the whole buffer; whose counters it goes by, and how fresh they are, is defined
-            in ``torchrl_dist.replay.hosts.totals``.
+            in ``torchrl_dist.replay.hosts.totals_gate``.
         timeout_s: deadline of every call and wait; default: the session's.
         sampling: anything else that all who give it must give alike.
 

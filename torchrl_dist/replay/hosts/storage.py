@@ -21,7 +21,7 @@ from torchrl_dist.replay.hosts.lifetimes import DirectStorage, open_directly
 from torchrl_dist.replay.hosts.messages import Empty
 from torchrl_dist.replay.hosts.owner import ReplayOwner
 from torchrl_dist.replay.hosts.shard import RemoteShard
-from torchrl_dist.replay.hosts.totals import TotalsGate
+from torchrl_dist.replay.hosts.totals_gate import TotalsGate
 from torchrl_dist.replay.law.limiter import Counts, RateLimiter
 from torchrl_dist.replay.law.placement import as_slots
 from torchrl_dist.replay.law.shard_law import global_index, split_index

@@ -121,6 +121,10 @@ class ReplayDirectory:
         claims: int64 [MAX_CLAIMS, 4].
         tree: the priority tree.
         member: id of this process, ``serial * MAX_MEMBERS + index``; unique in the directory.
+        sharers: storages of this process that share the view.
+        pid: of the process whose member this is: after a fork, of the parent until it is used.
+        fair_lock: the lock without repair, on bytes of the file ``lock_fd``.
+        repair: brings the state in order after a killed holder.
         gate: what limits samples and writes, or None.
         users: int64 [MAX_MEMBERS, 5], with a limiter; see ``gate``.
         times_sampled: int64 [capacity], of the rows, with a limiter that asks for it.
@@ -130,20 +134,27 @@ class ReplayDirectory:
     users: np.ndarray
     times_sampled: np.ndarray | None = None
 
-    def __init__(self, path: Path, capacity: int, job_id: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        path: Path,
+        capacity: int,
+        job_id: str,
+        timeout_s: float,
+        repair: Callable[[ReplayDirectory], None],
+    ) -> None:
         self.path = path
         self.capacity = capacity
         self.job_id = job_id
         self.timeout_s = timeout_s
         self.member = -1
         self.sharers = 0
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self._opened_at = time.monotonic()
         self._closing = False
         self._rows: RowSpec | None = None
         self._tensors: list[torch.Tensor] = []
         self._arrays: list[np.ndarray] = []
-        self._repair: Callable[[ReplayDirectory], None] = no_repair
+        self.repair = repair
         self._held: dict[int, Held] = {}
 
     # --- lock --------------------------------------------------------------------------------
@@ -161,14 +172,14 @@ class ReplayDirectory:
         return self
 
     def __enter__(self) -> None:
-        if self._pid != os.getpid():
-            self._join_after_fork()
-        fair_lock = self._fair_lock
+        if self.pid != os.getpid():
+            self.join_after_fork()
+        fair_lock = self.fair_lock
         fair_lock.check_entry()
         try:
             fair_lock.__enter__()  # which looks again whether it was closed, after the wait
             if self.words[Word.DIRTY]:
-                self._repair(self)
+                self.repair(self)
             fair_lock.inside = sys._getframe(1)
         except BaseException:
             fair_lock.leave_if_inside()
@@ -177,7 +188,7 @@ class ReplayDirectory:
     def __exit__(self, *raised: object) -> None:
         # An interrupt that Python delivers on entering this very function cannot be helped: the
         # lock is then free with this thread's next use of the directory, or the process's end.
-        fair_lock = self._fair_lock
+        fair_lock = self.fair_lock
         try:
             fair_lock.__exit__(None, None, None)
         except BaseException:
@@ -192,8 +203,8 @@ class ReplayDirectory:
             DirectoryError: it has the latter itself, so it is a signal handler that interrupted a
                 use of the directory.
         """
-        if self._pid == os.getpid():
-            self._fair_lock.check_entry()
+        if self.pid == os.getpid():
+            self.fair_lock.check_entry()
         else:
             once(LOCKS.joining)
 
@@ -243,7 +254,7 @@ class ReplayDirectory:
             return True
         serial, index = divmod(member, MAX_MEMBERS)
         return self.members[index, MEMBER_SERIAL] == serial and is_held(
-            self._fd, MEMBER_BYTES + index
+            self.lock_fd, MEMBER_BYTES + index
         )
 
     @property
@@ -369,7 +380,7 @@ class ReplayDirectory:
     def rows(self) -> RowSpec | None:
         """The spec of a row, or None before the first write of any process."""
         if self._rows is None and self.words[Word.ROWS_READY]:
-            self._map_rows()
+            self.map_rows()
         return self._rows
 
     @property
@@ -419,7 +430,7 @@ class ReplayDirectory:
                 ) from error
             self.words[Word.ROWS_READY] = 1
 
-    def _map_rows(self) -> None:
+    def map_rows(self) -> None:
         spec = read_spec(self.path)
         tensors = []
         for column in spec.columns:
@@ -437,12 +448,12 @@ class ReplayDirectory:
 
     # --- joining and leaving -----------------------------------------------------------------
 
-    def _map_state(self) -> None:
+    def map_state(self) -> None:
         control = map_file(self.path / "control.bin", control_bytes())
         # memoryviews give plain Python numbers, faster than NumPy its scalars
         self.words = memoryview(control)[: 8 * CONTROL_WORDS].cast("q")
         self.floats = memoryview(control)[: 8 * CONTROL_WORDS].cast("d")
-        self._fair_lock.share_waiting(self.words, Word.WAITING)
+        self.fair_lock.share_waiting(self.words, Word.WAITING)
         _, self.claims, self.members = control_tables(np.frombuffer(control, dtype=np.int64))
         self.versions = np.frombuffer(
             map_file(self.path / "versions.bin", 8 * self.capacity), dtype=np.int64
@@ -509,18 +520,18 @@ class ReplayDirectory:
         per_row = 8 * self.capacity if self.words[Word.MAX_TIMES_SAMPLED] else 0
         return 8 * USER_COLUMNS * MAX_MEMBERS + per_row
 
-    def _open_lock(self, flags: int = 0) -> None:
-        self._fd = open_lock_file(self.path / "lock", flags)
-        status = os.fstat(self._fd)
+    def open_lock(self, flags: int = 0) -> None:
+        self.lock_fd = open_lock_file(self.path / "lock", flags)
+        status = os.fstat(self.lock_fd)
         self._identity = (status.st_dev, status.st_ino)
-        self._fair_lock = FairLock(
-            self._fd, timeout_s=self.timeout_s, name=f"the lock of replay directory {self.path}"
+        self.fair_lock = FairLock(
+            self.lock_fd, timeout_s=self.timeout_s, name=f"the lock of replay directory {self.path}"
         )
 
-    def _take_member_byte(self) -> None:
+    def take_member_byte(self) -> None:
         """Called under the lock."""
         for index in range(MAX_MEMBERS):
-            if lock_byte(self._fd, MEMBER_BYTES + index):
+            if lock_byte(self.lock_fd, MEMBER_BYTES + index):
                 self.words[Word.JOINS] += 1
                 serial = self.words[Word.JOINS]
                 self.members[index] = (os.getpid(), serial)
@@ -528,41 +539,41 @@ class ReplayDirectory:
                 return
         raise DirectoryError(f"more than {MAX_MEMBERS} processes share {self.path}")
 
-    def _join_after_fork(self) -> None:
+    def join_after_fork(self) -> None:
         """A forked child inherits the mappings but no lock: it joins as a new member."""
         with once(LOCKS.joining):
-            if self._pid == os.getpid():
+            if self.pid == os.getpid():
                 return  # another thread did it
-            old = self._fd, self._fair_lock, self._identity
-            if self._fair_lock.closed:
+            old = self.lock_fd, self.fair_lock, self._identity
+            if self.fair_lock.closed:
                 raise DirectoryError(
                     f"replay directory {self.path} was closed before the fork of this process; "
                     "build the storage again to use it"
                 )
             try:
-                self._open_lock()
+                self.open_lock()
             except FileNotFoundError:
                 found = None
             else:
                 found = self._identity
             if found != old[2]:
                 if found is not None:
-                    self._fair_lock.close()
-                self._fd, self._fair_lock, self._identity = old
+                    self.fair_lock.close()
+                self.lock_fd, self.fair_lock, self._identity = old
                 raise DirectoryError(
                     f"replay directory {self.path} was removed before this forked process first "
                     "used it: fork while another process has it open, or build it with keep=True"
                 )
             close_lock_file(old[0])
-            self._fair_lock.share_waiting(self.words, Word.WAITING)
+            self.fair_lock.share_waiting(self.words, Word.WAITING)
             self._held.clear()
             self._closing = False
-            with self._fair_lock:
-                self._take_member_byte()
-            self._pid = os.getpid()
+            with self.fair_lock:
+                self.take_member_byte()
+            self.pid = os.getpid()
             leave_at_exit()
 
-    def _is_at_path(self) -> bool:
+    def is_at_path(self) -> bool:
         """Whether the directory at our path is still the one that we have open."""
         try:
             status = os.stat(self.path / "lock")
@@ -570,7 +581,7 @@ class ReplayDirectory:
             return False
         return (status.st_dev, status.st_ino) == self._identity
 
-    def _leave(self, clean: bool) -> None:
+    def leave(self, clean: bool) -> None:
         """End this process's membership; the last one to leave at a clean end removes all.
 
         Others may write wherever a process that is no member does, so its own writes end first;
@@ -580,7 +591,7 @@ class ReplayDirectory:
             DeadlineError: some write of another thread did not end within ``timeout_s``.
             DirectoryError: this thread is inside a write itself.
         """
-        if self._fair_lock.closed or self._pid != os.getpid():
+        if self.fair_lock.closed or self.pid != os.getpid():
             return
         self._closing = True
         try:
@@ -595,18 +606,18 @@ class ReplayDirectory:
         """Returns the folder that is to be removed."""
         deadline = time.monotonic() + self.timeout_s
         while True:
-            self._fair_lock.check_entry()
+            self.fair_lock.check_entry()
             try:
                 with self.lock():
                     writing = self._threads_that_write()
                     if not writing:
                         doomed = self._give_up_membership(clean)
-                        self._fair_lock.close()
+                        self.fair_lock.close()
                         return doomed
             except OSError:  # among them DeadlineError: somebody who has the lock is stopped
                 writing = self._threads_that_write()
                 if not writing:
-                    if not self._fair_lock.close_from_outside():
+                    if not self.fair_lock.close_from_outside():
                         raise
                     return None
             if threading.get_ident() in writing:
@@ -626,18 +637,14 @@ class ReplayDirectory:
         """Called under the lock. Returns the folder that is to be removed, under its new name."""
         index = self.member % MAX_MEMBERS
         self.members[index] = 0
-        unlock_byte(self._fd, MEMBER_BYTES + index)
+        unlock_byte(self.lock_fd, MEMBER_BYTES + index)
         self.member = -1
         if not clean or stop_requested_since(self._opened_at):
             self.words[Word.INTERRUPTED] = 1  # those who leave after this one did not see it
-        if self.stays or self.live_members() or not self._is_at_path():
+        if self.stays or self.live_members() or not self.is_at_path():
             return None
         # under the lock: whoever opens the path now makes a new directory
         return files.retire(self.path)
-
-
-def no_repair(directory: ReplayDirectory) -> None:
-    directory.commit()
 
 
 OPEN: dict[tuple[int, int], ReplayDirectory] = {}
@@ -688,7 +695,7 @@ def _leave_all() -> None:
     for view in list(OPEN.values()):
         # where a write does not end, this process stays a member until it has ended
         with contextlib.suppress(OSError, DirectoryError):
-            view._leave(clean)
+            view.leave(clean)
     OPEN.clear()
 
 

@@ -19,7 +19,6 @@ from torchrl_dist.replay.node.directory import (
     OPEN,
     ReplayDirectory,
     leave_at_exit,
-    no_repair,
     once,
 )
 from torchrl_dist.replay.node.files import Header, damaged, read_header
@@ -51,6 +50,10 @@ _AT_LEAST_0 = (
     Word.CURSOR, Word.WRITE_COUNT, Word.NEXT_WRITE_COUNT, Word.SAMPLED,
     Word.MIN_SIZE_TO_SAMPLE, Word.MAX_TIMES_SAMPLED, *COUNTERS.values(),
 )  # fmt: skip
+
+
+def no_repair(directory: ReplayDirectory) -> None:
+    directory.commit()
 
 
 def open_directory(
@@ -140,7 +143,7 @@ def close_directory(directory: ReplayDirectory, *, clean: bool = True) -> None:
     """
     with once(LOCKS.opening):
         if directory.sharers == 1:
-            directory._leave(clean)
+            directory.leave(clean)
             for key, view in list(OPEN.items()):
                 if view is directory:
                     del OPEN[key]
@@ -180,12 +183,12 @@ def _make_folder(folder: Path) -> bool:
 def _joined_view(folder: Path, capacity: int, job: str) -> ReplayDirectory | None:
     status = folder.stat()
     view = OPEN.get((status.st_dev, status.st_ino))
-    if view is None or view._fair_lock.closed:
+    if view is None or view.fair_lock.closed:
         return None
-    if view._pid != os.getpid():
+    if view.pid != os.getpid():
         try:
             # a second view would be a second member
-            view._join_after_fork()
+            view.join_after_fork()
         except DirectoryError:  # another directory by now
             return None
     _check_capacity(view, capacity)
@@ -212,13 +215,12 @@ def _join(
     timeout_s: float,
     repair: Callable[[ReplayDirectory], None],
 ) -> ReplayDirectory | None:
-    view = ReplayDirectory(folder, capacity, job, timeout_s)
-    view._repair = repair
-    view._open_lock(os.O_CREAT)
+    view = ReplayDirectory(folder, capacity, job, timeout_s, repair)
+    view.open_lock(os.O_CREAT)
     joined = False
     try:
-        with view._fair_lock:
-            if not view._is_at_path():
+        with view.fair_lock:
+            if not view.is_at_path():
                 return None  # the last member removed it while we waited
             if files.is_being_removed(folder):
                 files.clear(folder)  # whoever did it was killed
@@ -227,11 +229,11 @@ def _join(
             except FileNotFoundError:
                 header = _create_files(folder, capacity, job)
             _adopt(view, header, resume)
-            view._take_member_byte()
+            view.take_member_byte()
             joined = True
     finally:
         if not joined:
-            close_lock_file(view._fd)
+            close_lock_file(view.lock_fd)
     status = os.stat(folder)
     OPEN[(status.st_dev, status.st_ino)] = view
     leave_at_exit()
@@ -246,7 +248,7 @@ def _adopt(view: ReplayDirectory, header: Header, resume: bool) -> None:
     asked = view.capacity
     view.capacity = header.capacity
     _check_capacity(view, asked)
-    view._map_state()
+    view.map_state()
     alive = view.live_members()
     other_job = header.job_id != view.job_id
     if other_job and alive:
@@ -264,7 +266,7 @@ def _adopt(view: ReplayDirectory, header: Header, resume: bool) -> None:
     if found := _what_is_wrong(view, bool(alive)):
         raise damaged(view.path, found)
     if view.words[Word.ROWS_READY]:
-        view._map_rows()
+        view.map_rows()
     if other_job:
         new = Header(header.capacity, view.job_id, _starter_of(view.job_id))
         write_json(view.path / files.HEADER, new.as_json())
@@ -273,7 +275,7 @@ def _adopt(view: ReplayDirectory, header: Header, resume: bool) -> None:
         view.members[:] = 0
         view.words[Word.DIRTY] = 1
     if view.words[Word.DIRTY]:
-        view._repair(view)
+        view.repair(view)
 
 
 def _what_is_wrong(view: ReplayDirectory, alive: bool) -> str | None:

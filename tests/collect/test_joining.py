@@ -9,7 +9,7 @@ from torchrl.modules import QValueActor
 from torchrl.objectives.value import GAE
 
 from tests.collect.envs import Counter, mlp
-from torchrl_dist.collect.loop.batches import join, truncate_last
+from torchrl_dist.collect.loop.joining import join, truncate_last
 from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig
 
 
