@@ -58,10 +58,14 @@ def test_the_data_are_those_of_a_policy_on_the_workers(
 ) -> None:
     def batches(session: Any, num_envs: int = 4, **options: Any) -> list[TensorDict]:
         with RPCBatchedCollector(
-            Own, policy(), session=session, frames_per_batch=48, total_frames=96,
+            Own, policy(), session=session, frames_per_batch=48, total_frames=144,
             num_envs=num_envs, seed=0, exploration_type=ExplorationType.DETERMINISTIC, **options,
         ) as collector:  # fmt: skip
-            return list(collector)
+            whole = [collector.next(), collector.next()]
+            collector.reset()
+            lengths = collector.get_attr("length")
+            assert np.ravel(lengths).tolist() == [5] * 8
+            return [*whole, *collector]
 
     with local_cluster({"learner": 1, "collector": 2}, fork_server=fork_server) as session:
         ours = batches(
@@ -72,6 +76,7 @@ def test_the_data_are_those_of_a_policy_on_the_workers(
             num_envs=4 // max(1, processes),
         )
         theirs = batches(session)
+    assert len(ours) == 3
     for one, other in zip(ours, theirs, strict=True):
         assert one.shape == other.shape == (8, 6)
         assert set(one.keys(True, True)) == set(other.keys(True, True))

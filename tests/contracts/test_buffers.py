@@ -30,6 +30,7 @@ from torchrl_dist import (
     local_cluster,
     replay_buffer,
 )
+from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.runtime import ForkServer
 
 CAPACITY = 24
@@ -265,6 +266,65 @@ def test_rows_at_given_slots_are_replaced(buffer) -> None:
     expected = [60 + i if i in (2, 4, 5, 7, 9) else i for i in range(10)]
     assert ids(buffer[:]) == expected and len(buffer) == 10 and buffer.write_count >= 10
     assert ids(buffer[torch.arange(10) < 3]) == expected[:3]
+
+
+OURS = [kind for kind in [*LOCAL, *HOSTED, *SHARDED] if kind != "torchrl"]
+
+
+@pytest.mark.parametrize("buffer", OURS, indirect=True)
+def test_rows_are_replaced_by_mask_and_from_a_list(buffer) -> None:
+    storage = buffer.storage
+    assert not storage.initialized
+    buffer.extend(make_rows(range(10)))
+    settle(buffer)
+    first, second, _, fourth = make_rows([51, 52, 53, 54])
+    storage.set(torch.arange(10) % 9 == 0, [first, second])
+    storage.set(range(3, 5), torch.stack([second, fourth]))
+    assert ids(buffer[:10]) == [51, 1, 2, 52, 54, 5, 6, 7, 8, 52]
+    assert storage.initialized and not storage._is_full and len(buffer) == storage._len == 10
+    assert int(storage[(torch.tensor([9]),)]["id"]) == 52
+
+
+@pytest.mark.parametrize("buffer", OURS, indirect=True)
+def test_what_is_no_row_or_no_slot_is_refused_and_changes_nothing(buffer) -> None:
+    buffer.extend(make_rows(range(10)))
+    settle(buffer)
+    storage, row, beyond = buffer.storage, make_rows([50]), torch.tensor([buffer.storage.max_size])
+    refused = [
+        (IndexError, "capacity|must lie|beyond", lambda: storage.get(beyond)),
+        (IndexError, "capacity|must lie|beyond", lambda: storage.set(beyond, row)),
+        (IndexError, "must lie", lambda: storage.write_at(torch.tensor([-1]), row)),
+        (
+            ConfigurationError,
+            "1 rows for 2 slots",
+            lambda: storage.write_at(torch.tensor([1, 2]), row),
+        ),
+        (ConfigurationError, "batch of rows", lambda: storage.append(row[0])),
+        (ConfigurationError, "rows are TensorDicts", lambda: storage.set(3, "a row")),
+        (ConfigurationError, "'obs'", lambda: buffer.extend(row.exclude("obs"))),
+        (ConfigurationError, "", lambda: buffer.extend(TensorDict({}, [3]))),
+    ]
+    if hasattr(buffer.sampler, "alpha"):
+        one, two = torch.tensor([1]), torch.ones(2)
+        update = buffer.sampler.update_priority
+        refused += [
+            (ConfigurationError, "prior", lambda: update(one, two, storage=storage)),
+            (ConfigurationError, ">= 0", lambda: update(one, -two[:1], storage=storage)),
+            (IndexError, "capacity", lambda: update(beyond, 1.0, storage=storage)),
+            (
+                ConfigurationError,
+                "generation",
+                lambda: update(one, 1.0, storage=storage, generation=torch.tensor([2, 2])),
+            ),
+        ]
+    handles = storage.generations_of(torch.arange(10)).tolist()
+    for error, words, call in refused:
+        with pytest.raises(error, match=words):
+            call()
+    settle(buffer)
+    assert ids(buffer[:10]) == list(range(10)) and len(buffer) == buffer.write_count == 10
+    assert storage.generations_of(torch.arange(10)).tolist() == handles
+    assert set(ids(buffer.sample())) <= set(range(10))
 
 
 def test_rows_keep_nested_batch_sizes_empty_nodes_and_text(buffer, tmp_path: Path) -> None:

@@ -261,6 +261,21 @@ def _set_claim(column: int, value: int) -> Callable[[Path], object]:
     return change
 
 
+def _set_journal(place: int) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        words = np.memmap(folder / "control.bin", np.int64, "r+")
+        words[Word.JOURNAL : Word.JOURNAL + 3] = (1, place, 7)
+
+    return change
+
+
+def _set_member(value: int) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        control_tables(np.memmap(folder / "control.bin", np.int64, "r+"))[2][3] = value
+
+    return change
+
+
 def _set_row(name: str, kind: type, value: float) -> Callable[[Path], object]:
     def change(folder: Path) -> None:
         np.memmap(folder / name, kind, "r+")[5] = value
@@ -329,6 +344,9 @@ _DAMAGE: dict[str, Callable[[Path], object]] = {
     "claim before the first ticket": _set_claim(1, -1),
     "claim of nobody": _set_claim(2, -1),
     "claim in no state": _set_claim(3, 9),
+    "a change of no place": _set_journal(2**40),
+    "a change before the first place": _set_journal(-1),
+    "member below 0": _set_member(-1),
     "version below 0": _set_row("versions.bin", np.int64, -2),
     "priority not a number": _set_row("tree.bin", np.float64, math.nan),
     "priority below 0": _set_row("tree.bin", np.float64, -1.0),

@@ -538,11 +538,12 @@ class RPCBatchedCollector(BaseCollector):
                 f"(also with policy_factory=), or to this call; got {type(source).__name__}"
             )
         packed = pack(source, version)
-        if (
-            self._settings.policy_factories is None
-            and source is not self.policy
-            and isinstance(self.policy, nn.Module)
-        ):
+        if self._settings.policy_factories is None and source is not self.policy:
+            if not isinstance(self.policy, nn.Module):
+                raise ConfigurationError(
+                    f"the workers' policy is {type(self.policy).__name__}, which has no weights to "
+                    "set: pass an nn.Module as policy= to the collector"
+                )
             find_target(packed, self.policy)
         return packed
 

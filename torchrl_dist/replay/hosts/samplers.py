@@ -17,7 +17,7 @@ from torchrl_dist.replay.hosts.owner import ReplayOwner
 from torchrl_dist.replay.hosts.storage import RemoteStorage
 from torchrl_dist.replay.law.placement import as_slots
 from torchrl_dist.replay.law.shard_law import importance_weights
-from torchrl_dist.replay.node.priorities import check_priorities
+from torchrl_dist.replay.node.priorities import check_generations, check_priorities
 from torchrl_dist.replay.parts.sampler import (
     EMPTY,
     SharedPrioritizedSampler,
@@ -361,6 +361,7 @@ class RPCPrioritizedSampler(SharesPriorities, _Prioritized, _RPCSampler, Priorit
         check_priorities(raw)
         if generation is not None:
             generation = generation.detach().cpu().reshape(-1)
+            check_generations(generation.numel(), raw.size)
         if index.dtype != torch.int64 or index.device.type != "cpu" or index.ndim != 1:
             index = as_slots(index).reshape(-1)
         remote.client.set_priorities(index, generation, raw)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, is_tensor_collection
 from torchrl.data.replay_buffers.storages import Storage, TensorStorage
 
 from torchrl_dist.errors import ConfigurationError
@@ -295,6 +295,8 @@ class RemoteStorage(_StorageOfOwner, _torchrl.ChecksBuffers, SavedStorage, Tenso
             self.check_writers()
         if isinstance(data, (list, tuple)):
             data = torch.stack(list(data))
+        if not is_tensor_collection(data):
+            raise ConfigurationError(f"rows are TensorDicts, got {type(data).__name__}")
         index = self._as_index(cursor)
         if isinstance(cursor, (int, np.integer)):
             data = data.unsqueeze(0)

@@ -32,6 +32,12 @@ def check_priorities(raw: np.ndarray) -> None:
         )
 
 
+def check_generations(count: int, slots: int) -> None:
+    """Raises ``ConfigurationError`` unless there is one for each slot."""
+    if count != slots:
+        raise ConfigurationError(f"got {count} generations for {slots} slots; pass one per slot")
+
+
 def leaves_of(directory: ReplayDirectory, raw: np.ndarray) -> np.ndarray:
     """Tree values of priorities, float64 [n]; called under the lock, since alpha is shared.
 
@@ -49,7 +55,9 @@ def leaves_of(directory: ReplayDirectory, raw: np.ndarray) -> np.ndarray:
 def check_new(directory: ReplayDirectory, raw: np.ndarray, rows: int) -> None:
     """Raises ``ConfigurationError`` unless new rows may have these priorities, one each."""
     if raw.shape != (rows,):
-        raise ConfigurationError(f"got priorities {list(raw.shape)} for {rows} rows; pass one each")
+        raise ConfigurationError(
+            f"got priorities {list(raw.shape)} for {rows} rows; pass one per slot"
+        )
     check_priorities(raw)
     leaves_of(directory, raw)
 
@@ -181,11 +189,12 @@ def update(
     raw = np.ascontiguousarray(raw, dtype=np.float64)
     if generation is not None:
         generation = np.ascontiguousarray(generation, dtype=np.int64)
-    if any(other is not None and other.shape != slots.shape for other in (raw, generation)):
+    if raw.shape != slots.shape:
         raise ConfigurationError(
-            f"got {raw.size} priorities and {0 if generation is None else generation.size} "
-            f"generations for {slots.size} slots; pass one per slot"
+            f"got {raw.size} priorities for {slots.size} slots; pass one per slot"
         )
+    if generation is not None:
+        check_generations(generation.size, slots.size)
     store = _store if directory.tree.kernel is None else _store_c
     with directory.lock():
         stale, best, moved = store(directory, slots, raw, generation)

@@ -579,8 +579,8 @@ class SharedPrioritizedSampler(SharesPriorities, PrioritizedSampler):
 
     @alpha.setter
     def alpha(self, value: float) -> None:
-        if value < 0 or not math.isfinite(value):
-            raise ConfigurationError(f"alpha must be >= 0, got {value}")
+        if not 0 <= value < math.inf:
+            raise ConfigurationError(f"alpha must be >= 0 and finite, got {value}")
         directory = self._directory
         if directory is not None:
             with directory.lock():
@@ -718,10 +718,10 @@ def checked_exponents(alpha: float, beta: float, eps: float) -> tuple[float, flo
     Raises:
         ConfigurationError: one of them is out of its range.
     """
-    if alpha < 0 or beta < 0 or not math.isfinite(alpha) or not math.isfinite(beta):
-        raise ConfigurationError(f"alpha and beta must be >= 0, got {alpha} and {beta}")
-    if eps <= 0:
-        raise ConfigurationError(f"eps must be above 0, got {eps}")
+    if not (0 <= alpha < math.inf and 0 <= beta < math.inf):
+        raise ConfigurationError(f"alpha and beta must be >= 0 and finite, got {alpha} and {beta}")
+    if not 0 < eps < math.inf:
+        raise ConfigurationError(f"eps must be above 0 and finite, got {eps}")
     return float(alpha), float(beta), float(eps)
 
 

@@ -1,0 +1,226 @@
+"""Rarer policies, action spaces and arguments: what TorchRL makes of them, or a word that helps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torch import nn
+from torchrl.envs import GymEnv, GymWrapper
+from torchrl.envs.utils import ExplorationType
+
+from tests.collect.envs import Counter
+from torchrl_dist.collect import RPCBatchedCollector
+from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig
+from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.runtime import session
+
+# ---- actions at random
+
+
+class Strict(gymnasium.Env):
+    """Takes only actions of its space."""
+
+    observation_space = spaces.Box(-1, 1, (2,), np.float32)
+
+    def __init__(self, action_space: spaces.Space) -> None:
+        self.action_space = action_space
+        self.seen: list[Any] = []
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        assert self.action_space.contains(action), (action, self.action_space)
+        self.seen.append(np.array(action).tolist())
+        return np.zeros(2, np.float32), 0.0, False, False, {}
+
+
+@pytest.mark.parametrize("categorical", [False, True])
+@pytest.mark.parametrize(
+    ("space", "actions"),
+    [
+        (spaces.Discrete(3), 3),
+        (spaces.Discrete(3, start=5), 3),
+        (spaces.MultiDiscrete([3, 3]), 9),
+        (spaces.MultiDiscrete([2, 3]), 6),
+        (spaces.MultiDiscrete([2, 2], start=[4, -1]), 4),
+        (spaces.MultiBinary(3), 8),
+    ],
+    ids=str,
+)
+def test_random_actions_are_all_of_the_space_and_stored_as_torchrl_stores_them(
+    space: spaces.Space, actions: int, categorical: bool
+) -> None:
+    env = Strict(space)
+    worker = RolloutWorker(
+        WorkerConfig(
+            lambda: env, frames_per_rollout=200, seed=0, categorical_action_encoding=categorical
+        )
+    )
+    rows, _ = worker.collect()
+    worker.close()
+    assert len({str(action) for action in env.seen}) == actions
+    theirs = GymWrapper(Strict(space), categorical_action_encoding=categorical)
+    expected = theirs.rand_action(theirs.reset())["action"]
+    assert rows["action"].shape[2:] == expected.shape
+    if not (categorical and getattr(space, "start", None) is not None and np.any(space.start)):
+        decoded = [theirs.read_action(action) for action in rows["action"][0]]
+        for told, seen in zip(decoded, env.seen, strict=True):  # ours add the space's start
+            assert np.array_equal(np.asarray(told) + getattr(space, "start", 0), seen)
+
+
+def test_an_action_space_that_nobody_knows_is_refused_with_advice() -> None:
+    space = spaces.Sequence(spaces.Discrete(2))
+    with pytest.raises(ConfigurationError, match="MultiBinary or Box"):
+        RolloutWorker(WorkerConfig(lambda: Strict(space), frames_per_rollout=4))
+
+
+# ---- policies
+
+
+class Returns(nn.Module):
+    """Chooses by the observation, and returns another TensorDict than it was given."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+
+    def forward(self, td: TensorDictBase) -> Any:
+        chosen = (td["observation"].sum(-1) < 0).long()
+        action = nn.functional.one_hot(chosen, 2)
+        if self.form == "itself":
+            return td.set("action", action)
+        if self.form == "nothing":
+            td["action"] = action
+            return None
+        if self.form == "a copy":
+            return td.clone().set("action", action)
+        if self.form == "only its own":
+            return TensorDict({"action": action}, td.batch_size)
+        return {"action": action}
+
+
+FORMS = ["itself", "nothing", "a copy", "only its own"]
+
+
+def cartpole() -> gymnasium.Env:
+    return gymnasium.make("CartPole-v1")
+
+
+def torchrls() -> GymEnv:
+    return GymEnv("CartPole-v1")
+
+
+@pytest.mark.parametrize(
+    ("make", "form"),
+    [(make, form) for make in (cartpole, torchrls) for form in FORMS]
+    + [(cartpole, "a dictionary")],
+)
+def test_a_policy_may_return_what_it_made_in_any_form(make: Callable[[], Any], form: str) -> None:
+    def rows(form: str) -> TensorDict:
+        worker = RolloutWorker(
+            WorkerConfig(
+                make or (lambda: GymEnv("CartPole-v1")),
+                Returns(form),
+                frames_per_rollout=50,
+                seed=3,
+            )
+        )
+        found, _ = worker.collect()
+        worker.close()
+        return found
+
+    given, expected = rows(form), rows("itself")
+    for key in ("observation", "action", ("next", "observation"), ("next", "done")):
+        assert torch.equal(given[key], expected[key]), key
+    assert given["action"].sum() == 50 and given["next", "done"].any()
+
+
+def test_what_is_written_again_in_place_reaches_the_row() -> None:
+    """``inplace=True`` of a sequence whose parts return other TensorDicts."""
+
+    def policy(inplace: bool | None) -> TensorDictSequential:
+        def logits(observation: torch.Tensor) -> torch.Tensor:
+            return torch.stack([observation[..., 0], -observation[..., 0]], -1)
+
+        parts = [
+            TensorDictModule(logits, ["observation"], ["logits"], inplace=False),
+            TensorDictModule(
+                lambda logits: nn.functional.one_hot(logits.argmax(-1), 3), ["logits"], ["action"]
+            ),
+        ]
+        return TensorDictSequential(*parts, inplace=inplace)
+
+    worker = RolloutWorker(WorkerConfig(Counter, policy(True), frames_per_rollout=6, seed=0))
+    rows, _ = worker.collect()
+    worker.close()
+    td = policy(True)(rows.select("observation"))
+    assert torch.equal(rows["action"], td["action"])
+    assert torch.equal(rows["logits"], td["logits"])
+
+
+def test_a_row_of_another_number_of_envs_is_refused() -> None:
+    class Wrong(nn.Module):
+        def forward(self, td: TensorDictBase) -> TensorDictBase:
+            action = nn.functional.one_hot(torch.zeros(2, dtype=torch.long), 3)
+            return TensorDict({"action": action, "hidden": torch.zeros(3)}, [])
+
+    worker = RolloutWorker(WorkerConfig(Counter, Wrong(), frames_per_rollout=6, num_envs=2))
+    with pytest.raises(ConfigurationError, match="'hidden' with shape .3,.; expected"):
+        worker.collect()
+    worker.close()
+
+
+# ---- arguments
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"workers": []}, "needs a session"),
+        ({"inference": "cloud"}, "expected 'worker' or 'learner'"),
+        ({"inference": "learner", "replace_lost": True}, "replace_lost=True does not go with"),
+        ({"step_timeout_s": 0.0}, "expected a positive, finite number of seconds"),
+        ({"timeout_s": float("nan")}, "expected a positive, finite number of seconds"),
+    ],
+)
+def test_arguments_that_do_not_go_together(wrong: dict[str, Any], words: str) -> None:
+    with session() as me:
+        more = {} if "workers" in wrong else {"session": me}
+        with pytest.raises(ConfigurationError, match=words):
+            RPCBatchedCollector(Counter, None, frames_per_batch=4, **more, **wrong)
+
+
+def test_weights_for_what_has_none_and_two_postprocs() -> None:
+    class Plain:
+        def __call__(self, td: TensorDictBase) -> TensorDictBase:
+            return td.set(
+                "action", nn.functional.one_hot(torch.zeros(len(td), dtype=torch.long), 3)
+            )
+
+    with RPCBatchedCollector(Counter, Plain(), frames_per_batch=4) as collector:
+        collector.next()
+        with pytest.raises(ConfigurationError, match="Plain, which has no weights"):
+            collector.update_policy_weights_(TensorDict({"w": torch.zeros(1)}))
+        collector.next()
+        assert "frames_per_batch=4" in repr(collector)
+    both = {"postproc": lambda td: td, "postproc_factory": lambda: lambda td: td}
+    with pytest.raises(ConfigurationError, match="postproc or postproc_factory"):
+        RolloutWorker(WorkerConfig(Counter, None, frames_per_rollout=4, **both))
+
+
+def test_an_environments_name_takes_arguments() -> None:
+    with RPCBatchedCollector(
+        "CartPole-v1", None, frames_per_batch=12, create_env_kwargs={"max_episode_steps": 3},
+        exploration_type=ExplorationType.RANDOM,
+    ) as collector:  # fmt: skip
+        rows = collector.next()
+    assert rows["next", "truncated"].sum() == 4
