@@ -548,6 +548,32 @@ def test_workers_that_die_are_replaced(fork_server: ForkServer) -> None:
         assert rows["next", "step_count"].max() == 3
 
 
+def test_a_successor_that_cannot_be_built_is_an_error_that_says_why(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    class NoMore(Tally):
+        def __init__(self) -> None:
+            super().__init__(10**6)
+            if (tmp_path / "used up").exists():
+                raise OSError("no licence is left")
+
+    with (
+        local_cluster({"learner": 1, "collector": 2}, fork_server=fork_server) as session,
+        RPCBatchedCollector(
+            NoMore, None, session=session, frames_per_batch=40, replace_lost=True, timeout_s=60
+        ) as collector,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        collector.next()
+        (tmp_path / "used up").touch()
+        kill(session, 0)
+        with pytest.raises(RemoteError, match="no licence is left"):
+            while True:  # its processes' server has to import everything first
+                collector.next()
+                time.sleep(0.02)
+
+
 def test_without_local_cluster_nobody_is_replaced() -> None:
     with pytest.raises(ConfigurationError, match="under local_cluster"):
         RPCBatchedCollector(Counter, None, frames_per_batch=4, replace_lost=True)
