@@ -7,9 +7,10 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 _asked_at = -math.inf
+_told: set[int] = set()  # threads, by their idents
 
 
 def note_stop_request() -> None:
@@ -40,6 +41,19 @@ def giving_up_when(wanted: Callable[[], bool]) -> Iterator[None]:
         _thread.wanted = before
 
 
+@contextlib.contextmanager
+def giving_up(threads: Iterable[threading.Thread]) -> Iterator[None]:
+    """Meanwhile long waits of these threads end with their error soon."""
+    told = {thread.ident for thread in threads if thread.ident is not None} - _told
+    _told.update(told)
+    try:
+        yield
+    finally:
+        _told.difference_update(told)
+
+
 def gives_up() -> bool:
     """Whether this thread's waits are to end; to be asked while it waits."""
-    return _thread.wanted is not None and _thread.wanted()
+    if _thread.wanted is not None and _thread.wanted():
+        return True
+    return threading.get_ident() in _told

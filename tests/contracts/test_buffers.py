@@ -286,6 +286,38 @@ def test_rows_are_replaced_by_mask_and_from_a_list(buffer) -> None:
 
 
 @pytest.mark.parametrize("buffer", OURS, indirect=True)
+def test_rows_are_read_and_replaced_by_indices_of_any_shape(buffer) -> None:
+    buffer.extend(make_rows(range(10)))
+    settle(buffer)
+    storage, square = buffer.storage, torch.tensor([[1, 2], [3, 4]])
+    for nothing in (torch.zeros(10, dtype=torch.bool), [], slice(3, 3)):
+        storage[nothing] = make_rows(range(0))
+    storage[square] = make_rows(range(51, 55)).reshape(2, 2)
+    assert ids(storage[square]) == [[51, 52], [53, 54]]
+    storage[square] = make_rows([60])[0]
+    assert ids(buffer[:10]) == [0, 60, 60, 60, 60, 5, 6, 7, 8, 9]
+    one = storage[torch.tensor(7)]
+    assert one.batch_size == () and one["id"] == 7
+    assert torch.equal(storage.get("id"), buffer[:]["id"])
+    assert torch.equal(storage.get(("next", "obs")), buffer[:]["next", "obs"])
+    with pytest.raises(IndexError, match="uint8 might be a mask"):
+        storage[torch.tensor([0, 1, 1], dtype=torch.uint8)]
+
+
+@pytest.mark.parametrize("buffer", OURS, indirect=True)
+def test_a_row_is_added_with_its_priority(buffer) -> None:
+    rows = make_rows(range(8))
+    rows["td_error"] = torch.tensor([100.0] + 7 * [0.01])
+    for row in rows:
+        buffer.add(row)
+    settle(buffer)
+    (saved, *_) = (each for each in buffer.storage.snapshot() if each.leaf.size)
+    if hasattr(buffer.sampler, "alpha"):
+        assert saved.leaf[0] == pytest.approx(100**0.6, 1e-4)
+        assert saved.leaf[1:] == pytest.approx(0.01**0.6, 1e-4)
+
+
+@pytest.mark.parametrize("buffer", OURS, indirect=True)
 def test_what_is_no_row_or_no_slot_is_refused_and_changes_nothing(buffer) -> None:
     buffer.extend(make_rows(range(10)))
     settle(buffer)

@@ -631,3 +631,84 @@ def test_slices_wait_too(folder: Path) -> None:
     rb.extend(rows)
     assert rb.can_sample() and len(rb.sample()) == 16
     rb.storage.close()
+
+
+@pytest.mark.parametrize("uniform", [False, True])
+@pytest.mark.parametrize(
+    "new", [RateLimiter(4, max_times_sampled=3), RateLimiter(4, None), RateLimiter(4, 50.0, 900.0)]
+)
+def test_rows_that_were_used_up_may_be_sampled_under_another_limiter(
+    folder: Path, kernel: str, uniform: bool, new: RateLimiter
+) -> None:
+    rb = attach(folder, 16, RateLimiter(4, max_times_sampled=1), uniform=uniform, batch_size=4)
+    rb.extend(make_rows(range(16)))
+    for _ in range(3):
+        rb.sample()
+    rb.storage.close()
+    rb = attach(folder, 16, new, uniform=uniform, batch_size=4, timeout_s=5.0)
+    assert (rb.storage.directory.tree.leaves[:16] > 0).all()
+    seen = collections.Counter(i for _ in range(12) for i in rb.sample()["id"].tolist())
+    assert sum(seen.values()) == 48 and len(seen) > 9
+    if new.max_times_sampled:
+        assert set(seen.values()) == {3} and len(seen) == 16
+        assert not rb.can_sample()
+    rb.storage.close()
+
+
+@pytest.mark.parametrize("pad", [False, True])
+def test_rows_of_slices_count_as_they_are_returned(folder: Path, pad: bool) -> None:
+    rb = SharedReplayBuffer(
+        storage=SharedMemmapStorage(
+            64, scratch_dir=folder, job_id="test", limiter=RateLimiter(4, 9.0, 900.0)
+        ),
+        sampler=SharedSliceSampler(
+            slice_len=10, traj_key="trajectory", strict_length=False, pad_output=pad
+        ),
+        batch_size=40,
+    )
+    rows = make_rows(range(32))
+    rows["trajectory"] = torch.arange(32) // 4
+    rb.extend(rows)
+    returned = sum(rb.sample().numel() for _ in range(5))
+    assert returned == (200 if pad else 80) == rb.storage.limiter_counts.samples
+    rb.storage.close()
+
+
+def _until_it_waits(folder: Path, timeout_s: float) -> SharedReplayBuffer:
+    """A buffer whose batches fetched ahead wait for rows."""
+    rb = SharedReplayBuffer(
+        storage=SharedMemmapStorage(
+            256, scratch_dir=folder, job_id="test", timeout_s=timeout_s,
+            limiter=RateLimiter(8, samples_per_insert=1.0, error_buffer=16.0),
+        ),
+        batch_size=8,
+        prefetch=2,
+    )  # fmt: skip
+    rb.extend(make_rows(range(24)))
+    while rb.can_sample():
+        rb.sample()
+    return rb
+
+
+def test_what_was_fetched_ahead_in_vain_fails_no_later_sample(folder: Path) -> None:
+    rb = _until_it_waits(folder, 0.3)
+    wait_until(lambda: all(each.done() for each in list(rb._prefetch_queue)))
+    assert rb._prefetch_queue
+    rb.extend(make_rows(range(100)))
+    for _ in range(6):
+        assert len(rb.sample()) == 8
+    rb.storage.close()
+
+
+def test_saving_and_restoring_wait_for_nobody_elses_rows(folder: Path, tmp_path: Path) -> None:
+    rb = _until_it_waits(folder, 250.0)
+    state = rb.state_dict()
+    rb.dumps(tmp_path / "dump")
+    rb.loads(tmp_path / "dump")
+    rb.load_state_dict(state)
+    with pytest.raises(RateLimitError):
+        rb.storage.timeout_s = 0.1
+        for _ in range(50):
+            rb.sample()
+    assert len(rb) == 24
+    rb.storage.close()

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 from scipy import stats
-from tensordict import TensorDict
+from tensordict import NonTensorData, TensorDict
 from torchrl.data import TensorDictReplayBuffer
 
 from tests.replay.conftest import folder, make_rows  # noqa: F401
@@ -938,3 +938,18 @@ def test_wrong_arguments_say_what_is_expected(alone, folder) -> None:  # noqa: F
     with pytest.raises(ConfigurationError, match="same owner"):
         RPCRandomSampler(owner=owner).sample(storage, 4)
     storage.close()
+
+
+def test_text_has_the_room_that_the_first_writer_of_all_gave_it(make) -> None:
+    def rows(text: str) -> TensorDict:
+        return make_rows(range(2)).set("text", NonTensorData(text, batch_size=[2]))
+
+    one = make()
+    other = pickle.loads(pickle.dumps(one))
+    one.extend(rows("x" * 400))
+    one.storage.flush()
+    other.extend(rows("short"))
+    other.extend(rows("y" * 400))
+    other.storage.flush()
+    assert len(other) == 6 and set(other[4:6]["text"]) == {"y" * 400}
+    other.close()

@@ -255,3 +255,51 @@ def test_a_full_batch_of_rows_that_nobody_writes_is_an_error_and_no_endless_wait
         assert len(buffer.sample()) == 8
         with pytest.raises(DeadlineError, match="waited 0.5 s for 20 published rows"):
             buffer.sample(20)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_batch_of_nothing_is_of_no_pass(make, drop_last: bool) -> None:
+    buffer = make(drop_last=drop_last, batch_size=4)
+    with pytest.raises(RuntimeError):
+        buffer.sample(0)
+    buffer.extend(make_rows(range(20)))
+    seen = buffer.sample(8)["id"].tolist()
+    assert buffer.sample(0).batch_size == (0,)
+    seen += [i for _ in range(3) for i in buffer.sample(4)["id"].tolist()]
+    assert sorted(seen) == list(range(20)) and buffer.sampler._passes.number == 1
+    with pytest.raises(ValueError):
+        buffer.sample(-1)
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_an_iteration_ends_with_its_pass_whoever_takes_the_last_row(
+    make, monkeypatch, prefetch: int, drop_last: bool
+) -> None:
+    """Also if that happens after this process was told that there are some left."""
+    options = {"kind": SharedReplayBuffer, "drop_last": drop_last, "batch_size": 4}
+    one, other = make(prefetch=prefetch, **options), make(**options)
+    one.extend(make_rows(range(42)))
+    monkeypatch.setattr(
+        SharedSamplerWithoutReplacement, "ran_out", property(lambda self: False, lambda *_: None)
+    )
+    seen: list[int] = []
+    for number, batch in enumerate(one):
+        seen += batch["id"].tolist()
+        if number == 3:
+            with other.sampler.one_pass(), contextlib.suppress(RuntimeError):
+                while True:
+                    seen += other.sample()["id"].tolist()
+    assert len(seen) == len(set(seen)) and len(seen) in ((40,) if drop_last else (42,))
+    assert one.sampler._passes.number == 1
+    assert len(one.sample()) == 4 and one.sampler._passes.number == 2  # the next one is begun
+
+
+def test_who_leaves_an_iteration_can_sample(make) -> None:
+    buffer = make(kind=SharedReplayBuffer, prefetch=2, batch_size=4)
+    buffer.extend(make_rows(range(20)))
+    for _ in range(3):
+        for batch in buffer:
+            assert len(batch) == 4
+            break
+        assert [len(buffer.sample()) for _ in range(9)] == [4] * 9

@@ -18,6 +18,7 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, SliceSampler, TensorDictReplayBuffer
 from torchrl.envs import RenameTransform
 
+from tests.replay.conftest import make_rows
 from torchrl_dist import (
     ConfigurationError,
     SharedCursorWriter,
@@ -474,4 +475,23 @@ def test_flags_must_be_asked_for_before_the_first_row(folder: Path) -> None:
     rb = SharedReplayBuffer(storage=storage, sampler=wrong, batch_size=3)
     with pytest.raises(ConfigurationError, match="no 'a', only"):
         rb.sample()
+    storage.close()
+
+
+def test_columns_of_the_rows_stay_when_what_the_sampler_adds_is_left_out(folder: Path) -> None:
+    storage = SharedMemmapStorage(64, scratch_dir=folder, job_id="test")
+    sampler = SharedSliceSampler(slice_len=4, traj_key="episode")
+    rb = SharedReplayBuffer(storage=storage, sampler=sampler, batch_size=8)
+    rows = make_rows(range(32))
+    rows["episode"] = torch.arange(32) // 8
+    rows["next", "done"] = torch.zeros(32, 1, dtype=torch.bool)
+    rb.extend(rows)
+    with pytest.warns(UserWarning, match="include_info"):
+        batch = rb.sample(include_info=False)
+        alike, info = rb.sample(return_info=True, include_info=False)
+    for each in (batch, alike):
+        assert set(each.keys(True, True)) == set(rows.keys(True, True))
+        assert not each["next", "done"].any()
+    assert ("next", "truncated") in info and info["index"][0].shape == (8,)
+    assert rb.sample()["next", "truncated"].sum() == 2
     storage.close()

@@ -399,7 +399,9 @@ class ReplayClient:
         # filled through NumPy: the caller may be in inference mode, the filling thread is not
         index, generation = np.full(count, -1, np.int64), np.full(count, -1, np.int64)
         handed = torch.from_numpy(index), torch.from_numpy(generation)
-        identity = id(handed[0])
+        keys = [id(handed[0])]
+        if count == 1:  # TorchRL's ``add`` goes on with a view of it
+            keys.append(-handed[0].data_ptr())
         pending = _PendingWrite(handed[0], -1, next(self._numbers))
 
         def written(slots: np.ndarray, generations: np.ndarray) -> None:
@@ -411,7 +413,7 @@ class ReplayClient:
                 self._spec = spec
                 self.recent.remember(*handed, written=True)
             # last: at every instant the index is pending, or its generations are known
-            self._pending.pop(identity, None)
+            self._forget_pending(keys)
 
         size = _FEW_BYTES + sum(tensor.nbytes for tensor in packed)
         # copied: they are sent later, and the caller may go on with its tensors
@@ -419,11 +421,11 @@ class ReplayClient:
         write = Write(spec.text, count, packed, own, ((pending.number, count),))
         while True:
             pending.shard = self._shard_to_write()
-            self._pending[identity] = pending
+            self._pending.update(dict.fromkeys(keys, pending))
             try:
                 self.links[pending.shard].put(write, size=size, written=written)
             except BaseException as error:
-                self._pending.pop(identity, None)
+                self._forget_pending(keys)
                 if not self._is_left_out(pending.shard, error):
                     raise
             else:
@@ -446,7 +448,7 @@ class ReplayClient:
         if self._spec is not None:
             return self._spec
         spec = rows.spec_of(data)
-        if len(self.links) == 1:
+        if len(self.links) == 1 and not any(column.text for column in spec.columns):
             return spec
         shards = [shard for shard in range(len(self.links)) if self.answers_now(shard)]
         first = None
@@ -542,7 +544,14 @@ class ReplayClient:
 
     def _find_pending(self, index: torch.Tensor) -> _PendingWrite | None:
         pending = self._pending.get(id(index))
-        return pending if pending is not None and pending.index is index else None
+        if pending is not None and pending.index is index:
+            return pending
+        # of a row that is pending nobody else has the place in memory
+        return self._pending.get(-index.data_ptr()) if index.numel() == 1 else None
+
+    def _forget_pending(self, keys: Sequence[int]) -> None:
+        for key in keys:
+            self._pending.pop(key, None)
 
     def _put(
         self, shard: int, operation: Operation | Callable[[], Operation], priority: np.ndarray

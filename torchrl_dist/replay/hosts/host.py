@@ -369,6 +369,10 @@ class ReplayHost:
             files.end(row)
         return chunks
 
+    def row_spec(self, spec: RowSpec) -> RowSpec:
+        """As :meth:`saving.shards.Shard.row_spec`."""
+        return self._shard.row_spec(spec)
+
     def make_room(self, spec: RowSpec) -> None:
         """Have the files of rows.
 

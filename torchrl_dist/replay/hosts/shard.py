@@ -88,6 +88,9 @@ class RemoteShard:
                 sink.write(unpack(packed))
                 sink.append(chunk)
 
+    def row_spec(self, spec: RowSpec) -> RowSpec:
+        return self._call("row_spec", spec)
+
     def make_room(self, spec: RowSpec) -> None:
         self._client.order(self._shard, "make_room", spec)
 

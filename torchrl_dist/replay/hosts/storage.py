@@ -29,6 +29,7 @@ from torchrl_dist.replay.node.priorities import check_priorities
 from torchrl_dist.replay.parts.sampler import (
     SharedSampler,
 )
+from torchrl_dist.replay.parts.storage import names_an_entry, one_row_each
 from torchrl_dist.replay.row import _torchrl, rows
 from torchrl_dist.replay.row.packing import spec_from_text, unpack
 from torchrl_dist.replay.saving.shards import SavedStorage
@@ -300,7 +301,7 @@ class RemoteStorage(_StorageOfOwner, _torchrl.ChecksBuffers, SavedStorage, Tenso
         index = self._as_index(cursor)
         if isinstance(cursor, (int, np.integer)):
             data = data.unsqueeze(0)
-        self.write_at(index, data.expand(index.numel(), *data.batch_size[1:]))
+        self.write_at(index, one_row_each(index, data))
 
     def empty(self, *, reset_write_count: bool = True) -> None:
         """Drop every row, for all processes; of a host that does not answer, on its return."""
@@ -342,11 +343,14 @@ class RemoteStorage(_StorageOfOwner, _torchrl.ChecksBuffers, SavedStorage, Tenso
         """Whole rows at the given indices; blocks unless they were just drawn.
 
         A slice leaves out rows that are not published; its bounds count as in
-        :class:`SharedMemmapStorage`, over all shards' slots where there are several.
+        :class:`SharedMemmapStorage`, over all shards' slots where there are several. A key, or a
+        tuple of them, gives that entry of all rows.
 
         Raises:
             RemoteError: a slot was never written.
         """
+        if names_an_entry(index):
+            return self.get(slice(None))[index]
         batch = getattr(self._handed, "batch", None)
         if batch is not None and batch.index is index:
             self._handed.batch = None
@@ -357,7 +361,7 @@ class RemoteStorage(_StorageOfOwner, _torchrl.ChecksBuffers, SavedStorage, Tenso
         if isinstance(index, slice) or index is Ellipsis:
             found = found[self.generations_of(found) >= 0]
         data = self._read(found.reshape(-1).numpy())
-        if isinstance(index, (int, np.integer)):
+        if isinstance(index, (int, np.integer)) or getattr(index, "ndim", 1) == 0:
             return data[0]
         return data.reshape(*found.shape, *data.batch_size[1:]) if found.ndim != 1 else data
 

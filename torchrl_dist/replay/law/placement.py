@@ -15,13 +15,18 @@ def as_slots(index: Any) -> torch.Tensor:
     """An index of any shape as int64 on the CPU; such a tensor is returned itself.
 
     Raises:
-        IndexError: it is no whole numbers: 1.9 would silently name row 1, and a mask rows 0 and 1.
+        IndexError: it is no whole numbers: 1.9 would silently name row 1, and a mask, also one of
+            uint8, rows 0 and 1.
     """
     found = torch.as_tensor(index, device="cpu")
     if found.dtype is torch.int64:
         return found
     if found.dtype is torch.bool:
         raise IndexError("rows are named by their numbers here, got a mask: pass mask.nonzero()")
+    if found.dtype is torch.uint8:  # which indexing takes for a mask, and a list of numbers not
+        raise IndexError(
+            "uint8 might be a mask or numbers: pass index.bool().nonzero() or index.long()"
+        )
     if found.numel() and (found.is_floating_point() or found.is_complex()):
         raise IndexError(
             f"rows are named by whole numbers, got {found.dtype}: {found.reshape(-1)[:4].tolist()}"

@@ -397,6 +397,14 @@ class ReplayDirectory:
             return []
         return self._arrays
 
+    def spec_for(self, spec: RowSpec) -> RowSpec:
+        """Of the rows that are there, or are there once rows with ``spec`` have come."""
+        if self.rows is not None:
+            return self.rows
+        if self.words[Word.STREAMS] and STREAM not in spec.columns:
+            return replace(spec, columns=(*spec.columns, STREAM))
+        return spec
+
     def create_rows(self, spec: RowSpec) -> None:
         """Allocate the data files; called by the first writer. Blocks while others do it.
 
@@ -406,8 +414,7 @@ class ReplayDirectory:
         with self.lock():
             if self.words[Word.ROWS_READY]:
                 return
-            if self.words[Word.STREAMS] and STREAM not in spec.columns:
-                spec = replace(spec, columns=(*spec.columns, STREAM))
+            spec = self.spec_for(spec)
             files.remove_data(self.path)  # of a first writer that was killed in here
             folder = self.path / files.DATA
             try:

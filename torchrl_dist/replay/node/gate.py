@@ -28,6 +28,7 @@ from torchrl_dist.replay.law.limiter import Counts, RateLimiter
 from torchrl_dist.replay.node.cursor import Reservation, SharedCursor
 from torchrl_dist.replay.node.directory import ReplayDirectory
 from torchrl_dist.replay.node.futex import Bell
+from torchrl_dist.replay.node.priorities import default_leaf
 from torchrl_dist.replay.node.tables import (
     MAX_MEMBERS,
     USER_MEMBER,
@@ -186,13 +187,14 @@ class Gate:
             return True
 
         thread = self._this_thread()
+        deadline = time.monotonic() + getattr(storage, "timeout_s", self._directory.timeout_s)
         while True:
             self._admit(attempt, thread, storage)
             try:
                 drawn = draw()
             except BaseException as error:
                 self._note_end(count, returned=False)
-                if not isinstance(error, TooFewDrawsError):
+                if not isinstance(error, TooFewDrawsError) or time.monotonic() > deadline:
                     raise
             else:
                 thread.sampled = True
@@ -383,6 +385,7 @@ def read_limiter(directory: ReplayDirectory) -> RateLimiter | None:
 def _store_limiter(directory: ReplayDirectory, limiter: RateLimiter) -> None:
     """Called under the lock, when no other process uses the directory."""
     words = directory.words
+    directory.begin()  # whoever finds it half done shows the rows that are hidden
     words[Word.LIMITED] = 0  # until all is there
     size, ratio, margin, times = _numbers(limiter)
     words[Word.MIN_SIZE_TO_SAMPLE] = int(size)
@@ -393,7 +396,12 @@ def _store_limiter(directory: ReplayDirectory, limiter: RateLimiter) -> None:
     directory.create_limiter_tables()
     directory.gate = Gate(directory, limiter)
     directory.gate.set_state(None, directory.length)
+    # rows that another limiter's max_times_sampled had hidden: their counts begin anew
+    published = (directory.versions & 1 == 0) & (directory.versions > 0)
+    hidden = np.flatnonzero(published & ~(directory.tree.leaves > 0))
+    directory.tree.set(hidden, default_leaf(directory))
     words[Word.LIMITED] = 1
+    directory.commit()
 
 
 def _numbers(limiter: RateLimiter) -> list[float]:

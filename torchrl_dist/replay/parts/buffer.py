@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +15,8 @@ from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 
-from torchrl_dist.errors import CheckpointError, ConfigurationError
+from torchrl_dist.errors import CheckpointError, ConfigurationError, RateLimitError
+from torchrl_dist.replay.parts.passes import PassOverError, SharedSamplerWithoutReplacement
 from torchrl_dist.replay.parts.sampler import SharedRandomSampler, exponents_in
 from torchrl_dist.replay.parts.writer import SharedCursorWriter
 from torchrl_dist.replay.row import _torchrl
@@ -147,6 +151,7 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
             path = Path(path, "storage")
         saved, extra = read_dump(Path(path))
         own = self._checked(extra)
+        _torchrl.drop_prefetched(self)
         transforms = copy.deepcopy(self._transform.state_dict())
         try:
             if own.transforms:
@@ -209,15 +214,52 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
     ) -> Any:
         """A batch with ``"index"``, ``"index_generation"`` and what the sampler adds; without these
         if ``include_info`` is False. With ``return_info`` they come as a dictionary as well."""
+        if include_info is not None:
+            warnings.warn(
+                "include_info is TorchRL's older name for return_info", UserWarning, stacklevel=2
+            )
         _torchrl.check_prefetching(self)
-        if return_info or include_info is not None:
-            data, info = super().sample(batch_size, True, include_info)
-            if include_info is False:
-                data = data.exclude(*info)
-            return (data, info) if return_info else data
-        return ReplayBuffer.sample(self, batch_size)  # _sample has put the handles in
+        data, info = self._next_sample(batch_size)
+        if include_info is not False:
+            _torchrl.add_columns(data, info)
+        return (data, info) if return_info else data
 
-    def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
+    @contextlib.contextmanager
+    def _capture_prefetch_state(self, **how: Any) -> Iterator[dict[str, Any]]:
+        if self._storage.limiter is not None:
+            _torchrl.drop_waiting(self)
+        with super()._capture_prefetch_state(**how) as state:
+            yield state
+
+    def _next_sample(self, batch_size: int | None) -> tuple[TensorDictBase, dict[str, Any]]:
+        # what was fetched ahead may have waited for the rate limiter long ago, and in vain, or for
+        # an iteration that has ended
+        for _ in range(len(self._prefetch_queue) if self._prefetch else 0):
+            with contextlib.suppress(RateLimitError, PassOverError):
+                return ReplayBuffer.sample(self, batch_size)
+        return ReplayBuffer.sample(self, batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Batches, without end; over a :class:`SharedSamplerWithoutReplacement` until the end of
+        the pass, whoever draws its last row."""
+        _torchrl.initialize(self)
+        if not isinstance(self._sampler, SharedSamplerWithoutReplacement):
+            yield from super().__iter__()
+            return
+        with self._sampler.one_pass():
+            while True:
+                try:
+                    data, info = ReplayBuffer.sample(self)
+                except PassOverError:
+                    if self._prefetch and self._prefetch_queue:
+                        continue  # another thread had fetched the last rows
+                    break
+                _torchrl.add_columns(data, info)
+                yield data
+
+    def _sample(self, batch_size: int) -> tuple[Any, dict[str, Any]]:
+        """A batch with its columns beside it, twice: TorchRL's ``sample`` returns the first of the
+        two, also of what was fetched ahead."""
         if self._pin_memory or self._sample_unit is not None or len(self._transform or ()):
             data, info = super()._sample(batch_size)
         else:
@@ -226,8 +268,7 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
                 info["index"] = index
                 info["index_generation"] = self._writer.generations_of(index)
                 data = self._collate_fn(self._storage.get(index))
-        _torchrl.add_columns(data, info)
-        return data, info
+        return (data, info), info
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Set the priorities of a batch, or of parts of one, from ``data[priority_key]``.

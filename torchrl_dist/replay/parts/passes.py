@@ -17,6 +17,8 @@ So a process may be killed anywhere in here.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -36,6 +38,7 @@ from torchrl_dist.replay.row import rows
 _NUMBER, _PASSED, _COUNT = range(3)
 _HEAD_WORDS = 8
 _LOOK_AHEAD = 256
+_OVER = "the pass that this buffer is being iterated over has no row left: sample after the loop"
 
 
 class Passes:
@@ -101,6 +104,10 @@ class Passes:
         return slots, versions
 
 
+class PassOverError(RuntimeError):
+    """The pass that is being iterated over has no row left, and no other one was begun."""
+
+
 class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
     """Uniform sampling without replacement, over all processes of the node together.
 
@@ -112,7 +119,9 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
     the replay directory; a restarted job goes on with it.
 
     The last batch of a pass is shorter if the rows do not fill it. ``for batch in buffer`` ends
-    with the pass, in each process that iterates.
+    with the pass, in each process that iterates over a :class:`SharedReplayBuffer`. TorchRL's class
+    asks before each batch whether rows are left: if another process takes them just then, it goes
+    on with the next pass.
 
     Example:
         >>> buffer = TensorDictReplayBuffer(
@@ -142,6 +151,17 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
         self._passes: Passes | None = None
         self._pass: int | None = None  # that this process drew from last
         self._batch_size = 1
+        self._only_one = False
+
+    @contextmanager
+    def one_pass(self) -> Iterator[None]:
+        """Inside, only the first draw may begin a pass; one that would begin the next raises
+        :class:`PassOverError`."""
+        self._pass, self._only_one = None, True
+        try:
+            yield
+        finally:
+            self._only_one = False
 
     def attach(self, storage: Storage) -> ReplayDirectory:
         bound = self._attached(storage)
@@ -201,6 +221,11 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
         """Slots, versions and copied rows of one pass, at least one."""
         directory, passes = storage.directory, self._passes
         assert passes is not None
+        if count < 1:  # of no pass
+            if not directory.length:
+                raise NoRowsError(EMPTY)
+            nothing = np.empty(count, np.int64)  # refuses a count below 0
+            return nothing, nothing, storage.copy_arrays(nothing)
         self._batch_size = count
         parts: list[tuple[np.ndarray, np.ndarray, list[np.ndarray]]] = []
         missing, number = count, None
@@ -246,8 +271,13 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
             if directory.high >= count:  # a moment ago there were enough, if not all at once
                 raise NoRowsError(too_few, count)
             raise ConfigurationError(too_few)
+        begun = self._only_one and self._pass is not None
+        if begun and passes.number != self._pass:
+            raise PassOverError(_OVER)
         slots, versions = passes.take(count)
         if not slots.size or (self.drop_last and slots.size < count):
+            if begun:
+                raise PassOverError(_OVER)
             passes.begin((lambda n: self._uniforms(n).argsort()) if self.shuffle else None)
             slots, versions = passes.take(count)
         return slots, versions

@@ -453,6 +453,11 @@ class SharesPriorities(SharedSampler):
         return {"_alpha": self.alpha, "_beta": self._beta, "_eps": self._eps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes alpha and beta; those of a uniform sampler, which has none, leave them as they
+        are."""
+        if not state_dict:
+            self._empty()
+            return
         alpha, beta = exponents_in(state_dict)
         self._empty()
         self.alpha = alpha

@@ -302,7 +302,13 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         def draw() -> tuple[tuple[torch.Tensor, ...], dict[NestedKey, torch.Tensor]]:
             return storage.once_rows_are_published(lambda: self._sample(storage, batch_size))
 
-        return draw() if gate is None else gate.draw(batch_size, draw, storage)
+        if gate is None:
+            return draw()
+        index, info = gate.draw(batch_size, draw, storage)
+        returned = index[0].numel()
+        if returned != batch_size:  # slices that were cut short
+            gate.count_samples(returned - batch_size)
+        return index, info
 
     def attach(self, storage: Storage) -> ReplayDirectory:
         here: Any = getattr(storage, "directory", None)

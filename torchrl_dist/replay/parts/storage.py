@@ -439,6 +439,8 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
             )
         if data.batch_size[0] != slots.size:
             raise ConfigurationError(f"{data.batch_size[0]} rows for {slots.size} slots")
+        if not slots.size:
+            return torch.empty(0, dtype=torch.int64)
         given = self._checked(data)
         # the last occurrence of each slot, in slot order
         unique, last = np.unique(slots[::-1], return_index=True)
@@ -540,7 +542,7 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         if cursor.dtype == torch.bool:
             cursor = cursor.nonzero().squeeze(-1)
         cursor = torch.where(cursor < 0, cursor + self._directory.high, cursor)
-        self.write_at(cursor, data.expand(cursor.numel(), *data.batch_size[1:]))
+        self.write_at(cursor, one_row_each(cursor, data))
 
     def empty(self, *, reset_write_count: bool = True) -> None:
         """Drop every row, for all processes. Handles from before stay stale for ever."""
@@ -648,9 +650,7 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
             KeyError: for a key that the rows do not have.
             DeadlineError: if a row stayed unfinished.
         """
-        if isinstance(index, str) or (
-            isinstance(index, tuple) and index and all(isinstance(part, str) for part in index)
-        ):
+        if names_an_entry(index):
             return self.get(slice(None))[index]
         index = _single(index)
         handed = self._handed.batches
@@ -793,3 +793,18 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
 def _single(index: Any) -> Any:
     """A tuple of one index stands for the index: TorchRL's slice samplers return such."""
     return index[0] if isinstance(index, tuple) and len(index) == 1 else index
+
+
+def names_an_entry(index: Any) -> bool:
+    """Whether it is a key of rows, or a tuple of such, instead of their numbers."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return bool(parts) and all(isinstance(part, str) for part in parts)
+
+
+def one_row_each(index: torch.Tensor, data: TensorDictBase) -> TensorDictBase:
+    """``data`` as ``storage[index] = data`` means it, with one row for each number of an index of
+    any shape: ``[index.numel(), ...]``."""
+    if index.ndim < 2:
+        return data.expand(index.numel(), *data.batch_size[1:])
+    rest = data.batch_size[index.ndim :]
+    return data.expand(*index.shape, *rest).reshape(index.numel(), *rest)

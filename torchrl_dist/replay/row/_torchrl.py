@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +22,7 @@ from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.writers import ImmutableDatasetWriter, Writer
 
 from torchrl_dist.errors import ConfigurationError, DirectoryError
+from torchrl_dist.stopping import giving_up
 
 
 def buffers_over(storage: Storage) -> list[Any]:
@@ -145,10 +146,25 @@ def initialize(buffer: Any) -> None:
 
 
 def drop_prefetched(buffer: Any) -> None:
-    """Forget the batches that the buffer has drawn ahead."""
-    buffer.synchronize()
-    with buffer._futures_lock:
+    """Forget the batches that the buffer has drawn ahead, and what went wrong with them."""
+    with buffer._futures_lock, giving_up(_fetching_threads(buffer)):
         buffer._clear_prefetch_queue_locked()
+
+
+def drop_waiting(buffer: Any) -> None:
+    """The same, but for those that are there: nobody waits for what the others wait for."""
+    with buffer._futures_lock, giving_up(_fetching_threads(buffer)):
+        queue = list(buffer._prefetch_queue)
+        for future in queue:
+            future.cancel()
+        wait(queue)
+        kept = [each for each in queue if not each.cancelled() and each.exception() is None]
+        buffer._prefetch_queue.clear()
+        buffer._prefetch_queue.extend(kept)
+
+
+def _fetching_threads(buffer: Any) -> Iterable[threading.Thread]:
+    return list(getattr(getattr(buffer, "_prefetch_executor", None), "_threads", ()))
 
 
 def forget_drawn_ahead(storage: Storage) -> None:

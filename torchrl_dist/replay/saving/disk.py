@@ -157,7 +157,8 @@ class DumpWriter:
         for number, tensor in enumerate(tensors):
             column = ColumnSpec((str(number),), tensor.dtype, tuple(tensor.shape))
             with open(folder / column.file_name, "wb") as file:
-                content = _bytes_of(np.ascontiguousarray(array_of(tensor)))
+                # a copy: what is written is what is summed, whoever goes on with the tensor
+                content = _bytes_of(np.array(array_of(tensor), order="C"))
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,6 +52,9 @@ class Shard(Protocol):
     def save(self, head: Head, sink: Sink) -> None:
         """All rows that were there at the head's instant and still are, the oldest first."""
 
+    def row_spec(self, spec: RowSpec) -> RowSpec:
+        """Of the rows that are there, or are there once rows with ``spec`` have come."""
+
     def make_room(self, spec: RowSpec) -> None:
         """Have the files of rows: a restore that fails for want of room has changed nothing yet."""
 
@@ -85,6 +89,9 @@ class DirectoryShard:
                     self._cursor.directory, head.cursor, head.alpha, start, stop, sink.write
                 )
             )
+
+    def row_spec(self, spec: RowSpec) -> RowSpec:
+        return self._cursor.directory.spec_for(spec)
 
     def make_room(self, spec: RowSpec) -> None:
         self._cursor.directory.create_rows(spec)
@@ -226,20 +233,32 @@ def restore(shards: Sequence[Shard], capacity: int, saved: Sequence[SavedShard |
     specs = [head.spec for each in saved if each is not None and (head := each.head).spec]
     if any(spec != specs[0] for spec in specs):
         raise CheckpointError("the saved shards hold rows of different kinds")
-    for shard in shards:
-        if specs and (own := shard.head().spec):
-            snapshot.require_same(own, specs[0])
+    fitting = [_fitting(shard, saved, specs[0]) if specs else saved for shard in shards]
     for shard in shards:
         if specs:
             shard.make_room(specs[0])
-    for shard, target in zip(shards, targets, strict=True):
-        _restore_shard(shard, target, saved)
+    for shard, target, fit in zip(shards, targets, fitting, strict=True):
+        _restore_shard(shard, target, fit)
     if left_out:
         warnings.warn(
             f"the checkpoint has {left_out} rows more than the {capacity * len(shards)} that this "
             "buffer can hold: the oldest ones were left out",
             stacklevel=4,
         )
+
+
+def _fitting(
+    shard: Shard, saved: Sequence[SavedShard | None], spec: RowSpec
+) -> Sequence[SavedShard | None]:
+    """Rows with ``spec`` as the shard's are, or are going to be."""
+    own = shard.row_spec(spec)
+    snapshot.require_same(own, spec)
+    if own == spec:
+        return saved
+    return [
+        replace(each, arrays=rows.fitted(each.arrays, spec, own)) if each and each.arrays else each
+        for each in saved
+    ]
 
 
 def _restore_shard(
@@ -366,7 +385,7 @@ def from_state(state: dict[str, Any]) -> list[SavedShard | None]:
 def _saved_shard(state: dict[str, Any]) -> SavedShard:
     return SavedShard(
         Head.from_json(state["head"]),
-        state["runs"].numpy(),
-        state["leaf"].numpy(),
+        array_of(state["runs"]),
+        array_of(state["leaf"]),
         [array_of(tensor) for tensor in state["rows"]],
     )

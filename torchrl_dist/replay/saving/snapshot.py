@@ -28,7 +28,7 @@ from torchrl_dist.replay.node.cursor import SharedCursor
 from torchrl_dist.replay.node.directory import ReplayDirectory
 from torchrl_dist.replay.node.priorities import check_rescaling, rescaled
 from torchrl_dist.replay.node.tables import COUNTERS, LARGEST_COUNT, ORDERED_LOADS, Word
-from torchrl_dist.replay.row.spec import RowSpec, checked_spec
+from torchrl_dist.replay.row.spec import STREAM, ColumnSpec, RowSpec, checked_spec
 from torchrl_dist.tensors import array_of
 
 _CHUNK_BYTES = 2**24
@@ -432,23 +432,34 @@ def _limiter_of_all(heads: list[Head], *, first: bool) -> list[float] | None:
 
 
 def require_same(own: RowSpec, saved: RowSpec) -> None:
-    """Refuse to give back rows that do not fit.
+    """Refuse to give back rows that do not fit: but for the streams, which may be unknown, and for
+    the room that fields for text have.
 
     Raises:
         ConfigurationError: naming every column that differs.
     """
     if own == saved:
         return
-    here = {column.key: column for column in own.columns}
-    there = {column.key: column for column in saved.columns}
+    here = {column.key: column for column in own.columns if column != STREAM}
+    there = {column.key: column for column in saved.columns if column != STREAM}
     differ = [
         f"{'.'.join(key)!r} is {_column_text(there.get(key))}, here {_column_text(here.get(key))}"
         for key in sorted({*here, *there})
-        if here.get(key) != there.get(key)
-    ] or [f"batch dimensions are {saved.batch_dims}, here {own.batch_dims}"]
+        if not _fit(there.get(key), here.get(key))
+    ]
+    if not differ:
+        if (saved.batch_dims, saved.nodes) == (own.batch_dims, own.nodes):
+            return
+        differ = [f"batch dimensions are {saved.batch_dims}, here {own.batch_dims}"]
     raise ConfigurationError(
         "the saved rows do not match those of the buffer, which is unchanged: " + "; ".join(differ)
     )
+
+
+def _fit(one: ColumnSpec | None, other: ColumnSpec | None) -> bool:
+    if one is None or other is None:
+        return False
+    return one == other or (one.text and other.text and one.shape[:-1] == other.shape[:-1])
 
 
 def _column_text(column: Any) -> str:
