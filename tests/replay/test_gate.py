@@ -647,11 +647,12 @@ def test_rows_that_were_used_up_may_be_sampled_under_another_limiter(
     rb.storage.close()
     rb = attach(folder, 16, new, uniform=uniform, batch_size=4, timeout_s=5.0)
     assert (rb.storage.directory.tree.leaves[:16] > 0).all()
-    seen = collections.Counter(i for _ in range(12) for i in rb.sample()["id"].tolist())
-    assert sum(seen.values()) == 48 and len(seen) > 9
-    if new.max_times_sampled:
-        assert set(seen.values()) == {3} and len(seen) == 16
-        assert not rb.can_sample()
+    seen: collections.Counter[int] = collections.Counter()
+    while sum(seen.values()) < 200 and rb.can_sample():
+        seen.update(rb.sample()["id"].tolist())
+    assert len(seen) > 12  # four had been left
+    if new.max_times_sampled:  # until fewer than four rows may be sampled
+        assert max(seen.values()) == 3 and sum(seen.values()) >= 36
     rb.storage.close()
 
 
