@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import pickle
+import resource
 import signal
 import socket
 import subprocess
@@ -37,6 +39,13 @@ class Task:
         if self.fails:
             raise ValueError("no task")
         Path(f"{self.file}{rank}").write_text(str(os.getpid()))
+        ready()
+        time.sleep(60)
+
+
+@dataclass(frozen=True)
+class Sleeper:
+    def run(self, rank: int, ready: Callable[[], None]) -> None:
         ready()
         time.sleep(60)
 
@@ -83,6 +92,34 @@ def gone(pids: list[int], timeout_s: float = 10) -> bool:
             return True
         time.sleep(0.02)
     return False
+
+
+@contextlib.contextmanager
+def room_for(descriptors: int, server: int) -> Iterator[None]:
+    """The server can have that many more than it has."""
+    before = resource.prlimit(server, resource.RLIMIT_NOFILE)
+    taken = {int(name) for name in os.listdir(f"/proc/{server}/fd")}
+    free = (number for number in itertools.count() if number not in taken)
+    soft = next(itertools.islice(free, descriptors, None))
+    resource.prlimit(server, resource.RLIMIT_NOFILE, (soft, before[1]))
+    try:
+        yield
+    finally:
+        if psutil.pid_exists(server):
+            resource.prlimit(server, resource.RLIMIT_NOFILE, before)
+
+
+def describe(rank: int) -> tuple[str, str]:
+    return f"child {rank}", "here"
+
+
+@pytest.fixture
+def client(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
+    """With a child; of a server that has other clients."""
+    monkeypatch.setattr(module, "_address", fork_server.address)
+    with ForkServer() as client:
+        client.start(Sleeper(), range(1)).wait_ready(30, describe)
+        yield client
 
 
 def test_each_child_has_its_own_end_and_nobody_else_has_it(fork_server: ForkServer) -> None:
@@ -342,3 +379,157 @@ def test_a_forked_server_ends_with_the_process_it_comes_from(tmp_path: Path) -> 
     job.kill()
     job.communicate(timeout=30)
     assert gone(pids)
+
+
+def test_a_client_for_whom_nothing_can_be_forked_is_told_and_the_others_live(
+    cluster: Session, fork_server: ForkServer, tmp_path: Path
+) -> None:
+    first, second = cluster.of_role("b")
+    with room_for(5, fork_server.pid):  # four for the client and one for a child
+        with pytest.raises(RemoteError, match="unable to fork: Too many open files"):
+            cluster.call(first, start_in_child, str(tmp_path / "a"))
+    assert cluster.lost() == ()
+    assert gone([int(Path(tmp_path / "a0").read_text())] if (tmp_path / "a0").exists() else [])
+    for peer, name in (first, "b"), (second, "c"):
+        assert len(cluster.call(peer, start_in_child, str(tmp_path / name))[2]) == 2
+
+
+def test_the_parent_is_told_too_before_the_server_ends() -> None:
+    with ForkServer() as server:
+        server.wait_up()
+        with room_for(1, server.pid):
+            children = server.start(Sleeper(), range(2))
+            assert children.wait_gone(20)
+        with pytest.raises(PeerLostError, match="unable to fork: Too many open files"):
+            children.wait_ready(0, describe)
+
+
+def test_who_cannot_be_let_in_keeps_the_server_from_nothing(
+    cluster: Session, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_address", fork_server.address)
+    first, second = cluster.of_role("b")
+    process = psutil.Process(fork_server.pid)
+    with room_for(0, fork_server.pid):
+        with ForkServer():
+            began = sum(process.cpu_times()[:2])
+            time.sleep(1)
+            assert sum(process.cpu_times()[:2]) - began < 0.5
+            os.kill(cluster.pid_of(first), signal.SIGKILL)
+            deadline = time.monotonic() + 20
+            while first not in cluster.lost():
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+    with room_for(0, fork_server.pid):
+        late = ForkServer()
+        time.sleep(0.5)
+    with late:
+        os.kill(cluster.pid_of(second), signal.SIGKILL)  # something is closed
+        late.wait_up()
+
+
+@pytest.mark.parametrize("room", [1, 2, 3, 4])
+def test_who_is_not_taken_in_is_told(
+    fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    monkeypatch.setattr(module, "_address", fork_server.address)
+    before = os.listdir(f"/proc/{fork_server.pid}/fd")
+    with room_for(room, fork_server.pid), ForkServer() as client:
+        with pytest.raises(PeerLostError, match="is gone: closed"):
+            client.wait_up()
+        assert not client._monitor.is_alive()
+    assert os.listdir(f"/proc/{fork_server.pid}/fd") == before
+
+
+def test_a_process_that_was_forked_meanwhile_does_not_keep_the_children_alive(
+    client: ForkServer,
+) -> None:
+    children = client._children
+    assert children is not None
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(write)
+        os.read(read, 1)
+        os._exit(0)
+    try:
+        client._hang_up()
+        assert children.wait_gone(20)
+        client.close()
+        assert not client._monitor.is_alive()
+    finally:
+        os.close(write)
+        os.close(read)
+        os.waitpid(pid, 0)
+
+
+def test_a_process_that_was_forked_meanwhile_ends_nobodys_children(client: ForkServer) -> None:
+    children = client._children
+    assert children is not None
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            client.kill_children()
+            with pytest.raises(ConfigurationError, match="this one is a fork"):
+                client._send(None)
+            client.close()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert not children.wait_gone(1)
+    client.kill_children()
+    assert children.wait_gone(10)
+
+
+def test_the_place_of_who_has_not_ended_is_not_free(client: ForkServer) -> None:
+    assert client._children is not None
+    pid = client._children.states[0].pid
+    with pytest.raises(PeerLostError, match=rf"process 0 \(pid {pid}, ready\) .* not ended"):
+        client.restart(Sleeper(), 0)
+
+
+ODD = """
+import os, signal, sys, time
+from torchrl_dist.forks import imports_to_be_forked
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+with imports_to_be_forked():
+    from torchrl_dist.runtime import ForkServer, local_cluster
+
+def fail():
+    print("a child's last words")
+    raise RuntimeError("no licence")
+
+with open(sys.argv[1], "w") as log, ForkServer(fork="fork" in sys.argv) as server:
+    print("has an output", sys.stdout is not None, file=log)
+    try:
+        with local_cluster({"a": 1, "b": 1}, timeout_s=30, init_fn=fail, fork_server=server):
+            pass
+    except Exception as error:
+        print(type(error).__name__, file=log)
+    with local_cluster({"a": 1, "b": 2}, timeout_s=30, fork_server=server) as job:
+        first, second = job.of_role("b")
+        os.kill(job.pid_of(first), signal.SIGKILL)
+        deadline = time.monotonic() + 20
+        while not job.lost() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        print(job.lost_reason(first), job.call(second, abs, -1), file=log)
+"""
+
+
+@pytest.mark.parametrize("how", ["fork", "fresh", "fork >&-"])
+def test_a_program_may_ignore_its_children_and_have_no_output(tmp_path: Path, how: str) -> None:
+    """And what a child has printed when its set-up fails is not lost."""
+    (tmp_path / "odd.py").write_text(ODD)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop("PYTHONUNBUFFERED", None)
+    command = f"exec {sys.executable} {tmp_path / 'odd.py'} {tmp_path / 'log'} {how}"
+    done = subprocess.run(
+        command, shell=True, env=environment, stdout=subprocess.PIPE, text=True, timeout=80
+    )
+    closed = ">&-" in how
+    log = (tmp_path / "log").read_text().splitlines()
+    assert log == [f"has an output {not closed}", "RemoteError", "killed by SIGKILL 1"], log
+    assert done.returncode == 0
+    assert done.stdout == ("" if closed else "a child's last words\n")

@@ -155,6 +155,7 @@ class ForkServer:
         self._up = threading.Event()
         self._error: str | None = None
         self._closed = False
+        self._owner = os.getpid()  # a process that is forked from it has a copy of this object
         self._process: subprocess.Popen[bytes] | _Fork | None = None  # None: another client's
         self._command_lock = threading.RLock()  # a command and what belongs to it go together
         self._link, commands = _pair(socket.SOCK_STREAM)
@@ -197,8 +198,7 @@ class ForkServer:
         if len(os.listdir("/proc/self/task")) > 1:
             return None
         parent = os.getpid()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _flush_output()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             pid = os.fork()
@@ -286,22 +286,28 @@ class ForkServer:
         in :meth:`start`.
 
         Raises:
-            PeerLostError: the server died.
+            PeerLostError: the server died, or the other has not ended.
         """
         children = self._children
         assert children is not None
         if self._error is not None:
             raise PeerLostError(f"the fork server (pid {self.pid}) is gone: {self._error}")
         with children.changed:
-            assert children.states[rank].exit is not None
+            state = children.states[rank]
+            if state.exit is None:
+                what = "ready" if state.ready else "not ready"
+                raise PeerLostError(
+                    f"process {rank} (pid {state.pid}, {what}) cannot be replaced: it has not ended"
+                )
             children.states[rank] = ChildState()
         ends = () if end is None else (end,)
         self._send((children.job, [rank], pickle.dumps(job), bool(ends)), ends)
 
     def kill_children(self) -> None:
-        """End the children of the last cluster now; blocks until they are gone (seconds)."""
+        """End the children of the last cluster now; blocks until they are gone (seconds). Does
+        nothing in a process that was forked from this one: they are not its."""
         children = self._children
-        if children is None:
+        if children is None or os.getpid() != self._owner:
             return
         if not children.wait_gone(0) and self._error is None:
             self._send(None)
@@ -309,20 +315,22 @@ class ForkServer:
 
     def close(self) -> None:
         """End all its children, and the server, unless it is another client's. Idempotent; blocks
-        for at most a few seconds."""
+        for at most a few seconds. In a process that was forked from this one, only its descriptors
+        are closed."""
         if self._closed:
             return
         self._closed = True
         self._hang_up()  # the server sees the end of the stream, and kills
-        if self._process is not None:
+        if self._process is not None and os.getpid() == self._owner:
             try:
                 self._process.wait(_KILL_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
         self._monitor.join(_KILL_TIMEOUT_S)
-        self._reports.close()
-        os.close(self._pidfd)
+        if not self._monitor.is_alive():  # else it would wait for whose number these are next
+            self._reports.close()
+            os.close(self._pidfd)
 
     def __enter__(self) -> ForkServer:
         return self
@@ -331,6 +339,11 @@ class ForkServer:
         self.close()
 
     def _send(self, command: Any, ends: Sequence[int] = ()) -> None:
+        if os.getpid() != self._owner:
+            raise ConfigurationError(
+                f"This fork server belongs to process {self._owner}, of which this one is a fork: "
+                "make another here."
+            )
         with self._command_lock:
             if self._commands.closed:
                 return
@@ -345,6 +358,10 @@ class ForkServer:
                 raise
 
     def _hang_up(self) -> None:
+        if os.getpid() == self._owner:
+            with contextlib.suppress(OSError):  # closed before, or by the server
+                # closing is not enough: processes that were forked meanwhile have copies
+                self._link.shutdown(socket.SHUT_RDWR)
         self._commands.close()
         self._link.close()
 
@@ -353,21 +370,36 @@ class ForkServer:
         poller.register(self._reports, select.POLLIN)
         poller.register(self._pidfd, select.POLLIN)
         alive = True
-        while alive:
-            alive = self._pidfd not in [fd for fd, _ in poller.poll()]
-            while (report := self._next_report()) is not None:
-                if report[0] == "end":
-                    self._lose_children(report[3] or "closed")
-                    return
-                self._take(*report)
+        try:
+            while alive:
+                alive = self._pidfd not in [fd for fd, _ in poller.poll()]
+                while (report := self._next_report()) is not None:
+                    if report[0] == "end":
+                        self._lose_children(report[3] or "closed")
+                        return
+                    self._take(*report)
+        except EOFError:
+            if self._process is None:  # it has not taken us in, or it dies
+                self._lose_children("closed")
+                return
+            poller.unregister(self._reports)
+            poller.poll()
         self._server_died()
 
     def _next_report(self) -> tuple[Any, ...] | None:
+        """None: there is none yet.
+
+        Raises:
+            EOFError: there will be none, nobody has the other end.
+        """
         try:
             data = self._reports.recv(2 * _MAX_REPORT_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return None
-        return pickle.loads(data) if data else None
+        if not data:
+            raise EOFError
+        content: tuple[Any, ...] = pickle.loads(data)
+        return content
 
     def _take(self, kind: str, job: int, rank: int, content: Any) -> None:
         if kind == "up":
@@ -430,19 +462,25 @@ class _Fork:
         """
         with self._lock:
             if self._code is None:
-                pidfd = os.pidfd_open(self.pid)
                 try:
-                    poller = select.poll()
-                    poller.register(pidfd, select.POLLIN)
-                    if not poller.poll(None if timeout is None else timeout * 1000):
-                        raise subprocess.TimeoutExpired("fork server", timeout or 0.0)
-                finally:
-                    os.close(pidfd)
-                self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+                    self._code = self._wait(timeout)
+                except (ProcessLookupError, ChildProcessError):  # as Popen: SIGCHLD is ignored
+                    self._code = 0
             return self._code
 
+    def _wait(self, timeout: float | None) -> int:
+        pidfd = os.pidfd_open(self.pid)
+        try:
+            poller = select.poll()
+            poller.register(pidfd, select.POLLIN)
+            if not poller.poll(None if timeout is None else timeout * 1000):
+                raise subprocess.TimeoutExpired("fork server", timeout or 0.0)
+        finally:
+            os.close(pidfd)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
     def kill(self) -> None:
-        with self._lock:
+        with self._lock, contextlib.suppress(ProcessLookupError):
             if self._code is None:
                 os.kill(self.pid, signal.SIGKILL)
 
@@ -463,6 +501,7 @@ def _keep_only(fds: tuple[int, int]) -> None:
 def serve(command_fd: int, report_fd: int, parent_pid: int, address: str) -> None:
     """The server process, from its first line to its last. Called by ForkServer only."""
     global _address
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, nobody could wait for a child
     parent = os.pidfd_open(parent_pid)
     if os.getppid() != parent_pid:
         return  # the parent died before we could watch it
@@ -481,13 +520,21 @@ def serve(command_fd: int, report_fd: int, parent_pid: int, address: str) -> Non
     gc.collect()
     gc.freeze()  # children would otherwise copy every page the collector touches
     gc.enable()
+    _flush_output()  # else every child would once more
     _address = address
     _Server(_Client(command_fd, report_fd, parent), address).run()
     # Nothing is left to finalize, and what counts its objects then (nanobind under triton, which
     # tensordict imports with torch 2.15) would print those that are frozen as leaked.
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush_output()
     os._exit(0)
+
+
+def _flush_output() -> None:
+    """For who forks, or leaves by ``os._exit``. Without an output (``>&-``) there is no stream."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            with contextlib.suppress(Exception):  # closed, a full disk: nobody to tell
+                stream.flush()
 
 
 def report(reports: socket.socket, kind: str, job: int, rank: int, content: Any) -> None:
@@ -513,11 +560,14 @@ class _Client:
 
     def __init__(self, command_fd: int, report_fd: int, process: int) -> None:
         self.reports = socket.socket(fileno=report_fd)  # raises for what is no socket
-        link = os.dup(command_fd)
         try:
-            self.link = socket.socket(fileno=link)
+            link = os.dup(command_fd)
+            try:
+                self.link = socket.socket(fileno=link)
+            except OSError:
+                os.close(link)
+                raise
         except OSError:
-            os.close(link)
             self.reports.detach()  # whoever called closes it
             raise
         self.link.setblocking(True)
@@ -556,11 +606,15 @@ class _Server:
         """Fork, wait and report until the parent is gone or closes the command pipe."""
         try:
             while self._parent in self._clients:
-                (fd, _), *_ = self._poller.poll()  # what is done may close the others
-                self._serve(fd)
+                events = [fd for fd, _ in self._poller.poll()]
+                door = self._door.fileno()  # of use to nobody who is here
+                # one at a time: what is done may close the others
+                self._serve(next((fd for fd in events if fd != door), door))
         finally:
             for client in self._clients + self._ended:
                 client.kill_children()
+            if self._parent.problem is not None:
+                report(self._parent.reports, "end", 0, 0, self._parent.problem)
 
     def _serve(self, fd: int) -> None:
         if fd == self._door.fileno():
@@ -575,18 +629,25 @@ class _Server:
                 self._end(client)
                 return
             if fd == client.commands.fileno():
-                self._obey(client)
+                try:
+                    self._obey(client)
+                except OSError as error:  # out of processes or descriptors
+                    client.problem = f"unable to fork: {error.strerror}"
+                    self._end(client)
                 return
 
     def _open_door(self) -> None:
         """Take in a client, if it is this user's."""
-        with contextlib.suppress(OSError, ValueError):
+        try:
             link, _ = self._door.accept()
-            with link:
-                pid, uid = _peer(link)
-                if uid == os.getuid():  # who may do with us what he wants
-                    link.settimeout(_JOIN_S)
-                    self._admit(pid, list(socket.recv_fds(link, 16, 2)[1]))
+        except OSError:  # out of descriptors: who waits there would have us ask for ever
+            self._poller.unregister(self._door)
+            return
+        with link, contextlib.suppress(OSError, ValueError):
+            pid, uid = _peer(link)
+            if uid == os.getuid():  # who may do with us what he wants
+                link.settimeout(_JOIN_S)
+                self._admit(pid, list(socket.recv_fds(link, 16, 2)[1]))
 
     def _admit(self, pid: int, fds: list[int]) -> None:
         try:
@@ -618,6 +679,7 @@ class _Server:
             self._ended.remove(client)
             report(client.reports, "end", 0, 0, client.problem)
             client.close()
+        self._poller.register(self._door, select.POLLIN)  # there may be descriptors again
 
     def _obey(self, client: _Client) -> None:
         if client.waiting:
@@ -650,25 +712,37 @@ class _Server:
         (end,) = ends
         os.set_inheritable(end, False)
         job, rank, blob = client.waiting.popleft()
-        self._fork(client, job, rank, blob, end)
-        os.close(end)
+        try:
+            self._fork(client, job, rank, blob, end)
+        finally:
+            os.close(end)
 
     def _fork(self, client: _Client, job: int, rank: int, blob: bytes, end: int | None) -> None:
         server_pid = os.getpid()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                reports = self._become_child(server_pid, client)
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-                code = _run_child(reports, job, rank, blob, end)
-            finally:
-                os._exit(code)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        try:
+            pid = os.fork()
+            if pid == 0:
+                code = 1
+                try:
+                    reports = self._become_child(server_pid, client)
+                    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+                    code = _run_child(reports, job, rank, blob, end)
+                finally:
+                    try:
+                        _flush_output()
+                    finally:
+                        os._exit(code)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)  # in both processes, so that nobody sees the old group
-        child = os.pidfd_open(pid)
+        try:
+            child = os.pidfd_open(pid)
+        except OSError:
+            _kill_group(pid)
+            os.waitpid(pid, 0)
+            raise
         client.children[child] = (pid, job, rank)
         self._poller.register(child, select.POLLIN)
         report(client.reports, "forked", job, rank, pid)
@@ -680,8 +754,8 @@ class _Server:
         outlive_stop_signals()
         # A group of its own: what the child starts can be ended with it.
         os.setpgid(0, 0)
+        self._door.close()  # first: the next line needs a descriptor
         reports = of.reports.dup()
-        self._door.close()
         for client in self._clients + self._ended:
             client.close()
         self._clients.clear()
@@ -694,7 +768,10 @@ class _Server:
         os.close(fd)
         _kill_group(pid)  # before the wait, while the pid cannot be anybody else's
         _, status = os.waitpid(pid, 0)
-        report(client.reports, "exit", job, rank, _how_it_ended(status))
+        how = _how_it_ended(status)
+        if client.problem is not None:
+            how = f"{how}: the fork server was {client.problem}"
+        report(client.reports, "exit", job, rank, how)
         self._forget_ended()
 
 
@@ -713,6 +790,7 @@ def _run_child(reports: socket.socket, job: int, rank: int, blob: bytes, end: in
     except BaseException as error:
         trace = "".join(traceback.format_exception(error))[-_MAX_REPORT_BYTES // 2 :]
         summary = traceback.format_exception_only(error)[-1].strip()[:1000]
+        _flush_output()  # before who is told so may kill us
         report(reports, "failed", job, rank, (summary, trace))
         return 1
     return 0

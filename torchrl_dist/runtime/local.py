@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import os
 import socket
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -168,5 +167,3 @@ class _Job:
             ) as me:
                 me.serve()
         atexit._run_exitfuncs()  # the fork leaves by os._exit, which runs none of them
-        sys.stdout.flush()
-        sys.stderr.flush()
