@@ -413,7 +413,7 @@ def test_a_successor_that_is_never_ready_is_replaced_too(
             time.sleep(60)
         return ByPid(die, died)
 
-    worker = build(make, num_envs=1)
+    worker = build(make, num_envs=1, call_timeout_s=0.5)
     assert len(worker.collect(request=0)[1].replaced) == 1
     for request in itertools.count(1):
         if stuck.exists():

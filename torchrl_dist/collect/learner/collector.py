@@ -394,6 +394,7 @@ class RPCBatchedCollector(BaseCollector):
         self, session: Session | None, peers: Sequence[Peer], config: WorkerConfig
     ) -> Crew:
         limit_s = self.timeout_s if session is None else max(self.timeout_s, session.timeout_s)
+        config = replace(config, call_timeout_s=limit_s)
         self._replacer = None
         if self._settings.replace_lost:
             self._replacer = Replacer(session, config, self.max_policy_lag)

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from torchrl_dist.collect.loop.one_thread import use_one_thread_if_small
-from torchrl_dist.collect.node.node import make_worker
+from torchrl_dist.collect.node.node import NodeWorker, make_worker
 from torchrl_dist.collect.worker.worker import WorkerConfig
 from torchrl_dist.errors import DeadlineError, RemoteError
 from torchrl_dist.runtime.pool import DaemonPool
@@ -42,7 +42,7 @@ class LocalHandle:
         """Run it here and now. The deadline is that of the rollout under way, which ends first.
 
         Raises:
-            DeadlineError: it did not end in time.
+            DeadlineError: it did not end in time, or its env processes did not answer in time.
             RemoteError: the method raised; its exception is the cause.
         """
         if timeout_s is not None and method not in _DURING_ROLLOUTS:
@@ -54,6 +54,8 @@ class LocalHandle:
         try:
             return getattr(self._worker, method)(*args, **kwargs)
         except Exception as error:
+            if isinstance(error, DeadlineError) and isinstance(self._worker, NodeWorker):
+                raise  # its own
             raise RemoteError(
                 f"{type(error).__name__}: {error}",
                 peer="this process",

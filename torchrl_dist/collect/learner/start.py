@@ -7,8 +7,9 @@ import statistics
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from dataclasses import replace
+from functools import partial
 
 from torchrl_dist.collect.learner.crew import Worker
 from torchrl_dist.collect.learner.handles import Handle, LocalHandle
@@ -18,6 +19,7 @@ from torchrl_dist.collect.worker.specs import require_equal_specs
 from torchrl_dist.collect.worker.worker import WorkerConfig, WorkerInfo
 from torchrl_dist.errors import ConfigurationError, PeerLostError
 from torchrl_dist.runtime import Peer, Session
+from torchrl_dist.runtime.pool import DaemonPool
 
 # A message costs both sides together three milliseconds of CPU: less than a percent of this ...
 MESSAGE_S = 0.5
@@ -36,6 +38,7 @@ def start_workers(
     limit_s: float,
 ) -> tuple[list[Worker], list[str], list[BaseException]]:
     """Build a worker on every peer, or one here if there are none; blocks at most ``limit_s``.
+    Where that is interrupted, workers are closed that are there, or come later.
 
     Returns:
         the workers that could be built, the names of those whose process is gone, and the errors
@@ -63,31 +66,54 @@ def start_workers(
             index, name, handle, info.num_envs, info.steps, ahead, _specs(info), info.ragged
         )
 
+    def run(index: int) -> None:
+        try:
+            builds[index].set_result(build(index))
+        except BaseException as error:
+            builds[index].set_exception(error)
+
     registrations = dump_registrations()
     infos: list[WorkerInfo] = []
     count = len(peers) or 1
-    with ThreadPoolExecutor(count) as pool:
-        builds = [pool.submit(build, index) for index in range(count)]
-    workers: list[Worker] = []
-    lost: list[str] = []
-    errors: list[BaseException] = []
-    for index, building in enumerate(builds):
-        error = building.exception()
-        if error is None:
-            workers.append(building.result())
-        elif isinstance(error, PeerLostError):
-            lost.append(peers[index].name)
-            warnings.warn(f"a worker is lost before it began: {error}", stacklevel=_WARN_AT_CALLER)
-        else:
-            errors.append(error)
-    if not errors and workers:
-        try:
-            require_equal_specs({worker.name: worker.specs for worker in workers})
-            if config.frames_per_rollout is None:
-                _set_steps(workers, infos, limit_s)
-        except (ConfigurationError, PeerLostError) as error:
-            errors.append(error)
-    return workers, lost, errors
+    builds: list[Future[Worker]] = [Future() for _ in range(count)]
+    pool = DaemonPool(count, "torchrl_dist-build")
+    try:
+        for index in range(count):
+            pool.submit(run, index)
+        pool.close()
+        wait(builds)
+        workers: list[Worker] = []
+        lost: list[str] = []
+        errors: list[BaseException] = []
+        for index, building in enumerate(builds):
+            error = building.exception()
+            if error is None:
+                workers.append(building.result())
+            elif isinstance(error, PeerLostError) and peers:
+                lost.append(peers[index].name)
+                warnings.warn(
+                    f"a worker is lost before it began: {error}", stacklevel=_WARN_AT_CALLER
+                )
+            else:
+                errors.append(error)
+        if not errors and workers:
+            try:
+                require_equal_specs({worker.name: worker.specs for worker in workers})
+                if config.frames_per_rollout is None:
+                    _set_steps(workers, infos, limit_s)
+            except (ConfigurationError, PeerLostError) as error:
+                errors.append(error)
+        return workers, lost, errors
+    except BaseException:  # Ctrl-C, mostly
+        for building in builds:
+            building.add_done_callback(partial(_close, limit_s))
+        raise
+
+
+def _close(limit_s: float, building: Future[Worker]) -> None:
+    if building.exception() is None:
+        handle = building.result().handle
+        handle.submit("close", step_limit_s=limit_s, timeout_s=limit_s)
 
 
 def _set_steps(workers: Sequence[Worker], infos: Sequence[WorkerInfo], limit_s: float) -> None:

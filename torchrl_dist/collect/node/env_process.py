@@ -7,12 +7,15 @@ who hangs can be told from one who works.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import pickle
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import numpy as np
@@ -33,11 +36,44 @@ from torchrl_dist.collect.worker.worker import (
     WorkerConfig,
     require_module,
 )
+from torchrl_dist.errors import RemoteError
 from torchrl_dist.runtime.surroundings import Surroundings
 
 _SEED_STRIDE = 1_000_003
 # int64 words of the control block, ahead of one word of progress per process
 CUT_REQUEST, CUT_LEAST, STOP, FIRST_PROGRESS = range(4)
+# Numbers of answers that are of no message: that the envs are there, and what cannot be read.
+BUILT, UNKNOWN = 0, -1
+
+
+class Message(NamedTuple):
+    """A process is to call a method. ``call``: its arguments, pickled by themselves, so that some
+    that cannot be built again are an error of the call."""
+
+    number: int  # which the answer repeats
+    method: str
+    call: bytes
+
+
+class Failure(NamedTuple):
+    """What a call raised, which may be an error that the node worker cannot build again."""
+
+    summary: str
+    trace: str
+    cause: bytes | None
+
+
+class Answer(NamedTuple):
+    """To the message with that number: what the call returned, or a ``Failure``, of which the node
+    worker makes a RemoteError."""
+
+    number: int
+    content: Any
+
+    def result(self) -> Any:
+        if isinstance(self.content, RemoteError):
+            raise self.content
+        return self.content
 
 
 @dataclass(frozen=True)
@@ -81,6 +117,7 @@ class EnvProcessJob:
         # the node worker may be gone
         with Connection(end) as connection, contextlib.suppress(EOFError, ConnectionError):
             self._serve(index, connection, ready)
+        atexit._run_exitfuncs()  # the fork leaves by os._exit, which runs none of them
 
     def _serve(self, index: int, connection: Connection, ready: Callable[[], None]) -> None:
         part: _Part | None = None
@@ -99,17 +136,17 @@ class EnvProcessJob:
             ready()
             return part.worker.describe()
 
-        _answer(connection, build)
+        _answer(connection, BUILT, build)
         while part is not None:
             if learner is not None and learner.calls:
                 message = learner.calls.popleft()
             else:
-                message = cloudpickle.loads(connection.recv_bytes())
+                message = pickle.loads(connection.recv_bytes())
             if is_answer(message):
                 continue
-            method, args, kwargs = message
+            number, method, call = message
             target = part if method == "collect" else part.worker
-            _answer(connection, lambda: getattr(target, method)(*args, **kwargs))  # noqa: B023
+            _answer(connection, number, partial(_call, target, method, call))
             if method == "close":
                 return
 
@@ -141,17 +178,25 @@ def _learner(config: WorkerConfig, connection: Connection, progress: np.ndarray)
     return NodeLearner(connection, beat, beat_s)
 
 
-def _answer(connection: Connection, call: Callable[[], Any]) -> None:
+def _call(target: Any, method: str, call: bytes) -> Any:
+    args, kwargs = pickle.loads(call)
+    return getattr(target, method)(*args, **kwargs)
+
+
+def _answer(connection: Connection, number: int, call: Callable[[], Any]) -> None:
     try:
-        answer = (True, call())
-    except Exception as error:
-        summary = traceback.format_exception_only(error)[-1].strip()
-        answer = (False, (summary, "".join(traceback.format_exception(error)), error))
-        with contextlib.suppress(Exception):
-            connection.send_bytes(cloudpickle.dumps(answer))
-            return
-        answer = (False, (*answer[1][:2], None))  # the exception itself does not pickle
-    connection.send_bytes(cloudpickle.dumps(answer))
+        message = cloudpickle.dumps(Answer(number, call()))
+    except Exception as error:  # also of a result that does not pickle
+        message = pickle.dumps(Answer(number, _failure(error)))
+    connection.send_bytes(message)
+
+
+def _failure(error: Exception) -> Failure:
+    summary = traceback.format_exception_only(error)[-1].strip()
+    cause = None
+    with contextlib.suppress(Exception):
+        cause = cloudpickle.dumps(error)
+    return Failure(summary, "".join(traceback.format_exception(error)), cause)
 
 
 class _Part:
@@ -202,6 +247,10 @@ class _Watched(RolloutWorker):
     @property
     def _told_to_stop(self) -> bool:
         return bool(self._words[STOP])
+
+    def _gives_up(self) -> bool:
+        self._words[self._progress] += 1  # who waits does not hang
+        return self._told_to_stop
 
     def _watch(self, request: int | None) -> Callable[[int], bool]:
         words, progress = self._words, self._progress

@@ -24,9 +24,15 @@ import cloudpickle
 from tensordict import TensorDict
 
 from torchrl_dist.collect.loop.joining import join
-from torchrl_dist.collect.node.env_process import CUT_LEAST, CUT_REQUEST, STOP, RowsAddress
+from torchrl_dist.collect.node.env_process import (
+    CUT_LEAST,
+    CUT_REQUEST,
+    STOP,
+    UNKNOWN,
+    RowsAddress,
+)
 from torchrl_dist.collect.node.process_pool import CLOSE_S, EnvProcess, ProcessPool
-from torchrl_dist.collect.node.relay import Question, Relay
+from torchrl_dist.collect.node.relay import Relay
 from torchrl_dist.collect.node.waker import Waker
 from torchrl_dist.collect.worker.registrations import adopt_registrations
 from torchrl_dist.collect.worker.shared_block import (
@@ -47,7 +53,7 @@ from torchrl_dist.collect.worker.worker import (
     WorkerInfo,
     wait_free,
 )
-from torchrl_dist.errors import ConfigurationError, PeerLostError, RemoteError
+from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
 from torchrl_dist.forks import now_and_in_children
 from torchrl_dist.runtime import ForkServer
 from torchrl_dist.weights import PackedWeights
@@ -55,6 +61,8 @@ from torchrl_dist.weights import PackedWeights
 # Of rollouts: the collector asks for the one after the next when it has got the one at hand.
 _BLOCKS = 2
 _GLANCE_S = 1.0  # how often deaths are looked for that no connection tells
+# A process that waits for a replay buffer says so every half second.
+_LEAST_LIMIT_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -80,12 +88,12 @@ class _Order:
 
 @dataclass(eq=False)
 class _UnderWay:
-    """A rollout that processes work at, or have done. ``pending``: those who work at it;
-    ``block``: where its rows lie."""
+    """A rollout that processes work at, or have done. ``pending``: those who work at it, and the
+    numbers of their answers; ``block``: where its rows lie."""
 
     order: _Order
     block: int
-    pending: set[int]
+    pending: dict[int, int] = field(default_factory=dict)
     pieces: list[_Piece] = field(default_factory=list)
     failure: RemoteError | PeerLostError | None = None
 
@@ -222,17 +230,24 @@ class NodeWorker:
         Raises:
             RemoteError: it raised there.
             PeerLostError: a process ended for the third time in a row.
+            DeadlineError: not all answered within ``config.call_timeout_s``. They go on with it.
         """
         with self._lock:
+            until = time.monotonic() + self.config.call_timeout_s
             asked = [p for p in self._pool.processes if only in (None, p.index)]
             answers: dict[int, Any] = {}
             while missing := [p for p in asked if p.index not in answers]:
                 if self._pool.stopped:
                     raise ConfigurationError("this worker is closed")
-                self._finish_all()
-                self._pool.welcome(everybody=True)
+                self._finish_all(until)
+                self._pool.welcome(missing, until, all_of_them=True)
+                if time.monotonic() >= until:
+                    raise DeadlineError(
+                        f"{method}: env processes {[process.index for process in missing]} did not "
+                        f"answer within {self.config.call_timeout_s:g} s"
+                    )
                 if all(process.ready for process in missing):  # else it is being closed
-                    answers |= self._pool.ask(missing, method, *args)
+                    answers |= self._pool.ask(missing, until, method, *args)
             for answer in answers.values():
                 if isinstance(answer, RemoteError):
                     raise answer
@@ -317,17 +332,19 @@ class NodeWorker:
         else:
             number = order.request
             self._announced.pop(number, None)
-        self._pool.welcome()
+        wanted = [p for p in self._pool.processes if order.kept > p.index * self._envs]
+        self._pool.welcome(wanted)
         if order.weights is not None:
             self._take_weights(order.weights)
-        chosen = [p for p in self._pool.processes if p.ready and order.kept > p.index * self._envs]
         busy = {index for rollout in self._under_way for index in rollout.pending}
-        rollout = _UnderWay(order, number % _BLOCKS, {p.index for p in chosen})
+        rollout = _UnderWay(order, number % _BLOCKS)
         self._under_way.append(rollout)
-        for process in chosen:
+        for process in wanted:
+            if not process.ready:
+                continue
             if process.index not in busy:
                 process.seen_at = time.monotonic()
-            self._pool.send(
+            rollout.pending[process.index] = self._pool.send(
                 process,
                 "collect",
                 steps=order.steps,
@@ -340,11 +357,12 @@ class NodeWorker:
             )
         return rollout
 
-    def _finish(self, rollout: _UnderWay, timeout_s: float | None = None) -> None:
+    def _finish(self, rollout: _UnderWay, until: float = math.inf) -> None:
         """Read and relay until every process has handed in its part of that rollout, or has
-        ended; or for so many seconds."""
-        until = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        ended; or until then on ``time.monotonic()``."""
         limit_s, relay = self.config.step_timeout_s, self._relay
+        if limit_s is not None and self.config.replay_buffer is not None:
+            limit_s = max(limit_s, _LEAST_LIMIT_S)
         glance_s = _GLANCE_S if limit_s is None else min(_GLANCE_S, limit_s / 4)
         self._begin_ahead()
         flush_s = math.inf
@@ -370,31 +388,31 @@ class NodeWorker:
                 elif not events and self._pool.has_ended(process):
                     self._bury(process, "")
 
-    def _finish_all(self) -> None:
+    def _finish_all(self, until: float = math.inf) -> None:
         """Wait until all processes are idle: a call is answered by them between two rollouts."""
         for rollout in self._under_way:
-            self._finish(rollout)
+            self._finish(rollout, until)
+        # Answers that nobody waits for: a process that cannot get rid of one would not listen.
+        for key, _ in self._selector.select(0):
+            if isinstance(key.data, EnvProcess):
+                self._take_answer(key.data)
 
     def _take_answer(self, process: EnvProcess) -> None:
-        rollout = next((r for r in self._under_way if process.index in r.pending), None)
-        answer: Any = None
-        failure: RemoteError | None = None
         try:
             answer = self._pool.receive(process)
         except EOFError as error:
             self._bury(process, str(error))
             return
-        except RemoteError as error:
-            failure = error
-        if self._relay is not None and isinstance(answer, Question):
-            self._relay.ask(process.connection, answer)
+        rollout = next((r for r in self._under_way if process.index in r.pending), None)
+        if answer is None or rollout is None:
             return
-        assert rollout is not None, f"env process {process.index} was asked for nothing"
-        rollout.pending.discard(process.index)
-        if failure is not None:
-            rollout.failure = rollout.failure or failure
+        if answer.number not in (rollout.pending[process.index], UNKNOWN):
+            return  # who asked for it was interrupted
+        del rollout.pending[process.index]
+        if isinstance(answer.content, RemoteError):
+            rollout.failure = rollout.failure or answer.content
             return
-        rows, stats = answer
+        rows, stats = answer.content
         process.deaths = 0
         process.numbered = max(process.numbered, stats.numbered)
         if stats.frames:
@@ -403,10 +421,12 @@ class NodeWorker:
     def _bury(self, process: EnvProcess, reason: str) -> None:
         """Go on without a process until its successor is ready."""
         for rollout in self._under_way:
-            rollout.pending.discard(process.index)
+            rollout.pending.pop(process.index, None)
         try:
             self._pool.replace(process, reason)
         except PeerLostError as error:  # raised when the others have handed in
+            if not self._under_way:
+                raise
             first = self._under_way[0]
             first.failure = first.failure or error
 
@@ -460,27 +480,30 @@ class NodeWorker:
 
     def close(self, step_limit_s: float = CLOSE_S, close_env: bool = True) -> None:
         """Stop a running rollout after its current steps, close the envs, end the processes, also
-        those that hang: blocks at most about ``step_limit_s``. Idempotent."""
+        those that hang: blocks at most about ``step_limit_s``. Idempotent.
+
+        Raises:
+            RemoteError: an env raised as it was closed; everything has ended all the same.
+        """
         until = time.monotonic() + step_limit_s
         self._pool.words[STOP] = 1
         self._turns.open()
         idle = self._lock.acquire(timeout=step_limit_s)
+        errors: list[RemoteError] = []
         try:
             if self._closed:
                 return
             self._closed = True
             if idle:
-                for rollout in self._under_way:
-                    self._finish(rollout, until - time.monotonic())
-                for process in self._pool.processes:
-                    if process.ready:
-                        self._pool.send(process, "close")
-                self._pool.children.wait_gone(min(step_limit_s, CLOSE_S))
+                self._finish_all(until)
+                errors = self._pool.close_envs(min(until, time.monotonic() + CLOSE_S))
                 self._let_go()
         finally:
             self._end()
             if idle:
                 self._lock.release()
+        if errors:
+            raise errors[0]
 
     def _let_go(self) -> None:
         """The session keeps this object until it ends; what it refers to may go."""

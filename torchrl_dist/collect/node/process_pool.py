@@ -7,12 +7,16 @@ thread at a time.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import pickle
 import selectors
 import signal
 import socket
 import struct
 import time
+import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -21,8 +25,17 @@ import cloudpickle
 import numpy as np
 import torch
 
-from torchrl_dist.collect.node.env_process import CUT_REQUEST, FIRST_PROGRESS, STOP, EnvProcessJob
-from torchrl_dist.collect.node.relay import Question, Relay
+from torchrl_dist.collect.node.env_process import (
+    CUT_REQUEST,
+    FIRST_PROGRESS,
+    STOP,
+    UNKNOWN,
+    Answer,
+    EnvProcessJob,
+    Failure,
+    Message,
+)
+from torchrl_dist.collect.node.relay import Relay
 from torchrl_dist.collect.worker.registrations import dump_registrations
 from torchrl_dist.collect.worker.shared_block import SharedBlock
 from torchrl_dist.collect.worker.worker import WorkerConfig, WorkerInfo
@@ -31,8 +44,7 @@ from torchrl_dist.runtime import ForkServer
 from torchrl_dist.runtime.surroundings import Surroundings
 
 _GLANCE_S = 0.2  # how often a death is looked for that no socket tells
-_START_S = 120.0  # of one process, its envs included
-_CALL_S = 60.0
+_START_S = 120.0  # at least, of one process, its envs included
 CLOSE_S = 10.0
 _MAX_DEATHS_IN_A_ROW = 3
 _WORD_BYTES = 8
@@ -45,6 +57,7 @@ class EnvProcess:
     index: int
     connection: Connection
     ready: bool = False
+    sent: int = 0  # messages, whose numbers begin at 1
     generation: int = 0
     forked_at: float = field(default_factory=time.monotonic)
     deaths: int = 0  # since its last rollout
@@ -82,6 +95,7 @@ class ProcessPool:
         self._count = config.env_processes
         self._worker_index = config.worker_index
         self._step_timeout_s = config.step_timeout_s
+        self._call_timeout_s = config.call_timeout_s
         self._selector = selector
         self._relay = relay
         self._control = SharedBlock(_WORD_BYTES * (FIRST_PROGRESS + self._count))
@@ -122,14 +136,15 @@ class ProcessPool:
         finally:
             for _, theirs in pairs:
                 theirs.close()
-        deadline = time.monotonic() + _START_S
+        limit_s = self._start_s
+        deadline = time.monotonic() + limit_s
         infos: dict[int, WorkerInfo] = {}
         while len(infos) < self._count:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise DeadlineError(
                     f"{self._count - len(infos)} of {self._count} env processes did not start "
-                    f"within {_START_S:g} s"
+                    f"within {limit_s:g} s"
                 )
             waiting = [p for p in self.processes if not p.ready]
             relay: Any = self._relay  # waited for by its fileno()
@@ -138,10 +153,8 @@ class ProcessPool:
             for process in waiting:
                 if process.connection in readable:
                     answer = self._first_answer(process)
-                    if relay is not None and isinstance(answer, Question):
-                        relay.ask(process.connection, answer)  # it times its steps
-                    else:
-                        infos[process.index] = answer
+                    if answer is not None:  # else it times its steps
+                        infos[process.index] = answer.result()
                         self._make_ready(process)
             if relay is not None:
                 if relay in readable:
@@ -150,7 +163,11 @@ class ProcessPool:
             self._raise_for_failed_start()
         return [infos[index] for index in range(self._count)]
 
-    def _first_answer(self, process: EnvProcess) -> Any:
+    @property
+    def _start_s(self) -> float:
+        return max(_START_S, self._call_timeout_s)
+
+    def _first_answer(self, process: EnvProcess) -> Answer | None:
         try:
             return self.receive(process)
         except EOFError:
@@ -169,7 +186,7 @@ class ProcessPool:
     def _failed_start(self, index: int) -> RemoteError | PeerLostError:
         state = self.children.states[index]
         if state.failure:
-            return self._error(index, *state.failure, None)
+            return self._error(index, Failure(*state.failure, None))
         how = state.exit or "it closed its connection"
         return PeerLostError(f"env process {index} died at start-up: {how}")
 
@@ -190,68 +207,91 @@ class ProcessPool:
 
     # ---- messages
 
-    def send(self, process: EnvProcess, method: str, *args: Any, **kwargs: Any) -> None:
-        """Have a process that is ready call a method; does not wait for its answer."""
+    def send(self, process: EnvProcess, method: str, *args: Any, **kwargs: Any) -> int:
+        """Have a process that is ready call a method; does not wait for its answer, which has the
+        number that is returned. Where who waited before was interrupted, or waited no longer,
+        older answers come first."""
+        call = cloudpickle.dumps((args, kwargs))
+        process.sent += 1
         with contextlib.suppress(OSError):  # its death is seen when the answer is awaited
-            process.connection.send_bytes(cloudpickle.dumps((method, args, kwargs)))
+            process.connection.send_bytes(pickle.dumps(Message(process.sent, method, call)))
+        return process.sent
 
-    def receive(self, process: EnvProcess) -> Any:
-        """The next answer of a process; blocks.
+    def receive(self, process: EnvProcess) -> Answer | None:
+        """The next answer of a process, or None, where it asked the learner something, which is
+        passed on; blocks. What a call raised there is the content of an answer: a RemoteError.
 
         Raises:
             EOFError: it died, or stopped in the middle of the answer, which the message says.
-            RemoteError: the call raised there.
         """
         try:
-            fine, content = cloudpickle.loads(process.connection.recv_bytes())
+            message = process.connection.recv_bytes()
         except (EOFError, ConnectionError):
             raise EOFError from None
         except BlockingIOError:
             limit_s = self._step_timeout_s
             raise EOFError(f"stopped for {limit_s:g} s in the middle of an answer") from None
-        if not fine:
-            raise self._error(process.index, *content)
-        return content
+        try:
+            said = pickle.loads(message)
+        except Exception as error:  # what an env returned could be pickled, and no more
+            summary = f"an answer cannot be built again: {type(error).__name__}: {error}"
+            failure = Failure(summary, traceback.format_exc(), None)
+            return Answer(UNKNOWN, self._error(process.index, failure))
+        if not isinstance(said, Answer):
+            assert self._relay is not None
+            self._relay.ask(process.connection, said[1])
+            return None
+        if isinstance(said.content, Failure):
+            return Answer(said.number, self._error(process.index, said.content))
+        return said
 
-    def _error(
-        self, index: int, summary: str, trace: str, cause: BaseException | None
-    ) -> RemoteError:
+    def _error(self, index: int, failure: Failure) -> RemoteError:
         error = RemoteError(
-            summary,
+            failure.summary,
             peer=f"env process {index} of worker {self._worker_index}",
             host=socket.gethostname(),
-            remote_traceback=trace,
+            remote_traceback=failure.trace,
         )
-        error.__cause__ = cause
+        if failure.cause is not None:
+            with contextlib.suppress(Exception):  # many can be pickled, but not be built again
+                error.__cause__ = pickle.loads(failure.cause)
         return error
 
-    def ask(self, asked: list[EnvProcess], method: str, *args: Any) -> dict[int, Any]:
+    def ask(self, asked: list[EnvProcess], until: float, method: str, *args: Any) -> dict[int, Any]:
         """Call a method in processes that are ready and idle; blocks until they have answered. An
         error that it raises there is an answer. Those that end are replaced, and have none.
+
+        Args:
+            until: on ``time.monotonic()``; who has not answered by then has no answer, either.
 
         Raises:
             PeerLostError: a process ended for the third time in a row.
         """
-        for process in asked:
-            self.send(process, method, *args)
-        deadline = time.monotonic() + _CALL_S
+        numbers = [self.send(process, method, *args) for process in asked]
         answers: dict[int, Any] = {}
         ended: list[tuple[EnvProcess, str]] = []
-        for process in asked:  # each is read, or it would be taken for the next one's
+        for process, number in zip(asked, numbers, strict=True):
             try:
-                answers[process.index] = self._await_answer(process, method, deadline)
+                answers[process.index] = self._await_answer(process, number, until)
             except EOFError as error:
                 ended.append((process, str(error)))
-            except RemoteError as error:
-                answers[process.index] = error
+            except TimeoutError:
+                pass
         for process, reason in ended:
             self.replace(process, reason)
         return answers
 
-    def _await_answer(self, process: EnvProcess, method: str, deadline: float) -> Any:
-        if not process.connection.poll(max(0.0, deadline - time.monotonic())):
-            raise EOFError(f"did not answer {method} within {_CALL_S:g} s")
-        return self.receive(process)
+    def _await_answer(self, process: EnvProcess, number: int, until: float) -> Any:
+        while True:
+            left_s = max(0.0, until - time.monotonic())
+            if process.connection.poll(min(left_s, _GLANCE_S)):
+                answer = self.receive(process)
+                if answer is not None and answer.number in (number, UNKNOWN):
+                    return answer.content
+            elif self.has_ended(process):
+                raise EOFError
+            elif not left_s:
+                raise TimeoutError
 
     # ---- ends
 
@@ -306,17 +346,21 @@ class ProcessPool:
         with theirs:
             self._server.restart(job, index, theirs.fileno())
 
-    def welcome(self, everybody: bool = False) -> None:
-        """Take in replaced processes that are ready by now; block until one is, or all are.
+    def welcome(
+        self, wanted: Sequence[EnvProcess], until: float = math.inf, *, all_of_them: bool = False
+    ) -> None:
+        """Take in replaced processes that are ready by now; block until one of those that are
+        wanted is, or all of them, or until then on ``time.monotonic()``.
 
         Raises:
             RemoteError: one could not build its envs.
             PeerLostError: a process ended for the third time in a row.
         """
         while newcomers := [p for p in self.processes if not p.ready]:
-            if self.stopped:
+            ready = [process.ready for process in wanted]
+            enough = all(ready) if all_of_them or not ready else any(ready)
+            if self.stopped or (not enough and time.monotonic() >= until):
                 return
-            enough = not everybody and len(newcomers) < self._count
             connections = [p.connection for p in newcomers if not p.connection.closed]
             readable = wait(connections, 0.0 if enough else _GLANCE_S)
             for process in newcomers:
@@ -324,18 +368,38 @@ class ProcessPool:
                     self._take_in(process)
                 elif process.connection.closed:  # it was the last that was replaced
                     self.replace(process, "")
-                elif not readable and time.monotonic() - process.forked_at > _START_S:
-                    self.replace(process, f"was not ready within {_START_S:g} s")
+                elif not readable and time.monotonic() - process.forked_at > self._start_s:
+                    self.replace(process, f"was not ready within {self._start_s:g} s")
             if enough and not readable:
                 return
 
     def _take_in(self, process: EnvProcess) -> None:
         try:
-            self.receive(process)
+            answer = self.receive(process)
         except EOFError as error:
             self.replace(process, str(error))
-        else:
+            return
+        if answer is not None:
+            answer.result()
             self._make_ready(process)
+
+    def close_envs(self, until: float) -> list[RemoteError]:
+        """Let the processes that are ready close their envs and end; blocks until they have, or
+        until then on ``time.monotonic()``.
+
+        Returns:
+            what envs raised as they were closed.
+        """
+        asked = [process for process in self.processes if process.ready]
+        numbers = [self.send(process, "close") for process in asked]
+        errors = []
+        for process, number in zip(asked, numbers, strict=True):
+            with contextlib.suppress(EOFError, TimeoutError):  # it has ended, or hangs
+                content = self._await_answer(process, number, until)
+                if isinstance(content, RemoteError):
+                    errors.append(content)
+        self.children.wait_gone(max(0.0, until - time.monotonic()))
+        return errors
 
     def close(self) -> None:
         """End all processes, whatever they do. Idempotent; nothing works after it."""

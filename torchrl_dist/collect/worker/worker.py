@@ -80,6 +80,8 @@ class WorkerConfig:
         packed: rows are returned as ``PackedRows``, for the way to another process.
         env_processes: 0, or the number of processes in which the worker's envs run.
         step_timeout_s: an env process that makes no step for so long is replaced.
+        call_timeout_s: of calls to env processes between rollouts; if it is long, also of their
+            start.
         inference: if the policy stays at the learner.
         compilation: of the policy.
         reset_at_each_iter, max_frames_per_traj, set_truncated: as TorchRL's; 0: no limit.
@@ -111,6 +113,7 @@ class WorkerConfig:
     packed: bool = False
     env_processes: int = 0
     step_timeout_s: float | None = None
+    call_timeout_s: float = 60.0
     shown_index: int | None = None
     inference: Inference | None = None
     compilation: Compilation = field(default_factory=Compilation)
@@ -288,6 +291,7 @@ class RolloutWorker:
             config.worker_index if config.shown_index is None else config.shown_index
         )
         self._closed = self._stop = False
+        self._close_error: Exception | None = None
         self._turns = Turns()
         self._cut = (-1, 0)
         self._seed_process(config.seed)
@@ -537,7 +541,7 @@ class RolloutWorker:
             elif self.config.stamp_version:
                 rollout.set(("next", "policy_version"), versions.clone())
             try:
-                with giving_up_when(lambda: self._told_to_stop):
+                with giving_up_when(self._gives_up):
                     data, data_bytes = self._deliver(rollout, behind)
             except DeadlineError:
                 if not self._told_to_stop:
@@ -564,6 +568,10 @@ class RolloutWorker:
     @property
     def _told_to_stop(self) -> bool:
         return self._stop
+
+    def _gives_up(self) -> bool:
+        """Asked now and then while the replay buffer does not take rows yet."""
+        return self._told_to_stop
 
     def _watch(self, request: int | None) -> Callable[[int], bool]:
         """Called once per rollout; the result after every step, with the steps done. Nobody cuts a
@@ -634,21 +642,24 @@ class RolloutWorker:
         Raises:
             DeadlineError: that step lasts longer than ``step_limit_s``; the envs are closed when
                 it ends.
+            Exception: what an env raised as it was closed.
         """
-        if self._closed:
-            return
-        self._stop = True
-        self._rollout.stop()
-        self._turns.open()
-        if not self._lock.acquire(timeout=step_limit_s):
-            raise DeadlineError(
-                f"worker {self.config.worker_index}: a rollout did not stop within "
-                f"{step_limit_s:g} s"
-            )
-        try:
-            self._shut(close_env)
-        finally:
-            self._lock.release()
+        if not self._closed:
+            self._stop = True
+            self._rollout.stop()
+            self._turns.open()
+            if not self._lock.acquire(timeout=step_limit_s):
+                raise DeadlineError(
+                    f"worker {self.config.worker_index}: a rollout did not stop within "
+                    f"{step_limit_s:g} s"
+                )
+            try:
+                self._shut(close_env)
+            finally:
+                self._lock.release()
+        error, self._close_error = self._close_error, None
+        if error is not None:
+            raise error
 
     def _shut(self, close_env: bool = True) -> None:
         if self._closed:
@@ -661,4 +672,7 @@ class RolloutWorker:
         self._hooks = (None, None)
         self.config = self.config.without_parts()
         if close_env:
-            rollout.close()
+            try:
+                rollout.close()
+            except Exception as error:  # for ``close``, also where a rollout stopped before it
+                self._close_error = error
