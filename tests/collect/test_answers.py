@@ -6,6 +6,8 @@ import atexit
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -350,3 +352,32 @@ def test_who_needs_only_a_process_that_is_being_replaced_waits_for_it(
         go.touch()
         assert rollout.result(PATIENCE_S)[1].frames == 10
     assert len(begun) == 1
+
+
+def test_what_envs_print_reaches_a_file(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        """
+from tests.collect.envs import Counter
+from torchrl_dist.collect import RPCBatchedCollector
+
+class Loud(Counter):
+    def step(self, action):
+        print("stepped")
+        return super().step(action)
+
+    def close(self):
+        print("closed")
+
+if __name__ == "__main__":
+    with RPCBatchedCollector(Loud, None, frames_per_batch=8, env_processes=2) as collector:
+        collector.next()
+    print("done")
+"""
+    )
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    env["PYTHONPATH"] = os.pathsep.join([os.getcwd(), env.get("PYTHONPATH", "")])
+    with open(tmp_path / "log", "w") as log:
+        command = [sys.executable, str(tmp_path / "train.py")]
+        subprocess.run(command, env=env, stdout=log, timeout=200, check=True)
+    said = (tmp_path / "log").read_text().split()
+    assert said.count("stepped") >= 8 and said.count("closed") == 2 and said[-1] == "done"
