@@ -24,6 +24,7 @@ from torchrl.envs.utils import ExplorationType
 from torchrl.modules import QValueActor
 
 from tests.collect.envs import Counter, mlp
+from tests.spawn import stop_self
 from torchrl_dist.collect import Preempt, RPCBatchedCollector
 from torchrl_dist.collect.loop.joining import MASK
 from torchrl_dist.collect.node import process_pool
@@ -88,7 +89,7 @@ def die() -> None:
 
 
 def pause() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
+    stop_self()
 
 
 @pytest.mark.parametrize("policy", [None, cartpole_policy()])

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tests import warm
 from tests.learn.losses import make_batch, make_loss
 from tests.learn.ranks import LearningRanks
-from tests.spawn import is_helper, run_job, start_slurm_tasks
+from tests.spawn import is_helper, run_job, start_slurm_tasks, stop_self
 from torchrl_dist import DistributedLoss, session
 from torchrl_dist.learn import Ranks
 
@@ -67,7 +67,7 @@ def one_rank_is_late() -> tuple[str, str, float]:
 
     def at(update: int) -> None:
         if update == 2 and dist.get_rank() == 2:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            stop_self()
 
     return told(lambda: learn(5, 4, at))
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from tests.learn.losses import make_batch, make_loss
-from tests.spawn import reserved_port, run_job
+from tests.spawn import reserved_port, run_job, stop_self
 from torchrl_dist import DistributedLoss, session
 
 TIMEOUT_S = 6.0
@@ -76,7 +76,9 @@ def run_case(
                     if update == 2:
                         start = time.monotonic()
                         if rank == whom:
-                            os.kill(os.getpid(), getattr(signal, name))
+                            stop_self() if name == "SIGSTOP" else os.kill(
+                                os.getpid(), signal.SIGKILL
+                            )
                     loss(make_batch("dqn", 4))["loss"].backward()
         except Exception as error:
             told = [type(error).__name__, str(error), time.monotonic() - start, pid[whom]]

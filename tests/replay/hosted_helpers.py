@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from tests.spawn import stop_self
 from torchrl_dist.errors import RateLimitError
 from torchrl_dist.replay import HostedReplayBuffer, ReplayOwner, replay_buffer
 from torchrl_dist.replay.hosts import keeper
@@ -44,7 +45,7 @@ def when_rows_are_saved(what: str, writes: int) -> None:
         if next(counter) == writes:
             if what == "full":
                 raise OSError(28, "No space left on device")
-            os.kill(os.getpid(), {"killed": signal.SIGKILL, "paused": signal.SIGSTOP}[what])
+            stop_self() if what == "paused" else os.kill(os.getpid(), signal.SIGKILL)
         return pwrite(fd, data, offset)
 
     os.pwrite = fail  # type: ignore[assignment]

@@ -25,6 +25,7 @@ from tests.replay.faults import (
     run_forked,
     wait_until,
 )
+from tests.spawn import stop_self
 from torchrl_dist import (
     CheckpointError,
     DirectoryError,
@@ -132,7 +133,7 @@ def test_it_tells_the_living_the_stopped_and_the_dead(rb, folder: Path, capsys) 
         end()
 
     assert run_forked(reserve_and, kill_self) == -signal.SIGKILL
-    with forked(reserve_and, lambda: os.kill(os.getpid(), signal.SIGSTOP)) as stopped:
+    with forked(reserve_and, stop_self) as stopped:
         wait_until(lambda: is_stopped(stopped))
         found = inspect(folder)
         states = {each["pid"]: each["state"] for each in found["members"]}
@@ -168,7 +169,7 @@ def test_what_nobody_will_remove_is_not_called_removed(folder: Path, capsys) -> 
 def test_it_needs_no_lock_and_names_who_holds_it(rb, folder: Path) -> None:
     def hold() -> None:
         with rb.storage.directory.lock():
-            os.kill(os.getpid(), signal.SIGSTOP)
+            stop_self()
 
     with forked(hold) as holder:
         wait_until(lambda: is_stopped(holder))

@@ -33,6 +33,7 @@ from tests.replay.faults import (
     torn_rows,
     wait_until,
 )
+from tests.spawn import stop_self
 from torchrl_dist.errors import DeadlineError, DirectoryError
 from torchrl_dist.replay import SharedReplayBuffer
 from torchrl_dist.replay.node.lock import is_held
@@ -357,7 +358,7 @@ def test_all_who_wait_for_a_stopped_holder_name_it_in_time_and_go_on_afterwards(
     def hold() -> None:
         mine = attach(folder, _CAPACITY)
         with mine.storage.directory.lock():
-            os.kill(os.getpid(), signal.SIGSTOP)
+            stop_self()
         mine.extend(rows_of(range(100, 110)))
         theirs.send(b"d")
         time.sleep(30)

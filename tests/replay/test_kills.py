@@ -36,6 +36,7 @@ from tests.replay.faults import (
     torn_rows,
     wait_until,
 )
+from tests.spawn import stop_self
 from torchrl_dist.replay import SharedMemmapStorage, SharedReplayBuffer
 from torchrl_dist.replay.law.kernel import find_kernel
 from torchrl_dist.replay.node.priorities import default_leaf
@@ -341,7 +342,7 @@ class _StopsOnStore(np.ndarray):
     def __setitem__(self, where: slice, rows: np.ndarray) -> None:
         half = len(rows) // 2
         np.asarray(self)[where.start : where.start + half] = rows[:half]
-        os.kill(os.getpid(), signal.SIGSTOP)
+        stop_self()
 
 
 def test_all_killed_and_restarted_every_published_row_is_back(folder: Path, request) -> None:

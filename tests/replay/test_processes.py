@@ -19,7 +19,7 @@ from tensordict import TensorDict
 from torchrl.data import LazyMemmapStorage, TensorDictReplayBuffer
 
 from tests.replay.conftest import make_rows
-from tests.spawn import spawn
+from tests.spawn import spawn, stop_self
 from torchrl_dist.errors import DeadlineError, DirectoryError
 from torchrl_dist.replay import (
     SharedCursorWriter,
@@ -227,7 +227,7 @@ def test_a_stopped_writer_keeps_its_slots_and_harms_nobody(folder: Path) -> None
 
         def stop_between_reserve_and_copy(reservation, *args):
             reserved.set()
-            os.kill(os.getpid(), signal.SIGSTOP)
+            stop_self()
             return fill(reservation, *args)
 
         mine.storage._fill = stop_between_reserve_and_copy

@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.spawn import stop_self
 from torchrl_dist.errors import ConfigurationError, PeerLostError, RemoteError
 from torchrl_dist.runtime import ForkServer, Session, current_session, local_cluster
 from torchrl_dist.runtime import forkserver as module
@@ -197,7 +198,7 @@ def stop_in_a_command() -> None:
     server = ForkServer()
     server.wait_up()
     server._commands.send((1, [0], pickle.dumps(Speaker()), True))
-    os.kill(os.getpid(), signal.SIGSTOP)
+    stop_self()
 
 
 def test_nobody_waits_for_a_client_that_is_stopped_between_a_command_and_its_ends(
