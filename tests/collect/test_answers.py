@@ -25,7 +25,7 @@ from torchrl_dist.collect.node.node import NodeWorker
 from torchrl_dist.collect.worker.worker import WorkerConfig
 from torchrl_dist.errors import DeadlineError, PeerLostError, RemoteError
 from torchrl_dist.replay import RateLimiter, SharedMemmapStorage, SharedReplayBuffer
-from torchrl_dist.runtime import ForkServer
+from torchrl_dist.runtime import ForkServer, forkserver
 
 pytestmark = pytest.mark.timeout(120)
 PATIENCE_S = 40.0
@@ -47,6 +47,13 @@ def build(fork_server: ForkServer) -> Iterator[Any]:
     for worker in built:
         with contextlib.suppress(RemoteError):
             worker.close()
+
+
+@pytest.fixture(autouse=True)
+def near(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collectors of this process have their env processes forked there, as those of a rank do:
+    another server would have to import everything first."""
+    monkeypatch.setattr(forkserver, "_address", fork_server.address)
 
 
 def wait_for(condition: Any) -> None:

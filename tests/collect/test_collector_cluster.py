@@ -25,7 +25,7 @@ from torchrl_dist.collect import FirstReady, Preempt, Quorum, RPCBatchedCollecto
 from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
 from torchrl_dist.replay import replay_buffer as hosted_buffer
-from torchrl_dist.runtime import ForkServer, Session, local_cluster
+from torchrl_dist.runtime import ForkServer, Session, forkserver, local_cluster
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -549,8 +549,10 @@ def test_workers_that_die_are_replaced(fork_server: ForkServer) -> None:
 
 
 def test_a_successor_that_cannot_be_built_is_an_error_that_says_why(
-    fork_server: ForkServer, tmp_path: Path
+    fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(forkserver, "_address", fork_server.address)  # forks it at once
+
     class NoMore(Tally):
         def __init__(self) -> None:
             super().__init__(10**6)
@@ -569,7 +571,7 @@ def test_a_successor_that_cannot_be_built_is_an_error_that_says_why(
         (tmp_path / "used up").touch()
         kill(session, 0)
         with pytest.raises(RemoteError, match="no licence is left"):
-            while True:  # its processes' server has to import everything first
+            while True:
                 collector.next()
                 time.sleep(0.02)
 
