@@ -807,3 +807,28 @@ def test_the_state_of_a_uniform_buffer_leaves_alpha_and_beta(folder: Path) -> No
     assert (sampler.alpha, sampler.beta) == (0.7, 0.3)
     for buffer in (uniform, prioritized):
         buffer.storage.close()
+
+
+@pytest.mark.parametrize("kinds", [(0, 1), (1, 0), (1, 1)], ids=str)
+def test_batches_drawn_ahead_go_with_a_state_to_either_class(folder: Path, kinds) -> None:
+    def build(number: int, kind: int) -> TensorDictReplayBuffer:
+        storage = SharedMemmapStorage(64, scratch_dir=folder / str(number), job_id="test")
+        return (TensorDictReplayBuffer, SharedReplayBuffer)[kind](
+            storage=storage, sampler=SharedRandomSampler(), writer=SharedCursorWriter(),
+            batch_size=8, prefetch=2,
+        )  # fmt: skip
+
+    one, other = (build(number, kind) for number, kind in enumerate(kinds))
+    one.extend(make_rows(range(20)))
+    one.sample()
+    state = one.state_dict()
+    ahead = [each.result() for each in one._prefetch_queue]
+    assert len(ahead) == 2
+    other.load_state_dict(state)
+    for each in ahead:
+        expected = each[0][0] if kinds[0] else each[0]
+        given = other.sample()
+        assert given["id"].tolist() == expected["id"].tolist()
+        assert given["index"].tolist() == expected["id"].tolist()
+    for buffer in (one, other):
+        buffer.storage.close()

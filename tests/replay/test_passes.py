@@ -303,3 +303,16 @@ def test_who_leaves_an_iteration_can_sample(make) -> None:
             assert len(batch) == 4
             break
         assert [len(buffer.sample()) for _ in range(9)] == [4] * 9
+
+
+def test_an_iteration_samples_as_the_users_class_does(make) -> None:
+    class Doubled(SharedReplayBuffer):
+        def sample(self, *args, **kwargs):
+            batch = super().sample(*args, **kwargs)
+            batch["obs"] *= 2
+            return batch
+
+    buffer = make(kind=Doubled, batch_size=4)
+    buffer.extend(make_rows(range(10)))
+    for batch in buffer:
+        assert (batch["obs"][:, 0] == 2 * batch["id"]).all()

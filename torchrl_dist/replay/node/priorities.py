@@ -55,9 +55,7 @@ def leaves_of(directory: ReplayDirectory, raw: np.ndarray) -> np.ndarray:
 def check_new(directory: ReplayDirectory, raw: np.ndarray, rows: int) -> None:
     """Raises ``ConfigurationError`` unless new rows may have these priorities, one each."""
     if raw.shape != (rows,):
-        raise ConfigurationError(
-            f"got priorities {list(raw.shape)} for {rows} rows; pass one per slot"
-        )
+        raise ConfigurationError(f"got priorities {list(raw.shape)} for {rows} rows; pass one each")
     check_priorities(raw)
     leaves_of(directory, raw)
 

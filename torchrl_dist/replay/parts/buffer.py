@@ -151,7 +151,6 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
             path = Path(path, "storage")
         saved, extra = read_dump(Path(path))
         own = self._checked(extra)
-        _torchrl.drop_prefetched(self)
         transforms = copy.deepcopy(self._transform.state_dict())
         try:
             if own.transforms:
@@ -226,14 +225,24 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
 
     @contextlib.contextmanager
     def _capture_prefetch_state(self, **how: Any) -> Iterator[dict[str, Any]]:
+        """In TorchRL's form, which its class takes, too."""
         if self._storage.limiter is not None:
             _torchrl.drop_waiting(self)
         with super()._capture_prefetch_state(**how) as state:
-            yield state
+            yield state | {"queue": tuple(both for both, _ in state["queue"])}
+
+    def _restore_prefetch_queue_locked(
+        self, prefetch_state: dict[str, Any] | None, **how: Any
+    ) -> None:
+        self._validate_prefetch_state(prefetch_state)
+        if prefetch_state is not None:
+            queue = tuple(((data, info), info) for data, info in prefetch_state["queue"])
+            prefetch_state = prefetch_state | {"queue": queue}
+        super()._restore_prefetch_queue_locked(prefetch_state, **how)
 
     def _next_sample(self, batch_size: int | None) -> tuple[TensorDictBase, dict[str, Any]]:
-        # what was fetched ahead may have waited for the rate limiter long ago, and in vain, or for
-        # an iteration that has ended
+        # what was fetched ahead may have waited for the rate limiter long ago, and in vain, or have
+        # found nothing left of the pass of an iteration
         for _ in range(len(self._prefetch_queue) if self._prefetch else 0):
             with contextlib.suppress(RateLimitError, PassOverError):
                 return ReplayBuffer.sample(self, batch_size)
@@ -246,16 +255,9 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         if not isinstance(self._sampler, SharedSamplerWithoutReplacement):
             yield from super().__iter__()
             return
-        with self._sampler.one_pass():
+        with self._sampler.one_pass(), contextlib.suppress(PassOverError):
             while True:
-                try:
-                    data, info = ReplayBuffer.sample(self)
-                except PassOverError:
-                    if self._prefetch and self._prefetch_queue:
-                        continue  # another thread had fetched the last rows
-                    break
-                _torchrl.add_columns(data, info)
-                yield data
+                yield self.sample()
 
     def _sample(self, batch_size: int) -> tuple[Any, dict[str, Any]]:
         """A batch with its columns beside it, twice: TorchRL's ``sample`` returns the first of the
