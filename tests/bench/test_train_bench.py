@@ -282,12 +282,15 @@ def test_a_run_of_stable_baselines3_stops_at_the_threshold(
 ) -> None:
     pytest.importorskip("stable_baselines3")
     monkeypatch.setattr(train_peers, "EPISODES", 2)
+    (temporary := tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
     toy = case("sb3", algorithm, env=env, threshold=-1000.0)
     run = train_peers.measure(toy, 1, str(tmp_path))
     (point,) = run.points
     assert run.ended == "threshold" and point.mean >= -1000
     assert point.frames in (2000, 5008)
     assert run.settings["algorithm"] == ZOO[algorithm, env].algorithm
+    assert not list(temporary.iterdir())
 
 
 def test_the_zoos_schedules_fall_to_nothing() -> None:

@@ -223,6 +223,7 @@ def _sb3(case: Case, seed: int) -> Run:
     import stable_baselines3
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.logger import Logger
     from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
     zoo = ZOO[case.algorithm, case.env]
@@ -233,6 +234,7 @@ def _sb3(case: Case, seed: int) -> Run:
     model = getattr(stable_baselines3, zoo.algorithm)(
         "MlpPolicy", envs, seed=seed, device="cpu", **arguments
     )
+    model.set_logger(Logger(folder=None, output_formats=[]))  # its own leaves a folder in /tmp
 
     def act(observation: torch.Tensor) -> torch.Tensor:
         seen: Any = observation.numpy()
