@@ -2,7 +2,8 @@
 may run beside whom.
 
 A run of the whole suite has three parts side by side: most tests wait for processes more than they
-compute. A test marked ``alone`` (it compares times, say) runs while the other parts wait.
+compute. Tests marked ``alone`` (they compare times, say) follow one another at its end, while the
+other parts wait or have ended.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from tests import warm
 from tests.spawn import end_marked, is_helper
-from tests.turns import Turns
+from tests.turns import ALONE, Turns, is_alone
 
 _MARK = "TORCHRL_DIST_TEST"
 _GRACE_S = 5.0
@@ -71,18 +74,35 @@ _FIRST = (
 )
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A scheduler knows tests by their names: have one say that it must be alone."""
+    if metafunc.definition.get_closest_marker("alone"):
+        metafunc.fixturenames.append(ALONE)
+        metafunc.parametrize(ALONE, [ALONE])
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first. Others with tests that must be alone last and together, when what they have
-    to wait for is short."""
-    alone = {item.path for item in items if item.get_closest_marker("alone")}
+    """Long files first, tests that must be alone last: waiting for one another, even the shortest
+    would cost the other parts the rest of what runs just then."""
 
     def place(item: pytest.Item) -> int:
         name = f"{item.path.parent.name}/{item.path.name}"
-        if name in _FIRST:
-            return _FIRST.index(name)
-        return len(_FIRST) + (item.path in alone)
+        if is_alone(item.nodeid):
+            return len(_FIRST) + 1
+        return _FIRST.index(name) if name in _FIRST else len(_FIRST)
 
     items.sort(key=place)
+
+
+class _Files(LoadFileScheduling):
+    """Of each file all tests in one part, one after another; those that must be alone likewise."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return ALONE if is_alone(nodeid) else super()._split_scope(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Files:
+    return _Files(config, log)
 
 
 def pytest_collection_finish() -> None:
@@ -106,7 +126,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Around all else: waiting for the turn is no part of the test's time."""
     if _turns is None:
         return (yield)
-    with _turns.take(alone=item.get_closest_marker("alone") is not None):
+    with _turns.take(alone=is_alone(item.nodeid)):
         return (yield)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.turns import Turns
+from tests.turns import ALONE, Turns, is_alone
 
 
 class Player(threading.Thread):
@@ -74,3 +74,11 @@ def test_a_turn_ends_although_a_child_lives_on(tmp_path: Path) -> None:
         raise ValueError("boom")
     with other.take(alone=True):
         pass
+
+
+@pytest.mark.alone
+def test_who_is_marked_is_known_by_name(request: pytest.FixtureRequest) -> None:
+    assert is_alone(request.node.nodeid)
+    assert is_alone(f"a.py::test_x[1-{ALONE}]")
+    for other in (f"a.py::test_{ALONE}", f"a.py::test_x[not_{ALONE}]", "a.py::test_x"):
+        assert not is_alone(other)

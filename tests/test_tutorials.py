@@ -19,6 +19,8 @@ from jupyter_client import AsyncKernelManager
 from jupyter_client.kernelspec import KernelSpecManager
 from nbclient import NotebookClient
 
+from tests import warm
+from tests.turns import ALONE
 from torchrl_dist.cli import main as cli
 
 FOLDER = Path(__file__).parent.parent / "tutorials"
@@ -114,7 +116,8 @@ COMPARE_TIMES = {"4_collecting_at_every_step_duration"}
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder with a short name (sockets below it), where kernels of notebooks of toy size
-    keep their temporary files too; they find the programs of this Python's environment."""
+    keep their temporary files too; they find the programs of this Python's environment. Their
+    torchrun is forked from a process that has imported torch."""
     folder = Path(tempfile.mkdtemp(prefix="torchrl_dist-tutorial-"))
     for name in ("temporary", "ipython", "runtime", "work"):
         (folder / name).mkdir()
@@ -125,7 +128,10 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     )
     monkeypatch.setenv("TORCHRL_DIST_TOY", "1")
-    yield folder
+    with warm.door(folder / "door") as variables:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        yield folder
     shutil.rmtree(folder)
 
 
@@ -140,10 +146,9 @@ def memory() -> Iterator[Path]:
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(path, marks=pytest.mark.alone if path.stem in COMPARE_TIMES else ())
+        pytest.param(path, id=path.stem + (f"-{ALONE}" if path.stem in COMPARE_TIMES else ""))
         for path in NOTEBOOKS
     ],
-    ids=lambda path: path.stem,
 )
 def test_a_notebook_finds_what_it_tells_and_leaves_nothing(
     path: Path, folder: Path, memory: Path

@@ -17,7 +17,7 @@ from tests import warm
 from tests.spawn import is_helper, run_job
 
 PROBE = """
-import json, os, pickle, signal, sys, threading
+import json, os, pickle, signal, sys, tempfile, threading
 import numpy, torch
 
 class Own:
@@ -34,6 +34,7 @@ print(json.dumps({
     "threads": threading.active_count(), "torch_threads": torch.get_num_threads(),
     "input": sys.stdin.read(),
     "words": open("/proc/self/cmdline").read().rstrip(chr(0)).split(chr(0)),
+    "temporary": tempfile.gettempdir(),
     "mark": "MARK=x" in open("/proc/self/environ").read().split(chr(0)),
 }))
 print(numpy.random.random(), torch.rand(1), file=sys.stderr)
@@ -48,7 +49,13 @@ def test_it_finds_what_an_interpreter_would_give_it(tmp_path: Path, how: str) ->
         "script": ["-u", str(tmp_path / "probe.py")], "code": ["-c", PROBE],
         "module": ["-m", "probe"],
     }[how], "an", "argument"]  # fmt: skip
-    env = {**os.environ, "MARK": "x", "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    env = {
+        **os.environ,
+        "MARK": "x",
+        "PYTHONPATH": str(tmp_path),
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(tmp_path),
+    }
     seen, drawn = [], []
     for start in (subprocess.Popen, warm.start, warm.start):
         out, err = tmp_path / "out", tmp_path / "err"
@@ -97,6 +104,7 @@ def test_torchruns_ranks_are_children_of_its_agent_which_restarts_them(tmp_path:
     assert len({pid for pid, _ in ranks}) == 4 and {p for _, p in ranks} == {str(agents[0].pid)}
 
 
+@pytest.mark.skipif(warm.is_cold(), reason="has no server")
 def test_a_killed_agent_leaves_no_server_of_its_own() -> None:
     sleeps = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python", "sleep"]
     agent = warm.start([*sleeps, "60"])
@@ -110,3 +118,54 @@ def test_a_killed_agent_leaves_no_server_of_its_own() -> None:
     helper.wait(20)
     for other in others:  # torchrun's own, which it does not end either
         other.kill()
+
+
+def test_by_its_name_torchrun_is_started_warm_where_a_door_is_open(tmp_path: Path) -> None:
+    """In the mounts, the folder and the environment of who starts it, with its output and end."""
+    (tmp_path / "rank.py").write_text(
+        "import os, sys, torch\n"
+        "words = os.environ['RANK'], os.environ['MARK'], os.listdir(sys.argv[1])\n"
+        "os.write(1, f'{words}\\n'.encode())\n"
+        "sys.exit(int(sys.argv[2]))\n"
+    )
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").touch()
+    script = "exec torchrun --standalone --nproc-per-node 2 rank.py here $0 2>&1"
+    command = ["sh", "-c", script]
+    where = "[]"
+    if os.getuid() == 0 and not subprocess.run(["unshare", "--mount", "true"]).returncode:
+        command = ["unshare", "--mount", "sh", "-c", f"mount --bind there here && {script}"]
+        where = "['file']"
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    with warm.door(tmp_path / "door") as variables:
+        for status in (0, 1):
+            done = subprocess.run(
+                [*command, str(status)], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+                env={**os.environ, **variables, "PATH": path, "MARK": "x"},
+            )  # fmt: skip
+            assert done.returncode == status, done.stdout
+            for rank in range(2):
+                assert f"('{rank}', 'x', {where})" in done.stdout
+    assert not (tmp_path / "door").exists()
+
+
+@pytest.mark.skipif(warm.is_cold(), reason="an agent that is killed leaves its ranks behind")
+def test_a_torchrun_whose_starter_is_killed_ends(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(
+        "import os, time\nopen(f'up{os.getpid()}', 'w').close()\ntime.sleep(60)\n"
+    )
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    with warm.door(tmp_path / "door") as variables:
+        starter = subprocess.Popen(
+            ["torchrun", "--standalone", "rank.py"], cwd=tmp_path, stderr=subprocess.DEVNULL,
+            env={**os.environ, **variables, "PATH": path},
+        )  # fmt: skip
+        until = time.monotonic() + 60
+        while not (up := list(tmp_path.glob("up*"))):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        rank = psutil.Process(int(up[0].name[2:]))
+        starter.kill()
+        starter.wait(20)
+        rank.wait(20)

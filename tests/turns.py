@@ -9,6 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+ALONE = "runs_alone"
+
+
+def is_alone(test: str) -> bool:
+    """Whether a test, by its name, runs while no other does: ``test_times[runs_alone]``."""
+    return ALONE in test.partition("[")[2].rstrip("]").split("-")
+
 
 class Turns:
     """Processes that name the same ``run`` take turns: any number of them, or one alone.

@@ -28,16 +28,18 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 COLD = "TORCHRL_DIST_TESTS_COLD"
+DOOR = "TORCHRL_DIST_TESTS_DOOR"  # see tests/children/sitecustomize.py
 SERVER = "tests.warm"  # in the command line of the processes that fork others
 _PRELOAD = (
     "numpy",
@@ -65,6 +67,7 @@ _BOOT_S = 120.0
 _PR_SET_CHILD_SUBREAPER = 36
 _CLONE_NEWNS, _CLONE_NEWUTS = 0x00020000, 0x04000000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
+_OWN_MOUNTS = "/proc/self/ns/mnt"
 # Some tests send them to all that they find.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -76,12 +79,14 @@ class Program:
 
     Attributes:
         host: the host to be, None for this one.
+        mounts: the mount namespace to be in, a file in /proc.
     """
 
     command: list[str]
     env: dict[str, str]
     cwd: str
     host: Host | None = None
+    mounts: str = _OWN_MOUNTS
 
     @property
     def is_agent(self) -> bool:
@@ -91,6 +96,9 @@ class Program:
         """Be its process, but for what it runs."""
         if self.host is not None:
             self.host.become()
+        if os.readlink(self.mounts) != os.readlink(_OWN_MOUNTS):
+            with open(self.mounts) as mounts:
+                _call("setns", mounts.fileno(), _CLONE_NEWNS)
         os.setsid()
         null = os.open(os.devnull, os.O_RDONLY)
         for standard, own in enumerate((null, *output)):
@@ -113,6 +121,7 @@ class Program:
         numpy, torch = sys.modules["numpy"], sys.modules["torch"]
         numpy.random.seed()  # else all had the same; Python does so by itself
         torch.default_generator.seed()
+        tempfile.tempdir = None  # an import has asked for it
         torch.set_num_threads(int(self.env.get("OMP_NUM_THREADS", torch.get_num_threads())))
         sys.orig_argv[:] = self.command
         arguments = self.command[1:]
@@ -242,6 +251,7 @@ def start(
     stderr: IO[Any] | int | None = None,
     start_new_session: bool = True,
     host: Host | None = None,
+    mounts: str = _OWN_MOUNTS,
 ) -> Running:
     """As ``subprocess.Popen(args, ...)`` for a Python program without input, in a session of its
     own. What is not given of its output is the caller's."""
@@ -263,7 +273,52 @@ def start(
         err = out
     else:
         err = 2 if stderr is None else stderr.fileno()  # type: ignore[union-attr]
-    return _server.start(Program(list(args), environment, directory, host), (out, err))
+    return _server.start(Program(list(args), environment, directory, host, mounts), (out, err))
+
+
+@contextlib.contextmanager
+def door(path: Path) -> Iterator[dict[str, str]]:
+    """Within, who has these variables starts ``torchrun``, by its name, as a program is started
+    here. ``path`` is that of a socket."""
+    if is_cold():
+        yield {}
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(os.fspath(path))
+        listener.listen()
+        threading.Thread(target=_answer, args=(listener,), daemon=True).start()
+        try:
+            yield {DOOR: os.fspath(path)}
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)  # accept() returns
+            path.unlink()
+
+
+def _answer(listener: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # closed
+        while True:
+            link, _ = listener.accept()
+            threading.Thread(target=_run_for, args=(link,), daemon=True).start()
+
+
+def _run_for(link: socket.socket) -> None:
+    """Until the program or who asked for it has ended."""
+    with link:
+        data, output, _, _ = socket.recv_fds(link, 2**18, 2)
+        arguments, env, cwd, mounts = pickle.loads(data)
+        command = [sys.executable, "-m", "torch.distributed.run", *arguments]
+        out, err = (open(descriptor, "wb") for descriptor in output)
+        with out, err:
+            process = start(command, env=env, cwd=cwd, stdout=out, stderr=err, mounts=mounts)
+        while True:
+            gone, _, _ = select.select([link], [], [], 0.02)
+            if gone:
+                process.terminate()
+                process.wait()
+                return
+            if process.poll() is not None:
+                link.send(b"%d" % process.poll())
+                return
 
 
 def is_cold() -> bool:

@@ -112,7 +112,7 @@ def test_after_a_lost_rank_torchrun_restarts_all_and_they_meet_again(tmp_path):
     """With all rows, though the others ended in order: they were told to."""
     folder = tmp_path / "replay"
     arguments = {"folder": str(folder)}
-    job = run_job(a_peer_is_killed_once, arguments, nproc=3, max_restarts=1, cold=True)
+    job = run_job(a_peer_is_killed_once, arguments, nproc=3, max_restarts=1)
     assert job.returncode == 0, job
     assert "stopping ['collector1']" in job.log(0, restart=0), job
     assert "finished with 8 rows" in job.log(0, restart=1), job
