@@ -6,12 +6,14 @@ import atexit
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from torchrl.envs.utils import ExplorationType
 
 from tests.collect.envs import Counter
 from torchrl_dist.collect import RPCBatchedCollector
+from torchrl_dist.collect.node.connection import WholeMessages
 from torchrl_dist.collect.node.node import NodeWorker
 from torchrl_dist.collect.worker.worker import WorkerConfig
 from torchrl_dist.errors import DeadlineError, PeerLostError, RemoteError
@@ -200,6 +203,106 @@ def test_after_ctrl_c_in_a_call_every_answer_is_that_of_its_call(tmp_path: Path)
                 assert collector.next().shape == (2, 20)
             assert collector.call("pid") == pids and collector.get_attr("fails") == [False] * 2
         assert collector.call("load", 4) == ["task 4"] * 2 and collector.next().shape == (2, 20)
+
+
+def test_an_unreadable_answer_to_an_interrupted_call_is_nobodys(build: Any, tmp_path: Path) -> None:
+    class Late(Asked):
+        def unreadable(self) -> Any:
+            self.hold()
+            return Unreadable()
+
+    worker = build(lambda: Late(tmp_path / "go"))
+    pids = call(worker, "pid")
+
+    def interrupt() -> None:
+        wait_for(lambda: len(list(tmp_path.glob("held *"))) == 2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        call(worker, "unreadable")
+    (tmp_path / "go").touch()
+    assert call(worker, "load", 8) == ["task 8"] * 2
+    assert call(worker, "pid") == pids
+
+
+@pytest.mark.parametrize("how", ["_recv_bytes", "_send_bytes"])
+@pytest.mark.parametrize("what", [KeyboardInterrupt, TimeoutError])  # also of the user's SIGALRM
+def test_who_is_interrupted_within_a_message_has_that_process_replaced(
+    build: Any, monkeypatch: pytest.MonkeyPatch, how: str, what: type[BaseException]
+) -> None:
+    worker = build(Asked)
+    pids = call(worker, "pid")
+    worker.collect(request=0)
+    long: Any = bytes(10**5)
+
+    def half_way(self: Connection, *args: Any) -> Any:
+        monkeypatch.undo()
+        self._recv(2) if how == "_recv_bytes" else self._send(b"\0\0")
+        raise what
+
+    monkeypatch.setattr(Connection, how, half_way)
+    with pytest.raises(what):
+        call(worker, "load", long)
+    assert call(worker, "load", 8) == ["task 8"] * 2
+    now = call(worker, "pid")
+    assert now[0] != pids[0] and now[1] == pids[1]
+    _, stats = worker.collect(request=1)
+    assert stats.frames == 20 and len(stats.replaced) == 1
+    assert "in the middle of a message" in stats.replaced[0]
+
+    if how == "_recv_bytes":
+        monkeypatch.setattr(Connection, how, half_way)
+        with pytest.raises(what):
+            worker.collect(request=2)
+        assert worker.collect(request=3)[1].frames
+    assert call(worker, "load", 9) == ["task 9"] * 2
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_who_is_interrupted_as_a_short_message_is_sent_keeps_the_process(
+    build: Any, monkeypatch: pytest.MonkeyPatch, sent: bool
+) -> None:
+    worker = build(Asked)
+    pids = call(worker, "pid")
+    send = Connection._send_bytes
+
+    def interrupted(self: Connection, *args: Any) -> None:
+        monkeypatch.undo()
+        if sent:
+            send(self, *args)
+        raise KeyboardInterrupt
+
+    for interrupted_call in (lambda: call(worker, "load", 7), lambda: worker.collect(request=0)):
+        monkeypatch.setattr(Connection, "_send_bytes", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            interrupted_call()
+        assert call(worker, "load", 8) == ["task 8"] * 2
+    assert call(worker, "pid") == pids
+    _, stats = worker.collect(request=1)
+    assert stats.frames == 20 and not stats.replaced
+
+
+def test_a_connection_that_an_interrupt_cut_off_says_so_at_both_ends() -> None:
+    for send in (False, True):
+        ours, theirs = socket.socketpair()
+        with WholeMessages(ours.detach()) as end, Connection(theirs.detach()) as other:
+            signal.signal(signal.SIGALRM, lambda *_: 1 // 0)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(ZeroDivisionError):
+                if send:  # more than it holds, and nobody reads
+                    end.send_bytes(bytes(10**7))
+                else:
+                    other._send(b"\0\0\0\x08half")
+                    end.recv_bytes()
+            assert end.poll(0)
+            with pytest.raises(BrokenPipeError):
+                end.send_bytes(b"next")
+            with pytest.raises(EOFError, match="in the middle of a message"):
+                end.recv_bytes()
+            with pytest.raises((EOFError, OSError)):
+                other.recv_bytes()
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
 def test_a_late_call_is_a_deadline_error_and_its_processes_live_on(tmp_path: Path) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import socket
 import threading
 import time
 from concurrent.futures import Future
 from multiprocessing import Pipe
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from torchrl_dist.collect import Preempt, RPCBatchedCollector
 from torchrl_dist.collect.learner.inference import RPCInferenceTransport
 from torchrl_dist.collect.loop.groups import Inference
 from torchrl_dist.collect.loop.one_thread import use_one_thread_if_small
+from torchrl_dist.collect.node.connection import WholeMessages
 from torchrl_dist.collect.node.relay import Array, NodeLearner, Relay, Window
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
 from torchrl_dist.runtime import ForkServer, local_cluster
@@ -180,10 +182,15 @@ class Learner:
         return self.sent[-1][1]
 
 
+def pair() -> tuple[WholeMessages, Connection]:
+    ours, theirs = socket.socketpair()
+    return WholeMessages(ours.detach()), Connection(theirs.detach())
+
+
 def test_a_node_worker_sends_in_one_message_what_waits_meanwhile() -> None:
     learner = Learner()
     relay = Relay(Inference(learner, ("observation",), groups=1, timeout_s=5.0))
-    links = [Pipe() for _ in range(6)]
+    links = [pair() for _ in range(6)]
     answers = []
     for index, (ours, theirs) in enumerate(links):
         rows = torch.full((index + 1, 2), float(index))
@@ -210,7 +217,7 @@ def test_a_node_worker_sends_in_one_message_what_waits_meanwhile() -> None:
 def test_with_two_groups_a_question_waits_for_others_as_long_as_it_may() -> None:
     learner = Learner()
     relay = Relay(Inference(learner, ("observation",), groups=2, timeout_s=5.0))
-    links = [Pipe() for _ in range(3)]
+    links = [pair() for _ in range(3)]
     processes = [NodeLearner(theirs) for _, theirs in links]
 
     def ask(index: int) -> None:

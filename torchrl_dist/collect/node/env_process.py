@@ -42,8 +42,7 @@ from torchrl_dist.runtime.surroundings import Surroundings
 _SEED_STRIDE = 1_000_003
 # int64 words of the control block, ahead of one word of progress per process
 CUT_REQUEST, CUT_LEAST, STOP, FIRST_PROGRESS = range(4)
-# Numbers of answers that are of no message: that the envs are there, and what cannot be read.
-BUILT, UNKNOWN = 0, -1
+BUILT = 0  # number of the answer to no message, which says that the envs are there
 
 
 class Message(NamedTuple):
@@ -65,7 +64,8 @@ class Failure(NamedTuple):
 
 class Answer(NamedTuple):
     """To the message with that number: what the call returned, or a ``Failure``, of which the node
-    worker makes a RemoteError."""
+    worker makes a RemoteError. It crosses with its content pickled by itself: whose answer it is
+    can be read where the content cannot."""
 
     number: int
     content: Any
@@ -185,10 +185,10 @@ def _call(target: Any, method: str, call: bytes) -> Any:
 
 def _answer(connection: Connection, number: int, call: Callable[[], Any]) -> None:
     try:
-        message = cloudpickle.dumps(Answer(number, call()))
+        content = cloudpickle.dumps(call())
     except Exception as error:  # also of a result that does not pickle
-        message = pickle.dumps(Answer(number, _failure(error)))
-    connection.send_bytes(message)
+        content = pickle.dumps(_failure(error))
+    connection.send_bytes(pickle.dumps((number, content)))
 
 
 def _failure(error: Exception) -> Failure:

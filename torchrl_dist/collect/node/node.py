@@ -28,7 +28,6 @@ from torchrl_dist.collect.node.env_process import (
     CUT_LEAST,
     CUT_REQUEST,
     STOP,
-    UNKNOWN,
     RowsAddress,
 )
 from torchrl_dist.collect.node.process_pool import CLOSE_S, EnvProcess, ProcessPool
@@ -406,7 +405,7 @@ class NodeWorker:
         rollout = next((r for r in self._under_way if process.index in r.pending), None)
         if answer is None or rollout is None:
             return
-        if answer.number not in (rollout.pending[process.index], UNKNOWN):
+        if answer.number != rollout.pending[process.index]:
             return  # who asked for it was interrupted
         del rollout.pending[process.index]
         if isinstance(answer.content, RemoteError):

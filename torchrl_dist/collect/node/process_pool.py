@@ -18,24 +18,24 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from typing import Any
 
 import cloudpickle
 import numpy as np
 import torch
 
+from torchrl_dist.collect.node.connection import WholeMessages
 from torchrl_dist.collect.node.env_process import (
     CUT_REQUEST,
     FIRST_PROGRESS,
     STOP,
-    UNKNOWN,
     Answer,
     EnvProcessJob,
     Failure,
     Message,
 )
-from torchrl_dist.collect.node.relay import Relay
+from torchrl_dist.collect.node.relay import QUESTION, Relay
 from torchrl_dist.collect.worker.registrations import dump_registrations
 from torchrl_dist.collect.worker.shared_block import SharedBlock
 from torchrl_dist.collect.worker.worker import WorkerConfig, WorkerInfo
@@ -50,12 +50,16 @@ _MAX_DEATHS_IN_A_ROW = 3
 _WORD_BYTES = 8
 
 
+class _LateError(Exception):
+    """No answer in time. Not a TimeoutError, which the user's signal handlers may raise."""
+
+
 @dataclass
 class EnvProcess:
     """One env process as the node worker sees it."""
 
     index: int
-    connection: Connection
+    connection: WholeMessages
     ready: bool = False
     sent: int = 0  # messages, whose numbers begin at 1
     generation: int = 0
@@ -190,7 +194,7 @@ class ProcessPool:
         how = state.exit or "it closed its connection"
         return PeerLostError(f"env process {index} died at start-up: {how}")
 
-    def _pair(self) -> tuple[Connection, socket.socket]:
+    def _pair(self) -> tuple[WholeMessages, socket.socket]:
         """Our end, and that of a process."""
         ours, theirs = socket.socketpair(socket.AF_UNIX)
         for end in (ours, theirs):
@@ -199,7 +203,7 @@ class ProcessPool:
             limit = struct.pack("ll", int(limit_s), int(limit_s % 1 * 1e6))
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        return Connection(ours.detach()), theirs
+        return WholeMessages(ours.detach()), theirs
 
     def _make_ready(self, process: EnvProcess) -> None:
         process.ready = True
@@ -213,7 +217,7 @@ class ProcessPool:
         older answers come first."""
         call = cloudpickle.dumps((args, kwargs))
         process.sent += 1
-        with contextlib.suppress(OSError):  # its death is seen when the answer is awaited
+        with contextlib.suppress(ConnectionError):  # which is seen when the answer is awaited
             process.connection.send_bytes(pickle.dumps(Message(process.sent, method, call)))
         return process.sent
 
@@ -222,28 +226,29 @@ class ProcessPool:
         passed on; blocks. What a call raised there is the content of an answer: a RemoteError.
 
         Raises:
-            EOFError: it died, or stopped in the middle of the answer, which the message says.
+            EOFError: it died, or stopped in the middle of the answer, or we did, which the message
+                says.
         """
         try:
             message = process.connection.recv_bytes()
-        except (EOFError, ConnectionError):
+        except ConnectionError:
             raise EOFError from None
         except BlockingIOError:
             limit_s = self._step_timeout_s
             raise EOFError(f"stopped for {limit_s:g} s in the middle of an answer") from None
+        number, said = pickle.loads(message)
+        if number == QUESTION:
+            assert self._relay is not None
+            self._relay.ask(process.connection, said)
+            return None
         try:
-            said = pickle.loads(message)
+            content = pickle.loads(said)
         except Exception as error:  # what an env returned could be pickled, and no more
             summary = f"an answer cannot be built again: {type(error).__name__}: {error}"
-            failure = Failure(summary, traceback.format_exc(), None)
-            return Answer(UNKNOWN, self._error(process.index, failure))
-        if not isinstance(said, Answer):
-            assert self._relay is not None
-            self._relay.ask(process.connection, said[1])
-            return None
-        if isinstance(said.content, Failure):
-            return Answer(said.number, self._error(process.index, said.content))
-        return said
+            content = Failure(summary, traceback.format_exc(), None)
+        if isinstance(content, Failure):
+            content = self._error(process.index, content)
+        return Answer(number, content)
 
     def _error(self, index: int, failure: Failure) -> RemoteError:
         error = RemoteError(
@@ -275,7 +280,7 @@ class ProcessPool:
                 answers[process.index] = self._await_answer(process, number, until)
             except EOFError as error:
                 ended.append((process, str(error)))
-            except TimeoutError:
+            except _LateError:
                 pass
         for process, reason in ended:
             self.replace(process, reason)
@@ -286,12 +291,12 @@ class ProcessPool:
             left_s = max(0.0, until - time.monotonic())
             if process.connection.poll(min(left_s, _GLANCE_S)):
                 answer = self.receive(process)
-                if answer is not None and answer.number in (number, UNKNOWN):
+                if answer is not None and answer.number == number:
                     return answer.content
             elif self.has_ended(process):
                 raise EOFError
             elif not left_s:
-                raise TimeoutError
+                raise _LateError
 
     # ---- ends
 
@@ -394,7 +399,7 @@ class ProcessPool:
         numbers = [self.send(process, "close") for process in asked]
         errors = []
         for process, number in zip(asked, numbers, strict=True):
-            with contextlib.suppress(EOFError, TimeoutError):  # it has ended, or hangs
+            with contextlib.suppress(EOFError, _LateError):  # it has ended, or hangs
                 content = self._await_answer(process, number, until)
                 if isinstance(content, RemoteError):
                     errors.append(content)

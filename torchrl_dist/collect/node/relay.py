@@ -27,8 +27,11 @@ import torch
 from torchrl_dist.collect.loop.groups import Inference
 from torchrl_dist.collect.loop.rollout import Values
 from torchrl_dist.collect.loop.spaces import Key
+from torchrl_dist.collect.node.connection import WholeMessages
 from torchrl_dist.collect.node.waker import Waker
 from torchrl_dist.errors import DeadlineError, PeerLostError
+
+QUESTION = -1  # in the place of an answer's number
 
 # With a second message under way, its requests need not wait for the first one's answer.
 _MAX_IN_FLIGHT = 2
@@ -140,7 +143,7 @@ class NodeLearner:
         number = self._asked
         self._asked += 1
         question = Question(number, [Array.of(key, v.numpy()) for key, v in values.items()])
-        self._connection.send_bytes(pickle.dumps((True, question)))
+        self._connection.send_bytes(pickle.dumps((QUESTION, question)))
         return NodeAnswer(self, number)
 
     def wait_for(self, number: int, timeout_s: float) -> Values:
@@ -174,7 +177,7 @@ class NodeAnswer:
         return self.learner.wait_for(self.number, timeout)
 
 
-_Asked = tuple[Connection, Question]
+_Asked = tuple[WholeMessages, Question]
 
 
 def is_answer(message: tuple) -> bool:
@@ -199,7 +202,7 @@ class Relay:
     def fileno(self) -> int:
         return self._waker.fileno()
 
-    def ask(self, connection: Connection, question: Question) -> None:
+    def ask(self, connection: WholeMessages, question: Question) -> None:
         """To be sent by a ``flush``; the answer goes to the connection, if it is open."""
         now_s = time.monotonic()
         self._window.note_question(connection, now_s)
@@ -255,10 +258,10 @@ class Relay:
         self._waker.close()
 
 
-def _tell(connection: Connection, number: int, content: list[Array] | BaseException) -> None:
+def _tell(connection: WholeMessages, number: int, content: list[Array] | BaseException) -> None:
     try:
         message = pickle.dumps((None, number, content))
     except Exception as error:  # of a cause that does not pickle
         message = pickle.dumps((None, number, PeerLostError(f"{content} ({error})")))
-    with contextlib.suppress(OSError):  # it died, which is seen elsewhere, or was replaced
+    with contextlib.suppress(ConnectionError):  # it died, which is seen elsewhere, or was replaced
         connection.send_bytes(message)
