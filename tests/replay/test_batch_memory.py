@@ -110,8 +110,10 @@ def test_sampling_large_rows_causes_no_page_fault_per_batch(make_buffer) -> None
     rb.extend(TensorDict({"pixels": torch.zeros(64, 4, 84, 84, dtype=torch.uint8)}, [64]))
     for _ in range(20):
         rb.sample()
-    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    faults = []
     for _ in range(50):
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
         rb.sample()
-    faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
-    assert faults < 50 * 10  # 220 per batch with fresh memory
+        faults.append(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before)
+    # 220 with fresh memory; a collection of garbage may cause as many, once, after a fork
+    assert np.median(faults) < 10, faults
