@@ -124,7 +124,8 @@ def test_by_its_name_torchrun_is_started_warm_where_a_door_is_open(tmp_path: Pat
     """In the mounts, the folder and the environment of who starts it, with its output and end."""
     (tmp_path / "rank.py").write_text(
         "import os, sys, torch\n"
-        "words = os.environ['RANK'], os.environ['MARK'], os.listdir(sys.argv[1])\n"
+        "is_warm = 'tests.warm' in sys.modules\n"
+        "words = os.environ['RANK'], os.environ['MARK'], os.listdir(sys.argv[1]), is_warm\n"
         "os.write(1, f'{words}\\n'.encode())\n"
         "sys.exit(int(sys.argv[2]))\n"
     )
@@ -146,7 +147,7 @@ def test_by_its_name_torchrun_is_started_warm_where_a_door_is_open(tmp_path: Pat
             )  # fmt: skip
             assert done.returncode == status, done.stdout
             for rank in range(2):
-                assert f"('{rank}', 'x', {where})" in done.stdout
+                assert f"('{rank}', 'x', {where}, {not warm.is_cold()})" in done.stdout
     assert not (tmp_path / "door").exists()
 
 

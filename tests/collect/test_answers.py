@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -277,32 +278,50 @@ def test_who_is_interrupted_as_a_short_message_is_sent_keeps_the_process(
         monkeypatch.setattr(Connection, "_send_bytes", interrupted)
         with pytest.raises(KeyboardInterrupt):
             interrupted_call()
+        assert not worker._under_way
         assert call(worker, "load", 8) == ["task 8"] * 2
     assert call(worker, "pid") == pids
     _, stats = worker.collect(request=1)
     assert stats.frames == 20 and not stats.replaced
 
 
-def test_a_connection_that_an_interrupt_cut_off_says_so_at_both_ends() -> None:
-    for send in (False, True):
-        ours, theirs = socket.socketpair()
-        with WholeMessages(ours.detach()) as end, Connection(theirs.detach()) as other:
-            signal.signal(signal.SIGALRM, lambda *_: 1 // 0)
-            signal.setitimer(signal.ITIMER_REAL, 0.2)
-            with pytest.raises(ZeroDivisionError):
-                if send:  # more than it holds, and nobody reads
-                    end.send_bytes(bytes(10**7))
-                else:
-                    other._send(b"\0\0\0\x08half")
-                    end.recv_bytes()
-            assert end.poll(0)
+@contextlib.contextmanager
+def signalled_soon() -> Iterator[None]:
+    """A signal comes to this thread, whose handler raises a ZeroDivisionError."""
+    before = signal.signal(signal.SIGUSR1, lambda *_: 1 // 0)
+    me = threading.get_ident()
+    timer = threading.Timer(0.2, lambda: signal.pthread_kill(me, signal.SIGUSR1))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("why", ["interrupted as it receives", "interrupted as it sends", "late"])
+def test_a_connection_that_was_left_within_a_message_says_so_at_both_ends(why: str) -> None:
+    ours, theirs = socket.socketpair()
+    if why == "late":
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 100_000))
+    with WholeMessages(ours.detach()) as end, Connection(theirs.detach()) as other:
+        if why == "late":
             with pytest.raises(BrokenPipeError):
-                end.send_bytes(b"next")
-            with pytest.raises(EOFError, match="in the middle of a message"):
+                end.send_bytes(bytes(10**7))  # more than it holds, and nobody reads
+        elif why == "interrupted as it sends":
+            with pytest.raises(ZeroDivisionError), signalled_soon():
+                end.send_bytes(bytes(10**7))
+        else:
+            other._send(b"\0\0\0\x08half")
+            with pytest.raises(ZeroDivisionError), signalled_soon():
                 end.recv_bytes()
-            with pytest.raises((EOFError, OSError)):
-                other.recv_bytes()
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        assert end.poll(0)
+        with pytest.raises(BrokenPipeError):
+            end.send_bytes(b"next")
+        with pytest.raises(EOFError, match="in the middle of a message"):
+            end.recv_bytes()
+        with pytest.raises((EOFError, OSError)):
+            other.recv_bytes()
 
 
 def test_a_late_call_is_a_deadline_error_and_its_processes_live_on(tmp_path: Path) -> None:

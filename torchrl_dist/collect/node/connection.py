@@ -33,16 +33,18 @@ class WholeMessages(Connection):
             super().send_bytes(buf)
         except ConnectionError:  # what has come is whole
             raise
-        except BlockingIOError:  # the socket's time-out
-            self._cut()
-            raise BrokenPipeError from None
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, OSError) and self.closed:  # meanwhile, by another thread
+                raise BrokenPipeError from None
             if len(buf) > _ONE_PIECE_BYTES:
                 self._cut()
+            if isinstance(error, BlockingIOError):  # the socket's time-out
+                raise BrokenPipeError from None
             raise
 
     def recv_bytes(self) -> bytes:  # type: ignore[override]  # of any length
-        """As ``Connection.recv_bytes``.
+        """As ``Connection.recv_bytes``. Whoever is interrupted in here may have taken all of a
+        message, or nothing: it counts as half way.
 
         Raises:
             EOFError: an earlier message was left half way, or the other end is closed.

@@ -337,7 +337,6 @@ class NodeWorker:
             self._take_weights(order.weights)
         busy = {index for rollout in self._under_way for index in rollout.pending}
         rollout = _UnderWay(order, number % _BLOCKS)
-        self._under_way.append(rollout)
         for process in wanted:
             if not process.ready:
                 continue
@@ -354,6 +353,7 @@ class NodeWorker:
                 anew=order.anew,
                 at_random=order.at_random,
             )
+        self._under_way.append(rollout)  # last: of who is interrupted above it is nobody's
         return rollout
 
     def _finish(self, rollout: _UnderWay, until: float = math.inf) -> None:
