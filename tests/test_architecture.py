@@ -17,6 +17,7 @@ ROOT = Path(torchrl_dist.__file__).parent
 LAYERS = {
     "errors": 0,
     "forks": 0,
+    "own_files": 0,
     "stopping": 0,
     "tensors": 0,
     "runtime": 1,

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from . import own_files
 from .errors import CheckpointError
 
 FORMAT = "torchrl_dist.checkpoint"
@@ -64,24 +65,18 @@ def save_checkpoint(path: str | os.PathLike[str], checkpoint: Checkpoint) -> Pat
     Blocks until the bytes are on the disk. One writer per path at a time.
 
     Raises:
-        CheckpointError: something in it could not be read back without running code.
+        CheckpointError: something in it could not be read back without running code, or another
+            user could change what lies in the folder.
         OSError: the file cannot be written.
     """
     path = Path(path)
     content: dict[str, Any] = {name: _plain(getattr(checkpoint, name), name) for name in _FIELDS}
     content |= {"format": FORMAT, "format_version": FORMAT_VERSION, "versions": _versions()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # One fixed name: what a killed writer left is overwritten by the next.
-    beside = path.with_name(f".{path.name}.tmp")
     try:
-        with open(beside, "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
+        own_files.make_folder(path.parent)
+    except own_files.NotOurs as error:
+        raise CheckpointError(f"checkpoint {path}: {error}; choose another folder") from error
+    own_files.atomic_write(path, lambda file: torch.save(content, file))
     _sync_directory(path.parent)
     return path
 

@@ -23,7 +23,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from . import __version__
+from . import __version__, own_files
 from .errors import CheckpointError, ConfigurationError, DirectoryError, TorchRLDistError
 from .forks import imports_to_be_forked
 
@@ -78,7 +78,8 @@ def _tell_batch_script(code: int) -> None:
 
     with contextlib.suppress(OSError, ConfigurationError):
         if World.from_env().global_rank == 0:
-            with open(path, "r+") as file:  # the script has made it, on this node
+            # the script has made it, on this node
+            with open(own_files.open_ours(path, os.O_WRONLY), "w") as file:
                 file.write(str(code))
 
 
@@ -94,7 +95,8 @@ def _run(arguments: Sequence[str]) -> int:
         print("torchrl-dist: interrupted", file=sys.stderr)
         return _STOPPED["SIGINT"]
     except TorchRLDistError as error:
-        print(f"torchrl-dist: failed: {error}", file=sys.stderr)
+        told = own_files.printable(str(error), lines=True)
+        print(f"torchrl-dist: failed: {told}", file=sys.stderr)
         return 1
 
 
@@ -107,7 +109,8 @@ class _Parser(argparse.ArgumentParser):
 
 def _refuse(message: str) -> int:
     if os.environ.get("RANK", "0") == "0":
-        print(f"torchrl-dist: error: {' '.join(message.split())}", file=sys.stderr)
+        message = own_files.printable(" ".join(message.split()))
+        print(f"torchrl-dist: error: {message}", file=sys.stderr)
     return 2
 
 
@@ -205,7 +208,7 @@ def _train(options: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         with _unsearched_imports():
             from .recipes.environments import look_at
-            from .recipes.run_directory import claim
+            from .recipes.run_directory import check_rows, claim
             from .runtime import ForkServer, local_cluster, session
 
             server = None
@@ -225,6 +228,7 @@ def _train(options: argparse.Namespace) -> int:
             config = config_to_resume(recipe.config, config.checkpoint_path, given)
             if launched is not None:
                 _check_shape(config, for_roles, launched)
+            check_rows(config.output_path, config.replay_path)
         if launched is None:
             for_roles = config
         roles = for_roles.roles(launched)
@@ -380,8 +384,8 @@ def _add_clean(commands: argparse._SubParsersAction) -> None:
         description=(
             "List the replay directories in some folders: in use, kept, or left by a job. --remove "
             "removes those whose job cannot be started again; of a directory that is itself named "
-            "also what was kept, or whose job might come back. No file of anybody else is removed, "
-            "and nothing that a process uses."
+            "also what was kept, or whose job might come back. Folders of other users are not "
+            "looked at. No file of anybody else is removed, and nothing that a process uses."
         ),
     )
     clean.add_argument(
@@ -389,7 +393,7 @@ def _add_clean(commands: argparse._SubParsersAction) -> None:
         metavar="DIR",
         nargs="*",
         help="folders to look in, or replay directories (default: /dev/shm and the folder for "
-        "temporary files)",
+        "temporary files, and this user's folder in them)",
     )
     clean.add_argument("--remove", action="store_true", help="remove what is of no use any more")
     clean.add_argument("--json", action="store_true", help="print one JSON object instead")
@@ -418,10 +422,11 @@ def _clean(options: argparse.Namespace) -> int:
     for each in listed:
         job = "" if each["job_id"] is None else f", job {each['job_id']}"
         users = f" by {', '.join(map(str, each['pids']))}" if each["pids"] else ""
-        print(
+        told = (
             f"{each['path']}: {'removed' if each['removed'] else each['state'] + users}, "
             f"{each['bytes'] / 2**20:.1f} MiB{job}"
         )
+        print(own_files.printable(told))
     left = sum(each["bytes"] for each in listed if each["state"] in removable)
     if not options.remove and left:
         print(f"--remove frees {left / 2**20:.1f} MiB")

@@ -33,6 +33,7 @@ from torchrl_dist import (
     SharedReplayBuffer,
     SharedSamplerWithoutReplacement,
     SharedSliceSampler,
+    own_files,
     replay_buffer,
     session,
 )
@@ -90,7 +91,7 @@ def test_what_any_sampler_draws_is_counted_without_a_limiter(sampler, tmp_path: 
     buffer.extend(TensorDict({"episode": torch.arange(32) // 4}, [32]))
     for _ in range(3):
         assert len(buffer.sample()) == 8
-    (seen,) = look(find(str(tmp_path / "replay"), tmp_path)).buffers
+    (seen,) = look(find(str(tmp_path / "replay"))).buffers
     assert (seen.written, seen.sampled) == (32, 24)
     storage.close()
 
@@ -105,7 +106,7 @@ def test_what_other_processes_draw_counts_where_the_rows_are(tmp_path: Path) -> 
         for _ in range(3):
             buffer.sample()
         (shard,) = [path.parent for path in folder.rglob("control.bin")]
-        (seen,) = look(find(str(shard), tmp_path)).buffers
+        (seen,) = look(find(str(shard))).buffers
         assert (seen.written, seen.sampled) == (32, 24)
 
 
@@ -218,8 +219,16 @@ def test_a_line_says_the_same_in_short() -> None:
 # ---- finding jobs
 
 
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """This user's folder, with nothing of other tests in it."""
+    (tmp_path / "memory").mkdir()
+    monkeypatch.setattr(own_files, "_MEMORY", str(tmp_path / "memory"))
+    return own_files.user_folder()
+
+
 def write_pulse(folder: Path, job_id: str, number: int = 0, **more: object) -> Path:
-    path = folder / f"{pulse.PREFIX}{process_stamp(os.getpid())}-{number}.json"
+    path = own_files.user_folder() / f"{pulse.PREFIX}{process_stamp(os.getpid())}-{number}.json"
     figures = dict(at(20).figures) | {
         "format": pulse.FORMAT, "job_id": job_id, "directory": str(folder), "processes": [],
     }  # fmt: skip
@@ -227,36 +236,36 @@ def write_pulse(folder: Path, job_id: str, number: int = 0, **more: object) -> P
     return path
 
 
-def test_a_job_is_found_by_run_buffer_id_or_as_the_only_one(tmp_path: Path) -> None:
+def test_a_job_is_found_by_run_buffer_id_or_as_the_only_one(own: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="no job of yours"):
-        find(None, tmp_path)
+        find(None)
     path = write_pulse(tmp_path, "77.0")
     run = tmp_path / "runs" / "apex"
     run.mkdir(parents=True)
     (run / "run.json").write_text('{"job_id": "77.0"}')
     storage = SharedMemmapStorage(64, scratch_dir=run / "replay", job_id="77.0")
     for name in (None, "77.0", "77", str(run), str(run / "replay")):
-        target = find(name, tmp_path)
+        target = find(name)
         assert (target.job_id, target.pulse) == ("77.0", path)
         assert target.buffers == (run / "replay",), name
     with pytest.raises(ConfigurationError, match="7 is neither .*; there are 77.0"):
-        find("7", tmp_path)
+        find("7")
     write_pulse(tmp_path, "78.0", 1)
     with pytest.raises(ConfigurationError, match=r"several jobs .* 77.0 .*78.0"):
-        find(None, tmp_path)
+        find(None)
     path.unlink()
-    assert find(str(run), tmp_path).pulse is None  # its end: buffers and logs are still shown
-    assert look(find(str(run), tmp_path)).buffers[0].rows == 0
+    assert find(str(run)).pulse is None  # its end: buffers and logs are still shown
+    assert look(find(str(run))).buffers[0].rows == 0
     storage.close()
 
 
-def test_pulses_of_the_dead_and_what_is_none_are_not_shown(tmp_path: Path) -> None:
+def test_pulses_of_the_dead_and_what_is_none_are_not_shown(own: Path, tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "60"]) as ended:
         stamp = process_stamp(ended.pid)
         ended.kill()
-    write_pulse(tmp_path, "1.0").rename(tmp_path / f"{pulse.PREFIX}{stamp}-0.json")
-    (tmp_path / f"{pulse.PREFIX}{process_stamp(os.getpid())}-5.json").write_text("{")
-    assert snapshot.pulses(tmp_path) == {}
+    write_pulse(tmp_path, "1.0").rename(own / f"{pulse.PREFIX}{stamp}-0.json")
+    (own / f"{pulse.PREFIX}{process_stamp(os.getpid())}-5.json").write_text("{")
+    assert snapshot.pulses() == {}
 
 
 def test_scalars_are_the_last_whole_lines(tmp_path: Path) -> None:
@@ -346,11 +355,15 @@ def job(
         storage.close()
 
 
+def is_written(figures: pulse.Pulse) -> bool:
+    return figures.path is not None and figures.path.exists()
+
+
 def go_on(collector: RPCBatchedCollector, seconds: float) -> None:
     """So long at least, and until there is a pulse: its thread may have to wait for its turn."""
     until = time.monotonic() + seconds
     batches = iter(collector)
-    while time.monotonic() < until or not collector._pulse.path.exists():
+    while time.monotonic() < until or not is_written(collector._pulse):
         next(batches)
         collector.replay_buffer.sample()
 
@@ -451,7 +464,7 @@ def test_beside_start_it_says_that_nobody_waits_for_rollouts(
     job, capsys: pytest.CaptureFixture
 ) -> None:
     job.start()
-    while not (job.report.frames and job._pulse.path.exists()):
+    while not (job.report.frames and is_written(job._pulse)):
         time.sleep(0.01)
     options = argparse.Namespace(job=job.job_id, interval=0.3, once=True, json=True)
     assert top.run(options) == 0

@@ -202,6 +202,7 @@ def test_files_that_cannot_be_written_are_enough(rb, folder: Path) -> None:
     rb.storage.dumps(folder / "saved")
     for each in [folder, *folder.rglob("*")]:
         os.chmod(each, 0o555 if each.is_dir() else 0o444)
+        os.chown(each, 65534, 65534)
 
     def look() -> None:
         os.setgroups([])

@@ -13,7 +13,7 @@ from pathlib import Path
 import gymnasium
 import pytest
 
-from torchrl_dist import RPCBatchedCollector
+from torchrl_dist import RPCBatchedCollector, own_files
 from torchrl_dist.runtime import local_cluster, pulse
 from torchrl_dist.runtime.pulse import Progress
 from torchrl_dist.runtime.world import process_stamp
@@ -56,7 +56,8 @@ class Slow(gymnasium.Env):
 
 
 def pulses() -> list[Path]:
-    return list(Path("/dev/shm").glob(f"{pulse.PREFIX}{os.getpid()}-*.json"))
+    name = f"{pulse.PREFIX}{os.getpid()}-*.json"
+    return [path for folder in own_files.user_folders() for path in folder.glob(name)]
 
 
 def until(condition, what: str) -> None:
@@ -134,17 +135,22 @@ def test_a_stopped_worker_and_a_learner_that_does_something_else_are_told_apart(
     assert pulses() == []
 
 
-def test_the_file_of_a_killed_job_is_removed_by_the_next_and_of_no_other(tmp_path: Path) -> None:
+def test_the_file_of_a_killed_job_is_removed_by_the_next_and_of_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_files, "_MEMORY", str(tmp_path))
+    folder = own_files.user_folder()
     with subprocess.Popen(["sleep", "60"]) as dead:
         stamp = process_stamp(dead.pid)
         dead.kill()
     names = {
         f"{pulse.PREFIX}{stamp}-0.json": False,
+        f".{pulse.PREFIX}{stamp}-0.json.tmp": False,
         f"{pulse.PREFIX}{process_stamp(os.getpid())}-0.json": True,
         f"{pulse.PREFIX}notes": True,
         "notes": True,
     }
     for name in names:
-        (tmp_path / name).touch()
-    pulse.remove_pulses_of_the_dead(tmp_path)
-    assert {name: (tmp_path / name).exists() for name in names} == names
+        (folder / name).touch()
+    pulse.remove_pulses_of_the_dead()
+    assert {name: (folder / name).exists() for name in names} == names

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torchrl_dist.recipes.plots import save_figure
+
 _LINE = ("env", "workers", "envs", "step_s", "steps_per_message")
 
 
@@ -67,7 +69,7 @@ def plot(path: Path, cells: list[dict[str, Any]], title: str) -> None:
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
     figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 _CELL = ("peer", "env", "workers", "envs", "steps_per_message", "durations", "network",
@@ -123,4 +125,4 @@ def plot_deadlines(path: Path, cells: list[dict[str, Any]]) -> None:
         axis.set_title(name.replace("_", " "), fontsize=10)
         axis.set_ylim(bottom=0)
     figure.axes[0].legend(fontsize=7)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)

@@ -51,6 +51,7 @@ from torchrl_dist.bench.command import (
     until_stopped,
 )
 from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.recipes.plots import save_figure
 
 ALONE, THREADS, OURS, TORCH = "one process", "threads", "ours", "torch ddp"
 PEERS = {"threads": THREADS, "ours": OURS, "torch": TORCH}
@@ -555,7 +556,7 @@ def _plot(path: Path, lines: list[dict[str, Any]]) -> None:
     axis.set_title(f"DQN updates with DistributedLoss, {where}")
     if drawn:
         axis.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 if __name__ == "__main__":

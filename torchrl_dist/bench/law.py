@@ -41,6 +41,7 @@ import numpy as np
 
 from torchrl_dist.bench.command import add_figures, check_folders, describe
 from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.recipes.plots import save_figure
 
 WAYS = ("single", "per worker", "stale", "sharded")
 CASES = ("alike", "equal", "unequal rows", "unequal priorities")
@@ -267,7 +268,7 @@ def _plot(path: Path, lines: list[Line], options: argparse.Namespace) -> None:
         f"{options.draws:,} draws; single = chance",
         fontsize=10,
     )
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ from torchrl_dist.bench.replay_peers import (
     versions,
 )
 from torchrl_dist.bench.workloads import make_rows
+from torchrl_dist.recipes.plots import save_figure
 
 _CALL_S = 60.0
 _FILL_BATCH = 4096
@@ -443,7 +444,7 @@ def _plot(path: Path, medians: dict[Case, Result]) -> None:
     shards.set_xlabel("shards")
     shards.set_ylabel("ms per batch")
     shards.set_title("ours, one learner", fontsize=9)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 if __name__ == "__main__":

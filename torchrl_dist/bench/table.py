@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchrl_dist.recipes.plots import save_figure
+
 
 @dataclass(frozen=True)
 class Key:
@@ -211,4 +213,4 @@ def plot(path: Path, cells: list[dict[str, Any]], title: str) -> None:
     for axis in list(figure.axes)[len(panels) :]:
         axis.set_visible(False)
     figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)

@@ -60,6 +60,7 @@ from torchrl_dist.bench.train_plan import (
 )
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.recipes.catalog import RECIPES
+from torchrl_dist.recipes.plots import save_figure
 
 if TYPE_CHECKING:
     from torchrl_dist.recipes.environments import Task
@@ -336,7 +337,7 @@ def _plot(path: Path, results: Mapping[Case, list[Run]]) -> None:
         "threshold and keeps its last return",
         fontsize=10,
     )
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 def _draw(axis: Any, case: Case, runs: list[Run], over: str) -> None:

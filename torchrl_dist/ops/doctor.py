@@ -10,7 +10,6 @@ import argparse
 import ipaddress
 import json
 import math
-import os
 import platform
 import re
 import socket
@@ -21,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from .. import own_files
 from ..errors import ConfigurationError, TorchRLDistError
 
 if TYPE_CHECKING:
@@ -310,25 +310,11 @@ def _leftovers(probe: Probe) -> Finding:
     also = f"; {others} in use or kept" if others else ""
     if not left:
         return Finding("leftovers", OK, f"none{also}")
-    shown = ", ".join(f"{each.path} ({_size(each.bytes)}, {owner(each.path)})" for each in left[:3])
+    shown = ", ".join(f"{each.path} ({_size(each.bytes)})" for each in left[:3])
     more = f" and {len(left) - 3} more" if len(left) > 3 else ""
     return Finding(
         "leftovers", WARN, f"of dead jobs: {shown}{more}{also}", "torchrl-dist doctor --clean"
     )
-
-
-def owner(path: Path) -> str:
-    """Whose folder it is."""
-    import pwd
-
-    try:
-        uid = path.lstat().st_uid
-    except OSError:
-        return "gone"
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"user {uid}"
 
 
 def _gpus(probe: Probe) -> Finding:
@@ -403,7 +389,7 @@ def report(probe: Probe, findings: Sequence[Finding]) -> str:
     from .. import __version__
 
     def cell(text: str) -> str:
-        return text.replace("|", "\\|").replace("\n", " ")
+        return own_files.printable(text.replace("|", "\\|").replace("\n", " "))
 
     lines = ["<details><summary>torchrl-dist doctor</summary>", ""]
     lines += [f"torchrl-dist {__version__}, {platform.platform()}", ""]
@@ -418,16 +404,19 @@ def show(findings: Sequence[Finding]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
+    def shown(text: str) -> str:
+        return escape(own_files.printable(text, lines=True))
+
     table = Table(box=None, pad_edge=False)
     for column in ("check", "", "found"):
         table.add_column(column, overflow="fold")
     for each in findings:
-        table.add_row(each.check, _MARKS[each.state], escape(each.found))
+        table.add_row(each.check, _MARKS[each.state], shown(each.found))
     console = Console()
     console.print(table)
     for each in findings:
         if each.state != OK and each.cure:
-            console.print(f"{_MARKS[each.state]} {each.check}: {escape(each.cure)}")
+            console.print(f"{_MARKS[each.state]} {each.check}: {shown(each.cure)}")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -468,7 +457,8 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigurationError(f"--buffer-gib: got {options.buffer_gib}, expected at least 0")
     folder = Path(options.folder)
     for each in clean(folder) if options.clean else ():
-        print(f"{socket.gethostname()}: removed {each}", file=sys.stderr)
+        told = own_files.printable(f"{socket.gethostname()}: removed {each}")
+        print(told, file=sys.stderr)
 
     def look() -> Probe:  # in the first rank of each other host, too
         planned = int(options.buffer_gib * _GIB)
@@ -502,8 +492,7 @@ def clean(folder: Path) -> list[Path]:
 
     removed = []
     for found in leftovers.find([folder]):
-        ours = found.path.lstat().st_uid == os.getuid()
-        if ours and found.state in (leftovers.LEFT, leftovers.HALF_REMOVED):
+        if found.state in (leftovers.LEFT, leftovers.HALF_REMOVED):
             removed += [found.path] if leftovers.remove(found) else []
     return removed
 

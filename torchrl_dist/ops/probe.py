@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib.metadata
 import os
 import platform
@@ -19,9 +18,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .. import own_files
 from ..errors import TorchRLDistError
 from ..replay.law.kernel import find_kernel
-from ..replay.node import leftovers
+from ..replay.node import leftovers, lock
 from ..replay.node.mapping import file_system_of
 from ..runtime import World
 from ..runtime.world import launched_without_us
@@ -30,14 +30,16 @@ PACKAGES = ("torch", "torchrl", "tensordict", "gymnasium", "numpy")
 INTERFACE_VARIABLES = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _PROBED_BYTES = 1 << 20
 _ASK_S = 10.0
-# Exits with 0 if the lock on this file cannot be had, which another process holds.
+# Exits with 0 if another process holds the lock on this file. Without the package, which would take
+# seconds to import.
 _IS_LOCKED = """
-import fcntl, sys
-try:
-    fcntl.lockf(open(sys.argv[1], "r+"), fcntl.LOCK_EX | fcntl.LOCK_NB)
-except OSError:
-    sys.exit(0)
-sys.exit(1)
+import importlib.util, os, sys
+sys.path[:0] = [sys.argv[2]]
+spec = importlib.util.spec_from_file_location("lock", sys.argv[1])
+lock = importlib.util.module_from_spec(spec)
+sys.modules["lock"] = lock
+spec.loader.exec_module(lock)
+sys.exit(not lock.is_held(os.open(sys.argv[3], os.O_RDWR), 0))
 """
 
 
@@ -196,11 +198,17 @@ def _fallocate_error(fd: int) -> str | None:
 
 
 def _lock_error(fd: int, name: str) -> str | None:
+    """With the buffer's own locks, which are those of open file descriptions."""
     try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock.lock_byte(fd, 0)
     except OSError as error:
         return error.strerror
-    seen = subprocess.run([sys.executable, "-S", "-c", _IS_LOCKED, name], timeout=_ASK_S)
+    package = Path(own_files.__file__).parents[1]
+    command = [sys.executable, "-c", _IS_LOCKED, lock.__file__, str(package), name]
+    try:
+        seen = subprocess.run(command, timeout=_ASK_S, stderr=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired:
+        return f"another process did not say within {_ASK_S:g} s whether it sees a lock"
     return "another process does not see a lock" if seen.returncode else None
 
 

@@ -259,10 +259,11 @@ def _environment(job: Job) -> list[str]:
         lines += [
             "# Home folders are on the network, where a replay buffer cannot be. The next start",
             "# may be on another node, so the memory is given back.",
-            'replay="/dev/shm/torchrl_dist-$SLURM_JOB_ID"',
+            'replay=$(mktemp -d "/dev/shm/torchrl_dist-$SLURM_JOB_ID-XXXXXX")',
             "# shellcheck disable=SC2317",
             "clean() {",
-            '  [ ! -d "$replay" ] || ' + f'{cleaner} clean --remove "$replay" >&2',
+            '  [ ! -d "$replay" ] || rmdir "$replay" 2>/dev/null || \\',
+            f'    {cleaner} clean --remove "$replay" >&2',
             "}",
         ]
     if job.recipe:

@@ -1,7 +1,7 @@
 """What ``torchrl-dist top`` sees of a job at one instant, and what two instants say.
 
-Only files are read: the job's pulse, /proc, the tables of replay directories, the run's CSV files.
-Nothing is attached, locked, called or written.
+Only files are read, of this user: the job's pulse, /proc, the tables of replay directories, the
+run's CSV files. Nothing is attached, locked, called or written.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from .. import own_files
 from ..errors import ConfigurationError, DirectoryError
+from ..recipes.run_directory import job_of
 from ..replay.inspection import limiter_in
 from ..replay.law.limiter import Counts, RateLimiter
 from ..replay.node import files, leftovers
@@ -137,32 +139,33 @@ class Target:
     buffers: tuple[Path, ...] = ()
 
 
-def pulses(folder: Path = pulse.FOLDER) -> dict[Path, dict[str, Any]]:
-    """Of the jobs whose learner runs on this machine, oldest first."""
+def pulses() -> dict[Path, dict[str, Any]]:
+    """Of this user's jobs whose learner runs on this machine, oldest first."""
     found = {}
-    for path in folder.glob(f"{pulse.PREFIX}*.json"):
-        stamp = pulse.stamp_of(path)
-        content = _read_pulse(path)
-        if stamp and content and not has_ended(stamp):
-            found[path] = content
+    for folder in own_files.user_folders():
+        for path in folder.glob(f"{pulse.PREFIX}*.json"):
+            stamp = pulse.stamp_of(path)
+            content = _read_pulse(path)
+            if stamp and content and not has_ended(stamp):
+                found[path] = content
     return dict(sorted(found.items(), key=lambda e: (e[1]["started_unix_s"], e[1]["job_id"])))
 
 
 def _read_pulse(path: Path) -> dict[str, Any] | None:
     with contextlib.suppress(OSError, ValueError):
-        content = json.loads(path.read_text())
+        content = json.loads(own_files.read_ours(path))
         if isinstance(content, dict) and content.get("format") == pulse.FORMAT:
             return content
     return None
 
 
-def find(name: str | None, folder: Path = pulse.FOLDER) -> Target:
+def find(name: str | None) -> Target:
     """The job called ``name``: a run's folder, a replay directory, a job's id, None: the only one.
 
     Raises:
         ConfigurationError: there is none, or several; names them.
     """
-    jobs = pulses(folder)
+    jobs = pulses()
     if name is None:
         if len(jobs) == 1:
             path, content = next(iter(jobs.items()))
@@ -189,10 +192,10 @@ def find(name: str | None, folder: Path = pulse.FOLDER) -> Target:
 
 
 def _job_of(place: Path) -> str | None:
-    with contextlib.suppress(OSError, ValueError, DirectoryError):
+    with contextlib.suppress(OSError, DirectoryError):
         if (place / files.HEADER).exists():
             return files.read_header(place).job_id
-        return str(json.loads((place / "run.json").read_text())["job_id"])
+        return job_of(place)
     return None
 
 
@@ -203,7 +206,8 @@ def _target(
     if run is None and content:  # the folder that the job was started in has its runs
         for note in sorted(Path(content["directory"]).glob("runs/*/run.json")):
             run = note.parent if _job_of(note.parent) == job_id else run
-    places = {pulse.FOLDER} | ({place} if place is not None else set()) | ({run} if run else set())
+    places = {Path("/dev/shm")} | set(own_files.user_folders())
+    places |= ({place} if place is not None else set()) | ({run} if run else set())
     if content.get("replay_dir"):
         places.add(Path(content["directory"]) / content["replay_dir"])
     found = [each.path for each in leftovers.find(sorted(places)) if each.job_id == job_id]
@@ -258,7 +262,8 @@ def read_buffer(folder: Path) -> Buffer | None:
     """Its counters, from the first table alone: no row, priority or lock is touched."""
     try:
         header = files.read_header(folder)
-        control = np.fromfile(folder / files.TABLES[0], np.int64, control_bytes() // 8)
+        with open(own_files.open_ours(folder / files.TABLES[0]), "rb") as file:
+            control = np.fromfile(file, np.int64, control_bytes() // 8)
         words, _, members = control_tables(control)
     except (OSError, ValueError, DirectoryError):
         return None  # it is being made or removed
@@ -279,7 +284,7 @@ def read_points(run: Path) -> dict[str, tuple[int, float]]:
     found = {}
     for path in sorted(run.glob("csv/scalars/**/*.csv")):
         with contextlib.suppress(OSError, ValueError, IndexError):
-            with path.open("rb") as file:
+            with open(own_files.open_ours(path), "rb") as file:
                 file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
                 last = file.read().decode().split("\n")[-2]  # behind the last end of line is less
             tag = str(path.relative_to(run / "csv" / "scalars").with_suffix(""))

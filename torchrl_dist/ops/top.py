@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from .. import own_files
 from ..errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -40,18 +41,21 @@ def render(
     from rich.console import Group
     from rich.text import Text
 
-    parts: list[RenderableType] = [Text(_headline(now, per), style="bold"), Text(_learning(now))]
+    def text(words: str, style: str = "") -> Text:
+        return Text(own_files.printable(words, lines=True), style)
+
+    parts: list[RenderableType] = [text(_headline(now, per), "bold"), text(_learning(now))]
     if now.processes:
         parts += [_processes(now, per)]
-        parts += [Text(_traffic(per))] if per is not None else []
+        parts += [text(_traffic(per))] if per is not None else []
     if now.buffers:
         parts += [Text(""), _buffers(now, per)]
     if per is not None and now.figures:
         from .snapshot import bound_by
 
-        parts += [Text(""), Text(f"bound by {bound_by(now, per)}", style="bold")]
+        parts += [Text(""), text(f"bound by {bound_by(now, per)}", "bold")]
     if note:
-        parts += [Text(""), Text(note)]
+        parts += [Text(""), text(note)]
     if keys:
         parts += [Text(_HELP, style="dim")]
     return Group(*parts)
@@ -68,7 +72,7 @@ def line(now: Snapshot, per: Rates) -> str:
         for each in now.buffers
     ]
     words += [f"bound by {bound_by(now, per)}"] if now.figures else []
-    return ", ".join(words)
+    return own_files.printable(", ".join(words))
 
 
 def _headline(now: Snapshot, per: Rates | None) -> str:
@@ -124,8 +128,8 @@ def _processes(now: Snapshot, per: Rates | None) -> Any:
         cpu = per.cpu.get(each.name) if per else None
         table.add_row(
             str(number) if number < 10 else "",
-            each.name,
-            each.host,
+            Text(own_files.printable(each.name)),
+            Text(own_files.printable(each.host)),
             str(each.pid),
             Text(each.state, style=_STYLES.get(each.state, "")),
             "" if cpu is None else f"{cpu:.0%}",
@@ -145,6 +149,7 @@ def _traffic(per: Rates) -> str:
 
 def _buffers(now: Snapshot, per: Rates | None) -> Any:
     from rich.table import Table
+    from rich.text import Text
 
     from .snapshot import who_waits
 
@@ -162,7 +167,7 @@ def _buffers(now: Snapshot, per: Rates | None) -> Any:
         inflow = None if per is None else per.written.get(each.path)
         outflow = None if per is None else per.sampled.get(each.path)
         table.add_row(
-            each.path,
+            Text(own_files.printable(each.path)),
             f"{each.rows:,}/{each.capacity:,}",
             "" if inflow is None else f"{inflow:,.0f}",
             "" if outflow is None else f"{outflow:,.0f}",

@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from torchrl_dist.planner import MIN_GAIN
+from torchrl_dist.recipes.plots import save_figure
 
 SPREADS = (0.01, 0.03, 0.1, 0.3, 1.0, 1.5)
 WORKERS = (2, 4, 8, 16, 32, 128)
@@ -175,7 +176,7 @@ def plot(path: Path, lines: Sequence[dict[str, Any]]) -> None:
             color = "black" if gain > 2 else "white"
             axis.text(j, i, f"{gain:.2f}", ha="center", va="center", fontsize=7, color=color)
     figure.colorbar(image, ax=figure.axes, label="frames/s, best deadline over none")
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,6 +19,7 @@ from torchrl.envs import GymEnv
 from torchrl.modules import EGreedyModule, QValueActor
 from torchrl.objectives import DQNLoss, SoftUpdate
 
+from .. import own_files
 from ..learn import DistributedLoss
 from ..replay import (
     SharedCursorWriter,
@@ -94,7 +95,7 @@ def main() -> None:
     options = parser.parse_args()
     if (options.output / "loss.pt").exists():
         parser.error(f"--output: {options.output}/loss.pt is there already: choose another folder")
-    options.output.mkdir(parents=True, exist_ok=True)
+    own_files.make_folder(options.output)
     with session({"learner": -1}, process_group="gloo", timeout_s=120) as job:
         result = train(job, options.output, options.updates, options.seed)
         if job.is_driver:

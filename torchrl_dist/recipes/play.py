@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from .. import own_files
 from ..checkpoint import load_checkpoint
 from ..errors import CheckpointError, ConfigurationError
 from .evaluate import evaluate, play_rendered
@@ -113,9 +114,18 @@ def _written(path: str | os.PathLike[str], fps: int) -> Iterator[Callable[[Any],
             film.append_data(even)
 
     with explained():
-        film = imageio.get_writer(Path(path), fps=fps, macro_block_size=2)
+        target = own_files.resolved(path)
+        beside = target.with_name(f".{target.stem}.tmp{target.suffix}")
+        beside.unlink(missing_ok=True)
+        os.close(own_files.open_new(beside))
+        try:
+            film = imageio.get_writer(beside, fps=fps, macro_block_size=2)
+        except BaseException:
+            beside.unlink()
+            raise
     try:
         yield append
     finally:
         with explained():
             film.close()
+            os.replace(beside, target)

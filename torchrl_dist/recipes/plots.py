@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from .. import own_files
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as AnyFigure
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,6 @@ def draw_learning_curve(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    path = Path(path)
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     if training:
@@ -76,10 +77,17 @@ def draw_learning_curve(
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="best", fontsize="small")
-    beside = path.with_name(f".{path.name}.tmp")
     FigureCanvasAgg(figure)
-    figure.savefig(beside, dpi=120, format="png")
-    os.replace(beside, path)
+    save_figure(figure, path)
+
+
+def save_figure(figure: AnyFigure, path: str | os.PathLike[str]) -> None:
+    """Replace ``path`` at once by a picture of the kind that its name says, else by a PNG."""
+    path = own_files.resolved(path)
+    kind = path.suffix.removeprefix(".") or "png"
+    own_files.atomic_write(
+        path, lambda file: figure.savefig(file, dpi=120, format=kind), sync=False
+    )
 
 
 def _seconds_axis(axes: Axes, evaluations: Sequence[Evaluation]) -> None:

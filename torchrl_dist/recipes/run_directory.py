@@ -1,4 +1,4 @@
-"""Who may write into a run's folder: one fresh run, or one that continues it. Pure."""
+"""Who may write into a run's folder: one fresh run, or one that continues it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import json
 import os
 from pathlib import Path
 
+from .. import own_files
 from ..errors import ConfigurationError
+from ..replay.node.files import CLAIM
 
 _NOTE = "run.json"
 
@@ -40,13 +42,16 @@ def claim(
 
     Raises:
         ConfigurationError: a fresh run in a folder with files, nothing to resume, a folder in which
-            another run goes on, or one that cannot be written.
+            another run goes on, one that another user could change, or that cannot be written.
     """
     try:
         if output.exists() and not output.is_dir():
             raise ConfigurationError(f"--output-dir: {output} is a file, expected a folder")
     except OSError as error:  # of too long a name, say
         raise ConfigurationError(f"--output-dir: {output}: {error.strerror}") from error
+    for folder, option in ((output, "--output-dir"), (replay, "--replay-dir")):
+        if folder is not None:
+            _refuse_others(folder, option)
     if restart_count > 0 and _owner(output) == job_id:
         with contextlib.suppress(ConfigurationError):  # its own, of a process that is ending
             _hold(output, held)
@@ -72,7 +77,8 @@ def claim(
         folders.append((replay.parent, "--replay-dir"))
     for folder, option in folders:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            if folder is output or not folder.exists():
+                own_files.make_folder(folder)
             if not os.access(folder, os.W_OK):
                 raise PermissionError(13, "Permission denied")
         except OSError as error:
@@ -84,6 +90,48 @@ def claim(
         raise _not_empty(output, checkpoint)
     _write(output / _NOTE, {"job_id": job_id})
     return resume
+
+
+def check_rows(output: Path, replay: Path | None) -> None:
+    """Refuse a copy of a run the rows of the first, which its configuration names. Where the folder
+    is a part of the run's, the copy has its own.
+
+    Raises:
+        ConfigurationError: they are the rows of another run, which is still there.
+    """
+    if replay is None or _is_in(output, replay):
+        return
+    told = _read(replay / CLAIM)
+    other = Path(told.get("run", output))
+    here = told.get("replay") == str(replay.resolve())  # else they are a copy, or were moved
+    if here and (other / _NOTE).exists() and not other.samefile(output):
+        raise ConfigurationError(
+            f"--replay-dir: {replay} has the rows of the run in {other}, not of that in {output}: "
+            f"give this one a folder of its own, such as --replay-dir {replay}-2, where its buffer "
+            "fills anew, or a copy of the other's that was made while no run used it"
+        )
+
+
+def claim_rows(output: Path, replay: Path) -> None:
+    """Say in ``replay`` whose rows they are; once the buffer is there."""
+    if not _is_in(output, replay) and own_files.is_ours(replay):
+        _write(replay / CLAIM, {"run": str(output.resolve()), "replay": str(replay.resolve())})
+
+
+def _is_in(output: Path, replay: Path) -> bool:
+    return output.resolve() in replay.resolve().parents
+
+
+def _refuse_others(folder: Path, option: str) -> None:
+    try:
+        if os.path.lexists(folder):
+            own_files.check_folder(folder)
+        else:
+            own_files.resolved(folder)
+    except own_files.NotOurs as error:
+        raise ConfigurationError(f"{option}: {error}; choose another folder") from error
+    except OSError:
+        pass  # said below
 
 
 def _not_empty(output: Path, checkpoint: Path) -> ConfigurationError:
@@ -114,15 +162,25 @@ def _holds_at_most_our_note(output: Path) -> bool:
 
 
 def _owner(output: Path) -> str | None:
+    note = _read(output / _NOTE)
+    return note["job_id"] if note.keys() == {"job_id"} else None
+
+
+def job_of(output: Path) -> str | None:
+    """The job that the run in the folder belongs to; None: it is none of this user's."""
+    return _read(output / _NOTE).get("job_id")
+
+
+def _read(path: Path) -> dict[str, str]:
+    """Empty if it is no note of this user's."""
     try:
-        note = json.loads((output / _NOTE).read_text())
+        note = json.loads(own_files.read_ours(path))
     except (OSError, ValueError, RecursionError):
-        return None
-    ours = isinstance(note, dict) and note.keys() == {"job_id"}
-    return note["job_id"] if ours and isinstance(note["job_id"], str) else None
+        return {}
+    sound = isinstance(note, dict) and all(isinstance(value, str) for value in note.values())
+    return note if sound else {}
 
 
 def _write(path: Path, content: dict[str, str]) -> None:
-    beside = path.with_name(f".{path.name}.tmp")
-    beside.write_text(json.dumps(content) + "\n")
-    os.replace(beside, path)
+    text = json.dumps(content) + "\n"
+    own_files.atomic_write(path, lambda file: file.write(text.encode()))

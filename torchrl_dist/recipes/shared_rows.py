@@ -12,6 +12,7 @@ from ..replay import (
 )
 from ..runtime import Peer, Session
 from .config import ReplayConfig
+from .run_directory import claim_rows
 from .training import Start
 
 
@@ -41,7 +42,7 @@ def shared_buffer(
     resume = start.resumes > 0
     if not session.world.one_node:
         alpha, beta = exponents or (0.6, 0.4)
-        return replay_buffer(
+        buffer = replay_buffer(
             session,
             capacity=config.capacity,
             batch_size=batch_size,
@@ -55,6 +56,8 @@ def shared_buffer(
             limiter=limiter,
             timeout_s=config.timeout_s,
         )
+        claim_rows(config.output_path, config.replay_path)
+        return buffer
     storage = SharedMemmapStorage(
         config.capacity,
         scratch_dir=config.replay_path,
@@ -64,6 +67,7 @@ def shared_buffer(
         timeout_s=config.timeout_s,
         limiter=limiter,
     )
+    claim_rows(config.output_path, config.replay_path)
     sampler = (
         SharedRandomSampler()
         if exponents is None

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from torchrl_dist import own_files
 from torchrl_dist.errors import DirectoryError
 from torchrl_dist.replay.law.placement import slot_ranges
 from torchrl_dist.replay.node import files
@@ -48,13 +49,17 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
     """All about the replay directory or checkpoint in a folder, as plain values.
 
     Raises:
-        DirectoryError: the folder is neither, or of another format.
+        DirectoryError: the folder is neither, or of another format, or another user could change
+            what lies in it.
         CheckpointError: it is a damaged checkpoint.
     """
     folder = Path(os.path.abspath(path))
     for place in (folder, folder / "storage"):  # where TorchRL's class puts the storage's files
         if (place / MANIFEST).exists():
+            _refuse_others(place)
             return _checkpoint(place)
+    if (folder / files.HEADER).exists():
+        _refuse_others(folder)
     try:
         return _directory(folder)
     except FileNotFoundError as error:
@@ -72,6 +77,13 @@ def finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     return [finite(item) for item in value] if isinstance(value, list) else value
+
+
+def _refuse_others(folder: Path) -> None:
+    try:
+        own_files.check_folder(folder)
+    except own_files.NotOurs as error:
+        raise DirectoryError(f"{error}; what is inspected must be this user's") from error
 
 
 def _not_one(folder: Path) -> DirectoryError:
@@ -135,9 +147,11 @@ def _directory(folder: Path) -> dict[str, Any]:
 
 def _table(folder: Path, name: str, kind: type, count: int) -> np.ndarray:
     """The first numbers of a file."""
-    found: np.ndarray = np.fromfile(folder / name, kind, count)
-    if found.size < count:
-        raise damaged(folder, f"{name} holds {found.size} numbers, expected {count}")
+    with open(own_files.open_ours(folder / name), "rb") as file:
+        there = os.fstat(file.fileno()).st_size // np.dtype(kind).itemsize
+        if there < count:
+            raise damaged(folder, f"{name} holds {there} numbers, expected {count}")
+        found: np.ndarray = np.fromfile(file, kind, count)
     return found
 
 
@@ -158,7 +172,7 @@ def limiter_in(words: Any, floats: Any) -> dict[str, float | None] | None:
 @contextlib.contextmanager
 def _lock_file(folder: Path) -> Iterator[int]:
     """A descriptor of the lock file, to ask who holds its bytes."""
-    fd = os.open(folder / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    fd = own_files.open_ours(folder / files.LOCK)
     try:
         yield fd
     finally:
@@ -337,12 +351,12 @@ def show(found: dict[str, Any]) -> None:
     from rich.console import Console
 
     console = Console()
-    console.print(f"[bold]{found['kind']}[/] {found['path']}", highlight=False)
+    console.print(f"[bold]{found['kind']}[/] {_shown(found['path'])}", highlight=False)
     if found["kind"] == "checkpoint":
         console.print(
             f"written {found['written']}, {found['bytes'] / 2**20:.1f} MiB, "
             f"{len(found['shards'])} shards"
-            + (f", with {', '.join(found['extra'])}" if found["extra"] else "")
+            + (f", with {_shown(', '.join(found['extra']))}" if found["extra"] else "")
         )
         for number, shard in enumerate(found["shards"]):
             console.rule(f"shard {number}")
@@ -423,7 +437,6 @@ def _show_content(console: Any, found: dict[str, Any], more: dict[str, Any]) -> 
 
 
 def _print_table(console: Any, title: str, lines: list[dict[str, Any]], columns: Any) -> None:
-    from rich.markup import escape
     from rich.table import Table
 
     if not lines:
@@ -432,5 +445,12 @@ def _print_table(console: Any, title: str, lines: list[dict[str, Any]], columns:
     for column in columns:
         table.add_column(column)
     for line in lines:
-        table.add_row(*(escape(str(line[column])) for column in columns))
+        table.add_row(*(_shown(str(line[column])) for column in columns))
     console.print(table)
+
+
+def _shown(text: str) -> str:
+    """As it is, whatever rich or a terminal would make of it."""
+    from rich.markup import escape
+
+    return escape(own_files.printable(text))

@@ -1,8 +1,8 @@
 """A job's pulse: its figures in a small file for ``torchrl-dist top``, and a word when it stops.
 
-The learner's process counts in memory; a thread writes what it has counted to /dev/shm once a
-second, and says once who made no progress for a minute, and what it waits for. Only ``top`` reads
-the file, and takes no lock: a job does not notice.
+The learner's process counts in memory; a thread writes what it has counted to this user's folder
+in /dev/shm once a second, and says once who made no progress for a minute, and what it waits for.
+Only ``top`` reads the file, and takes no lock: a job does not notice.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from .. import own_files
 from .peer import Peer
 from .session import Session
 from .world import has_ended, is_stamp, process_stamp
 
-PREFIX = ".torchrl_dist-pulse-"
-FOLDER = Path("/dev/shm")
+PREFIX = "pulse-"
 FORMAT = 1
 PATIENCE_S = 60.0
 _EVERY_S = 1.0
@@ -102,8 +102,8 @@ class Pulse:
         self._started = time.time()
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
-        name = f"{PREFIX}{process_stamp(self._pid)}-{next(_numbers)}.json"
-        self.path = FOLDER / name
+        self._name = f"{PREFIX}{process_stamp(self._pid)}-{next(_numbers)}.json"
+        self.path: Path | None = None  # where it was written last
 
     def waits(self) -> None:
         """The caller is about to block for a batch."""
@@ -141,7 +141,9 @@ class Pulse:
                 del session
         finally:
             with contextlib.suppress(OSError):
-                self.path.unlink(missing_ok=True)
+                if self.path is not None:
+                    self.path.unlink(missing_ok=True)
+                    own_files.leave_user_folder()
 
     # ---- the file
 
@@ -149,16 +151,11 @@ class Pulse:
         figures = self._figures()
         if figures is None:
             return False
-        try:
-            text = json.dumps(self._content(session, figures()))
-            beside = self.path.with_suffix(".new")
-            fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-            with open(fd, "w") as file:
-                file.write(text)
-            os.replace(beside, self.path)
-        except OSError:  # no /dev/shm, or a full one: a job goes on without being watched
-            with contextlib.suppress(OSError):
-                beside.unlink(missing_ok=True)
+        # where there is no place, or a full one, a job goes on without being watched
+        with contextlib.suppress(OSError):
+            text = json.dumps(self._content(session, figures())).encode()
+            self.path = own_files.user_folder() / self._name
+            own_files.atomic_write(self.path, lambda file: file.write(text), sync=False)
         return True
 
     def _content(self, session: Session, figures: dict[str, Any]) -> dict[str, Any]:
@@ -266,16 +263,17 @@ def _stopped(pid: int) -> str:
     return ""
 
 
-def remove_pulses_of_the_dead(folder: Path = FOLDER) -> None:
+def remove_pulses_of_the_dead() -> None:
     """Remove files that this user's processes could not, because they were killed."""
-    with contextlib.suppress(OSError):
-        for path in folder.glob(f"{PREFIX}*"):
-            if path.lstat().st_uid == os.getuid() and (stamp := stamp_of(path)):
-                if has_ended(stamp):
+    for folder in own_files.user_folders():
+        with contextlib.suppress(OSError):
+            for path in folder.iterdir():
+                if (stamp := stamp_of(path)) is not None and has_ended(stamp):
                     path.unlink(missing_ok=True)
 
 
 def stamp_of(path: Path) -> str | None:
-    """Of the process that writes a pulse's file."""
-    stamp = path.name.removeprefix(PREFIX).rpartition("-")[0]
-    return stamp if is_stamp(stamp) else None
+    """Of the process that writes a pulse's file, or wrote a part of it before it was killed."""
+    name = path.name.removeprefix(".")
+    stamp = name.removeprefix(PREFIX).rpartition("-")[0]
+    return stamp if name.startswith(PREFIX) and is_stamp(stamp) else None

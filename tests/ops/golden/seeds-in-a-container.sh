@@ -19,10 +19,11 @@ export MASTER_ADDR MASTER_PORT PYTHONFAULTHANDLER=1 PYTHONUNBUFFERED=1
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # Home folders are on the network, where a replay buffer cannot be. The next start
 # may be on another node, so the memory is given back.
-replay="/dev/shm/torchrl_dist-$SLURM_JOB_ID"
+replay=$(mktemp -d "/dev/shm/torchrl_dist-$SLURM_JOB_ID-XXXXXX")
 # shellcheck disable=SC2317
 clean() {
-  [ ! -d "$replay" ] || apptainer exec image.sif python -m torchrl_dist clean --remove "$replay" >&2
+  [ ! -d "$replay" ] || rmdir "$replay" 2>/dev/null || \
+    apptainer exec image.sif python -m torchrl_dist clean --remove "$replay" >&2
 }
 # The learner's exit code, however its collectors ended.
 TORCHRL_DIST_EXIT_FILE=$(mktemp)

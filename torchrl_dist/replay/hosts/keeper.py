@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from torchrl_dist import own_files
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.hosts.host import ReplayHost
 from torchrl_dist.replay.hosts.lifetimes import LOCKS
@@ -180,11 +180,11 @@ def _close_host(key: tuple[str, str], clean: bool) -> None:
         host = _hosts.pop(key, None)
     if host is not None:  # else it was released
         host.close(clean)
+        own_files.leave_user_folder()
 
 
 def _default_parent() -> str:
-    memory = "/dev/shm"
-    return memory if os.access(memory, os.W_OK) else tempfile.gettempdir()
+    return str(own_files.user_folder())
 
 
 def _identity(path: Path) -> tuple[str, int, int]:

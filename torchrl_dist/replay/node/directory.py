@@ -47,6 +47,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from torchrl_dist import own_files
 from torchrl_dist.errors import ConfigurationError, DeadlineError, DirectoryError
 from torchrl_dist.forks import now_and_in_children
 from torchrl_dist.replay.law.kernel import address
@@ -95,7 +96,7 @@ def read_spec(folder: Path) -> RowSpec:
         DirectoryError: it is damaged.
     """
     try:
-        return checked_spec(json.loads((folder / files.ROWS).read_text()))
+        return checked_spec(json.loads(own_files.read_ours(folder / files.ROWS)))
     except (OSError, ValueError, RecursionError) as error:
         raise damaged(folder, f"{files.ROWS} does not say what a row is ({error})") from error
 

@@ -1,7 +1,8 @@
 """Whose files are in a folder: what may become a replay directory, and what is removed of one.
 
 Only files that this project makes are ever removed, each by its name, and a folder only once it is
-empty. Nothing is made in a folder that holds something else.
+empty; and only where a header, which is removed last, says that they are this project's. Nothing is
+made in a folder that holds something else.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchrl_dist import own_files
 from torchrl_dist.errors import DirectoryError
 from torchrl_dist.replay.row.spec import data_file
 
@@ -24,11 +26,15 @@ LOCK, HEADER, ROWS, DATA = "lock", "header.json", "rows.json", "data"
 TABLES = ("control.bin", "versions.bin", "tree.bin")
 _BEING_REMOVED = "header.removed.json"
 """The header's name while the files beside it are being removed, where the folder itself stays."""
-_NEW = ".new"
-_MADE_BEFORE_HEADER = frozenset({LOCK, *TABLES, HEADER + _NEW})
+_NEW_HEADER, _NEW_ROWS = (own_files.temporary(Path(name)).name for name in (HEADER, ROWS))
+CLAIM = "claim.json"
+"""Which run of a recipe the rows belong to; see ``recipes.run_directory``."""
+_MADE_BEFORE_HEADER = frozenset({LOCK, *TABLES, _NEW_HEADER})
 _LIMITER = "limiter.bin"
 PASS = "pass.bin"
-_MADE = _MADE_BEFORE_HEADER | {HEADER, _BEING_REMOVED, ROWS, ROWS + _NEW, DATA, _LIMITER, PASS}
+_MADE = _MADE_BEFORE_HEADER | {
+    HEADER, _BEING_REMOVED, ROWS, _NEW_ROWS, DATA, _LIMITER, PASS, CLAIM,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,16 +64,15 @@ def damaged(path: Path, found: str) -> DirectoryError:
     )
 
 
-def read_header(folder: Path) -> Header:
-    """The header of a replay directory.
+def read_header(folder: Path, name: str = HEADER) -> Header:
+    """The header of a replay directory; ``name`` is that of the file.
 
     Raises:
         FileNotFoundError: there is none.
         DirectoryError: it cannot be read, or is not what this version writes.
     """
-    file = folder / HEADER
     try:
-        content = json.loads(file.read_text())
+        content = json.loads(own_files.read_ours(folder / name))
     except FileNotFoundError:
         raise
     except (OSError, ValueError, RecursionError) as error:
@@ -139,14 +144,14 @@ def remove_data(folder: Path) -> None:
             (folder / DATA / name).unlink()
     with contextlib.suppress(OSError):
         (folder / DATA).rmdir()
-    for name in (ROWS, ROWS + _NEW):
+    for name in (ROWS, _NEW_ROWS):
         with contextlib.suppress(OSError):
             (folder / name).unlink()
 
 
 def _data_files(folder: Path) -> list[str]:
     try:
-        leaves = json.loads((folder / ROWS).read_text())["leaves"]
+        leaves = json.loads(own_files.read_ours(folder / ROWS))["leaves"]
         return [data_file(leaf["key"]) for leaf in leaves]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []  # none was made, or nobody can tell which
@@ -155,10 +160,15 @@ def _data_files(folder: Path) -> list[str]:
 def clear(folder: Path) -> None:
     """Remove our files but for the lock; the caller has the lock. May be cut short: the next one
     who takes the lock calls it again, see :func:`is_being_removed`."""
+    _clear(folder)
+    (folder / _BEING_REMOVED).unlink(missing_ok=True)
+
+
+def _clear(folder: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.replace(folder / HEADER, folder / _BEING_REMOVED)
     remove_data(folder)
-    for name in (_LIMITER, PASS, *TABLES, HEADER + _NEW, _BEING_REMOVED):
+    for name in (_LIMITER, PASS, *TABLES, _NEW_HEADER, CLAIM):
         (folder / name).unlink(missing_ok=True)
 
 
@@ -188,8 +198,9 @@ def retire(folder: Path) -> Path | None:
 def remove(doomed: Path) -> bool:
     """Remove our files in a folder that nobody uses, and the folder if that was all; says so."""
     with contextlib.suppress(OSError):
-        clear(doomed)
+        _clear(doomed)
         (doomed / LOCK).unlink(missing_ok=True)
+        (doomed / _BEING_REMOVED).unlink(missing_ok=True)  # last: it says that they are ours
         doomed.rmdir()
     return not doomed.exists()
 
@@ -197,19 +208,26 @@ def remove(doomed: Path) -> bool:
 def half_removed(folder: Path) -> Iterator[Path]:
     """What is left under :func:`retire`'s names by processes that were killed while they removed
     an earlier directory of this path."""
-    prefix = f".{folder.name}.removed-"
+    name = re.compile(re.escape(f".{folder.name}.removed-") + r"\d+")
     for each in folder.parent.iterdir():
-        if each.name.startswith(prefix) and is_half_removed(each):
-            yield each
+        if name.fullmatch(each.name):
+            with contextlib.suppress(OSError):
+                each.rmdir()  # killed in between the header and the folder
+            if is_half_removed(each):
+                yield each
 
 
 def is_half_removed(folder: Path) -> bool:
-    """Whether :func:`retire` gave the folder its name, and only our files are in it."""
-    with contextlib.suppress(OSError):
-        return (
-            re.fullmatch(r"\..+\.removed-\d+", folder.name) is not None
-            and not folder.is_symlink()
-            and folder.is_dir()
-            and holds_only_ours(folder)
-        )
+    """Whether :func:`retire` gave the folder its name: it is this user's, only our files are in
+    it, and the header of a replay directory is among them."""
+    if re.fullmatch(r"\..+\.removed-\d+", folder.name) is None or not own_files.is_ours(folder):
+        return False
+    with contextlib.suppress(OSError, DirectoryError):
+        if holds_only_ours(folder) and not _is_foreign_lock(folder / LOCK):
+            name = HEADER if (folder / HEADER).exists() else _BEING_REMOVED
+            return read_header(folder, name).capacity > 0
     return False
+
+
+def _is_foreign_lock(path: Path) -> bool:
+    return os.path.lexists(path) and not _is_empty_file(path)

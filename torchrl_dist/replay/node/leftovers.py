@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from torchrl_dist import own_files
 from torchrl_dist.errors import DirectoryError
 from torchrl_dist.replay.node import files
 from torchrl_dist.replay.node.lock import (
@@ -20,7 +21,12 @@ from torchrl_dist.replay.node.lock import (
     lock_all,
     open_lock_file,
 )
-from torchrl_dist.replay.node.tables import MAX_MEMBERS, Word, control_tables
+from torchrl_dist.replay.node.tables import (
+    MAX_MEMBERS,
+    Word,
+    control_bytes,
+    control_tables,
+)
 from torchrl_dist.runtime.world import has_ended
 
 IN_USE = "in use"
@@ -58,8 +64,7 @@ class Found:
 
 
 def find(places: Sequence[Path]) -> Iterator[Found]:
-    """The replay directories among these folders and in them, but for those that this user cannot
-    read. Changes nothing."""
+    """This user's replay directories among these folders and in them. Changes nothing."""
     for place in places:
         found = look(place)
         if found is not None:
@@ -69,30 +74,32 @@ def find(places: Sequence[Path]) -> Iterator[Found]:
             for each in sorted(place.iterdir()):
                 if (found := look(each)) is not None:
                     yield found
+                elif own_files.is_user_folder(each):
+                    yield from find([each])
 
 
 def look(folder: Path) -> Found | None:
-    """What is known about a folder, None if it is no replay directory. Changes nothing."""
+    """What is known about a folder, None if it is no replay directory of this user, or one that
+    another user could change. Changes nothing."""
     with contextlib.suppress(OSError):
-        if folder.is_symlink() or not folder.is_dir():
+        if not own_files.is_ours(folder):
             return None
         if files.is_half_removed(folder):
             return Found(folder, HALF_REMOVED, None, None, _size(folder))
         if not {files.LOCK, files.HEADER, files.TABLES[0]} <= set(os.listdir(folder)):
             return None
-        fd = os.open(folder / files.LOCK, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            return _judge(folder, fd)
-        except DirectoryError:
+            with open(own_files.open_ours(folder / files.LOCK), "rb") as lock:
+                return _judge(folder, lock.fileno())
+        except (DirectoryError, own_files.NotOurs):
             return Found(folder, DAMAGED, None, None, _size(folder))
-        finally:
-            os.close(fd)
     return None
 
 
 def _judge(folder: Path, fd: int) -> Found:
     header = files.read_header(folder)
-    control = np.fromfile(folder / files.TABLES[0], np.int64)
+    with open(own_files.open_ours(folder / files.TABLES[0]), "rb") as file:
+        control = np.fromfile(file, np.int64, control_bytes() // 8)
     try:
         words, _, members = control_tables(control)
     except ValueError as error:
@@ -160,7 +167,7 @@ def remove_leftovers(parent: Path, prefix: str) -> list[Found]:
     with contextlib.suppress(OSError):
         for each in sorted(parent.iterdir()):
             name = each.name.removeprefix(".")
-            if not name.startswith(prefix) or each.lstat().st_uid != os.getuid():
+            if not name.startswith(prefix):
                 continue
             found = look(each)
             if found is not None and found.state in (LEFT, HALF_REMOVED) and remove(found):

@@ -38,6 +38,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from torchrl_dist import own_files
 from torchrl_dist.errors import DeadlineError, DirectoryError
 
 _TURNSTILE, _MUTEX = 0, 1
@@ -79,7 +80,7 @@ _descriptors: set[int] = set()
 def open_lock_file(path: str | os.PathLike[str], flags: int = 0, access: int = os.O_RDWR) -> int:
     """A descriptor to take locks with; a forked child has none. Close with
     :func:`close_lock_file`."""
-    fd = os.open(path, access | os.O_CLOEXEC | flags, 0o600)
+    fd = own_files.open_ours(path, access | flags)
     _descriptors.add(fd)
     return fd
 

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from torchrl_dist import own_files
 from torchrl_dist.errors import DirectoryError
 from torchrl_dist.replay.node.files import damaged
 
@@ -19,7 +20,7 @@ _NETWORK_FILE_SYSTEMS = frozenset(
 def allocate(path: Path, size: int) -> None:
     """A zeroed file with its blocks reserved; a sparse one on a full disk kills with SIGBUS."""
     path.unlink(missing_ok=True)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    fd = own_files.open_new(path)
     try:
         os.posix_fallocate(fd, 0, size)
     except OSError:
@@ -31,11 +32,13 @@ def allocate(path: Path, size: int) -> None:
 
 def map_file(path: Path, size: int) -> mmap.mmap:
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = own_files.open_ours(path, os.O_RDWR)
     except FileNotFoundError as error:
         raise damaged(path.parent, f"{path.name} is missing") from error
     except IsADirectoryError as error:
         raise damaged(path.parent, f"{path.name} is a folder") from error
+    except own_files.NotOurs as error:
+        raise damaged(path.parent, str(error)) from error
     try:
         actual = os.fstat(fd).st_size
         if actual != size:
@@ -46,16 +49,8 @@ def map_file(path: Path, size: int) -> mmap.mmap:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    beside = path.with_name(path.name + ".new")
-    try:
-        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            json.dump(value, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except OSError:
-        beside.unlink(missing_ok=True)
-        raise
+    text = json.dumps(value, indent=1)
+    own_files.atomic_write(path, lambda file: file.write(text.encode()))
 
 
 def file_system_of(

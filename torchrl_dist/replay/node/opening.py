@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from torchrl_dist import own_files
 from torchrl_dist.errors import ConfigurationError, DirectoryError
 from torchrl_dist.replay.law.tree import tree_bytes
 from torchrl_dist.replay.node import files
@@ -70,7 +71,8 @@ def open_directory(
 
     Args:
         path: folder on a local file system, best on ``/dev/shm`` or a fast local disk. A new or
-            an empty one, or one that a buffer has made; links are followed once.
+            an empty one, or one that a buffer has made; links are followed once. It is made with
+            mode 0700; one that is there must be this user's, and no other user may write to it.
         capacity: slots of the ring; the same in every process.
         job_id: processes with the same id belong together. Default: torchrun's run id, SLURM's
             job id, else this process's own.
@@ -83,7 +85,7 @@ def open_directory(
         ConfigurationError: the path or the capacity cannot be right.
         DirectoryError: in use by another job, left by another job (without ``resume``), of
             another capacity or format, damaged, on a network file system, with files of somebody
-            else, or it cannot be written. Nothing in it was changed.
+            else, of another user, or it cannot be written. Nothing in it was changed.
         DeadlineError: if the lock could not be had.
     """
     if capacity < 1:
@@ -94,13 +96,16 @@ def open_directory(
             "its last user removes; is a variable unset?"
         )
     job = default_job_id() if job_id is None else str(job_id)
-    folder = Path(os.path.realpath(os.fsdecode(path)))
+    try:
+        folder = own_files.resolved(os.fsdecode(path))
+    except OSError as error:
+        raise _unusable(os.fsdecode(path), error) from error
     refuse_network_file_system(folder)
     not_ours, made = None, False
     with once(LOCKS.opening):
         for _ in range(100):
             try:
-                made = _make_folder(folder) or made
+                made = own_files.make_folder(folder) or made
                 view = _joined_view(folder, capacity, job)
                 if view is None:
                     files.check_ours(folder)
@@ -116,23 +121,32 @@ def open_directory(
                 not_ours = error  # or it comes or goes at this moment: look again
                 time.sleep(0.01)
                 continue
-            except (FileExistsError, NotADirectoryError) as error:
-                raise DirectoryError(
-                    f"{error.filename or folder} is no folder; choose another scratch_dir"
-                ) from error
             except (TimeoutError, ConnectionError):
                 raise
             except OSError as error:
-                raise DirectoryError(
-                    f"{folder} cannot be used as a replay directory: {error}; choose another "
-                    "scratch_dir, or make room or give permission there"
-                ) from error
+                raise _unusable(folder, error) from error
             if view is not None:
                 view.sharers += 1
                 if keep:
                     view.words[Word.KEEP] = 1
                 return view
         raise DirectoryError(f"{folder} is removed again and again while it is being opened")
+
+
+def _unusable(folder: str | Path, error: OSError) -> DirectoryError:
+    if isinstance(error, own_files.NotOurs):
+        return DirectoryError(
+            f"{error}: another user could read or change the rows of a buffer there; choose another "
+            "scratch_dir"
+        )
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        return DirectoryError(
+            f"{error.filename or folder} is no folder; choose another scratch_dir"
+        )
+    return DirectoryError(
+        f"{folder} cannot be used as a replay directory: {error}; choose another scratch_dir, or "
+        "make room or give permission there"
+    )
 
 
 def close_directory(directory: ReplayDirectory, *, clean: bool = True) -> None:
@@ -167,17 +181,6 @@ def _starter_of(job_id: str) -> str | None:
         world = World.from_env()
         return world.starter if world.job_id == job_id else None
     return None
-
-
-def _make_folder(folder: Path) -> bool:
-    """False if it is there."""
-    try:
-        folder.mkdir(mode=0o700, parents=True)
-    except FileExistsError:
-        if not folder.is_dir():
-            raise
-        return False
-    return True
 
 
 def _joined_view(folder: Path, capacity: int, job: str) -> ReplayDirectory | None:

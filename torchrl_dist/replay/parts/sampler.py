@@ -20,6 +20,7 @@ import torch
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler, RandomSampler, Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
+from torchrl_dist import own_files
 from torchrl_dist.errors import CheckpointError, ConfigurationError
 from torchrl_dist.forks import now_and_in_children
 from torchrl_dist.replay.law.placement import as_slots
@@ -294,11 +295,12 @@ class SharedSampler(Sampler):
     # Priorities are saved with the rows, by the storage. What is left is this process's.
 
     def dumps(self, path: str | Path) -> None:
-        Path(path).mkdir(parents=True, exist_ok=True)
-        Path(path, "sampler.json").write_text(json.dumps(self.state_dict()))
+        own_files.make_folder(path)
+        text = json.dumps(self.state_dict()).encode()
+        own_files.atomic_write(Path(path, "sampler.json"), lambda file: file.write(text))
 
     def loads(self, path: str | Path) -> None:
-        self.load_state_dict(json.loads(Path(path, "sampler.json").read_text()))
+        self.load_state_dict(json.loads(own_files.read_plain(Path(path, "sampler.json"))))
 
     def __getstate__(self) -> dict[str, Any]:
         # PrioritizedSampler refuses to be spawned: its trees would be copies, ours are shared

@@ -12,6 +12,7 @@ from tensordict import TensorDictBase, is_tensor_collection
 from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.writers import Writer
 
+from torchrl_dist import own_files
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.law.placement import as_slots
 from torchrl_dist.replay.row import _torchrl
@@ -138,7 +139,7 @@ class SharedCursorWriter(Writer):
     # The cursor belongs to the directory: the storage saves and restores it.
 
     def dumps(self, path: str | Path) -> None:
-        Path(path).mkdir(parents=True, exist_ok=True)
+        own_files.make_folder(path)
 
     def loads(self, path: str | Path) -> None:
         pass

@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchrl_dist import own_files
 from torchrl_dist.errors import CheckpointError, ConfigurationError
 from torchrl_dist.replay.node.lock import close_lock_file, open_lock_file
 from torchrl_dist.replay.row.spec import ColumnSpec, RowSpec
@@ -44,6 +45,7 @@ FORMAT_VERSION = 2
 _FOLDER = "rows-"
 _MADE_HERE = ".torchrl_dist-rows"
 _TENSOR = "tensor of the extra folder"
+_MOST = 1 << 28  # bytes of a manifest, which has a checksum per column and 256 KiB or so of rows
 
 
 @contextlib.contextmanager
@@ -54,12 +56,14 @@ def writing(path: Path) -> Iterator[DumpWriter]:
         path: folder of the checkpoint; made if need be. One writer at a time.
 
     Raises:
-        CheckpointError: another process is writing there, or the files cannot be written, because
-            the disk is full or for another reason. What was written is removed.
+        CheckpointError: another process is writing there, another user could change what lies
+            there, or the files cannot be written, because the disk is full or for another reason.
+            What was written is removed.
     """
     path = Path(os.path.abspath(path))
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path = own_files.resolved(path)
+        own_files.make_folder(path)
         with _only_writer(path):
             writer = DumpWriter(path)
             try:
@@ -68,6 +72,10 @@ def writing(path: Path) -> Iterator[DumpWriter]:
                 writer.remove_unless_valid()
     except (TimeoutError, ConnectionError):
         raise  # of a shard, not of the disk
+    except own_files.NotOurs as error:
+        raise CheckpointError(
+            f"could not write the checkpoint {path}: {error}; choose another folder"
+        ) from error
     except OSError as error:
         raise CheckpointError(
             f"could not write the checkpoint {path}: {error}; an earlier one there is as it was. "
@@ -87,7 +95,7 @@ class DumpWriter:
         self._folder = path / f"{_FOLDER}{uuid.uuid4().hex[:12]}"
         try:
             self._note_folders()
-            self._folder.mkdir()
+            self._folder.mkdir(0o700)
         except BaseException:
             self.remove_unless_valid()
             raise
@@ -95,17 +103,19 @@ class DumpWriter:
     def _note_folders(self) -> None:
         """Before they are there: whoever comes after a crash knows what to remove."""
         made = [self._folder.name] + ([] if self._earlier is None else [self._earlier])
-        with open(self._path / _MADE_HERE, "w") as file:
-            file.write("\n".join(made))
-            file.flush()
-            os.fsync(file.fileno())
+        text = "\n".join(made).encode()
+        own_files.atomic_write(
+            self._path / _MADE_HERE,
+            lambda file: file.write(text),
+            beside=self._path / (_MADE_HERE + ".tmp"),
+        )
         sync_folder(self._path)
 
     @contextlib.contextmanager
     def shard(self, number: int, head: Head) -> Iterator[ShardFiles]:
         """The files of one shard; synced at the end, removed if that is not reached."""
         folder = self._folder / f"shard-{number}"
-        folder.mkdir()
+        folder.mkdir(0o700)
         try:
             with contextlib.ExitStack() as steps:
                 files = ShardFiles(folder, head, steps)
@@ -138,12 +148,10 @@ class DumpWriter:
         manifest["checksum"] = _sum_of(manifest)
         for each in [*self._folder.iterdir(), self._folder]:
             sync_folder(each)
-        written = self._folder / MANIFEST
-        with open(written, "w") as file:
-            json.dump(manifest, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(written, self._path / MANIFEST)
+        text = json.dumps(manifest, indent=1).encode()
+        own_files.atomic_write(
+            self._path / MANIFEST, lambda file: file.write(text), beside=self._folder / MANIFEST
+        )
         sync_folder(self._path)
         sync_folder(self._path.parent)
         if self._earlier is not None:
@@ -152,11 +160,11 @@ class DumpWriter:
 
     def _write_tensors(self, tensors: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
         folder = self._folder / "extra"
-        folder.mkdir()
+        folder.mkdir(0o700)
         entries = []
         for number, tensor in enumerate(tensors):
             column = ColumnSpec((str(number),), tensor.dtype, tuple(tensor.shape))
-            with open(folder / column.file_name, "wb") as file:
+            with open(own_files.open_new(folder / column.file_name), "wb") as file:
                 # a copy: what is written is what is summed, whoever goes on with the tensor
                 content = _bytes_of(np.array(array_of(tensor), order="C"))
                 file.write(content)
@@ -300,7 +308,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """
     file = Path(path, MANIFEST)
     try:
-        manifest = json.loads(file.read_text())
+        manifest = json.loads(own_files.read_plain(file, _MOST))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(
             f"{path} holds no checkpoint of a replay buffer: there is no {MANIFEST}"
@@ -409,15 +417,18 @@ def _seen_as(dtype: torch.dtype) -> np.dtype:
 
 
 def _read(file: Path, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    wanted, size = int(np.prod(shape)) * dtype.itemsize, file.stat().st_size
-    if size != wanted:
-        raise CheckpointError(
-            f"checkpoint {file} is damaged: it has {size} bytes, expected {wanted}; use another one"
-        )
-    if not size:
-        return np.empty(shape, dtype)
-    # copy on write: torch wants arrays that could be written
-    return np.asarray(np.memmap(file, dtype, "c", shape=shape))
+    wanted = int(np.prod(shape)) * dtype.itemsize
+    with open(own_files.open_plain(file), "rb") as opened:
+        size = os.fstat(opened.fileno()).st_size
+        if size != wanted:
+            raise CheckpointError(
+                f"checkpoint {file} is damaged: it has {size} bytes, expected {wanted}; use "
+                "another one"
+            )
+        if not size:
+            return np.empty(shape, dtype)
+        # copy on write: torch wants arrays that could be written
+        return np.asarray(np.memmap(opened, dtype, "c", shape=shape))
 
 
 def _folder_of(path: Path) -> str | None:
@@ -432,7 +443,8 @@ def _is_our_name(name: Any) -> bool:
 def _noted(path: Path) -> list[str]:
     """Folders that an earlier writer made, or was about to make, and had no time to remove."""
     try:
-        return [line for line in (path / _MADE_HERE).read_text().splitlines() if _is_our_name(line)]
+        text = own_files.read_ours(path / _MADE_HERE)
+        return [line for line in text.splitlines() if _is_our_name(line)]
     except (OSError, ValueError):
         return []
 
@@ -469,7 +481,7 @@ def _bytes_of(array: np.ndarray) -> memoryview:
 
 
 def _open(file: Path, steps: contextlib.ExitStack, flags: int) -> int:
-    fd = os.open(file, os.O_WRONLY | os.O_CLOEXEC | flags, 0o600)
+    fd = own_files.open_ours(file, os.O_WRONLY | flags)
     steps.callback(os.close, fd)
     return fd
 
@@ -485,7 +497,8 @@ def _write_at(fd: int, offset: int, array: np.ndarray) -> None:
 
 @contextlib.contextmanager
 def _only_writer(path: Path) -> Iterator[None]:
-    fd = open_lock_file(path, access=os.O_RDONLY)  # a folder; and not for forked children
+    # a folder; and not for forked children
+    fd = open_lock_file(path, os.O_DIRECTORY, access=os.O_RDONLY)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
