@@ -136,8 +136,8 @@ def open_directory(
 def _unusable(folder: str | Path, error: OSError) -> DirectoryError:
     if isinstance(error, own_files.NotOurs):
         return DirectoryError(
-            f"{error}: another user could read or change the rows of a buffer there; choose another "
-            "scratch_dir"
+            f"{error}: another user could read or change the rows of a buffer there; choose "
+            "another scratch_dir"
         )
     if isinstance(error, FileExistsError | NotADirectoryError):
         return DirectoryError(

@@ -1,0 +1,490 @@
+"""Another user of the machine prepares folders, links, pipes and huge files: nothing of ours is
+changed or read, nothing hangs, and nothing of theirs is removed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import signal
+import stat
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import pytest
+import torch
+
+from tests.replay.faults import forked, kill_self, rows_of, run_forked
+from torchrl_dist import RPCBatchedCollector, local_cluster, own_files
+from torchrl_dist.checkpoint import Checkpoint, save_checkpoint
+from torchrl_dist.cli import main as cli
+from torchrl_dist.errors import CheckpointError, ConfigurationError, DirectoryError
+from torchrl_dist.ops import probe
+from torchrl_dist.recipes.plots import draw_learning_curve
+from torchrl_dist.recipes.run_directory import check_rows, claim, claim_rows
+from torchrl_dist.replay import SharedMemmapStorage, SharedReplayBuffer
+from torchrl_dist.runtime import pulse
+from torchrl_dist.runtime.world import process_stamp
+
+VICTIM, OTHER = 65532, 65533
+ESCAPE = "\x1b]0;mine\x07"
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become two other users")
+
+
+def become(uid: int) -> None:
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+    os.umask(0o022)
+
+
+def run_as(uid: int, function: Callable[..., None], *arguments: Any) -> None:
+    def body() -> None:
+        become(uid)
+        function(*arguments)
+
+    assert run_forked(body) == 0
+
+
+@pytest.fixture
+def ground(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """As /dev/shm is: everybody can make files, and remove those that are theirs."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to become two other users")
+    path = Path(tempfile.mkdtemp(prefix="torchrl_dist-test-", dir="/dev/shm"))
+    path.chmod(0o1777)
+    (path / "home").mkdir(0o755)
+    (path / "home" / "notes").write_text("measured for a year")
+    for each in (path / "home", path / "home" / "notes"):
+        os.chown(each, VICTIM, VICTIM)
+    monkeypatch.setattr(own_files, "_MEMORY", str(path))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    """Each name below the folder, with its owner and what it is."""
+    found: dict[str, Any] = {}
+    for each in sorted(folder.rglob("*")):
+        status = each.lstat()
+        plain = stat.S_ISREG(status.st_mode) and status.st_size < 1 << 20
+        content = each.read_bytes() if plain else status.st_size
+        found[str(each.relative_to(folder))] = (status.st_uid, status.st_mode, content)
+    return found
+
+
+# ---- what another user prepares
+
+
+def _links(folder: Path, notes: Path) -> None:
+    """Names that are written, as links to a file of the victim's."""
+    folder.mkdir()
+    (folder / "lock").touch()
+    for name in (
+        "header.json.new", ".header.json.tmp", ".checkpoint.pt.tmp", "checkpoint.pt",
+        ".run.json.tmp", ".learning_curve.png.tmp", ".torchrl_dist-rows",
+        ".torchrl_dist-rows.tmp",
+    ):  # fmt: skip
+        (folder / name).symlink_to(notes)
+    folder.chmod(0o777)
+
+
+def _empty(folder: Path, notes: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o777)
+
+
+def _link(folder: Path, notes: Path) -> None:
+    """To a folder of the victim's, which is as it should be."""
+    folder.symlink_to(notes.parent)
+
+
+def _above(folder: Path, notes: Path) -> None:
+    """The folder itself is to be made by the victim, in one that can be exchanged later."""
+    folder.parent.mkdir()
+    folder.parent.chmod(0o1777)
+
+
+def _pipe(folder: Path, notes: Path) -> None:
+    folder.mkdir()
+    for name in ("lock", "header.json", "checkpoint.json", "run.json"):
+        os.mkfifo(folder / name)
+    folder.chmod(0o777)
+
+
+PREPARED = {"links": _links, "empty": _empty, "a link": _link, "above": _above, "pipes": _pipe}
+
+
+def _store(folder: Path) -> None:
+    SharedMemmapStorage(64, scratch_dir=folder).append(rows_of(range(8)))
+
+
+def _dump(folder: Path) -> None:
+    home = next(each / "home" for each in folder.parents if (each / "home").exists())
+    storage = SharedMemmapStorage(64, scratch_dir=home / "rows")
+    try:
+        storage.dumps(folder)
+    finally:
+        storage.close()
+
+
+def _save(folder: Path) -> None:
+    save_checkpoint(folder / "checkpoint.pt", Checkpoint("x", {}, {"w": torch.zeros(2)}))
+
+
+def _begin(folder: Path) -> None:
+    with contextlib.ExitStack() as held:
+        claim(
+            folder,
+            checkpoint=folder / "checkpoint.pt",
+            replay=None,
+            job_id="1",
+            restart_count=0,
+            resume=(folder / "checkpoint.pt").exists(),
+            held=held,
+        )
+
+
+WRITERS = {"replay": _store, "dumps": _dump, "checkpoint": _save, "run": _begin}
+
+
+@pytest.mark.parametrize("prepared", PREPARED)
+def test_what_another_user_prepared_is_refused_and_changes_nothing(
+    ground: Path, prepared: str
+) -> None:
+    folder = ground / ("above/share-example" if prepared == "above" else "share-example")
+    notes = ground / "home" / "notes"
+    run_as(OTHER, PREPARED[prepared], folder, notes)
+    before = contents(ground)
+
+    def use() -> None:
+        for name, write in WRITERS.items():
+            signal.alarm(20)  # a pipe would have it wait
+            with pytest.raises((DirectoryError, CheckpointError, ConfigurationError)) as raised:
+                write(folder)
+            assert f"user {OTHER}" in str(raised.value), name
+            assert str(folder) in str(raised.value), name
+
+    run_as(VICTIM, use)
+    assert contents(ground) == before
+
+
+def test_the_folder_of_readme_is_made_for_this_user_alone(ground: Path) -> None:
+    folder = ground / "share-example"
+
+    def use() -> None:
+        for mode in (0o700, 0o755):  # made by us; there, and ours
+            storage = SharedMemmapStorage(64, scratch_dir=folder, job_id="1")
+            storage.append(rows_of(range(8)))
+            assert {each.stat().st_mode & 0o077 for each in folder.rglob("*")} == {0}
+            assert stat.S_IMODE(folder.stat().st_mode) == mode
+            storage.close()
+            assert not folder.exists()
+            folder.mkdir()
+
+    run_as(VICTIM, use)
+
+
+def test_a_folder_that_a_group_can_write_to_needs_a_word(
+    ground: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def use(folder: Path, accepted: bool) -> None:
+        if accepted:
+            own_files.make_folder(folder)
+            own_files.make_folder(folder / "below")
+        else:
+            with pytest.raises(own_files.NotOurs, match="chmod go-w|belongs to"):
+                own_files.make_folder(folder)
+
+    for name, owner, mode in (("mine", VICTIM, 0o770), ("theirs", OTHER, 0o2775)):
+        (folder := ground / name).mkdir()
+        os.chown(folder, owner, VICTIM)
+        folder.chmod(mode)
+        run_as(VICTIM, use, folder, False)
+        monkeypatch.setenv(own_files.GROUP, str(VICTIM))
+        run_as(VICTIM, use, folder, True)
+        folder.chmod(0o777)
+        run_as(VICTIM, use, folder, False)
+        monkeypatch.delenv(own_files.GROUP)
+
+
+def test_whoever_takes_the_name_of_a_users_folder_does_not_get_what_is_put_there(
+    ground: Path,
+) -> None:
+    (ground / f"torchrl_dist-{VICTIM}").mkdir()
+
+    def use() -> None:
+        first = own_files.user_folder()
+        assert first == own_files.user_folder() != ground / f"torchrl_dist-{VICTIM}"
+        assert stat.S_IMODE(first.stat().st_mode) == 0o700
+        own_files.leave_user_folder()
+        assert own_files.user_folders() == []
+
+    run_as(VICTIM, use)
+
+
+# ---- commands beside a running job
+
+
+def litter(ground: Path) -> None:
+    """All that could look like a job's or a buffer's, with what is none of it."""
+    stamp = process_stamp(os.getpid())
+    squatted = ground / f"torchrl_dist-{VICTIM}"
+    squatted.mkdir()
+    figures = {"format": pulse.FORMAT, "job_id": ESCAPE, "started_unix_s": 0, "directory": "/"}
+    for folder in (squatted, ground):
+        (folder / f"{pulse.PREFIX}{stamp}-0.json").write_text(json.dumps(figures))
+        os.mkfifo(folder / f"{pulse.PREFIX}{stamp}-1.json")
+        (folder / f".torchrl_dist-pulse-{stamp}-0.json").write_text(json.dumps(figures))
+    header = {"format": 2, "capacity": 1 << 40, "job_id": ESCAPE, "starter": "1-1-1-0"}
+    for name, pipe in (("sparse", None), ("pipe", "header.json"), ("locked", "lock")):
+        for folder in (ground / f"{name}{ESCAPE}", ground / f".{name}.removed-3"):
+            folder.mkdir()
+            folder.chmod(0o777)
+            (folder / "lock").write_text("" if name == "sparse" else "mine")
+            (folder / "header.json").write_text(json.dumps(header))
+            for table in ("control.bin", "versions.bin", "tree.bin"):
+                (folder / table).touch()
+                os.truncate(folder / table, 8 << 40)
+            if pipe is not None:
+                (folder / pipe).unlink()
+                os.mkfifo(folder / pipe)
+    (by_name := ground / ".app.removed-3").mkdir()
+    (by_name / "lock").write_text("pid 1")
+    for number, note in enumerate(("{}", "[]", '{"job_id": 7}', ESCAPE, None)):
+        (run := ground / "work" / "runs" / str(number)).mkdir(parents=True)
+        (logs := run / "csv" / "scalars").mkdir(parents=True)
+        os.mkfifo(logs / "loss.csv")
+        if note is None:
+            os.mkfifo(run / "run.json")
+        else:
+            (run / "run.json").write_text(note)
+        os.chmod(run, 0o777)
+    for each in (ground / "work", ground / "work" / "runs"):
+        each.chmod(0o1777)
+
+
+def meddle(ground: Path) -> None:
+    """What a user can try with the files of another's running job."""
+    (job,) = ground.glob("home/replay")
+    for attempt in (
+        lambda: os.listdir(job),
+        lambda: (job / "control.bin").read_bytes(),
+        lambda: (job / "data" / "observation.bin").read_bytes(),
+        lambda: os.rename(job, ground / "taken"),
+        lambda: [os.rename(each, ground / "taken") for each in own_folders(ground)],
+        lambda: [os.listdir(each) for each in own_folders(ground)],
+    ):
+        with pytest.raises(PermissionError):
+            attempt()
+
+
+def own_folders(ground: Path) -> list[Path]:
+    found = [each for each in ground.glob("torchrl_dist-*") if each.stat().st_uid == VICTIM]
+    assert len(found) == 1
+    return found
+
+
+def said_by(*arguments: str) -> str:
+    """What a command prints, escape sequences and all; it has 30 s."""
+    signal.alarm(30)
+    printed, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
+        code = cli(arguments)
+    signal.alarm(0)
+    said = printed.getvalue() + errors.getvalue()
+    assert code in (0, 1, 2), said
+    assert "\x1b" not in said and "\x07" not in said, said
+    return said
+
+
+def test_a_second_user_with_all_tricks_against_a_job_and_the_commands(
+    ground: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_as(OTHER, litter, ground)
+    strange = {name: what for name, what in contents(ground).items() if what[0] == OTHER}
+    assert len(strange) > 50
+    monkeypatch.setattr(pulse, "_EVERY_S", 0.05)
+    gymnasium.make("CartPole-v1").close()  # what is imported only then may be out of reach later
+    for command in (["doctor", "--no-round-trips"], ["clean", str(ground)], ["top", "--once"]):
+        cli(command)
+    ready, tell = os.pipe()
+    waits, go = os.pipe()
+
+    def job() -> None:
+        become(VICTIM)
+        os.chdir(ground / "work")
+        if not os.access(sys.executable, os.X_OK):
+            probe._lock_error = lambda *_: None  # which starts a process
+        with local_cluster({"learner": 1}) as session:
+            buffer = SharedReplayBuffer(
+                storage=SharedMemmapStorage(
+                    512, scratch_dir=ground / "home" / "replay", job_id=session.world.job_id
+                ),
+                batch_size=8,
+            )
+            with RPCBatchedCollector(
+                "CartPole-v1", session=session, frames_per_batch=16, replay_buffer=buffer
+            ) as collector:
+                batches = iter(collector)
+                while collector._pulse.path is None or not collector._pulse.path.exists():
+                    next(batches)
+                os.write(tell, b"1")
+                os.read(waits, 1)
+                own = session.world.job_id
+                for arguments in ([], [own], [str(ground / "home" / "replay")]):
+                    told = said_by("top", *arguments, "--once", "--json", "--interval", "0.1")
+                    assert json.loads(told)["job_id"] == own
+                assert own in said_by("top", "--once", "--interval", "0.1").replace("\n", "")
+                for run in (ground / "work" / "runs").iterdir():
+                    assert "neither" in said_by("top", str(run))
+                for place in ([], [str(ground)], [str(ground / "home")]):
+                    told = json.loads(said_by("clean", "--remove", "--json", *place))
+                    mine = [each for each in told["directories"] if str(ground) in each["path"]]
+                    assert all(each["state"] == "in use" for each in mine), mine
+                for each in ground.iterdir():
+                    said_by("clean", "--remove", str(each))
+                    assert ("user" in said_by("inspect", str(each))) == (
+                        each.lstat().st_uid == OTHER and (each / "header.json").exists()
+                    )
+                told = said_by("doctor", "--folder", str(ground), "--no-round-trips", "--clean")
+                assert "leftovers" in told
+                assert said_by("doctor", "--folder", str(ground), "--no-round-trips", "--report")
+                told = json.loads(said_by("inspect", "--json", str(ground / "home" / "replay")))
+                assert told["length"] > 0
+            buffer.storage.close()
+        assert own_files.user_folders() == []
+
+    def body() -> None:
+        os.close(go)
+        job()
+
+    before = contents(ground / "home")
+    with forked(body) as victim:
+        os.close(tell)
+        assert os.read(ready, 1) == b"1"
+        run_as(OTHER, meddle, ground)
+        os.write(go, b"1")
+        assert os.waitstatus_to_exitcode(os.waitpid(victim, 0)[1]) == 0
+    for fd in (ready, waits, go):
+        os.close(fd)
+    assert contents(ground / "home") == before
+    assert {n: w for n, w in contents(ground).items() if w[0] == OTHER} == strange
+
+
+def test_root_removes_nothing_of_another_user_and_nothing_by_its_name(ground: Path) -> None:
+    def leave() -> None:
+        storage = SharedMemmapStorage(64, scratch_dir=ground / "left")
+        storage.append(rows_of(range(8)))
+        kill_self()
+
+    def body() -> None:
+        become(VICTIM)
+        leave()
+
+    assert run_forked(body) < 0  # as a job that was killed
+    (ground / ".app.removed-3").mkdir(0o700)
+    (ground / ".app.removed-3" / "lock").write_text("pid 1")
+    (ground / ".app.removed-4").mkdir(0o700)
+    (ground / ".app.removed-4" / "lock").touch()
+    before = contents(ground)
+    for place in (ground, ground / "left", ground / ".app.removed-3"):
+        assert json.loads(said_by("clean", str(place), "--remove", "--json")) == {"directories": []}
+    assert contents(ground) == before
+    run_as(VICTIM, lambda: said_by("clean", str(ground), "--remove"))
+    assert not (ground / "left").exists()
+
+
+# ---- without another user
+
+
+def test_a_picture_replaces_a_link_and_follows_none(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("mine")
+    (tmp_path / ".learning_curve.png.tmp").symlink_to(tmp_path / "notes")
+    path = tmp_path / "learning_curve.png"
+    draw_learning_curve(path, title="", training=[], evaluations=[])
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "notes").read_text() == "mine"
+    assert {each.name for each in tmp_path.iterdir()} == {"notes", "learning_curve.png"}
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    own_files.atomic_write(tmp_path / "file", lambda file: file.write(b"first"))
+
+    def fail(file: Any) -> None:
+        file.write(b"second")
+        raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        own_files.atomic_write(tmp_path / "file", fail)
+    assert [each.read_bytes() for each in tmp_path.iterdir()] == [b"first"]
+
+
+def test_what_is_no_plain_file_of_a_sane_size_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "huge")
+    (tmp_path / "huge").touch()
+    os.truncate(tmp_path / "huge", 10 << 40)
+    for read in (own_files.read_ours, own_files.read_plain):
+        for name in ("pipe", "link", "huge", ""):
+            with pytest.raises(OSError):
+                read(tmp_path / name)
+    for flags in (os.O_RDWR, os.O_WRONLY):
+        with pytest.raises(own_files.NotOurs):
+            own_files.open_ours(tmp_path / "pipe", flags)
+
+
+@pytest.mark.parametrize(
+    "path", ["a/b", "a/../b", "link/b", "link/../b", "/", "gone/../b", "link", "chain/x"]
+)
+def test_links_are_resolved_as_the_system_does_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a" / "c").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("a/c")
+    (tmp_path / "chain").symlink_to(tmp_path / "link")
+    assert own_files.resolved(path) == Path(os.path.realpath(path))
+
+
+def test_control_characters_are_shown_not_obeyed() -> None:
+    assert own_files.printable(f"ä{ESCAPE}\n\udcff") == "ä\\x1b]0;mine\\x07\\n\\udcff"
+    assert own_files.printable("a\nb\x9b", lines=True) == "a\nb\\x9b"
+
+
+# ---- whose rows they are
+
+
+def test_a_copied_run_is_refused_the_rows_of_the_first(tmp_path: Path) -> None:
+    def begin(name: str) -> Path:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text('{"job_id": "1"}')
+        return tmp_path / name
+
+    rows, first = tmp_path / "rows", begin("first")
+    check_rows(first, rows)  # none yet
+    storage = SharedMemmapStorage(64, scratch_dir=rows, job_id="1", keep=True)
+    claim_rows(first, rows)
+    storage.close()
+    check_rows(first, rows)
+    copy = Path(shutil.copytree(first, tmp_path / "copy"))
+    with pytest.raises(ConfigurationError, match=f"the rows of the run in {first}.*--replay-dir"):
+        check_rows(copy, rows)
+    check_rows(first, rows)
+    for own in (shutil.copytree(rows, tmp_path / "rows-2"), copy / "replay", None):
+        check_rows(copy, None if own is None else Path(own))
+    first.rename(tmp_path / "moved")
+    check_rows(tmp_path / "moved", rows)
+    claim_rows(tmp_path / "moved", rows)
+    with pytest.raises(ConfigurationError, match="moved"):
+        check_rows(copy, rows)
+    again = SharedMemmapStorage(64, scratch_dir=rows, job_id="2", resume=True)
+    again.close()
+    (folder,) = [each for each in (tmp_path / "rows", tmp_path / "none") if each.exists()]
+    assert json.loads((folder / "claim.json").read_text())["run"] == str(tmp_path / "moved")
