@@ -165,8 +165,8 @@ def host_replay(
             are numbered in this order, and row ``slot`` of shard ``s`` has the index
             ``s * shard_capacity + slot``.
         name: tells buffers of one job apart.
-        scratch_dir: folder on each host in which its directory is made; default: ``/dev/shm``,
-            or else the folder for temporary files.
+        scratch_dir: folder on each host in which its directory is made; default: this user's own
+            in ``/dev/shm``, or else in the folder for temporary files.
         resume, keep: as in :class:`SharedMemmapStorage`. A job that its launcher restarts finds
             its rows again without either. With one of them, or a ``scratch_dir``, the directory
             goes by the buffer's ``name`` alone, so that a later job finds it with ``resume``, and

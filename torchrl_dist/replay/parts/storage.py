@@ -90,7 +90,8 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
 
     Keyword Args:
         scratch_dir: the replay directory, on a local file system; ``/dev/shm/...`` keeps it in
-            memory, a disk keeps it over a reboot.
+            memory, a disk keeps it over a reboot. It is made for this user alone (mode 0700); one
+            that another user made, or can write to, is refused.
         job_id: processes with the same id share the directory. Default: torchrun's run id or
             SLURM's job id; started otherwise, pass one.
         resume: go on with the rows that an earlier job left in the directory.
@@ -104,8 +105,8 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
             than one brings for images depends on free cores and on the memory's bandwidth.
 
     Raises:
-        DirectoryError: the directory belongs to another job, has another capacity, lies on a
-            network file system, or its disk is full.
+        DirectoryError: the directory belongs to another job or user, has another capacity, lies
+            on a network file system, or its disk is full.
         ConfigurationError: from writes, if rows do not match those that are stored.
         DeadlineError: from any operation that waited ``timeout_s`` for another process.
 
