@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,9 @@ from torchrl_dist.cli import main as cli
 from torchrl_dist.errors import TorchRLDistError
 from torchrl_dist.replay import SharedMemmapStorage, replay_buffer
 from torchrl_dist.replay.hosts import keeper
-from torchrl_dist.replay.node import leftovers
-from torchrl_dist.runtime import local_cluster
-from torchrl_dist.runtime.world import process_stamp
+from torchrl_dist.replay.node import leftovers, opening
+from torchrl_dist.runtime import local_cluster, session
+from torchrl_dist.runtime.world import World, process_stamp
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +148,43 @@ def test_a_job_that_died_leaves_nothing_for_long(folder: Path, monkeypatch) -> N
     assert next_ != left and "another" in next_
     assert run_forked(job, True) == 0
     assert [each.name for each in folder.iterdir()] == ["users"]
+
+
+def test_a_job_that_is_named_by_another_machines_process_finds_its_rows_again(
+    folder: Path, monkeypatch
+) -> None:
+    """torchrun without ``--rdzv-id``, over several nodes: the id is of rank 0's agent. This process
+    is the agent of this machine."""
+    folder.mkdir()
+    monkeypatch.setattr(keeper, "_default_parent", lambda: str(folder))
+    elsewhere = re.sub("[^-]*$", "00000000", process_stamp(os.getpid()))
+    monkeypatch.delenv("TORCHRL_DIST_JOB_ID", raising=False)
+
+    def rank(rows: int, rank_0: str) -> None:
+        world = replace(World.from_env({}), job_id=rank_0, launcher="torchrun")
+        with session(world=world) as job:
+            buffer = replay_buffer(job, capacity=64, batch_size=8)
+            assert len(buffer) == rows
+            buffer.extend(rows_of(range(8)))
+            kill_self()
+
+    def another_job() -> None:
+        with local_cluster({"learner": 1}) as job:
+            replay_buffer(job, capacity=64, batch_size=8)
+
+    assert run_forked(lambda: rank(0, elsewhere)) < 0
+    assert run_forked(another_job) == 0
+    (found,) = leftovers.find([folder])
+    assert found.state == leftovers.MAY_COME_BACK and cli(["clean", str(folder), "--remove"]) == 0
+    assert run_forked(lambda: rank(8, elsewhere)) < 0
+    # of a job whose rank 0 is on another node by now
+    assert run_forked(lambda: rank(16, f"1{elsewhere}")) < 0
+    assert leftovers._has_ended_here(elsewhere, folder)  # before this machine was started anew
+    monkeypatch.setattr(leftovers, "file_system_of", lambda path: ("nfs4", "/"))
+    assert not leftovers._has_ended_here(elsewhere, folder)
+    for stamp, parent in ((elsewhere, None), (process_stamp(os.getppid()), "of this boot")):
+        starter = opening._starter_of(stamp)
+        assert starter == (stamp if parent else World.from_env().starter)
 
 
 @pytest.mark.parametrize("named", ["scratch_dir", "keep"])

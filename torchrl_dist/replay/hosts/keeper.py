@@ -19,6 +19,7 @@ from torchrl_dist.replay.node.gate import set_limiter
 from torchrl_dist.replay.node.leftovers import remove_leftovers
 from torchrl_dist.replay.parts.storage import SharedMemmapStorage
 from torchrl_dist.runtime import Remote, current_session
+from torchrl_dist.runtime.world import is_stamp
 
 _hosts: dict[tuple[str, str], KeptHost] = {}
 """Hosts in this process by session and name."""
@@ -141,10 +142,13 @@ def open_host(
     with LOCKS.hosts:
         host = _hosts.get((session.session_id, name))
         if host is None:
-            job_id = session.world.job_id
+            world = session.world
+            # The stamp of another machine's process means nothing here, and rank 0 may move: this
+            # machine's launcher is the same process after each restart.
+            job_id = (is_stamp(world.job_id) and world.starter) or world.job_id
             # Only what stays when other hosts are lost: after a restart ranks and shards may have
             # other numbers, and this node's directory is to be found again.
-            place = f"{name}-{session.world.local_rank}"
+            place = f"{name}-{world.local_rank}"
             # What is to be found by a later job has a name that the job can give. Otherwise each
             # job has its own, and what it leaves is of no use once it cannot come back.
             named = parent is not None or keep or resume

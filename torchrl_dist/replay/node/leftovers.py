@@ -20,8 +20,9 @@ from torchrl_dist.replay.node.lock import (
     lock_all,
     open_lock_file,
 )
+from torchrl_dist.replay.node.mapping import file_system_of, is_network_file_system
 from torchrl_dist.replay.node.tables import MAX_MEMBERS, Word, control_tables
-from torchrl_dist.runtime.world import has_ended
+from torchrl_dist.runtime.world import has_ended, is_of_this_boot
 
 IN_USE = "in use"
 LEFT = "left"
@@ -105,11 +106,19 @@ def _judge(folder: Path, fd: int) -> Found:
         )
     elif words[Word.KEEP]:
         state = KEPT
-    elif header.starter is not None and has_ended(header.starter):
+    elif header.starter is not None and _has_ended_here(header.starter, folder):
         state = LEFT
     else:
         state = MAY_COME_BACK
     return Found(folder, state, header.job_id, int(words[Word.LENGTH]), _size(folder), pids)
+
+
+def _has_ended_here(starter: str, folder: Path) -> bool:
+    """Whether the starter of a directory is gone. A folder that comes by the network may be of
+    another machine, whose processes cannot be judged here."""
+    if not is_of_this_boot(starter) and is_network_file_system(file_system_of(folder)[0]):
+        return False
+    return has_ended(starter)
 
 
 def _size(folder: Path) -> int:

@@ -159,13 +159,14 @@ def default_job_id() -> str:
 
 def _starter_of(job_id: str) -> str | None:
     """Without which process the job does not come back, see ``World.starter``."""
-    from torchrl_dist.runtime.world import World, is_stamp
+    from torchrl_dist.runtime.world import World, is_of_this_boot, is_stamp
 
-    if is_stamp(job_id):
+    if is_stamp(job_id) and is_of_this_boot(job_id):
         return job_id
     with contextlib.suppress(ConfigurationError):
         world = World.from_env()
-        return world.starter if world.job_id == job_id else None
+        # the stamp of another machine's process cannot be judged here
+        return world.starter if is_stamp(job_id) or world.job_id == job_id else None
     return None
 
 
