@@ -45,6 +45,7 @@ from torchrl_dist.replay.node.tables import (
     Word,
     control_bytes,
 )
+from torchrl_dist.runtime.signals import say
 
 _AT_LEAST_0 = (
     Word.CURSOR, Word.WRITE_COUNT, Word.NEXT_WRITE_COUNT, Word.SAMPLED,
@@ -165,6 +166,8 @@ def _starter_of(job_id: str) -> str | None:
         return job_id
     with contextlib.suppress(ConfigurationError):
         world = World.from_env()
+        if world.launcher == "slurm" and world.job_id == job_id:
+            return files.SLURM
         # the stamp of another machine's process cannot be judged here
         return world.starter if is_stamp(job_id) or world.job_id == job_id else None
     return None
@@ -272,6 +275,9 @@ def _adopt(view: ReplayDirectory, header: Header, resume: bool) -> None:
         new = Header(header.capacity, view.job_id, _starter_of(view.job_id))
         write_json(view.path / files.HEADER, new.as_json())
     if not alive:
+        if view.words[Word.WRITE_COUNT]:
+            whose = "another" if other_job else "an earlier start of this"
+            say(f"torchrl_dist: {view.path} goes on with {view.length} rows of {whose} job")
         view.words[Word.INTERRUPTED] = 0
         view.members[:] = 0
         view.words[Word.DIRTY] = 1
