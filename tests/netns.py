@@ -5,8 +5,9 @@
         network[2].unplug()
 
 Each host has its own network stack, address, hostname, boot id and /dev/shm; files elsewhere and
-process ids are shared. Nothing outside the namespaces changes, and nothing in them reaches the outside. Needs
-root (CAP_SYS_ADMIN and CAP_NET_ADMIN) and iproute2: ``missing()`` says what is not there.
+process ids are shared. Nothing outside the namespaces changes, and nothing in them reaches the
+outside. Needs root (CAP_SYS_ADMIN and CAP_NET_ADMIN) and iproute2: ``missing()`` says what is not
+there.
 """
 
 from __future__ import annotations

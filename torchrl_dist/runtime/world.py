@@ -123,10 +123,10 @@ def process_stamp(pid: int) -> str:
 
 
 def has_ended(stamp: str) -> bool:
-    """Whether the process of a :func:`process_stamp` that was made on this machine is gone for sure.
+    """Whether a process of this machine, named by :func:`process_stamp`, is gone for sure.
 
-    A process of another boot has ended; the caller knows that it ran on this machine. A process in
-    another pid namespace of this machine counts as running.
+    A process of another boot has ended; the caller must know that it ran on this machine. A process
+    in another pid namespace of this machine counts as running.
     """
     pid, _, namespace, boot = stamp.split("-")
     if not boot or not _boot():
