@@ -257,8 +257,8 @@ class BatchSource:
         while True:
             for shard, answer in enumerate(answers):
                 if answer is not None:
-                    mass = answer.state.mass
-                    scale = first_masses[shard] / mass if mass > 0 else 1.0
+                    later = answer.state.mass
+                    scale = first_masses[shard] / later if later > 0 else 1.0
                     minimum = min(minimum, answer.state.minimum * scale)
                     if answer.rows is not None:
                         found[shard].append(answer.rows)

@@ -404,7 +404,8 @@ class ReplayHost:
     def standing(self) -> tuple[int, Counts | None]:
         """The era, and what the rate limiter counts."""
         directory = self._storage.directory
-        return int(directory.words[Word.ERA]), directory.gate and directory.gate.counts()
+        counts = None if directory.gate is None else directory.gate.counts()
+        return int(directory.words[Word.ERA]), counts
 
     def settle(self, era: int, agreed: int, samples: int) -> None:
         """Take the era that all shards have agreed on, unless this one is no more of ``era``, and

@@ -156,8 +156,8 @@ def host_replay(
 
     Every process that uses the buffer calls this with the same arguments, in any order; or one
     does, and passes the result on. (``min_shards``, ``shortcut``, ``max_queued_bytes`` and
-    ``timeout_s`` are each process's own.) Blocks for a call of the driver and two per host, which
-    must be in their session.
+    ``timeout_s`` are each process's own.) Blocks for a call of the driver and two per host (of
+    several hosts three or four in the first process that does), which must be in their session.
 
     Args:
         session: the session of this process.

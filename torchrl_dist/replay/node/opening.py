@@ -275,14 +275,14 @@ def _adopt(view: ReplayDirectory, header: Header, resume: bool) -> None:
         new = Header(header.capacity, view.job_id, _starter_of(view.job_id))
         write_json(view.path / files.HEADER, new.as_json())
     if not alive:
-        if view.words[Word.WRITE_COUNT]:
-            whose = "another" if other_job else "an earlier start of this"
-            say(f"torchrl_dist: {view.path} goes on with {view.length} rows of {whose} job")
         view.words[Word.INTERRUPTED] = 0
         view.members[:] = 0
         view.words[Word.DIRTY] = 1
     if view.words[Word.DIRTY]:
         view.repair(view)
+    if view.length and not alive:
+        whose = "another" if other_job else "an earlier start of this"
+        say(f"torchrl_dist: {view.path} goes on with {view.length} rows of {whose} job")
 
 
 def _what_is_wrong(view: ReplayDirectory, alive: bool) -> str | None:
