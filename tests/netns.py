@@ -4,9 +4,10 @@
         first = network[0].start([sys.executable, "-c", "..."])
         network[2].unplug()
 
-Each host has its own network stack, address, hostname and /dev/shm; files elsewhere and process ids
-are shared. Nothing outside the namespaces changes, and nothing in them reaches the outside. Needs
-root (CAP_SYS_ADMIN and CAP_NET_ADMIN) and iproute2: ``missing()`` says what is not there.
+Each host has its own network stack, address, hostname, boot id and /dev/shm; files elsewhere and
+process ids are shared. Nothing outside the namespaces changes, and nothing in them reaches the
+outside. Needs root (CAP_SYS_ADMIN and CAP_NET_ADMIN) and iproute2: ``missing()`` says what is not
+there.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,11 +36,13 @@ from tests.spawn import rank_script
 INTERFACE = "eth0"
 _SUBNET = "10.77.0."
 _PREFIX = "rlhosts"
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _numbers = itertools.count()
 # Runs in the command's own mount and UTS namespaces: what it changes, only the command sees.
 # Without a resolver, names that are not in the hosts file are unknown at once.
 _BECOME_HOST = (
     'hostname "$1" && mount --bind "$2/$1-names" /etc/hosts'
+    f' && mount --bind "$2/$1-boot" {_BOOT_ID}'
     ' && mount --bind /dev/null /etc/resolv.conf && mount --bind "$2/$1" /dev/shm'
     ' && shift 2 && exec "$@"'
 )
@@ -82,6 +86,7 @@ class Host:
             {
                 "/etc/hosts": str(self.folder / f"{self.name}-names"),
                 "/etc/resolv.conf": os.devnull,
+                _BOOT_ID: str(self.folder / f"{self.name}-boot"),
                 "/dev/shm": str(self.shm),
             },
         )
@@ -160,6 +165,7 @@ def hosts(count: int) -> Iterator[list[Host]]:
             names |= {"127.0.0.1": "localhost", "127.0.1.1": host.name}
             lines = [f"{address} {name}\n" for address, name in names.items()]
             (folder / f"{host.name}-names").write_text("".join(lines))
+            (folder / f"{host.name}-boot").write_text(f"{uuid.uuid4()}\n")
             _ip("netns", "add", host.namespace)
             cable = ("link", "add", host._port, "type", "veth")
             _ip("-n", switch, *cable, "peer", "name", INTERFACE, "netns", host.namespace)
@@ -213,6 +219,7 @@ def run_torchrun(
     nnodes: str | None = None,
     max_restarts: int = 0,
     rdzv_conf: str = "timeout=60",
+    rdzv_id: str | None = "test",
 ) -> HostJob:
     """Start ``body(**arguments)`` in ``nproc[k]`` ranks (default: one) on each host under torchrun.
     The rendezvous is on the first host. Logs go to ``folder``."""
@@ -220,7 +227,8 @@ def run_torchrun(
     nproc = nproc or [1] * len(network)
     common = [sys.executable, "-m", "torch.distributed.run"]
     common += [f"--nnodes={nnodes or len(network)}", f"--max-restarts={max_restarts}"]
-    common += ["--rdzv-backend=c10d", "--rdzv-id=test", "--monitor-interval=0.1"]
+    common += ["--rdzv-backend=c10d", "--monitor-interval=0.1"]
+    common += [] if rdzv_id is None else [f"--rdzv-id={rdzv_id}"]
     common += [f"--rdzv-endpoint={network[0].address}:29400"]
     commands = []
     for k, host in enumerate(network):

@@ -69,6 +69,8 @@ def alone(folder: Path) -> Iterator[Session]:  # noqa: F811
 def cluster(folder: Path, fork_server) -> Iterator[Session]:  # noqa: F811
     with local_cluster(ROLES, timeout_s=20, fork_server=fork_server) as job:
         yield job
+    # also where a host was killed
+    assert [each.name for each in folder.glob("torchrl_dist-*")] == []
 
 
 Make = Callable[..., HostedReplayBuffer]

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from tests.replay.faults import end_of, forked, kill_self, rows_of, run_forked, start, wait_until
 from torchrl_dist.cli import main as cli
 from torchrl_dist.errors import TorchRLDistError
-from torchrl_dist.replay import SharedMemmapStorage, replay_buffer
+from torchrl_dist.replay import (
+    HostedReplayBuffer,
+    RateLimiter,
+    SharedMemmapStorage,
+    replay_buffer,
+)
 from torchrl_dist.replay.hosts import keeper
-from torchrl_dist.replay.node import leftovers
-from torchrl_dist.runtime import local_cluster
-from torchrl_dist.runtime.world import process_stamp
+from torchrl_dist.replay.hosts.messages import CountSamples
+from torchrl_dist.replay.node import files, leftovers, opening
+from torchrl_dist.replay.node.tables import Word
+from torchrl_dist.runtime import Session, local_cluster, session
+from torchrl_dist.runtime.world import World, process_stamp
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +159,69 @@ def test_a_job_that_died_leaves_nothing_for_long(folder: Path, monkeypatch) -> N
     assert [each.name for each in folder.iterdir()] == ["users"]
 
 
+def test_a_job_that_is_named_by_another_machines_process_finds_its_rows_again(
+    folder: Path, monkeypatch
+) -> None:
+    """torchrun without ``--rdzv-id``, over several nodes: the id is of rank 0's agent. This process
+    is the agent of this machine."""
+    folder.mkdir()
+    monkeypatch.setattr(keeper, "_default_parent", lambda: str(folder))
+    elsewhere = re.sub("[^-]*$", "00000000", process_stamp(os.getpid()))
+    monkeypatch.delenv("TORCHRL_DIST_JOB_ID", raising=False)
+
+    def rank(rows: int, rank_0: str) -> None:
+        world = replace(World.from_env({}), job_id=rank_0, launcher="torchrun")
+        with session(world=world) as job:
+            buffer = replay_buffer(job, capacity=64, batch_size=8)
+            assert len(buffer) == rows
+            buffer.extend(rows_of(range(8)))
+            kill_self()
+
+    def another_job() -> None:
+        with local_cluster({"learner": 1}) as job:
+            replay_buffer(job, capacity=64, batch_size=8)
+
+    assert run_forked(lambda: rank(0, elsewhere)) < 0
+    assert run_forked(another_job) == 0
+    (found,) = leftovers.find([folder])
+    assert found.state == leftovers.MAY_COME_BACK and cli(["clean", str(folder), "--remove"]) == 0
+    assert run_forked(lambda: rank(8, elsewhere)) < 0
+    # of a job whose rank 0 is on another node by now
+    assert run_forked(lambda: rank(16, f"1{elsewhere}")) < 0
+    header = files.Header(64, elsewhere, elsewhere)  # before this machine was started anew
+    assert leftovers._has_ended_here(header, elsewhere, folder)
+    monkeypatch.setattr(leftovers, "file_system_of", lambda path: ("nfs4", "/"))
+    assert not leftovers._has_ended_here(header, elsewhere, folder)
+    for stamp, parent in ((elsewhere, None), (process_stamp(os.getppid()), "of this boot")):
+        starter = opening._starter_of(stamp)
+        assert starter == (stamp if parent else World.from_env().starter)
+
+
+def test_what_a_slurm_job_left_goes_once_slurm_does_not_know_the_job(
+    folder: Path, tmp_path: Path, monkeypatch
+) -> None:
+    places = ("PROCID", "LOCALID", "NODEID", "STEP_ID")
+    variables = dict.fromkeys(places, "0") | {"NTASKS": "1", "STEP_NODELIST": "here"}
+    for job in ("7", "8"):
+        for name, value in {**variables, "JOB_ID": job}.items():
+            monkeypatch.setenv(f"SLURM_{name}", value)
+        leave(folder / f"{job}.0", f"{job}.0")
+    leave(folder / "torchrun", "6.0")  # an id that a user chose
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    answers = {"echo 8; exit 1": None, "echo 8": "7.0", "echo": "7.0 8.0"}
+    for answer, left in answers.items():
+        (tmp_path / "squeue").write_text(f"#!/bin/sh\n{answer}\n")
+        (tmp_path / "squeue").chmod(0o700)
+        leftovers._slurm_jobs.cache_clear()
+        found = [name for name, state in states(folder).items() if state == leftovers.LEFT]
+        assert found == (left or "").split()
+    monkeypatch.setenv("SLURM_JOB_ID", "9")  # an answer without the own job
+    leftovers._slurm_jobs.cache_clear()
+    assert set(states(folder).values()) == {leftovers.MAY_COME_BACK}
+    leftovers._slurm_jobs.cache_clear()
+
+
 @pytest.mark.parametrize("named", ["scratch_dir", "keep"])
 def test_a_named_buffer_is_found_by_a_later_job(folder: Path, monkeypatch, named: str) -> None:
     folder.mkdir()
@@ -174,3 +248,52 @@ def test_a_named_buffer_is_found_by_a_later_job(folder: Path, monkeypatch, named
     assert run_forked(lambda: job(16, resume=True)) < 0
     assert [each.name for each in folder.iterdir()] == [f"torchrl_dist-{os.getuid()}-cartpole-0-0"]
     shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("counted_at", [0, 1])
+def test_shards_go_on_together_after_a_restart_in_which_one_is_new(
+    folder: Path, counted_at: int, capfd: pytest.CaptureFixture
+) -> None:
+    """New rows get the largest priority of all shards, and the limiter waits for nothing that was
+    lost."""
+    limiter = RateLimiter(min_size_to_sample=8, samples_per_insert=4.0, error_buffer=64)
+
+    def build(job: Session) -> HostedReplayBuffer:
+        return replay_buffer(
+            job,
+            capacity=512,
+            batch_size=8,
+            hosts=[job.me] * 2,
+            shortcut=False,
+            prefetch=0,
+            scratch_dir=folder,
+            resume=True,
+            keep=True,
+            write_to="all",
+            limiter=limiter,
+            timeout_s=2.0,
+        )
+
+    with session() as job:
+        buffer = build(job)
+        buffer.extend(rows_of(range(8)))
+        buffer.empty()
+        buffer.storage.client.links[counted_at].put(CountSamples(320))
+        for first in (0, 40):
+            buffer.extend(rows_of(range(first, first + 40)))
+        buffer.flush()
+        assert buffer.storage.limiter_counts[:2] == (80, 320)
+    assert "goes on" not in capfd.readouterr().err
+    shutil.rmtree(next(folder.glob("*replay-1-0")))
+    with session() as job:
+        buffer = build(job)
+        told = [line for line in capfd.readouterr().err.splitlines() if "goes on" in line]
+        assert len(told) == 1 and "goes on with 40 rows" in told[0], told
+        assert limiter.difference(buffer.storage.limiter_counts) == (96 if counted_at else -32)
+        for _ in range(4):  # to both shards
+            buffer.extend(rows_of(range(8)))
+            buffer.storage.client.set_priorities(torch.arange(4), None, np.full(4, 50.0))
+            for _ in range(4):
+                buffer.sample()
+        shards = [host.storage.directory for host in keeper._hosts.values()]
+        assert [each.get_float(Word.MAX_PRIORITY) for each in shards] == [50.0, 50.0]

@@ -9,7 +9,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,6 +37,7 @@ from torchrl_dist.replay.hosts.client import ReplayClient
 from torchrl_dist.replay.hosts.host import ReplayHost
 from torchrl_dist.replay.hosts.local_link import LocalLink
 from torchrl_dist.replay.hosts.messages import (
+    CountSamples,
     Empty,
     Reply,
     Request,
@@ -313,6 +314,40 @@ def test_a_limited_sample_from_shards_that_are_all_lost_says_so(hosts) -> None:
         gate.sample(8, batches_of(client), storage_of(client))
 
 
+def test_a_process_that_comes_after_a_shard_was_lost_waits_for_nothing_of_it(folder) -> None:  # noqa: F811
+    limiter = RateLimiter(8, samples_per_insert=4.0, error_buffer=64.0)
+    hosts = [HeldHost(folder / str(number), number, limiter) for number in range(2)]
+
+    def gate_of(client: ReplayClient) -> TotalsGate:
+        for link in client.links:
+            link.limited = True
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            client.states()
+        return TotalsGate(client, limiter)
+
+    early = connect(hosts)
+    gate = gate_of(early)
+    for _ in hosts:
+        early.write(make_rows(range(32)), None)
+    early.links[0].put(CountSamples(256))
+    early.flush()
+    early.states()
+    hosts[1].lose()
+    late = connect(hosts)
+    for client in (early, late):
+        client.links[1].ask(None, None)
+    assert limiter.difference(gate.counts()) == 0  # it goes on counting those of the lost shard
+    gate = gate_of(late)
+    assert limiter.difference(gate.counts()) == limiter.range[0]
+    late.write(make_rows(range(8)), None)
+    late.flush()
+    late.states()
+    assert limiter.difference(gate.counts()) == limiter.range[0] + 32
+    for held in hosts:
+        held.host.close()
+
+
 def test_draws_that_come_after_the_deadline_are_given_back(folder) -> None:  # noqa: F811
     limiter = RateLimiter(1, max_times_sampled=1)
     hosts = [HeldHost(folder / str(number), number, limiter) for number in range(2)]
@@ -389,6 +424,41 @@ def test_a_batch_is_whole_without_a_shard_that_goes_before_its_second_round(
     assert [("shard 1" in report) for report in reports] == [True] * (how == "lost"), reports
 
 
+def test_rows_of_a_second_round_weigh_by_the_state_in_which_their_shard_was_chosen(
+    hosts, monkeypatch
+) -> None:
+    client = connect(hosts)
+    for _ in hosts:
+        client.write(make_rows(range(4)), np.full(4, 1.0))
+    source = batches_of(client)
+    source.next(8)
+    swinging = torch.arange(CAPACITY, CAPACITY + 4)
+    client.set_priorities(swinging, None, np.full(4, 1e3))
+    client.flush()
+    submit, rounds = hosts[1].submit, []
+
+    def submit_and_change(*args: Any, timeout_s: float) -> Future:
+        rounds.append(args)
+        if len(rounds) == 2:  # each row falls by another factor
+            slots, fallen = np.arange(4), np.array([1.0, 2.0, 4.0, 8.0])
+            hosts[1].host.apply(SetPriorities(slots, None, fallen))
+        return submit(*args, timeout_s=timeout_s)
+
+    monkeypatch.setattr(hosts[1], "submit", submit_and_change)
+    batch = source.next(4096)
+    assert len(rounds) == 2
+    late = (batch.index >= CAPACITY) & (batch.leaf < 1e3)
+    assert late.sum() > 1500
+    assert batch.mass[~late].equal(batch.leaf[~late])
+    # a row of leaf p was drawn with the probability 4000 / 4004 * p / 15
+    expected = batch.leaf[late] * (4e3 / 15.0)
+    assert torch.allclose(batch.mass[late], expected) and batch.minimum <= batch.mass.min()
+    # so the mean of a value, weighed, is its mean over the rows of both shards
+    value = torch.where(batch.index < CAPACITY, 0.0, batch.index - CAPACITY + 1.0)
+    estimate = (value / batch.mass * 4004 / 8).mean().item()
+    assert estimate == pytest.approx(10 / 8, rel=0.1)
+
+
 def test_batches_asked_for_while_the_buffer_was_empty_are_forgotten(hosts) -> None:
     for number in (1, 2):
         client = connect(hosts[:number])
@@ -454,7 +524,8 @@ def test_a_shard_that_was_silent_gets_alpha_priorities_and_empty_before_it_draws
     with pytest.warns(UserWarning, match="replay shard 0 .* is left out"):
         client.apply_everywhere(UsePriorities(1.0, 1e-8))
     client.apply_everywhere(SetAlpha(0.5))
-    client.flush()  # of the other
+    with pytest.raises(DeadlineError, match="2 operations .* shard 0 .* are not applied yet"):
+        client.flush()  # of the other
     assert hosts[1].host.storage.directory.tree.leaves[:4].tolist() == pytest.approx([3.0] * 4)
     hosts[0].release()
     with pytest.warns(UserWarning, match="shard 0 .* answers again"):
@@ -749,7 +820,7 @@ def test_many_small_operations_are_sent_in_bounded_requests_of_few(hosts) -> Non
     assert hosts[0].host.storage.write_count == 3000
     assert sorted(ids_of(hosts[0])) == list(range(3000 - CAPACITY, 3000))
     sizes = [len(request.operations) for request in requests]
-    assert max(sizes) == 512 // (CAPACITY // 8) and len(sizes) <= 12, sizes
+    assert max(sizes) == 512 // (CAPACITY // 8) and len(sizes) <= 16, sizes
 
 
 def test_large_operations_share_no_request(hosts) -> None:
@@ -759,11 +830,59 @@ def test_large_operations_share_no_request(hosts) -> None:
     hosts[0].held = True
     link.ask(None, None)
     hosts[0].come()
+    link._most = 512
     for _ in range(6):
         link.put(Empty(False, 1), size=2**23)
     hosts[0].release()
     client.flush()
     assert hosts[0].served in (4, 5)  # two of 8 MiB each
+
+
+def test_the_first_requests_are_small_until_the_connection_is_known(hosts, monkeypatch) -> None:
+    client = connect(hosts[:1])
+    link, sizes = client.links[0], []
+    monkeypatch.setattr(
+        link, "_send", lambda call, send=link._send: sizes.append(call.size) or send(call)
+    )
+    link._max_queued_bytes = 2**30
+    hosts[0].held = True
+    for _ in range(64):
+        link.put(Empty(False, 1), size=2**17)
+    hosts[0].release()
+    client.flush()
+    assert sizes[0] <= sizes[1] <= 2**18 and max(sizes) > 2**20, sizes
+
+
+def test_a_checkpoint_goes_over_a_connection_that_needs_many_deadlines(
+    hosts, tmp_path, monkeypatch
+) -> None:
+    client = connect(hosts[:1], timeout_s=0.8)
+    storage, host = storage_of(client), hosts[0].host
+    client.write(make_rows(range(24), width=2**13), None)  # 3 MiB
+    client.flush()
+    line = threading.Lock()
+
+    def slow(call: Callable[..., Any]) -> Callable[..., Any]:
+        def over_the_line(*args: Any) -> Any:
+            result = call(*args)
+            moved = args[-1] if result is None else result[1]
+            with line:
+                time.sleep(sum(part.nbytes for part in moved) / (3 * 2**20))
+            return result
+
+        return over_the_line
+
+    monkeypatch.setattr(host, "reaches", lambda _: False, raising=False)
+    monkeypatch.setattr(host, "save_chunk", slow(host.save_chunk))
+    monkeypatch.setattr(host, "restore_rows", slow(host.restore_rows))
+    monkeypatch.setattr(host, "read", slow(host.read))
+    begin = time.monotonic()
+    storage.dumps(tmp_path)
+    host.storage.empty()
+    storage.loads(tmp_path)
+    assert time.monotonic() - begin > 2 * 0.8
+    assert ids_of(hosts[0]) == list(range(24))
+    assert storage[torch.arange(24).flip(0)]["id"].tolist() == list(range(23, -1, -1))
 
 
 def test_a_host_that_goes_on_answering_is_not_late(hosts) -> None:

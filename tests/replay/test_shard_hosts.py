@@ -190,6 +190,7 @@ def test_after_a_host_died_torchrun_goes_on_with_all_rows_of_the_others(network,
         tmp_path,
         nnodes="2:3",
         max_restarts=1,
+        rdzv_id=None,  # each machine knows the job by its own agent
         rdzv_conf="timeout=60,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3",
     )
     wait_for(tmp_path / "ready", job=job)

@@ -64,11 +64,12 @@ class World:
         None where there may be none: SLURM starts a job of the same id again, and so may a user
         who gave torchrun an id.
         """
-        if is_stamp(self.job_id):
-            return self.job_id
-        if self.launcher == "torchrun" and re.fullmatch(_UUID, self.job_id):
-            return process_stamp(os.getppid())  # as with torchrun --standalone
-        return None
+        named_by_agent = is_stamp(self.job_id) or re.fullmatch(_UUID, self.job_id)  # --standalone
+        if self.launcher == "torchrun" and named_by_agent:
+            # Over several nodes the job's id is the stamp of rank 0's agent. It says nothing about
+            # a process of this machine.
+            return process_stamp(os.getppid())
+        return self.job_id if is_stamp(self.job_id) else None
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> World:
@@ -122,9 +123,10 @@ def process_stamp(pid: int) -> str:
 
 
 def has_ended(stamp: str) -> bool:
-    """Whether the process of a :func:`process_stamp` is gone for sure.
+    """Whether a process of this machine, named by :func:`process_stamp`, is gone for sure.
 
-    One in another pid namespace of this machine counts as there.
+    A process of another boot has ended; the caller must know that it ran on this machine. A process
+    in another pid namespace of this machine counts as running.
     """
     pid, _, namespace, boot = stamp.split("-")
     if not boot or not _boot():
@@ -141,6 +143,11 @@ def has_ended(stamp: str) -> bool:
 def is_stamp(text: str) -> bool:
     """Whether the text is a :func:`process_stamp`."""
     return re.fullmatch(r"\d+-\d+-\d+-[0-9a-f]*", text) is not None
+
+
+def is_of_this_boot(stamp: str) -> bool:
+    """Whether a :func:`process_stamp` was made on this machine since it was started."""
+    return stamp.rpartition("-")[2] == _boot()
 
 
 _STATE, _PARENT, _START = 2, 3, 21  # places in what :func:`_stat` gives

@@ -2,6 +2,12 @@
 
 The law is the plain sampler's with one shard; with several, each batch is an exact draw by the
 masses that the shards' replies to it report (``shard_law``).
+
+Rows of a second round come from a later state of their shard than the masses by which they were
+assigned to it. Their weight says so: such a row was drawn with the probability ``r / R * p / r2``,
+where ``r`` and ``R`` are the masses of its shard and of all shards in the first replies, and ``p``
+and ``r2`` the row's leaf and its shard's mass in the later reply. So it weighs as a row of the leaf
+``p * r / r2`` in the first state, and estimates that use the weights have no bias.
 """
 
 from __future__ import annotations
@@ -36,7 +42,8 @@ Uniforms = Callable[[int], np.ndarray]
 @dataclass(frozen=True)
 class Batch:
     """Rows of one batch: int64 ``index`` (global) and ``generation``, float64 ``leaf``, [n] each;
-    ``tensors`` [n, ...] in the order of ``spec``; ``minimum``: the smallest mass of any row of the
+    ``tensors`` [n, ...] in the order of ``spec``; ``mass``, float64 [n]: what the weights go by,
+    the leaf except for rows of a second round; ``minimum``: the smallest mass of any row of the
     buffer at the draw."""
 
     spec: RowSpec
@@ -44,6 +51,7 @@ class Batch:
     generation: torch.Tensor
     leaf: torch.Tensor
     tensors: list[torch.Tensor]
+    mass: torch.Tensor
     minimum: float
 
 
@@ -228,7 +236,7 @@ class BatchSource:
                 raise NoRowsError(EMPTY)
             rows = answer.rows
             self._client.learn_spec(rows.spec)
-            batches = self._split(rows, rows.slot, answer.state.minimum)
+            batches = self._split(rows, rows.slot, rows.leaf, answer.state.minimum)
             rest = slice(len(batches) * self._batch_size, None)
             self._client.return_draws(0, rows.slot[rest], rows.generation[rest], rows.leaf[rest])
             return batches
@@ -244,13 +252,17 @@ class BatchSource:
     ) -> list[Batch]:
         """Give each draw its row, after further rounds where the spare rows did not suffice."""
         found: list[list[Rows]] = [[] for _ in answers]
-        minimum = np.inf
+        scales: list[list[np.ndarray]] = [[] for _ in answers]
+        first_masses, minimum = masses, np.inf
         while True:
             for shard, answer in enumerate(answers):
                 if answer is not None:
-                    minimum = min(minimum, answer.state.minimum)
+                    later = answer.state.mass
+                    scale = first_masses[shard] / later if later > 0 else 1.0
+                    minimum = min(minimum, answer.state.minimum * scale)
                     if answer.rows is not None:
                         found[shard].append(answer.rows)
+                        scales[shard].append(np.full(answer.rows.slot.numel(), scale))
             received = np.array([sum(rows.slot.numel() for rows in part) for part in found])
             row, missing = number_rows(shards, received)
             if not missing.any():
@@ -292,9 +304,15 @@ class BatchSource:
             [tensor.index_select(0, select) for tensor in rows.tensors],
         )
         index = rows.slot + torch.from_numpy(shards * self._client.shard_capacity)
-        return self._split(rows, index, float(minimum))
+        mass = rows.leaf
+        if any(len(part) > 1 for part in scales):
+            every = np.concatenate([each for part in scales for each in part])
+            mass = rows.leaf * torch.from_numpy(every).index_select(0, select)
+        return self._split(rows, index, mass, float(minimum))
 
-    def _split(self, rows: Rows, index: torch.Tensor, minimum: float) -> list[Batch]:
+    def _split(
+        self, rows: Rows, index: torch.Tensor, mass: torch.Tensor, minimum: float
+    ) -> list[Batch]:
         size = self._batch_size
         batches = []
         for start in range(0, index.numel() - size + 1, size):
@@ -306,6 +324,7 @@ class BatchSource:
                     part.generation,
                     part.leaf,
                     part.tensors,
+                    mass[start : start + size],
                     minimum,
                 )
             )

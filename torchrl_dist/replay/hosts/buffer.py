@@ -34,14 +34,17 @@ class HostedReplayBuffer(SharedReplayBuffer):
         """Block until everything that this process queued is applied.
 
         Raises:
-            DeadlineError, PeerLostError: the owner does not answer.
+            DeadlineError, PeerLostError: the owner does not answer; of several hosts, one that is
+                left out has not applied what was queued for it.
             RemoteError: an operation failed there.
         """
         self._storage.flush()
 
     def close(self) -> None:
-        """Flush and end this process's use of the buffer; the session's end does it, too."""
-        self._storage.flush()
+        """Flush and end this process's use of the buffer; the session's end does it, too. What
+        waits for a host that does not answer is warned about."""
+        if isinstance(self._storage, RemoteStorage):
+            self._storage.client.apply_queued()
         self._storage.close()
 
     def release(self) -> None:

@@ -36,7 +36,9 @@ from torchrl_dist.replay.row import rows
 from torchrl_dist.replay.row.packing import pack, spec_from_text
 from torchrl_dist.replay.row.spec import RowSpec
 
-_FEW_BYTES = 2**10  # what an operation costs beside its arrays, in a queue
+_FEW_BYTES = 2**10  # what an operation costs in addition to its arrays, in a queue
+_GUESSED_ROW_BYTES = 2**13
+_ARRAY_BYTES = 2**8  # what an array costs in addition to its values
 
 
 @dataclass
@@ -216,10 +218,22 @@ class ReplayClient:
         """Block until everything queued was applied.
 
         Raises:
-            DeadlineError: a host did not answer in time.
+            DeadlineError: a host did not answer in time, or operations wait for one that is left
+                out. They stay queued, and are applied when it answers again.
             PeerLostError: a host, or too many of them, are gone.
             RemoteError: an operation failed there.
         """
+        self.apply_queued()
+        for shard, link in enumerate(self.links):
+            if link.waiting and isinstance(link.problem, DeadlineError):
+                raise DeadlineError(
+                    f"{link.waiting} operations of this process for replay shard {shard} "
+                    f"({link.name}) are not applied yet, because it does not answer; the other "
+                    "shards have theirs. They stay queued until it answers: flush again, or go on"
+                )
+
+    def apply_queued(self) -> None:
+        """As :meth:`flush`, of the hosts that answer; what waits for others stays queued."""
         if self._closed:
             return  # which has flushed
         self.check()
@@ -270,6 +284,10 @@ class ReplayClient:
             elif self.answers_now(shard):
                 return None
         return Counts(*map(sum, zip(*known, strict=True))) if known else None
+
+    def without_counts(self) -> list[Exception | None]:
+        """What is wrong with each shard whose counts this process has never known."""
+        return [link.problem for link in self.links if link.counts() is None]
 
     def call(self, shard: int, method: str, *args: Any) -> Any:
         """A method of one host that changes nothing, after all operations of this client there.
@@ -384,6 +402,11 @@ class ReplayClient:
         """The row spec that the hosts have; rows that differ are refused at the call."""
         self._spec = spec
 
+    @property
+    def row_bytes(self) -> int:
+        """Of a row; a guess before the first one."""
+        return _GUESSED_ROW_BYTES if self._spec is None else max(1, self._spec.row_bytes)
+
     def write(
         self, data: TensorDictBase, priority: np.ndarray | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -415,7 +438,7 @@ class ReplayClient:
             # last: at every instant the index is pending, or its generations are known
             self._forget_pending(keys)
 
-        size = _FEW_BYTES + sum(tensor.nbytes for tensor in packed)
+        size = _FEW_BYTES + sum(_ARRAY_BYTES + tensor.nbytes for tensor in packed)
         # copied: they are sent later, and the caller may go on with its tensors
         own = None if priority is None else priority.copy()
         write = Write(spec.text, count, packed, own, ((pending.number, count),))

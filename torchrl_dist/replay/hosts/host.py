@@ -41,6 +41,7 @@ from torchrl_dist.replay.hosts.messages import (
     UsePriorities,
     Write,
 )
+from torchrl_dist.replay.law.limiter import Counts
 from torchrl_dist.replay.node.priorities import update
 from torchrl_dist.replay.node.tables import Word
 from torchrl_dist.replay.node.times_sampled import TooFewDrawsError, give_back
@@ -397,6 +398,26 @@ class ReplayHost:
     ) -> None:
         """Publish saved rows; see ``snapshot.restore_rows``."""
         self._shard.restore_rows(since, slot, version, leaf, alpha, unpack(packed))
+
+    # --- after a restart, see ``owner`` -------------------------------------------------------
+
+    def standing(self) -> tuple[int, Counts | None]:
+        """The era, and what the rate limiter counts."""
+        directory = self._storage.directory
+        counts = None if directory.gate is None else directory.gate.counts()
+        return int(directory.words[Word.ERA]), counts
+
+    def settle(self, era: int, agreed: int, samples: int) -> None:
+        """Take the era that all shards have agreed on, unless this one is no more of ``era``, and
+        count so many samples more."""
+        directory = self._storage.directory
+        with directory.lock():
+            if directory.words[Word.ERA] == era:
+                directory.words[Word.ERA] = agreed
+            if samples:
+                directory.words[Word.SAMPLED] = max(0, directory.words[Word.SAMPLED] + samples)
+        if directory.gate is not None:
+            directory.gate.ring()
 
     def counters(self) -> dict[str, int]:
         """``directory.counters``."""

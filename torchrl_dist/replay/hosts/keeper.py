@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from dataclasses import dataclass
@@ -16,9 +17,16 @@ from torchrl_dist.replay.hosts.lifetimes import LOCKS
 from torchrl_dist.replay.hosts.messages import Reply, Request
 from torchrl_dist.replay.law.limiter import RateLimiter
 from torchrl_dist.replay.node.gate import set_limiter
-from torchrl_dist.replay.node.leftovers import remove_leftovers
+from torchrl_dist.replay.node.leftovers import (
+    LEFT,
+    MAY_COME_BACK,
+    look,
+    remove,
+    remove_leftovers,
+)
 from torchrl_dist.replay.parts.storage import SharedMemmapStorage
 from torchrl_dist.runtime import Remote, current_session
+from torchrl_dist.runtime.world import World, is_stamp
 
 _hosts: dict[tuple[str, str], KeptHost] = {}
 """Hosts in this process by session and name."""
@@ -141,14 +149,15 @@ def open_host(
     with LOCKS.hosts:
         host = _hosts.get((session.session_id, name))
         if host is None:
-            job_id = session.world.job_id
+            world = session.world
+            job_id = _job_here(world)
             # Only what stays when other hosts are lost: after a restart ranks and shards may have
             # other numbers, and this node's directory is to be found again.
-            place = f"{name}-{session.world.local_rank}"
+            place = f"{name}-{world.local_rank}"
             # What is to be found by a later job has a name that the job can give. Otherwise each
             # job has its own, and what it leaves is of no use once it cannot come back.
             named = parent is not None or keep or resume
-            prefix = f"torchrl_dist-{os.getuid()}-"
+            prefix = _prefix()
             # A launcher may call one machine several nodes.
             folder = prefix + (place if named else f"{job_id}-{place}-{session.me.host}")
             parent = parent or _default_parent()
@@ -181,6 +190,35 @@ def _close_host(key: tuple[str, str], clean: bool) -> None:
     if host is not None:  # else it was released
         host.close(clean)
         own_files.leave_user_folder()
+
+
+def _prefix() -> str:
+    return f"torchrl_dist-{os.getuid()}-"
+
+
+def _job_here(world: World) -> str:
+    """The job, as it is called on this machine: the stamp of another machine's process means
+    nothing here, and rank 0 may move. The launcher of this machine is the same process after each
+    restart."""
+    return (is_stamp(world.job_id) and world.starter) or world.job_id
+
+
+def remove_what_the_dead_left(world: World, name: str, parent: str | None) -> None:
+    """At the clean end of a job: remove the directories of a buffer that processes of this machine
+    kept which have died. Not those that are to stay, or that a process has open."""
+    folder = Path(parent or _default_parent())
+    prefix, job_id = _prefix(), _job_here(world)
+    with contextlib.suppress(OSError):
+        for each in sorted(folder.iterdir()):
+            if not each.name.startswith(prefix) or each.lstat().st_uid != os.getuid():
+                continue
+            found = look(each) if quote(f"{name}-", safe="") in each.name else None
+            if (
+                found is not None
+                and found.job_id == job_id
+                and found.state in (LEFT, MAY_COME_BACK)
+            ):
+                remove(found)
 
 
 def _default_parent() -> str:

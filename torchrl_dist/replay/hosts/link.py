@@ -100,6 +100,10 @@ class Link(Protocol):
         ``prioritized`` also says what the masses of the answer are; None: it does not matter.
         """
 
+    @property
+    def waiting(self) -> int:
+        """How many operations are queued or under way."""
+
     def submit(self, method: str, *args: Any, timeout_s: float) -> Future[Any]:
         """Call a method that changes nothing; in no order with the operations. One that ran out of
         time still runs."""

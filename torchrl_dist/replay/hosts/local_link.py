@@ -23,6 +23,7 @@ class LocalLink:
     fine = True
     problem: Exception | None = None
     limited = False
+    waiting = 0
 
     def counts(self) -> Counts:
         return self._host.storage.limiter_counts

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,12 +14,12 @@ from typing import Any, Literal
 from torchrl_dist.errors import ConfigurationError, TorchRLDistError
 from torchrl_dist.replay.hosts.client import ReplayClient
 from torchrl_dist.replay.hosts.host import ReplayHost
-from torchrl_dist.replay.hosts.keeper import HostAddress, open_host
+from torchrl_dist.replay.hosts.keeper import HostAddress, open_host, remove_what_the_dead_left
 from torchrl_dist.replay.hosts.lifetimes import LOCKS, DirectStorage, clients_of, open_directly
 from torchrl_dist.replay.hosts.link import Link
 from torchrl_dist.replay.hosts.local_link import LocalLink
 from torchrl_dist.replay.hosts.remote_link import RemoteLink
-from torchrl_dist.replay.law.limiter import RateLimiter
+from torchrl_dist.replay.law.limiter import Counts, RateLimiter
 from torchrl_dist.replay.law.placement import largest_reservation
 from torchrl_dist.runtime import Peer, Remote, Session, current_session
 
@@ -155,8 +156,8 @@ def host_replay(
 
     Every process that uses the buffer calls this with the same arguments, in any order; or one
     does, and passes the result on. (``min_shards``, ``shortcut``, ``max_queued_bytes`` and
-    ``timeout_s`` are each process's own.) Blocks for a call of the driver and two per host, which
-    must be in their session.
+    ``timeout_s`` are each process's own.) Blocks for a call of the driver and two per host (of
+    several hosts three or four in the first process that does), which must be in their session.
 
     Args:
         session: the session of this process.
@@ -248,6 +249,8 @@ def host_replay(
             for remote in remotes
         )
         _check_apart(addresses)
+        if new and len(remotes) > 1:
+            _settle(remotes, limiter, timeout_s)
     except BaseException:
         if new:  # so that it can be tried again with other arguments
             for remote in remotes:
@@ -287,6 +290,33 @@ def _check_apart(addresses: Sequence[HostAddress]) -> None:
             )
 
 
+def _settle(
+    remotes: Sequence[Remote[Any]], limiter: RateLimiter | None, timeout_s: float | None
+) -> None:
+    """Have shards go on together that were not made together: after a restart some may be new, or
+    lost.
+
+    They agree on one era, or largest priorities would never go from one to the other. What was
+    inserted in a lost shard and what was sampled from it is not known any more; where the limiter's
+    difference lies outside of its range without that, writers or samples would wait for what nobody
+    is going to do, so the samples are counted up or down to the nearer end of the range.
+    """
+    standings = [remote.call("standing", timeout_s=timeout_s) for remote in remotes]
+    eras = [era for era, _ in standings]
+    agreed = eras[0]
+    if len(set(eras)) > 1 or agreed < 0:
+        agreed = max(eras) if max(eras) > 0 else secrets.randbits(62)
+    counted = [counts for _, counts in standings if counts is not None]
+    left = 0
+    if limiter is not None and counted:
+        left = limiter.samples_to_settle(Counts(*map(sum, zip(*counted, strict=True))))
+    for remote, (era, counts) in zip(remotes, standings, strict=True):
+        samples = left if counts is None or left > 0 else max(left, -counts.samples)
+        left -= samples
+        if samples or era != agreed:
+            remote.call("settle", era, agreed, samples, timeout_s=timeout_s)
+
+
 def _agree(session: Session, name: str, terms: dict[str, Any], timeout_s: float | None) -> bool:
     """Whether these are the first terms for a buffer of this name.
 
@@ -317,8 +347,15 @@ def _terms_of(name: str, terms: dict[str, Any]) -> dict[str, Any] | None:
                 known["sampling"] = terms["sampling"]
             return dict(known)
         _terms[session.session_id, name] = terms
-    session.on_end(lambda clean: _withdraw(name, session.session_id))
+    session.on_end(lambda clean: _end(session, name, terms["scratch_dir"], clean))
     return None
+
+
+def _end(session: Session, name: str, parent: str | None, clean: bool) -> None:
+    """Runs in the driver when its session ends."""
+    _withdraw(name, session.session_id)
+    if clean and session.lost():
+        remove_what_the_dead_left(session.world, name, parent)
 
 
 def _withdraw(name: str, session_id: str | None = None) -> None:

@@ -58,6 +58,8 @@ _COMPANY_S = 0.02
 # that is larger. A hundred microseconds of the host's time each, so a twentieth of a second.
 _MOST_OPERATIONS = 512
 _BYTES_PER_OPERATION = 2**15
+# The first request: a slow connection must not meet the largest one before it is known.
+_FIRST_OPERATIONS = 8
 # Of the deadline: a request that took longer makes the next ones smaller.
 _LONG_CALL = 0.25
 
@@ -144,7 +146,7 @@ class RemoteLink:
         self._bytes = 0  # queued and under way
         self._line: deque[object] = deque()  # who waits for room, so that nobody is passed for ever
         self._under_way: _Call | None = None
-        self._most = _MOST_OPERATIONS
+        self._most = _FIRST_OPERATIONS
         self._since: float | None = None
         """Since when the host has something to answer, without an answer."""
         self._due = False  # whether the queue is to be sent at once
@@ -254,6 +256,12 @@ class RemoteLink:
             raise PeerLostError(str(self._lost)) from self._lost
         if self._closed:
             raise PeerLostError(f"this client of {self.name} was closed")
+
+    @property
+    def waiting(self) -> int:
+        with self._lock:
+            queued = [] if self._under_way is None else self._under_way.queued
+            return len(queued) + sum(isinstance(each, _Queued) for each in self._queue)
 
     def submit(self, method: str, *args: Any, timeout_s: float) -> Future[Any]:
         return self._host.submit(method, *args, timeout_s=timeout_s)

@@ -296,7 +296,7 @@ class RPCPrioritizedSampler(SharesPriorities, _Prioritized, _RPCSampler, Priorit
         client = storage.client
         client.apply_everywhere(UsePriorities(self._alpha, self._eps))
         try:
-            client.flush()
+            client.apply_queued()
         except RemoteError:  # of one host; the others have refused for the same reason
             for link in client.links:
                 link.failure()
@@ -331,7 +331,7 @@ class RPCPrioritizedSampler(SharesPriorities, _Prioritized, _RPCSampler, Priorit
         remote = self._storage
         assert remote is not None
         remote.client.recent.remember(batch.index, batch.generation, written=False)
-        weight = importance_weights(batch.leaf.numpy(), np.array(batch.minimum), self._beta)
+        weight = importance_weights(batch.mass.numpy(), np.array(batch.minimum), self._beta)
         return batch.index, {"priority_weight": torch.from_numpy(weight)}
 
     @torch.no_grad()

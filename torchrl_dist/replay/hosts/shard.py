@@ -1,9 +1,15 @@
-"""A replay host's directory, for checkpoints: few chunks at a time, so that every call is short."""
+"""A replay host's directory, for checkpoints: few chunks at a time, so that every call is short.
+
+Each call has a deadline, and nothing tells how fast the link or the disk is. So the first calls are
+small, and their size follows the time that they take.
+"""
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,12 +20,41 @@ from torchrl_dist.replay.hosts.client import ReplayClient
 from torchrl_dist.replay.row.packing import pack, unpack
 from torchrl_dist.replay.row.spec import RowSpec
 from torchrl_dist.replay.saving.shards import Sink
-from torchrl_dist.replay.saving.snapshot import Chunk, Head
+from torchrl_dist.replay.saving.snapshot import CHUNK_BYTES, Chunk, Head
 
 _CHUNKS_AHEAD = 2
+_CHUNKS_WRITTEN = 16  # at most: what has to reach the disk within the deadline of one call
+_FIRST_BYTES, _LEAST_BYTES = 2**18, 2**14
+# Of the deadline: a call that took longer makes the next ones smaller.
+_LONG_CALL = 0.25
 
 
-_CHUNKS_WRITTEN = 16  # what has to reach the disk within the deadline of one call
+class Pace:
+    """How many bytes of rows a call may move: as many as take a small part of its deadline."""
+
+    def __init__(self, deadline_s: float, most: int) -> None:
+        self.bytes = min(_FIRST_BYTES, most)
+        self._deadline_s = deadline_s
+        self._most = most
+
+    def note(self, begin: float, moved: int) -> None:
+        """A call that began then, in ``time.monotonic()``, has moved that many bytes."""
+        took = time.monotonic() - begin
+        if took > _LONG_CALL * self._deadline_s:
+            self.bytes = max(_LEAST_BYTES, self.bytes // 2)
+        elif took < _LONG_CALL / 2 * self._deadline_s and 2 * moved > self.bytes:
+            self.bytes = min(self._most, 2 * self.bytes)
+
+
+def _some(ranges: Iterator[tuple[int, int]], rows: int) -> list[tuple[int, int]]:
+    """The next ranges of slots, until they have that many rows together."""
+    found = []
+    for start, stop in itertools.islice(ranges, _CHUNKS_WRITTEN):
+        found.append((start, stop))
+        rows -= stop - start
+        if rows <= 0:
+            break
+    return found
 
 
 class RemoteShard:
@@ -38,6 +73,7 @@ class RemoteShard:
         self._shard = shard
         self._era = era
         self._host_writes = host_writes
+        self._pace: Pace | None = None  # of a restore
 
     def _call(self, method: str, *args: Any) -> Any:
         return self._client.call(self._shard, method, *args)
@@ -55,8 +91,11 @@ class RemoteShard:
             self._fetch(head, sink)
 
     def _have_written(self, folder: str, head: Head, sink: Sink) -> None:
-        ranges, row = head.chunks(), 0
-        while some := list(itertools.islice(ranges, _CHUNKS_WRITTEN)):
+        assert head.spec is not None
+        pace = Pace(self._client.timeout_s, _CHUNKS_WRITTEN * CHUNK_BYTES)
+        ranges, row = head.chunks(lambda: min(pace.bytes, CHUNK_BYTES)), 0
+        while some := _some(ranges, pace.bytes // max(1, head.spec.row_bytes)):
+            begin = time.monotonic()
             try:
                 chunks: list[Chunk] = self._call(
                     "save_chunks_to", folder, row, head.cursor, head.alpha, some
@@ -67,18 +106,24 @@ class RemoteShard:
                     where = f"{cause.strerror} (in {error.peer} on {error.host})"
                     raise OSError(cause.errno, where) from error
                 raise
+            pace.note(begin, sum(chunk.leaf.size for chunk in chunks) * head.spec.row_bytes)
             for chunk in chunks:
                 sink.append(chunk)
                 row += chunk.leaf.size
 
     def _fetch(self, head: Head, sink: Sink) -> None:
+        pace = Pace(self._client.timeout_s, CHUNK_BYTES)
+
         def ask(chunk: tuple[int, int]) -> Any:
-            return self._call("save_chunk", head.cursor, head.alpha, *chunk)
+            begin = time.monotonic()
+            found = self._call("save_chunk", head.cursor, head.alpha, *chunk)
+            pace.note(begin, sum(part.nbytes for part in found[1]))
+            return found
 
         assert head.spec is not None
         # the next chunks are on their way while one is being written
         with ThreadPoolExecutor(_CHUNKS_AHEAD, "torchrl_dist-checkpoint") as pool:
-            chunks = head.chunks()
+            chunks = head.chunks(lambda: pace.bytes)
             asked = deque(
                 pool.submit(ask, each) for each in itertools.islice(chunks, _CHUNKS_AHEAD)
             )
@@ -106,8 +151,15 @@ class RemoteShard:
         alpha: float | None,
         arrays: list[np.ndarray],
     ) -> None:
-        packed = pack(arrays, copy=False)
-        size = sum(part.nbytes for part in packed)
-        self._client.order(
-            self._shard, "restore_rows", since, slot, version, leaf, alpha, packed, size=size
-        )
+        if self._pace is None:
+            self._pace = Pace(self._client.timeout_s, CHUNK_BYTES)
+        row_bytes = max(1, sum(array.nbytes for array in arrays) // max(1, leaf.size))
+        done = 0
+        while done < leaf.size:
+            part = slice(done, done + max(1, self._pace.bytes // row_bytes))
+            packed = pack([array[part] for array in arrays], copy=False)
+            rows = since, slot + done, version, leaf[part], alpha, packed
+            size, begin = sum(each.nbytes for each in packed), time.monotonic()
+            self._client.order(self._shard, "restore_rows", *rows, size=size)
+            self._pace.note(begin, size)
+            done += leaf[part].size

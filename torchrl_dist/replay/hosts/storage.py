@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from torchrl_dist.replay.hosts.batches import Batch
 from torchrl_dist.replay.hosts.lifetimes import DirectStorage, open_directly
 from torchrl_dist.replay.hosts.messages import Empty
 from torchrl_dist.replay.hosts.owner import ReplayOwner
-from torchrl_dist.replay.hosts.shard import RemoteShard
+from torchrl_dist.replay.hosts.shard import Pace, RemoteShard
 from torchrl_dist.replay.hosts.totals_gate import TotalsGate
 from torchrl_dist.replay.law.limiter import Counts, RateLimiter
 from torchrl_dist.replay.law.placement import as_slots
@@ -33,7 +34,7 @@ from torchrl_dist.replay.parts.storage import names_an_entry, one_row_each
 from torchrl_dist.replay.row import _torchrl, rows
 from torchrl_dist.replay.row.packing import spec_from_text, unpack
 from torchrl_dist.replay.saving.shards import SavedStorage
-from torchrl_dist.replay.saving.snapshot import SavedShard
+from torchrl_dist.replay.saving.snapshot import CHUNK_BYTES, SavedShard
 
 
 class _StorageOfOwner(Storage):
@@ -105,6 +106,8 @@ class RemoteStorage(_StorageOfOwner, _torchrl.ChecksBuffers, SavedStorage, Tenso
             return storage
         return super().__new__(cls)
 
+    _pace: Pace | None = None  # of reads
+
     def __init__(self, owner: ReplayOwner) -> None:
         # the base classes' __init__ would set up the length and revision of rows in this process
         self.owner = owner
@@ -133,7 +136,8 @@ class RemoteStorage(_StorageOfOwner, _torchrl.ChecksBuffers, SavedStorage, Tenso
         """Block until the owner has applied everything that this process queued.
 
         Raises:
-            DeadlineError, PeerLostError: the owner does not answer.
+            DeadlineError, PeerLostError: the owner does not answer; of several hosts, one that is
+                left out has not applied what was queued for it.
             RemoteError: an operation failed there.
         """
         self.client.flush()
@@ -307,7 +311,7 @@ class RemoteStorage(_StorageOfOwner, _torchrl.ChecksBuffers, SavedStorage, Tenso
         """Drop every row, for all processes; of a host that does not answer, on its return."""
         try:
             self.client.apply_everywhere(Empty(reset_write_count, secrets.randbits(62)))
-            self.client.flush()
+            self.client.apply_queued()
         finally:
             self._drop_drawn_ahead()
 
@@ -395,15 +399,27 @@ class RemoteStorage(_StorageOfOwner, _torchrl.ChecksBuffers, SavedStorage, Tenso
         return torch.from_numpy(global_index(shard, slot, self.owner.shard_capacity))
 
     def _read(self, index: np.ndarray) -> TensorDictBase:
-        parts = self._by_shard(index) or [(0, index, index)]
-        calls = [(shard, (torch.from_numpy(slots),)) for shard, _, slots in parts]
-        spec, found = None, []
-        for text, packed in self.client.call_each("read", calls):
-            own = spec_from_text(text)
-            spec = spec or own
-            found.append(rows.fitted(unpack(packed), own, spec))
+        """In parts, each with a deadline of its own: nobody knows how fast the connection is."""
+        left = self._by_shard(index) or [(0, index, index)]
+        self._pace = pace = self._pace or Pace(self.client.timeout_s, CHUNK_BYTES)
+        spec, found, places = None, [], []
+        while left:
+            most, begin = max(1, pace.bytes // self.client.row_bytes), time.monotonic()
+            calls = [(shard, (torch.from_numpy(slots[:most]),)) for shard, _, slots in left]
+            for text, packed in self.client.call_each("read", calls):
+                own = spec_from_text(text)
+                spec = spec or own
+                found.append(rows.fitted(unpack(packed), own, spec))
+            places += [where[:most] for _, where, _ in left]
+            if spec is not None:
+                self.client.learn_spec(spec)
+            rows_each = max(where.size for where in places[-len(left) :])
+            pace.note(begin, rows_each * self.client.row_bytes)
+            left = [
+                (s, where[most:], slots[most:]) for s, where, slots in left if where.size > most
+            ]
         assert spec is not None
-        order = np.argsort(np.concatenate([where for _, where, _ in parts]))
+        order = np.argsort(np.concatenate(places))
         columns = [np.concatenate(column)[order] for column in zip(*found, strict=True)]
         return rows.build(rows.tensors(columns, spec), spec, (index.size,))
 

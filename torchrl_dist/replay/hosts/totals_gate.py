@@ -20,7 +20,9 @@ then dropped, is given back with the next message to the shard. So a row is retu
 it may be only where a process died, or ended, with draws in hand: those of at most ``prefetch +
 batches_per_call`` batches, and spare ones.
 
-Of a lost shard the last known counts go on counting.
+Of a lost shard the last known counts go on counting. After a restart, and in a process that comes
+after the loss, they are not known: where the counts of the others lie outside of the range, it goes
+on at the nearer end of the range.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from collections.abc import Callable
 
 from torchrl.data.replay_buffers.storages import Storage
 
-from torchrl_dist.errors import RateLimitError
+from torchrl_dist.errors import PeerLostError, RateLimitError
 from torchrl_dist.forks import now_and_in_children
 from torchrl_dist.replay.hosts.batches import Batch, BatchSource
 from torchrl_dist.replay.hosts.client import ReplayClient
@@ -51,6 +53,7 @@ class TotalsGate:
         self.limiter = limiter
         self._client = client
         self._admitted = 0  # rows of samples that are not counted at their shards yet
+        self._settled: int | None = None  # samples in the place of lost shards' counts, once known
         now_and_in_children(self, TotalsGate._renew)
 
     def _renew(self) -> None:
@@ -60,7 +63,14 @@ class TotalsGate:
         """As far as this process knows; None before all shards have answered once."""
         with self._lock:
             counts = self._client.counts()
-            return counts and counts._replace(samples=counts.samples + self._admitted)
+            if counts is None:
+                return None
+            if self._settled is None:
+                unknown = self._client.without_counts()
+                if all(isinstance(problem, PeerLostError) for problem in unknown):
+                    self._settled = self.limiter.samples_to_settle(counts) if unknown else 0
+            samples = counts.samples + self._admitted + (self._settled or 0)
+            return counts._replace(samples=samples)
 
     def can_sample(self, count: int, source: BatchSource) -> bool:
         """Whether a sample of that many rows would begin at once. Blocks for one call."""

@@ -125,6 +125,16 @@ class RateLimiter:
             return 0
         return max(0, math.ceil(self.difference(counts) - self.range[1]))
 
+    def samples_to_settle(self, counts: Counts) -> int:
+        """Samples to be added (below 0: taken away) until the difference is in its range again,
+        where a part of what was counted is lost. Nothing where no row has been sampled and more
+        rows are to come first."""
+        lower, upper = self.range
+        difference = self.difference(counts)
+        if difference > upper:
+            return math.ceil(difference - upper)
+        return -min(counts.samples, math.ceil(lower - difference)) if difference < lower else 0
+
     def check_capacity(self, capacity: int) -> None:
         """Raises ConfigurationError if the buffer can never hold enough rows to be sampled."""
         if self.min_size_to_sample > capacity:

@@ -22,6 +22,7 @@ from torchrl_dist.errors import DirectoryError
 from torchrl_dist.replay.row.spec import data_file
 
 FORMAT = 2
+SLURM = "slurm"
 LOCK, HEADER, ROWS, DATA = "lock", "header.json", "rows.json", "data"
 TABLES = ("control.bin", "versions.bin", "tree.bin")
 _BEING_REMOVED = "header.removed.json"
@@ -45,7 +46,7 @@ class Header:
         capacity: slots of the ring.
         job_id: the job that the directory belongs to.
         starter: ``world.process_stamp`` of the process without which the job cannot come back,
-            None if there is no such process.
+            None if there is no such process, :data:`SLURM` where Slurm knows the job.
     """
 
     capacity: int

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import shutil
+import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +25,14 @@ from torchrl_dist.replay.node.lock import (
     lock_all,
     open_lock_file,
 )
+from torchrl_dist.replay.node.mapping import file_system_of, is_network_file_system
 from torchrl_dist.replay.node.tables import (
     MAX_MEMBERS,
     Word,
     control_bytes,
     control_tables,
 )
-from torchrl_dist.runtime.world import has_ended
+from torchrl_dist.runtime.world import has_ended, is_of_this_boot
 
 IN_USE = "in use"
 LEFT = "left"
@@ -35,6 +40,8 @@ HALF_REMOVED = "half removed"
 KEPT = "kept"
 MAY_COME_BACK = "its job may come back"
 DAMAGED = "damaged"
+
+_SLURM_ANSWER_HOLDS_S, _SLURM_PATIENCE_S = 5.0, 10.0
 
 
 @dataclass(frozen=True)
@@ -44,8 +51,8 @@ class Found:
     Attributes:
         state: ``"in use"``: a process has it open; ``"left"``: none has, and its job cannot be
             started again; ``"half removed"``: by a process that was killed meanwhile; ``"kept"``:
-            it was built with ``keep=True``; ``"its job may come back"``: its launcher lives, or
-            starts jobs again; ``"damaged"``.
+            it was built with ``keep=True``; ``"its job may come back"``: its launcher lives, Slurm
+            knows the job, or the user gave torchrun an id; ``"damaged"``.
         job_id: None if damaged.
         rows: published ones; None if damaged.
         bytes: of its files.
@@ -112,11 +119,43 @@ def _judge(folder: Path, fd: int) -> Found:
         )
     elif words[Word.KEEP]:
         state = KEPT
-    elif header.starter is not None and has_ended(header.starter):
+    elif header.starter is not None and _has_ended_here(header, header.starter, folder):
         state = LEFT
     else:
         state = MAY_COME_BACK
     return Found(folder, state, header.job_id, int(words[Word.LENGTH]), _size(folder), pids)
+
+
+def _has_ended_here(header: files.Header, starter: str, folder: Path) -> bool:
+    """Whether the starter of a directory is gone. A folder that comes by the network may be of
+    another machine, whose processes cannot be judged here."""
+    if starter == files.SLURM:
+        return _is_unknown_to_slurm(header.job_id)
+    if not is_of_this_boot(starter) and is_network_file_system(file_system_of(folder)[0]):
+        return False
+    return has_ended(starter)
+
+
+def _is_unknown_to_slurm(job_id: str) -> bool:
+    """Whether the Slurm job of this step has ended and will not be started again."""
+    known = _slurm_jobs(int(time.monotonic() // _SLURM_ANSWER_HOLDS_S))
+    return known is not None and job_id.partition(".")[0] not in known
+
+
+@functools.lru_cache(maxsize=1)
+def _slurm_jobs(at: int) -> frozenset[str] | None:
+    """This user's jobs that Slurm knows, also those that wait to be started again; None if it does
+    not answer, or not to the point."""
+    if (command := shutil.which("squeue")) is None:
+        return None
+    query = [command, "--noheader", "--all", "--states=all", "--format=%A", f"--user={os.getuid()}"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=_SLURM_PATIENCE_S)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    known = frozenset(answer.stdout.split())
+    own = os.environ.get("SLURM_JOB_ID")
+    return known if answer.returncode == 0 and (own is None or own in known) else None
 
 
 def _size(folder: Path) -> int:

@@ -46,6 +46,7 @@ from torchrl_dist.replay.node.tables import (
     Word,
     control_bytes,
 )
+from torchrl_dist.runtime.signals import say
 
 _AT_LEAST_0 = (
     Word.CURSOR, Word.WRITE_COUNT, Word.NEXT_WRITE_COUNT, Word.SAMPLED,
@@ -173,13 +174,16 @@ def default_job_id() -> str:
 
 def _starter_of(job_id: str) -> str | None:
     """Without which process the job does not come back, see ``World.starter``."""
-    from torchrl_dist.runtime.world import World, is_stamp
+    from torchrl_dist.runtime.world import World, is_of_this_boot, is_stamp
 
-    if is_stamp(job_id):
+    if is_stamp(job_id) and is_of_this_boot(job_id):
         return job_id
     with contextlib.suppress(ConfigurationError):
         world = World.from_env()
-        return world.starter if world.job_id == job_id else None
+        if world.launcher == "slurm" and world.job_id == job_id:
+            return files.SLURM
+        # the stamp of another machine's process cannot be judged here
+        return world.starter if is_stamp(job_id) or world.job_id == job_id else None
     return None
 
 
@@ -279,6 +283,9 @@ def _adopt(view: ReplayDirectory, header: Header, resume: bool) -> None:
         view.words[Word.DIRTY] = 1
     if view.words[Word.DIRTY]:
         view.repair(view)
+    if view.length and not alive:
+        whose = "another" if other_job else "an earlier start of this"
+        say(f"torchrl_dist: {view.path} goes on with {view.length} rows of {whose} job")
 
 
 def _what_is_wrong(view: ReplayDirectory, alive: bool) -> str | None:

@@ -31,7 +31,7 @@ from torchrl_dist.replay.node.tables import COUNTERS, LARGEST_COUNT, ORDERED_LOA
 from torchrl_dist.replay.row.spec import STREAM, ColumnSpec, RowSpec, checked_spec
 from torchrl_dist.tensors import array_of
 
-_CHUNK_BYTES = 2**24
+CHUNK_BYTES = 2**24
 _CHUNK_ROWS = 2**16  # versions and priorities of so many are copied under one hold of the lock
 _ATTEMPTS = 3 if ORDERED_LOADS else 0
 _LARGEST_BLOCK = 1024
@@ -131,15 +131,20 @@ class Head:
         head.check()
         return head
 
-    def chunks(self) -> Iterator[tuple[int, int]]:
-        """Ranges of slots ``(start, stop)`` that cover the ring, the oldest first."""
+    def chunks(
+        self, most_bytes: Callable[[], int] = lambda: CHUNK_BYTES
+    ) -> Iterator[tuple[int, int]]:
+        """Ranges of slots ``(start, stop)`` that cover the ring, the oldest first; none with more
+        bytes than ``most_bytes()`` when it is its turn."""
         if self.spec is None:
             return
-        size = min(_CHUNK_ROWS, max(1, _CHUNK_BYTES // max(1, self.spec.row_bytes)))
         first = self.cursor % self.capacity
         for start, stop in ((first, self.capacity), (0, first)):
-            for at in range(start, stop, size):
+            at = start
+            while at < stop:
+                size = min(_CHUNK_ROWS, max(1, most_bytes() // max(1, self.spec.row_bytes)))
                 yield at, min(at + size, stop)
+                at += size
 
 
 @dataclass(frozen=True)
@@ -547,7 +552,7 @@ def pieces_in_chunks(target: Target) -> Iterator[Piece]:
     spec = target.head.spec
     if spec is None:
         return
-    size = min(_CHUNK_ROWS, max(1, _CHUNK_BYTES // max(1, spec.row_bytes)))
+    size = min(_CHUNK_ROWS, max(1, CHUNK_BYTES // max(1, spec.row_bytes)))
     for piece in target.pieces:
         for done in range(0, piece.count, size):
             yield piece._replace(
