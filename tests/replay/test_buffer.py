@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import math
 import os
 import pickle
@@ -11,8 +13,9 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,6 +38,7 @@ from tests.replay.conftest import make_rows
 from tests.replay.faults import wait_until
 from torchrl_dist.errors import ConfigurationError, DeadlineError, DirectoryError
 from torchrl_dist.replay import (
+    RateLimiter,
     SharedCursorWriter,
     SharedMemmapStorage,
     SharedPrioritizedSampler,
@@ -709,7 +713,7 @@ def test_a_default_device_does_not_reach_into_the_buffer(make_buffer) -> None:
         batch = rb.sample()
     finally:
         torch.set_default_device(None)
-    assert batch.device is None and batch["obs"].device.type == "cpu"
+    assert batch.device.type == batch["obs"].device.type == "cpu"
 
 
 def test_priorities_set_by_hand_count_although_the_slots_were_written_before(make_buffer) -> None:
@@ -914,3 +918,129 @@ def test_a_mask_does_not_name_rows_one_and_zero(make_buffer) -> None:
     with pytest.raises(IndexError, match="mask"):
         rb.update_priority(mask, torch.full((8,), 9.0))
     assert (rb[:8]["id"][mask] == 5).all()
+
+
+# --- copies --------------------------------------------------------------------------------------
+
+
+def _saved(thing: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(thing, file)
+    return file.getvalue()
+
+
+def _loaded(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+@pytest.mark.parametrize(("save", "load"), [(pickle.dumps, pickle.loads), (_saved, _loaded)])
+def test_a_copy_attaches_to_the_very_directory_or_raises(
+    make_buffer, folder: Path, save: Callable[[Any], bytes], load: Callable[[bytes], Any]
+) -> None:
+    rb = make_buffer(16, kind=SharedReplayBuffer)
+    rb.extend(make_rows(range(4)))
+    copies = [save(part) for part in (rb, rb.storage, rb.writer)]
+    rb.storage.close()
+    for copied in copies:
+        with pytest.raises(DirectoryError, match="rows that this copy was made from are gone"):
+            load(copied)
+    assert not folder.exists()
+    other = make_buffer(16)  # at the same path
+    other.extend(make_rows(range(7)))
+    for copied in copies:
+        with pytest.raises(DirectoryError, match="rows that this copy was made from are gone"):
+            load(copied)
+    assert len(other) == 7 and other.storage.directory.sharers == 1
+    with pytest.raises(DirectoryError, match="closed in this process: copy or pickle it while"):
+        save(rb)
+    with pytest.raises(DirectoryError, match="closed in this process"):
+        rb.sample()
+
+
+def test_a_copy_of_rows_that_were_kept_finds_them(make_buffer) -> None:
+    rb = make_buffer(16, keep=True)
+    rb.extend(make_rows(range(4)))
+    copied = pickle.dumps(rb)
+    rb.storage.close()
+    found = pickle.loads(copied)
+    assert found[:]["id"].tolist() == [0, 1, 2, 3]
+    found.storage.close()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda rb: pickle.loads(pickle.dumps(rb))])
+@pytest.mark.parametrize("kind", [SharedReplayBuffer, TensorDictReplayBuffer])
+def test_a_copy_draws_for_itself(make_buffer, kind: type, copied: Callable) -> None:
+    rb = make_buffer(
+        128, kind=kind, uniform=True, prefetch=3, batch_size=8, generator=torch.Generator(),
+        limiter=RateLimiter(8, max_times_sampled=1),
+    )  # fmt: skip
+    rb.extend(make_rows(range(128)))
+    drawn = rb.sample()["id"].tolist()
+    wait(rb._prefetch_queue)
+    others = [copied(rb) for _ in range(2)]
+    for each in (*others, rb):
+        assert (each._rng is None) == (each is not rb)
+        for _ in range(3):
+            drawn += each.sample()["id"].tolist()
+    assert len(set(drawn)) == len(drawn) == 80  # nobody got what another had drawn ahead
+    for each in others:
+        each.storage.close()
+
+
+def test_a_forked_child_does_not_repeat_what_its_parent_draws(make_buffer) -> None:
+    rb = make_buffer(64, uniform=True, kind=SharedReplayBuffer)
+    rb.extend(make_rows(range(64)))
+    rb.set_rng(torch.Generator().manual_seed(3))
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.write(write, bytes(rb.sample()["id"].tolist()))
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert list(os.read(read, 64)) != rb.sample()["id"].tolist()
+
+
+def test_a_copied_sampler_takes_its_alpha_of_no_other_directory(make_buffer, folder: Path) -> None:
+    rb = make_buffer(64, alpha=0.6)
+    copied = copy.deepcopy(rb.sampler)
+    storage = SharedMemmapStorage(64, scratch_dir=folder / "other", job_id="test")
+    SharedPrioritizedSampler(64, 0.9, 0.4).attach(storage)
+    with pytest.raises(ConfigurationError, match="alpha=0.6.*use alpha=0.9"):
+        copied.attach(storage)
+    storage.close()
+
+
+@pytest.mark.parametrize("kind", [SharedReplayBuffer, TensorDictReplayBuffer])
+def test_batches_drawn_ahead_end_with_their_rows(make_buffer, kind: type, tmp_path: Path) -> None:
+    rb = make_buffer(64, kind=kind, prefetch=3)
+    rb.extend(make_rows(range(20)))
+    rb.storage.dumps(tmp_path)
+    other = pickle.loads(pickle.dumps(rb))
+    ends = [rb.empty, rb.storage.empty, lambda: rb.storage.loads(tmp_path)]
+    if kind is SharedReplayBuffer:
+        ends.append(other.empty)  # as in another process
+    for number, end in enumerate(ends):
+        rb.sample()
+        wait(rb._prefetch_queue)
+        end()
+        first = 1000 * (number + 1)
+        if len(rb):
+            rb.empty()
+        rb.extend(make_rows(range(first, first + 20)))
+        for _ in range(5):
+            assert (rb.sample()["id"] >= first).all()
+    other.storage.close()
+
+
+def test_any_key_names_a_column_also_in_checkpoints(make_buffer, tmp_path: Path) -> None:
+    rb = make_buffer(8)
+    long = "状態" * 20
+    names = ["priority", "runs", "=priority", long, (long, long), long + "a"]
+    rows = TensorDict({name: torch.full((4,), n) for n, name in enumerate(names[:4])}, [4])
+    for number, name in enumerate(names[4:], 4):
+        rows[name if isinstance(name, str) else ("nested", *name)] = torch.full((4,), number)
+    rb.extend(rows)
+    rb.dumps(tmp_path)
+    rb.empty()
+    rb.loads(tmp_path)
+    assert (rb[:] == rows).all()

@@ -530,22 +530,6 @@ def test_a_dump_replaces_an_earlier_one_as_a_whole(make_buffer, tmp_path: Path) 
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def _write_in_a_spawned_process(rb: TensorDictReplayBuffer) -> None:
-    rb.extend(make_rows(range(100, 110)))
-
-
-def test_a_spawned_process_gets_the_buffer_itself(make_buffer) -> None:
-    rb = make_buffer(64)
-    rb.extend(make_rows(range(10)))
-    process = multiprocessing.get_context("spawn").Process(
-        target=_write_in_a_spawned_process, args=(rb,)
-    )
-    process.start()
-    process.join(60)
-    assert process.exitcode == 0
-    assert len(rb) == 20 and set(rb[:]["id"].tolist()) == {*range(10), *range(100, 110)}
-
-
 @pytest.mark.parametrize("name", ["allocate", "write_json", "map_file"])
 @pytest.mark.parametrize("call", [1, 2, 3])
 def test_killed_while_the_directory_is_created_the_next_one_creates_it(

@@ -109,7 +109,18 @@ class Session:
     def _renew(self) -> None:
         self._lock = threading.Lock()
 
-    def _check_process(self) -> None:
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ConfigurationError(
+            "a session cannot be copied or pickled, because it is this process's membership in the "
+            "job: pass on a handle from session.remote(...), or have the other process enter a "
+            "session of its own"
+        )
+
+    def check_process(self) -> None:
+        """
+        Raises:
+            ConfigurationError: this process was forked from the one whose session this is.
+        """
         if os.getpid() != self._pid:
             raise ConfigurationError(
                 f"process {os.getpid()} was forked from {self._pid}, {self.me.name} of a session, "
@@ -252,7 +263,7 @@ class Session:
         return DeadlineError(f"{peer} did not answer {name} within {timeout_s:g} s")
 
     def _deadline(self, timeout_s: float | None) -> float:
-        self._check_process()
+        self.check_process()
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         if not 0 < timeout_s < float("inf"):
             raise ConfigurationError(f"timeout_s={timeout_s}: expected a positive, finite number.")
@@ -432,7 +443,7 @@ class Session:
         self, peer: Peer, kind: str, *args: Any, timeout_s: float = _GOODBYE_S
     ) -> Future[Any]:
         """Send a control message. The future never fails: it gives (answer, error)."""
-        self._check_process()
+        self.check_process()
         future: Future[Any] = Future()
         assert self._transport is not None
         self._transport.send(

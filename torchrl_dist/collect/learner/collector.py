@@ -967,6 +967,12 @@ class RPCBatchedCollector(BaseCollector):
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         self.shutdown(raise_on_error=error is None)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ConfigurationError(
+            "a collector cannot be copied or pickled, because its envs and workers belong to this "
+            "process: build one where it is needed, and hand over its state_dict()"
+        )
+
     def __repr__(self) -> str:
         alive = self._crew.alive
         return (

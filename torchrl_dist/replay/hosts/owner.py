@@ -99,6 +99,7 @@ class ReplayOwner:
         """A client of this process; it is closed when the session ends, or after nobody holds it
         any more."""
         session = current_session()
+        session.check_process()
         here = [shard for shard, address in enumerate(self.hosts) if address.is_here()]
         links: list[Link] = []
         for shard, address in enumerate(self.hosts):

@@ -46,7 +46,7 @@ class _StorageOfOwner(Storage):
         return RemoteStorage, (self.owner,), {"attached": self._attached_entities_list}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._attached_entities_list = state["attached"]
+        _torchrl.arrive_with(self, state["attached"])
 
 
 class RemoteStorage(_StorageOfOwner, _torchrl.ChecksBuffers, SavedStorage, TensorStorage):
@@ -118,6 +118,7 @@ class RemoteStorage(_StorageOfOwner, _torchrl.ChecksBuffers, SavedStorage, Tenso
         self._attached_entities_list: list[Any] = []
         self.device = torch.device("cpu")
         self._handed = threading.local()
+        self.emptied = 0  # by this process, see :attr:`SharedMemmapStorage.emptied`
         self._samplers: weakref.WeakSet[SharedSampler] = weakref.WeakSet()
         """That draw ahead from it."""
         self.client = owner.connect()
@@ -433,8 +434,10 @@ class RemoteStorage(_StorageOfOwner, _torchrl.ChecksBuffers, SavedStorage, Tenso
 
     def _drop_drawn_ahead(self) -> None:
         """The rows are other ones: no batch drawn before is to be handed out after."""
+        self.emptied += 1
         for sampler in list(self._samplers):
             sampler._empty()
+        _torchrl.forget_drawn_ahead(self)
 
     # --- saving ------------------------------------------------------------------------------
 

@@ -443,18 +443,21 @@ class SharedCursor:
             versions = directory.versions[start:stop]
             if alpha is not None:
                 leaf = under_alpha_now(directory, leaf, alpha)
-            used_up = leaf == 0  # see ``times_sampled``; the others' counts begin anew
-            if directory.times_sampled is None:
-                leaf = np.where(used_up, default_leaf(directory), leaf)
+            # Rows that the saved limiter let nobody sample any more, see ``times_sampled``. The
+            # others' counts begin anew.
+            used_up = np.flatnonzero(leaf == 0)
+            times = words[Word.RESTORED_TIMES]
+            if directory.times_sampled is None or times < words[Word.MAX_TIMES_SAMPLED]:
+                leaf = leaf.copy()
+                leaf[used_up] = default_leaf(directory)
             directory.tree.set_range(start, stop, leaf)
             words[Word.NEXT_WRITE_COUNT] = words[Word.WRITE_COUNT]
             # odd still: repair goes on from here, since the leaves are there
             versions[:] = np.maximum(versions, version - 1)
             claim[CLAIM_STATE] = CLAIM_PUBLISHING
             if directory.times_sampled is not None:
-                most = directory.words[Word.MAX_TIMES_SAMPLED]
-                used_up_slots = start + np.flatnonzero(used_up)
-                set_times_sampled(directory, used_up_slots, most, published=False)
+                times = min(times, words[Word.MAX_TIMES_SAMPLED])
+                set_times_sampled(directory, start + used_up, times, published=False)
                 words[Word.AVAILABLE] += int(np.count_nonzero(leaf))
             versions += 1
             words[Word.LENGTH] += reservation.count

@@ -259,6 +259,16 @@ class ReplayDirectory:
         )
 
     @property
+    def identity(self) -> int:
+        """Of this directory and no other, also not of a later one at its path."""
+        return self.words[Word.IDENTITY]
+
+    @property
+    def emptied(self) -> tuple[int, int]:
+        """Another value once the buffer was emptied or restored, by any process."""
+        return self.words[Word.BASE], self.words[Word.RESTORES]
+
+    @property
     def stays(self) -> bool:
         """Whether the last process that closes it leaves the folder."""
         return bool(self.words[Word.KEEP] or self.words[Word.INTERRUPTED])

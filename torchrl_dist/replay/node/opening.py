@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -67,6 +68,7 @@ def open_directory(
     keep: bool = False,
     timeout_s: float = 60.0,
     repair: Callable[[ReplayDirectory], None] = no_repair,
+    identity: int | None = None,
 ) -> ReplayDirectory:
     """Create the directory or join it; every storage of the process over it shares one view.
 
@@ -81,6 +83,7 @@ def open_directory(
         keep: leave the directory in place when the last process closes it.
         timeout_s: longest wait for the lock, in seconds.
         repair: brings the state in order after a killed holder; given by ``cursor``.
+        identity: join the directory of this identity, and make none.
 
     Raises:
         ConfigurationError: the path or the capacity cannot be right.
@@ -106,12 +109,17 @@ def open_directory(
     with once(LOCKS.opening):
         for _ in range(100):
             try:
-                made = own_files.make_folder(folder) or made
-                view = _joined_view(folder, capacity, job)
+                if identity is None:
+                    made = own_files.make_folder(folder) or made
+                else:
+                    own_files.check_folder(folder)
+                view = _joined_view(folder, capacity, job, identity)
                 if view is None:
                     files.check_ours(folder)
-                    view = _join(folder, capacity, job, resume, timeout_s, repair)
-            except FileNotFoundError:
+                    view = _join(folder, capacity, job, resume, timeout_s, repair, identity)
+            except FileNotFoundError as error:
+                if identity is not None:
+                    raise _gone(folder) from error
                 continue  # its last member has removed it since
             except DirectoryError as error:
                 if not_ours is not None:
@@ -187,7 +195,22 @@ def _starter_of(job_id: str) -> str | None:
     return None
 
 
-def _joined_view(folder: Path, capacity: int, job: str) -> ReplayDirectory | None:
+def _gone(folder: Path) -> DirectoryError:
+    return DirectoryError(
+        f"the rows that this copy was made from are gone, and so is {folder} or what was in it: a "
+        "pickle says where the rows are, it does not hold them. Load it while a process has the "
+        "buffer open, build the buffer with keep=True, or save rows with buffer.dumps(path)"
+    )
+
+
+def _check_identity(view: ReplayDirectory, identity: int | None) -> None:
+    if identity not in (None, view.identity):
+        raise _gone(view.path)
+
+
+def _joined_view(
+    folder: Path, capacity: int, job: str, identity: int | None
+) -> ReplayDirectory | None:
     status = folder.stat()
     view = OPEN.get((status.st_dev, status.st_ino))
     if view is None or view.fair_lock.closed:
@@ -198,6 +221,7 @@ def _joined_view(folder: Path, capacity: int, job: str) -> ReplayDirectory | Non
             view.join_after_fork()
         except DirectoryError:  # another directory by now
             return None
+    _check_identity(view, identity)
     _check_capacity(view, capacity)
     if view.job_id != job:
         raise DirectoryError(
@@ -221,9 +245,10 @@ def _join(
     resume: bool,
     timeout_s: float,
     repair: Callable[[ReplayDirectory], None],
+    identity: int | None,
 ) -> ReplayDirectory | None:
     view = ReplayDirectory(folder, capacity, job, timeout_s, repair)
-    view.open_lock(os.O_CREAT)
+    view.open_lock(os.O_CREAT if identity is None else 0)
     joined = False
     try:
         with view.fair_lock:
@@ -234,8 +259,10 @@ def _join(
             try:
                 header = read_header(folder)
             except FileNotFoundError:
+                if identity is not None:
+                    raise
                 header = _create_files(folder, capacity, job)
-            _adopt(view, header, resume)
+            _adopt(view, header, resume, identity)
             view.take_member_byte()
             joined = True
     finally:
@@ -247,15 +274,17 @@ def _join(
     return view
 
 
-def _adopt(view: ReplayDirectory, header: Header, resume: bool) -> None:
+def _adopt(view: ReplayDirectory, header: Header, resume: bool, identity: int | None) -> None:
     """Called under the lock: check that the directory is sound and ours to use, then repair it.
 
     Whatever is refused is as it was.
     """
     asked = view.capacity
     view.capacity = header.capacity
-    _check_capacity(view, asked)
+    if identity is None:
+        _check_capacity(view, asked)
     view.map_state()
+    _check_identity(view, identity)
     alive = view.live_members()
     other_job = header.job_id != view.job_id
     if other_job and alive:
@@ -277,6 +306,8 @@ def _adopt(view: ReplayDirectory, header: Header, resume: bool) -> None:
     if other_job:
         new = Header(header.capacity, view.job_id, _starter_of(view.job_id))
         write_json(view.path / files.HEADER, new.as_json())
+    if not view.words[Word.IDENTITY]:  # of a version that gave none
+        view.words[Word.IDENTITY] = _new_identity()
     if not alive:
         view.words[Word.INTERRUPTED] = 0
         view.members[:] = 0
@@ -341,6 +372,10 @@ def _what_is_wrong(view: ReplayDirectory, alive: bool) -> str | None:
     return None
 
 
+def _new_identity() -> int:
+    return secrets.randbits(62) | 1
+
+
 def _create_files(folder: Path, capacity: int, job: str) -> Header:
     """Called under the lock. The header comes last: without it the next one starts afresh."""
     try:
@@ -360,6 +395,7 @@ def _create_files(folder: Path, capacity: int, job: str) -> Header:
         control = map_file(folder / files.TABLES[0], control_bytes())
         words = np.frombuffer(control, dtype=np.int64)
         words[Word.MAX_SLOT] = -1
+        words[Word.IDENTITY] = _new_identity()
         words.view(np.float64)[Word.MAX_PRIORITY] = np.nan
         write_json(folder / files.HEADER, header.as_json())
     except OSError as error:

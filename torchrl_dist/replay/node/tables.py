@@ -34,7 +34,7 @@ ORDERED_LOADS = platform.machine().lower() in ("x86_64", "amd64")
 class Word(enum.IntEnum):
     """Index of each int64 of the control block; those marked float64 hold its bits.
 
-    Free: 27, 39 and from 56 on.
+    Free: from 56 on.
     """
 
     DIRTY = 0
@@ -65,7 +65,9 @@ class Word(enum.IntEnum):
     WAITING = 24  # somebody waits for the lock, see ``FairLock``
     EMPTYING = 25  # the buffer is being emptied, see ``cursor.finish_emptying``
     IN_PLACE = 26  # slots up to here have been written in place since it was emptied
+    IDENTITY = 27  # a random number, of this directory and no other
     JOURNAL = 28  # to 38: of :meth:`ReplayDirectory.store_all`, a count and up to 5 pairs
+    RESTORED_TIMES = 39  # ``max_times_sampled`` of the checkpoint that was restored last
     # the rate limiter, see ``gate``; four words as in ``RateLimiter``, 0 for None
     LIMITED = 40  # 1: by the next four words, 2: not at all, 0: nobody has said yet
     MIN_SIZE_TO_SAMPLE = 41

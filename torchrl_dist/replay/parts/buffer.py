@@ -6,6 +6,7 @@ import contextlib
 import copy
 import os
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -114,6 +115,20 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
                 vector = self._priority_per_row(data)
                 priority = vector.detach().to("cpu", torch.float64).numpy()
         return self._writer.extend(data, priority=priority)
+
+    # --- copies ------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what was drawn ahead, which this buffer hands out itself, and without the
+        generator of ``set_rng``: a copy draws for itself, by random numbers of its own."""
+        _torchrl.initialize(self)
+        with self._futures_lock:
+            ahead, self._prefetch_queue = self._prefetch_queue, deque()
+            try:
+                state = super().__getstate__()
+            finally:
+                self._prefetch_queue = ahead
+        return state | {"_rng": None}
 
     # --- saving ------------------------------------------------------------------------------
 
@@ -229,24 +244,28 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         if self._storage.limiter is not None:
             _torchrl.drop_waiting(self)
         with super()._capture_prefetch_state(**how) as state:
-            yield state | {"queue": tuple(both for both, _ in state["queue"])}
+            yield state | {"queue": tuple(drawn[:2] for drawn, _ in state["queue"])}
 
     def _restore_prefetch_queue_locked(
         self, prefetch_state: dict[str, Any] | None, **how: Any
     ) -> None:
         self._validate_prefetch_state(prefetch_state)
-        if prefetch_state is not None:
-            queue = tuple(((data, info), info) for data, info in prefetch_state["queue"])
+        if prefetch_state is not None and prefetch_state["queue"]:
+            now = self._storage.emptied
+            queue = tuple(((data, info, now), info) for data, info in prefetch_state["queue"])
             prefetch_state = prefetch_state | {"queue": queue}
         super()._restore_prefetch_queue_locked(prefetch_state, **how)
 
     def _next_sample(self, batch_size: int | None) -> tuple[TensorDictBase, dict[str, Any]]:
         # what was fetched ahead may have waited for the rate limiter long ago, and in vain, or have
-        # found nothing left of the pass of an iteration
+        # found nothing left of the pass of an iteration, or be of rows that were dropped since
         for _ in range(len(self._prefetch_queue) if self._prefetch else 0):
             with contextlib.suppress(RateLimitError, PassOverError):
-                return ReplayBuffer.sample(self, batch_size)
-        return ReplayBuffer.sample(self, batch_size)
+                data, info, drawn_of = ReplayBuffer.sample(self, batch_size)
+                if drawn_of == self._storage.emptied:
+                    return data, info
+        data, info, _ = ReplayBuffer.sample(self, batch_size)
+        return data, info
 
     def __iter__(self) -> Iterator[Any]:
         """Batches, without end; over a :class:`SharedSamplerWithoutReplacement` until the end of
@@ -260,8 +279,9 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
                 yield self.sample()
 
     def _sample(self, batch_size: int) -> tuple[Any, dict[str, Any]]:
-        """A batch with its columns beside it, twice: TorchRL's ``sample`` returns the first of the
-        two, also of what was fetched ahead."""
+        """A batch, its columns and of which rows it was drawn, with the columns beside that:
+        TorchRL's ``sample`` returns the first of the two, also of what was fetched ahead."""
+        drawn_of = self._storage.emptied
         if self._pin_memory or self._sample_unit is not None or len(self._transform or ()):
             data, info = super()._sample(batch_size)
         else:
@@ -270,7 +290,7 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
                 info["index"] = index
                 info["index_generation"] = self._writer.generations_of(index)
                 data = self._collate_fn(self._storage.get(index))
-        return (data, info), info
+        return (data, info, drawn_of), info
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Set the priorities of a batch, or of parts of one, from ``data[priority_key]``.

@@ -528,7 +528,8 @@ class SharedPrioritizedSampler(SharesPriorities, PrioritizedSampler):
         self._max_priority_within_buffer = bool(max_priority_within_buffer)
         self._setup()
 
-    _is_copy = False
+    _copy_of: int | None = None
+    """The directory of the sampler that this one was copied from."""
 
     def _setup(self) -> None:
         super()._setup()
@@ -536,7 +537,9 @@ class SharedPrioritizedSampler(SharesPriorities, PrioritizedSampler):
 
     def __getstate__(self) -> dict[str, Any]:
         # another process may have set alpha since this one was built, or sets it on the way
-        return super().__getstate__() | {"_alpha": self.alpha, "_is_copy": True}
+        bound = self._directory
+        copy_of = self._copy_of if bound is None else bound.identity
+        return super().__getstate__() | {"_alpha": self.alpha, "_copy_of": copy_of}
 
     # --- parameters --------------------------------------------------------------------------
 
@@ -560,7 +563,7 @@ class SharedPrioritizedSampler(SharesPriorities, PrioritizedSampler):
                 directory.commit()
             shared = directory.get_float(Word.ALPHA), directory.get_float(Word.EPS)
             within = bool(words[Word.MAX_WITHIN])
-        if self._is_copy:  # of a sampler that was right when it was copied
+        if self._copy_of == directory.identity:  # the sampler was right when it was copied
             self._alpha = shared[0]
         if (*shared, within) != (self._alpha, self._eps, self._max_priority_within_buffer):
             self._directory = None
@@ -593,7 +596,7 @@ class SharedPrioritizedSampler(SharesPriorities, PrioritizedSampler):
             with directory.lock():
                 set_alpha(directory, float(value))
         self._alpha = float(value)
-        self._is_copy = False
+        self._copy_of = None
 
     @property
     def _max_priority(self) -> tuple[float | None, int | None]:
@@ -694,6 +697,8 @@ class SharedPrioritizedSampler(SharesPriorities, PrioritizedSampler):
                     "replay buffer, or pass storage="
                 )
             self.attach(storage)
+        if isinstance(storage, SharedMemmapStorage):
+            storage.check_open()
         if storage is not None and any(
             _torchrl.sampler_of(buffer) is self and _torchrl.is_being_built(buffer)
             for buffer in _torchrl.buffers_over(storage)

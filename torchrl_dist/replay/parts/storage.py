@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from torchrl.data.replay_buffers.storages import TensorStorage
 
-from torchrl_dist.errors import ConfigurationError, DeadlineError
+from torchrl_dist.errors import ConfigurationError, DeadlineError, DirectoryError
 from torchrl_dist.forks import now_and_in_children
 from torchrl_dist.replay.law.limiter import Counts, RateLimiter
 from torchrl_dist.replay.law.placement import as_slots, split_rows
@@ -35,6 +35,7 @@ from torchrl_dist.replay.row import _torchrl, rows
 from torchrl_dist.replay.row.gather import Gatherer
 from torchrl_dist.replay.row.spec import STREAM, RowSpec
 from torchrl_dist.replay.saving.shards import DirectoryShard, SavedStorage
+from torchrl_dist.replay.saving.snapshot import SavedShard
 
 REDRAWS = 8
 _RETRY_S = 2e-4
@@ -81,9 +82,11 @@ class NoRowsError(RuntimeError):
 class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
     """Rows shared by every process of one node that names the same directory.
 
-    Build it with the same arguments in each process; pickling it carries the coordinates, and the
-    copy attaches to the same rows. ``len`` is the number of published rows, the same everywhere;
-    it is below ``max_size`` while rows of a full ring are being rewritten.
+    Build it with the same arguments in each process. A copy (``pickle``, ``torch.save``, ``spawn``,
+    ``deepcopy``) carries where the rows are, not the rows: it attaches to the very directory it was
+    made from, or raises ``DirectoryError`` if that is gone. ``len`` is the number of published
+    rows, the same everywhere; it is below ``max_size`` while rows of a full ring are being
+    rewritten.
 
     Args:
         max_size: capacity in rows.
@@ -182,6 +185,7 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         keep: bool,
         timeout_s: float,
         gather_threads: int,
+        identity: int | None = None,
     ) -> None:
         self._directory = open_directory(
             scratch_dir,
@@ -191,6 +195,7 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
             keep=keep,
             timeout_s=timeout_s,
             repair=repair,
+            identity=identity,
         )
         # The base classes' __init__ would set up a length, a revision and a cursor of this process,
         # in semaphores that a killed process leaves in /dev/shm; ours lie in the directory.
@@ -236,6 +241,11 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         return self._directory
 
     @property
+    def emptied(self) -> tuple[int, int]:
+        """See :attr:`ReplayDirectory.emptied`."""
+        return self._directory.emptied
+
+    @property
     def counters(self) -> dict[str, int]:
         """What happened in the buffer so far, over all processes: stale priorities, rows that were
         read again, repairs and the like, by name."""
@@ -266,6 +276,17 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
             # so that the memory goes with the buffer
             _torchrl.forget_drawn_ahead(self)
             self._attached_entities_list = []
+
+    def check_open(self, instead: str = "build the storage again to use it") -> None:
+        """
+        Raises:
+            DirectoryError: it was closed, also where another storage of this process has the same
+                directory open.
+        """
+        if self._closed:
+            raise DirectoryError(
+                f"the storage over {self.scratch_dir} was closed in this process: {instead}"
+            )
 
     def cleanup(self) -> bool:
         """TorchRL's name for :meth:`close`."""
@@ -385,6 +406,7 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
     def _append(
         self, source: list[np.ndarray], count: int, priority: np.ndarray | None, limited: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.check_open()
         if priority is not None:
             check_new(self._directory, priority, count)
         self._cursor.drop_interrupted()
@@ -433,6 +455,7 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         Returns:
             The new generations, int64 [n].
         """
+        self.check_open()
         slots = as_slots(index).reshape(-1).numpy()
         if slots.size and not (0 <= slots.min() and slots.max() < self.max_size):
             raise IndexError(
@@ -547,7 +570,11 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
 
     def empty(self, *, reset_write_count: bool = True) -> None:
         """Drop every row, for all processes. Handles from before stay stale for ever."""
-        empty(self._directory, reset_write_count=reset_write_count)
+        self.check_open()
+        try:
+            empty(self._directory, reset_write_count=reset_write_count)
+        finally:
+            _torchrl.forget_drawn_ahead(self)
 
     def _empty(self) -> None:
         pass  # ``ReplayBuffer.empty`` calls writer, sampler and storage: the writer's call did it
@@ -580,6 +607,7 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
             NoRowsError: ``read`` raised it, and nobody is writing a row.
             DeadlineError: rows were being written, but for ``timeout_s`` too few were published.
         """
+        self.check_open()
         deadline = math.inf
         while True:
             try:
@@ -686,6 +714,7 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         Args:
             wait: for rows that are not published; else they are left out.
         """
+        self.check_open()
         directory = self._directory
         self._spec()
         high = directory.high
@@ -754,8 +783,15 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
 
     # --- saving ------------------------------------------------------------------------------
 
+    def restore(self, saved: Sequence[SavedShard | None]) -> None:
+        try:
+            super().restore(saved)
+        finally:  # it may have replaced some rows before it failed
+            _torchrl.forget_drawn_ahead(self)
+
     def shards(self) -> list[DirectoryShard]:
         """The one directory, for saving."""
+        self.check_open()
         return [DirectoryShard(self._cursor)]
 
     def register_save_hook(self, hook: Any) -> None:
@@ -768,6 +804,7 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
     # --- moving between processes ------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
+        self.check_open("copy or pickle it while it is open, or save rows with buffer.dumps(path)")
         directory = self._directory
         return {
             "max_size": self.max_size,
@@ -775,6 +812,7 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
             "job_id": directory.job_id,
             "timeout_s": self.timeout_s,
             "gather_threads": self._gatherer.threads,
+            "identity": directory.identity,
             "attached": self._attached_entities_list,
         }
 
@@ -782,7 +820,7 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         attached = state.pop("attached")
         self._attach(**state, resume=False, keep=False)
         set_limiter(self._directory, None)  # the one that the others use
-        self._attached_entities_list = attached
+        _torchrl.arrive_with(self, attached)
 
     def __repr__(self) -> str:
         return (

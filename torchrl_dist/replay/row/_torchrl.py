@@ -7,6 +7,7 @@ Seen in torchrl 0.14.1 and tensordict 0.14.3.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -111,8 +112,10 @@ def check_prefetching(buffer: Any) -> None:
 def renew_after_fork(buffer: Any) -> None:
     """Give a buffer that a forked child has inherited locks that nobody holds.
 
-    What it was fetching ahead is dropped: the threads that did so are not in this process.
+    What it was fetching ahead is dropped: the threads that did so are not in this process. So is
+    the generator of ``set_rng``, whose numbers the parent draws.
     """
+    forget_generator(buffer)
     attributes = buffer.__dict__  # not by an EntryLock, which asks before it gives a lock away
     for name in ("_replay_lock", "_futures_lock"):
         if isinstance(attributes.get(name), type(threading.RLock())):
@@ -127,6 +130,41 @@ def renew_after_fork(buffer: Any) -> None:
     pool = getattr(buffer, "_prefetch_executor", None)
     if pool is not None:
         buffer._prefetch_executor = ThreadPoolExecutor(pool._max_workers)
+
+
+def forget_generator(buffer: Any) -> None:
+    """Undo the buffer's ``set_rng``: its sampler draws random numbers of this process again."""
+    if getattr(buffer, "_rng", None) is not None:
+        for part in (buffer, buffer._storage, buffer._sampler, buffer._writer):
+            part._rng = None
+
+
+def arrive_with(storage: Storage, buffers: list[Any]) -> None:
+    """Attach the buffers that were copied together with their storage, and have them draw for
+    themselves: neither what the original has drawn ahead, which it hands out itself, nor by its
+    generator.
+
+    A buffer that is not complete yet is so after its ``__setstate__``, whose last call this takes
+    the place of, once. ``copy.copy`` of a storage alone leaves its buffers to the original.
+    """
+    for buffer in buffers:
+        of = buffer.__dict__.get("_storage", storage)
+        if of is not storage and type(of) is type(storage):
+            continue
+        storage._attached_entities.append(buffer)
+        if "_prefetch_queue" in buffer.__dict__:
+            _draw_for_itself(buffer)
+        elif hasattr(type(buffer), _LAST_CALL):
+            buffer.__dict__[_LAST_CALL] = functools.partial(_draw_for_itself, buffer)
+
+
+_LAST_CALL = "_restore_prefetch_queue_locked"
+
+
+def _draw_for_itself(buffer: Any, *_: Any, **__: Any) -> None:
+    buffer.__dict__.pop(_LAST_CALL, None)
+    forget_generator(buffer)
+    buffer._prefetch_queue.clear()
 
 
 def is_being_built(buffer: Any) -> bool:
@@ -168,7 +206,7 @@ def _fetching_threads(buffer: Any) -> Iterable[threading.Thread]:
 
 
 def forget_drawn_ahead(storage: Storage) -> None:
-    """Drop what the buffers over a closed storage have drawn ahead.
+    """Drop what the buffers over a storage that was closed or emptied have drawn ahead.
 
     A draw that the close cut short keeps, by its traceback, the buffer and so the rows' memory.
     Whoever samples meanwhile, in another thread or in what a signal has interrupted, keeps its own.
@@ -180,17 +218,22 @@ def forget_drawn_ahead(storage: Storage) -> None:
             continue
         if lock.acquire(blocking=False):
             try:
+                for future in queue:
+                    future.cancel()
                 queue.clear()
             finally:
                 lock.release()
 
 
+_CPU = torch.device("cpu")
+
+
 def unchecked_tensordict(source: dict[str, Any], batch_size: torch.Size) -> TensorDict:
-    """``TensorDict(source, batch_size)`` of values that are known to fit, without the checks.
+    """``TensorDict(source, batch_size, "cpu")`` of values that are known to fit, unchecked.
 
     The checks take seven times as long as all the rest.
     """
-    return TensorDict._new_unsafe(source, batch_size=batch_size)
+    return TensorDict._new_unsafe(source, batch_size=batch_size, device=_CPU)
 
 
 def fetch_one_by_one(storage: Storage) -> None:

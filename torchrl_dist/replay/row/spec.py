@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import math
 from collections.abc import Sequence
@@ -12,10 +13,16 @@ from urllib.parse import quote
 
 import torch
 
+_LONGEST_NAME = 251  # 255 bytes are what file systems take
+
 
 def data_file(key: Sequence[str]) -> str:
     """Name of the file with a column's rows."""
-    return ",".join(quote(part, safe="") for part in key) + ".bin"
+    name = ",".join(quote(part, safe="") for part in key)
+    if len(name) > _LONGEST_NAME:  # "=" is in no other name
+        digest = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
+        name = f"{name[: _LONGEST_NAME - 33]}={digest}"
+    return name + ".bin"
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ FORMAT_VERSION = 2
 """2: with checksums. Checkpoints of version 1 are read without."""
 _FOLDER = "rows-"
 _MADE_HERE = ".torchrl_dist-rows"
+_PRIORITY, _RUNS = "priority.bin", "runs.bin"
 _TENSOR = "tensor of the extra folder"
 _MOST = 1 << 28  # bytes of a manifest, which has a checksum per column and 256 KiB or so of rows
 
@@ -180,6 +181,12 @@ class DumpWriter:
             (self._path / _MADE_HERE).unlink(missing_ok=True)
 
 
+def _file_of(column: ColumnSpec, folder: Path) -> Path:
+    """A column of this name must not take a shard's own file."""
+    name = column.file_name
+    return folder / (f"={name}" if name in (_PRIORITY, _RUNS) else name)
+
+
 class RowFiles:
     """A shard's rows, a file per column: for any process that sees the folder.
 
@@ -197,7 +204,7 @@ class RowFiles:
     ) -> None:
         columns = spec.columns if spec else ()
         self._columns = [
-            (_open(folder / column.file_name, steps, flags), column.row_bytes) for column in columns
+            (_open(_file_of(column, folder), steps, flags), column.row_bytes) for column in columns
         ]
         self.sums: tuple[int, ...] = ()
 
@@ -226,8 +233,8 @@ class ShardFiles:
         self._rows = 0
         new = os.O_CREAT | os.O_EXCL
         self._columns = RowFiles(folder, head.spec, steps, new)
-        self._priority = _open(folder / "priority.bin", steps, new)
-        self._runs_file = _open(folder / "runs.bin", steps, new)
+        self._priority = _open(folder / _PRIORITY, steps, new)
+        self._runs_file = _open(folder / _RUNS, steps, new)
 
     def write(self, arrays: list[np.ndarray]) -> None:
         self._columns.write(self._rows, arrays)
@@ -338,24 +345,24 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 def _read_shard(folder: Path, entry: dict[str, Any], check_rows: bool) -> SavedShard:
     head, count = Head.from_json(entry["head"]), entry["rows"]
-    runs = _read(folder / "runs.bin", (entry["runs"], 3), np.dtype(np.int64))
-    leaf = _read(folder / "priority.bin", (count,), np.dtype(np.float64))
+    runs = _read(folder / _RUNS, (entry["runs"], 3), np.dtype(np.int64))
+    leaf = _read(folder / _PRIORITY, (count,), np.dtype(np.float64))
     columns = head.spec.columns if head.spec else ()
     arrays = [
-        _read(folder / each.file_name, (count, *each.shape), _seen_as(each.dtype))
+        _read(_file_of(each, folder), (count, *each.shape), _seen_as(each.dtype))
         for each in columns
     ]
     shard = SavedShard(head, runs, leaf, arrays)
     sums = entry.get("checksums")  # not in version 1
     if sums is not None:
-        _compare(folder / "runs.bin", runs, sums["runs"])
-        _compare(folder / "priority.bin", leaf, sums["priority"])
+        _compare(folder / _RUNS, runs, sums["runs"])
+        _compare(folder / _PRIORITY, leaf, sums["priority"])
     shard.check()
     if sums is not None and check_rows:
         row = 0
         for size, *of_columns in sums["rows"]:
             for each, array, wanted in zip(columns, arrays, of_columns, strict=True):
-                _compare(folder / each.file_name, array[row : row + size], wanted)
+                _compare(_file_of(each, folder), array[row : row + size], wanted)
             row += size
         if row != count:
             raise CheckpointError(f"checkpoint {folder} is damaged: checksums of {row} rows")

@@ -62,6 +62,11 @@ class Head:
     spec: RowSpec | None
     limiter: list[float] | None = None
 
+    @property
+    def max_times_sampled(self) -> int:
+        """0: without that limit."""
+        return int(sum((self.limiter or [])[3:4]))
+
     @classmethod
     def of(cls, directory: ReplayDirectory) -> Head:
         """Blocks for the directory's lock."""
@@ -502,6 +507,7 @@ def begin_restore(cursor: SharedCursor, head: Head) -> int:
         word: head.counters[name] for name, word in COUNTERS.items() if name in head.counters
     }
     values[Word.WRITE_COUNT] = head.write_count
+    values[Word.RESTORED_TIMES] = head.max_times_sampled
     values[Word.MAX_PRIORITY] = math.nan if head.max_priority is None else head.max_priority
     if head.alpha is not None:
         assert head.eps is not None
