@@ -314,13 +314,6 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         )
 
     @property
-    def _last_cursor_index(self) -> int | None:
-        words = self._directory.words
-        if words[Word.CURSOR] == words[Word.BASE]:
-            return None
-        return (words[Word.CURSOR] - 1) % self.max_size
-
-    @property
     def write_count(self) -> int:
         """Rows ever written, by all processes."""
         return int(self._directory.words[Word.WRITE_COUNT])
