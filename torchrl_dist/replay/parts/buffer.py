@@ -116,6 +116,10 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
                 priority = vector.detach().to("cpu", torch.float64).numpy()
         return self._writer.extend(data, priority=priority)
 
+    def share(self, shared: bool = True) -> SharedReplayBuffer:
+        """Does nothing: copies in other processes have the same rows, and need no common lock."""
+        return self if "_write_lock" in self.__dict__ else super().share(shared)  # __init__ calls it
+
     def query(
         self,
         predicate: Callable[[Trajectory], bool] | None = None,

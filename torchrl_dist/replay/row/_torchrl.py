@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, ClassVar
 
@@ -284,18 +284,6 @@ class ChecksBuffers:
             if is_being_built(buffer) and writer_of(buffer) is not None:
                 check_buffer(buffer, self)
 
-    @property
-    def _last_cursor_index(self) -> Any:
-        """Refuses: ``storage[:]`` leaves out rows that are being written, so that the numbers of
-        its rows are not slots, and others write between a look at it and one at the cursor."""
-        raise ConfigurationError(
-            "this use of TorchRL's takes neighbouring rows of storage[:] for neighbouring steps, "
-            "which they are not where other processes write: for rb.query() build a "
-            "SharedReplayBuffer over the storage, for slices give it a SharedSliceSampler"
-        )
-
-    _last_cursor = _last_cursor_index
-
     def check_writers(self) -> None:
         """Refuse a write of a writer that brings a cursor of its own, put in place later."""
         for buffer in buffers_over(self):
@@ -306,6 +294,57 @@ class ChecksBuffers:
 
 _BUFFERS = (ReplayBuffer, TensorDictReplayBuffer, RemoteTensorDictReplayBuffer)
 """TorchRL's classes that ask of a storage nothing but rows in given slots."""
+
+
+_OF_NEIGHBOURS = (
+    "this use of TorchRL's takes neighbouring rows of storage[:] for neighbouring steps, which they "
+    "are not where other processes write: for rb.query() build a SharedReplayBuffer over the "
+    "storage, for slices give it a SharedSliceSampler"
+)
+
+
+class SparseSlots:
+    """In place of what TorchRL's storages derive from their length: rows lie in any slots here, and
+    ``storage[:]`` leaves out rows that are being written."""
+
+    max_size: int
+    _rng: torch.Generator | None
+    generations_of: Callable[[torch.Tensor], torch.Tensor]
+
+    supports_conditional_update = False
+    """A slot's version counts any write, so a changed row would no longer be the same one."""
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        rows = self[:]  # type: ignore[index]  # of TorchRL's Storage
+        return iter(rows.unbind(0))
+
+    def contains(self, item: int | torch.Tensor) -> Any:
+        """Whether there is a row in a slot, or in each of some; ``item in storage``."""
+        slots = torch.as_tensor(item, device="cpu").long()
+        slots = torch.where(slots < 0, slots + self.shape[0], slots)  # type: ignore[attr-defined]
+        known = (slots >= 0) & (slots < self.max_size)
+        found = known & (self.generations_of(torch.where(known, slots, -1)) >= 0)
+        return found if isinstance(item, torch.Tensor) else bool(found)
+
+    def _rand_given_ndim(self, batch_size: int) -> torch.Tensor:
+        """Slots with rows, for samplers of a user's own."""
+        slots = (self.generations_of(torch.arange(self.max_size)) >= 0).nonzero()[:, 0]
+        return slots[torch.randint(len(slots), (batch_size,), generator=self._rng)]
+
+    @property
+    def _last_cursor_index(self) -> Any:
+        raise ConfigurationError(_OF_NEIGHBOURS)
+
+    _last_cursor = _last_cursor_index
+
+    def _bump_mutation_revision(self) -> None:
+        """Refuses: replace whole rows instead, ``buffer[index] = rows``."""
+        # TorchRL calls this after a buffer's set_, set_at_ and update_ have written to what
+        # ``storage[:]`` gave them.
+        raise ConfigurationError(
+            "set_, set_at_ and update_ would change a copy of shared rows; replace whole rows "
+            "instead: rb[index] = rows"
+        )
 
 
 def _of_torchrl(part: Any, *harmless: type) -> bool:
@@ -345,6 +384,19 @@ def _wrong_writer(buffer: Any, samplers_to_use: Mapping[str, str]) -> str | None
     )
 
 
+def check_copies(storage: Storage) -> None:
+    """Refuse to send a buffer over the storage to another process with ``share()`` called."""
+    if any(buffer.shared for buffer in buffers_over(storage)):
+        raise ConfigurationError(f"a buffer over shared rows cannot have {_SHARED}")
+
+
+_SHARED = (
+    "shared=True guards the buffer with a lock that a killed process keeps for ever: leave "
+    "it and share() out, processes share the directory without it; TorchRL's collectors that call "
+    "share() take a SharedReplayBuffer"
+)
+
+
 def what_cannot_be_shared(buffer: Any, samplers_to_use: Mapping[str, str]) -> str | None:
     """Why the buffer's parts or options would give wrong samples, lose rows, or hang over rows
     that others write.
@@ -379,10 +431,7 @@ def what_cannot_be_shared(buffer: Any, samplers_to_use: Mapping[str, str]) -> st
             f"dim_extend={buffer._dim_extend}: rows lie along one dimension, extend with [n, ...]"
         )
     if buffer.shared:
-        return (
-            "shared=True guards the buffer with a lock that a killed process keeps for ever: leave "
-            "it out, processes share the directory without it"
-        )
+        return _SHARED
     if getattr(buffer, "_init_compilable", None):
         return "compilable=True: the lock cannot be taken in compiled code, leave it out"
     if getattr(buffer, "_init_checkpointer", None) is not None:
