@@ -274,14 +274,13 @@ OURS = [kind for kind in [*LOCAL, *HOSTED, *SHARDED] if kind != "torchrl"]
 @pytest.mark.parametrize("buffer", OURS, indirect=True)
 def test_rows_are_replaced_by_mask_and_from_a_list(buffer) -> None:
     storage = buffer.storage
-    assert not storage.initialized
     buffer.extend(make_rows(range(10)))
     settle(buffer)
     first, second, _, fourth = make_rows([51, 52, 53, 54])
     storage.set(torch.arange(10) % 9 == 0, [first, second])
     storage.set(range(3, 5), torch.stack([second, fourth]))
     assert ids(buffer[:10]) == [51, 1, 2, 52, 54, 5, 6, 7, 8, 52]
-    assert storage.initialized and not storage._is_full and len(buffer) == storage._len == 10
+    assert not storage._is_full and len(buffer) == storage._len == 10
     assert int(storage[(torch.tensor([9]),)]["id"]) == 52
 
 

@@ -43,13 +43,20 @@ class _StorageOfOwner(Storage):
     owner: ReplayOwner
 
     def __reduce__(self) -> tuple[Any, ...]:
+        _torchrl.check_copies(self)
         return RemoteStorage, (self.owner,), {"attached": self._attached_entities_list}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         _torchrl.arrive_with(self, state["attached"])
 
 
-class RemoteStorage(_StorageOfOwner, _torchrl.ChecksBuffers, SavedStorage, TensorStorage):
+class RemoteStorage(
+    _StorageOfOwner,
+    _torchrl.ChecksBuffers,
+    _torchrl.SparseSlots,
+    SavedStorage,
+    TensorStorage,
+):
     """Rows that other processes of the job keep; goes with :class:`RPCPrioritizedSampler` or
     :class:`RPCRandomSampler`, and :class:`SharedCursorWriter`, in any TorchRL buffer.
 
@@ -179,7 +186,8 @@ class RemoteStorage(_StorageOfOwner, _torchrl.ChecksBuffers, SavedStorage, Tenso
 
     @property
     def initialized(self) -> bool:
-        return len(self) > 0
+        """As of :class:`SharedMemmapStorage`."""
+        return True
 
     @initialized.setter
     def initialized(self, value: bool) -> None:
@@ -365,6 +373,7 @@ class RemoteStorage(_StorageOfOwner, _torchrl.ChecksBuffers, SavedStorage, Tenso
         found = self._as_index(index)
         if isinstance(index, slice) or index is Ellipsis:
             found = found[self.generations_of(found) >= 0]
+            return self._read(found.numpy()).lock_()  # what is written to a copy would be lost
         data = self._read(found.reshape(-1).numpy())
         if isinstance(index, (int, np.integer)) or getattr(index, "ndim", 1) == 0:
             return data[0]

@@ -7,17 +7,18 @@ import copy
 import os
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import TensorDictBase
-from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
+from tensordict import NestedKey, TensorDictBase
+from torchrl.data import ReplayBuffer, TensorDictReplayBuffer, Trajectory
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler
 
 from torchrl_dist.errors import CheckpointError, ConfigurationError, RateLimitError
 from torchrl_dist.replay.parts.passes import PassOverError, SharedSamplerWithoutReplacement
+from torchrl_dist.replay.parts.query import trajectories
 from torchrl_dist.replay.parts.sampler import SharedRandomSampler, exponents_in
 from torchrl_dist.replay.parts.writer import SharedCursorWriter
 from torchrl_dist.replay.row import _torchrl
@@ -129,6 +130,36 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
             finally:
                 self._prefetch_queue = ahead
         return state | {"_rng": None}
+
+    def share(self, shared: bool = True) -> SharedReplayBuffer:
+        """Does nothing: copies in other processes have the same rows, and need no common lock."""
+        return self if "_write_lock" in self.__dict__ else super().share(shared)  # __init__ calls it
+
+    def query(
+        self,
+        predicate: Callable[[Trajectory], bool] | None = None,
+        *,
+        trajectory_key: NestedKey | None = None,
+    ) -> list[Trajectory]:
+        """The trajectories that match, the oldest first; others may write meanwhile.
+
+        It copies all rows of the buffer, as a checkpoint does, and leaves out rows that are being
+        written. Where writers by turns cut each other's trajectories, it joins the pieces.
+
+        Args:
+            predicate: built from TorchRL's ``traj``, or takes a ``Trajectory``; default: all.
+            trajectory_key: one number per row, unique in the job. Default: ``("collector",
+                "traj_ids")``, ``"traj_ids"`` or ``"episode"``, whichever the rows have.
+
+        Raises:
+            ConfigurationError: the rows have no trajectory ids, or rows of one trajectory lie in
+                several shards.
+        """
+        _torchrl.initialize(self)
+        found = []
+        for part, key in trajectories(self._storage.snapshot(), trajectory_key):
+            found += _torchrl.query_rows(part, self, predicate, key)
+        return found
 
     # --- saving ------------------------------------------------------------------------------
 

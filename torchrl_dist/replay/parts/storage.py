@@ -79,7 +79,9 @@ class NoRowsError(RuntimeError):
         self.least = least
 
 
-class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
+class SharedMemmapStorage(
+    _torchrl.ChecksBuffers, _torchrl.SparseSlots, SavedStorage, TensorStorage
+):
     """Rows shared by every process of one node that names the same directory.
 
     Build it with the same arguments in each process. A copy (``pickle``, ``torch.save``, ``spawn``,
@@ -121,9 +123,6 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         >>> len(storage), storage[2]["obs"].shape
         (3, torch.Size([4]))
     """
-
-    supports_conditional_update = False
-    """A slot's version counts any write, so a changed row would no longer be the same one."""
 
     attaches_when_pickled = True
     """A copy in another process has the same rows; collectors ask before they write there."""
@@ -309,8 +308,9 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
 
     @property
     def initialized(self) -> bool:
-        """Whether any process has written rows, so that their spec is known."""
-        return self._directory.rows is not None
+        """True: there is nothing to set up before processes write. TorchRL's ``MultiCollector``
+        would extend by a row of no env and empty the buffer, with the rows of others."""
+        return True
 
     @initialized.setter
     def initialized(self, value: bool) -> None:
@@ -325,22 +325,6 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
         # samplers that cache what they derive from the rows compare this number
         words = self._directory.words
         return words[Word.CURSOR] + words[Word.BASE] + words[Word.WRITE_COUNT]
-
-    def _bump_mutation_revision(self) -> None:
-        """Refuses: replace whole rows instead, ``buffer[index] = rows``."""
-        # Every write moves what ``_mutation_revision`` counts. TorchRL calls this after a buffer's
-        # set_, set_at_ and update_ have written to what ``storage[:]`` gave them.
-        raise ConfigurationError(
-            "set_, set_at_ and update_ would change a copy of shared rows; replace whole rows "
-            "instead: rb[index] = rows"
-        )
-
-    @property
-    def _last_cursor_index(self) -> int | None:
-        words = self._directory.words
-        if words[Word.CURSOR] == words[Word.BASE]:
-            return None
-        return (words[Word.CURSOR] - 1) % self.max_size
 
     @property
     def write_count(self) -> int:
@@ -806,6 +790,7 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
     def __getstate__(self) -> dict[str, Any]:
         self.check_open("copy or pickle it while it is open, or save rows with buffer.dumps(path)")
         directory = self._directory
+        _torchrl.check_copies(self)
         return {
             "max_size": self.max_size,
             "scratch_dir": self.scratch_dir,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from torchrl_dist import own_files
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.law.placement import as_slots
 from torchrl_dist.replay.row import _torchrl
+
+
+_MARKS = 32
 
 
 class SharedCursorWriter(Writer):
@@ -51,6 +55,7 @@ class SharedCursorWriter(Writer):
 
     def __init__(self) -> None:
         super().__init__(compilable=False)
+        self._written: deque[np.ndarray] = deque(maxlen=_MARKS)
 
     def register_storage(self, storage: Storage) -> None:
         if not callable(getattr(storage, "append", None)):  # as each of our storages has
@@ -83,9 +88,20 @@ class SharedCursorWriter(Writer):
         if not len(data):
             return torch.zeros(0, dtype=torch.int64)
         rows = torch.stack(list(data)) if isinstance(data, (list, tuple)) else data
-        index, generation = self._storage.append(rows, priority)
+        index, generation = self._storage.append(self._without_mark(rows), priority)
+        self._written.append(index.numpy())
         self._announce(index, generation)
         return index
+
+    def _without_mark(self, data: Any) -> Any:
+        """Without ``"index"`` if TorchRL's buffer has set it: the slots of an earlier extend."""
+        mark = _torchrl.value_of(data, "index") if is_tensor_collection(data) else None
+        if not isinstance(mark, torch.Tensor) or mark.ndim != len(data.batch_size):
+            return data
+        slots = mark.reshape(len(mark), -1)[:, 0].cpu().numpy()
+        if any(np.array_equal(slots, each) for each in list(self._written)):
+            return data.exclude("index")
+        return data
 
     def add(self, data: TensorDictBase) -> torch.Tensor:
         if not is_tensor_collection(data):

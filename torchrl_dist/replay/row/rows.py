@@ -31,7 +31,7 @@ from torchrl_dist.replay.row import _torchrl
 from torchrl_dist.replay.row.spec import STREAM, ColumnSpec, NodeSpec, RowSpec
 from torchrl_dist.tensors import array_of
 
-SAMPLING_KEYS = frozenset({("index",), ("index_generation",), ("priority_weight",)})
+SAMPLING_KEYS = frozenset({"index", "index_generation", "priority_weight"})
 """What a buffer adds to a sample. They describe the draw, not the row, and are not stored."""
 
 SHORTEST_TEXT = 256
@@ -196,11 +196,30 @@ def _parts_of(data: Any) -> _Parts:
     else:
         parts = _Parts({}, {})
         _take_apart(data, (), data.batch_size, parts)
-    for path in SAMPLING_KEYS:
-        parts.columns.pop(path, None)
+    if not SAMPLING_KEYS.isdisjoint(_torchrl.names_in(data)):
+        _leave_out_draw(parts)
     if not parts.columns:
         raise ConfigurationError("a row needs at least one tensor, got an empty TensorDict")
     return parts
+
+
+def _leave_out_draw(parts: _Parts) -> None:
+    """Drop what a sample says of its draw, out of rows that come from one.
+
+    Raises:
+        ConfigurationError: it is a column of the user's own, which no sample would show.
+    """
+    found = {path[0] for path in (*parts.columns, *parts.nodes) if path} & SAMPLING_KEYS
+    if "index" not in found or len(found) == 1:
+        name = min(found)
+        raise ConfigurationError(
+            f"the rows have a column {name!r}, a name under which a sample says which rows it drew: "
+            f"rename it, rows.rename_key_({name!r}, 'row_{name}'); if the rows come out of another "
+            f"buffer, and it is that buffer's, leave it out, rows.exclude({name!r})"
+        )
+    for kept in (parts.columns, parts.nodes):
+        for path in [path for path in kept if path and path[0] in found]:
+            del kept[path]
 
 
 def _take_apart(data: Any, path: Path, rows: torch.Size, parts: _Parts) -> None:

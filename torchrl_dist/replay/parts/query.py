@@ -1,0 +1,108 @@
+"""Whole trajectories out of a ring that many processes write, for TorchRL's ``query``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from tensordict import NestedKey, TensorDict, TensorDictBase
+
+from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.replay.row import rows
+from torchrl_dist.replay.saving.snapshot import SavedShard
+
+# as TorchRL looks for them
+_USUAL_KEYS: tuple[NestedKey, ...] = (("collector", "traj_ids"), "traj_ids", "episode")
+_END_KEYS = ("done", "terminated", "truncated")
+
+
+def trajectories(
+    saved: Sequence[SavedShard | None], key: NestedKey | None
+) -> Iterator[tuple[TensorDictBase, NestedKey]]:
+    """Rows ``[n]``, those of a trajectory next to each other in the order of writing, and the key
+    of their trajectory ids.
+
+    In each part neighbouring trajectories have different ids, and the oldest comes first.
+
+    Raises:
+        KeyError: rows without that key.
+        ConfigurationError: rows without trajectory ids, or a trajectory that lies in several
+            shards.
+    """
+    seen: dict[float, int] = {}
+    for number, shard in enumerate(saved):
+        if shard is None or not shard.leaf.size:
+            continue
+        assert shard.head.spec is not None
+        spec = shard.head.spec
+        data = rows.build(rows.tensors(shard.arrays, spec), spec, (shard.leaf.size,))
+        found, ids = _ids_of(data, key)
+        _check_one_shard(ids, number, seen)
+        order, parts = _order(ids, _ends_of(data))
+        if (np.diff(order) != 1).any():
+            data = data[order]
+        data.lock_()  # as storage[:]: what is written to a copy would be lost
+        for start, stop in parts:
+            yield data[start:stop], found
+
+
+def _ids_of(data: TensorDict, key: NestedKey | None) -> tuple[NestedKey, np.ndarray]:
+    keys = _USUAL_KEYS if key is None else (key,)
+    for each in keys:
+        ids = data.get(each, None)
+        if ids is None:
+            continue
+        if not isinstance(ids, torch.Tensor) or ids.numel() != len(data):
+            raise ConfigurationError(
+                f"{each!r} is a {type(ids).__name__} of shape {list(ids.shape)}, expected one "
+                "number per row"
+            )
+        return each, ids.reshape(-1).numpy()
+    if key is not None:
+        raise KeyError(f"trajectory_key {key!r} not found in data.")
+    raise ConfigurationError(
+        f"the rows have no trajectory id under {', '.join(map(str, keys))}: pass trajectory_key=. "
+        "Flags at the ends of episodes do not tell the rows of two processes apart"
+    )
+
+
+def _ends_of(data: TensorDict) -> np.ndarray:
+    """Whether an episode ends with the row, bool [n]; False where rows do not say."""
+    for place in ((("next", key) for key in _END_KEYS), _END_KEYS):
+        flags = [flag for key in place if (flag := data.get(key, None)) is not None]
+        if flags:
+            return np.any([flag.reshape(len(data), -1).any(-1).numpy() for flag in flags], 0)
+    return np.zeros(len(data), dtype=bool)
+
+
+def _check_one_shard(ids: np.ndarray, number: int, seen: dict[float, int]) -> None:
+    for one in np.unique(ids).tolist():
+        other = seen.setdefault(one, number)
+        if other != number:
+            raise ConfigurationError(
+                f"rows of trajectory {one} lie in shards {other} and {number}, and nothing says in "
+                "which order they were written: trajectory ids must be unique in the job, and the "
+                "buffer built with write_to='own'"
+            )
+
+
+def _order(ids: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    """In which order to take rows that lie in the order of writing, int64 [n], and the parts
+    ``(start, stop)`` of this order that have no two trajectories of the same id side by side.
+
+    Writers cut each other's trajectories into pieces. A piece continues the one before it of the
+    same id, unless that ended.
+    """
+    first = np.flatnonzero(np.append(True, ids[1:] != ids[:-1]))  # rows of pieces
+    length = np.diff(np.append(first, ids.size))
+    by_id = np.argsort(ids[first], kind="stable")
+    same = ids[first][by_id[1:]] == ids[first][by_id[:-1]]
+    begins = np.append(True, ~same | ends[first + length - 1][by_id[:-1]])
+    group = np.empty(first.size, np.int64)  # of each piece, by the place of its first piece
+    group[by_id] = by_id[begins][np.cumsum(begins) - 1]
+    order = np.argsort(np.repeat(group, length), kind="stable")
+    ordered = np.repeat(group, length)[order]
+    cuts = np.flatnonzero((ordered[1:] != ordered[:-1]) & (ids[order][1:] == ids[order][:-1])) + 1
+    edges = [0, *cuts.tolist(), ids.size]
+    return order, list(zip(edges[:-1], edges[1:], strict=True))
