@@ -96,6 +96,12 @@ class Host:
     def plug_in(self) -> None:
         _ip("-n", self._switch, "link", "set", self._port, "up")
 
+    def slow_down(self, mbit: float) -> None:
+        """From now on it sends so much per second."""
+        shape = ["tbf", "rate", f"{mbit}mbit", "burst", "16kb", "latency", "400ms"]
+        command = ["tc", "-n", self.namespace, "qdisc", "add", "dev", INTERFACE, "root", *shape]
+        subprocess.run(command, check=True, capture_output=True, timeout=30)
+
     def cut_off_from(self, other: Host) -> None:
         """Packets to one other host vanish; both reach everybody else."""
         _ip("-n", self.namespace, "route", "add", "blackhole", other.address)

@@ -29,8 +29,8 @@ from ..errors import (
     TorchRLDistError,
 )
 from ..runtime import World, current_session
+from ..runtime.store import AnsweringStore, StoreSilent
 from ..runtime.world import process_stamp
-from .store import AnsweringStore, StoreSilent
 
 # A wait longer than this is announced to the others, and looks for failures that they announced.
 _SLICE_S = 1.0

@@ -15,9 +15,9 @@ import cloudpickle
 from ..errors import ConfigurationError, PeerLostError, TorchRLDistError
 from .forkserver import ForkServer
 from .remote import only_session
-from .rendezvous import connect_store, keep_store
 from .roles import assign_roles
 from .session import Session, joined
+from .store import connect_store, keep_store
 from .surroundings import Surroundings
 from .world import JOB_ID_VARIABLE, World
 
