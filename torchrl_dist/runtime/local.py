@@ -14,6 +14,7 @@ import cloudpickle
 
 from ..errors import ConfigurationError, PeerLostError, TorchRLDistError
 from .forkserver import ForkServer
+from .limits import check_limits
 from .remote import only_session
 from .roles import assign_roles
 from .session import Session, joined
@@ -69,6 +70,8 @@ def local_cluster(
         raise ConfigurationError(f"roles={dict(roles)}: expected counts >= 0 and a process.")
     seats = assign_roles(roles, sum(roles.values()))
     with only_session():
+        if len(seats) > 1:
+            check_limits(len(seats), one_node=True, starts=len(seats), driver=True)
         host = socket.gethostname()
         store, port = keep_store(_LOOPBACK, 0, timeout_s) if len(seats) > 1 else (None, None)
         job = _Job(

@@ -22,6 +22,7 @@ from ..errors import ConfigurationError, DeadlineError, PeerLostError, RemoteErr
 from ..forks import now_and_in_children
 from . import rendezvous, wire
 from .awake import awake, result_of, start_clock
+from .limits import check_limits
 from .membership import Membership
 from .peer import Peer
 from .pool import DaemonPool
@@ -863,6 +864,10 @@ def joined(
     supervised: bool = False,
 ) -> Iterator[Session]:
     """``session`` over a given store; for the launchers of this package."""
+    if world.world_size > 1 and not supervised:  # local_cluster has looked already
+        check_limits(
+            world.world_size, one_node=world.one_node, starts=1, driver=world.global_rank == 0
+        )
     member = rendezvous.meet(world, roles, store, timeout_s)
     me = Session(member, timeout_s=timeout_s, supervised=supervised)
     try:
