@@ -33,6 +33,7 @@ from tests.spawn import rank_script
 
 INTERFACE = "eth0"
 _SUBNET = "10.77.0."
+_SUBNET6 = "fd77::"
 _PREFIX = "rlhosts"
 _numbers = itertools.count()
 # Runs in the command's own mount and UTS namespaces: what it changes, only the command sees.
@@ -144,15 +145,22 @@ class Host:
 
 
 @contextlib.contextmanager
-def hosts(count: int) -> Iterator[list[Host]]:
-    """``count`` hosts, up and connected. At the end their processes are killed and all is removed,
-    also after a failure."""
+def hosts(count: int, *, ipv6: bool = False) -> Iterator[list[Host]]:
+    """``count`` hosts, up and connected, with ``ipv6`` without an IPv4 address but loopback's. At
+    the end their processes are killed and all is removed, also after a failure."""
     _remove_leftovers()
     prefix = f"{_PREFIX}-{os.getpid()}-{next(_numbers)}"
     switch = f"{prefix}-switch"
     folder = Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir="/dev/shm"))
     network = [
-        Host(f"host{k}", f"{_SUBNET}{k + 1}", f"{prefix}-{k}", folder, switch, f"port{k}")
+        Host(
+            f"host{k}",
+            f"{_SUBNET6 if ipv6 else _SUBNET}{k + 1}",
+            f"{prefix}-{k}",
+            folder,
+            switch,
+            f"port{k}",
+        )
         for k in range(count)
     ]
     try:
@@ -170,7 +178,8 @@ def hosts(count: int) -> Iterator[list[Host]]:
             cable = ("link", "add", host._port, "type", "veth")
             _ip("-n", switch, *cable, "peer", "name", INTERFACE, "netns", host.namespace)
             _ip("-n", switch, "link", "set", host._port, "master", "bridge", "up")
-            _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", INTERFACE)
+            address = [f"{host.address}/64", "nodad"] if ipv6 else [f"{host.address}/24"]
+            _ip("-n", host.namespace, "addr", "add", *address, "dev", INTERFACE)
             for interface in ("lo", INTERFACE):
                 _ip("-n", host.namespace, "link", "set", interface, "up")
         yield network

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -11,7 +12,8 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 
 import pytest
 
-from torchrl_dist import DeadlineError, local_cluster
+from torchrl_dist import ConfigurationError, DeadlineError, local_cluster, session
+from torchrl_dist.learn import Ranks
 from torchrl_dist.runtime import awake, current_session
 
 
@@ -36,6 +38,17 @@ def test_a_stop_does_not_count(clock: awake._Clock, monkeypatch: pytest.MonkeyPa
     time.sleep(2 * awake._TICK_S)  # the clock ticks
     seen.append(awake.awake() - before)
     assert 0 <= seen[0] <= seen[1] < 100
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, math.nan, math.inf, 1e300])
+def test_what_is_no_deadline_is_refused(timeout_s: float) -> None:
+    for enter in (
+        lambda: session(timeout_s=timeout_s).__enter__(),
+        lambda: local_cluster({"learner": 2}, timeout_s=timeout_s).__enter__(),
+        lambda: Ranks(timeout_s=timeout_s),
+    ):
+        with pytest.raises(ConfigurationError, match="timeout_s=.* at most 1e"):
+            enter()
 
 
 def test_calls_are_made_when_due_and_not_after_they_are_forgotten(clock: awake._Clock) -> None:

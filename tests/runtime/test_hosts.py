@@ -49,6 +49,21 @@ def test_ranks_on_three_hosts_know_their_nodes_and_call_each_other(network, tmp_
     assert facts == [[node, local, f"host{node}", "torchrun", False] for node, local in places]
 
 
+def the_driver_calls(folder: str) -> None:
+    wait_until_all_are_up(Path(folder))
+    with session(ROLES, timeout_s=30, process_group={"collector": "gloo"}) as me:
+        if me.is_driver:
+            assert [me.call(peer, os.getpid) for peer in me.peers] == list(me._pids)
+        else:
+            me.serve()
+
+
+def test_hosts_without_ipv4_whose_own_names_are_on_loopback_meet(tmp_path):
+    with netns.hosts(3, ipv6=True) as network:
+        job = run_tasks(network, the_driver_calls, {"folder": str(tmp_path)}, tmp_path)
+        assert job.wait(90) == [0, 0, 0], job
+
+
 # Long enough for two busy cores to answer; what waits longer than this must have failed.
 TIMEOUT_S = 6.0
 

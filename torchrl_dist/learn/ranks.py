@@ -29,7 +29,7 @@ from ..errors import (
     TorchRLDistError,
 )
 from ..runtime import World, current_session
-from ..runtime.awake import awake, start_clock
+from ..runtime.awake import awake, check_timeout, start_clock
 from ..runtime.store import AnsweringStore, StoreSilent
 from ..runtime.world import is_seen_here, process_stamp
 
@@ -98,8 +98,7 @@ class Ranks:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 300.0) -> None:
-        if not 0 < timeout_s < float("inf"):
-            raise ConfigurationError(f"timeout_s={timeout_s}: expected a positive, finite number.")
+        check_timeout(timeout_s)
         if not dist.is_initialized():
             _require_one_process()
         self.timeout_s = timeout_s

@@ -16,12 +16,14 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TypeVar
 
+from ..errors import ConfigurationError
 from ..forks import now_and_in_children
 
 _T = TypeVar("_T")
 _TICK_S = 0.25
 # Two ticks are further apart only where the process was stopped, or got no processor in between.
 _MOST_S = 2 * _TICK_S
+_LONGEST_S = 1e9
 
 
 class _Clock:
@@ -86,6 +88,15 @@ class _Clock:
 
 
 _clock = _Clock()
+
+
+def check_timeout(timeout_s: float) -> None:
+    """Raises ConfigurationError for what is no deadline, or too long for the clocks of C++."""
+    if not 0 < timeout_s <= _LONGEST_S:
+        raise ConfigurationError(
+            f"timeout_s={timeout_s}: expected a positive, finite number of seconds, at most "
+            f"{_LONGEST_S:g}"
+        )
 
 
 def awake() -> float:

@@ -13,6 +13,7 @@ from typing import Any
 import cloudpickle
 
 from ..errors import ConfigurationError, PeerLostError, TorchRLDistError
+from .awake import check_timeout
 from .forkserver import ForkServer
 from .limits import check_limits
 from .remote import only_session
@@ -68,6 +69,7 @@ def local_cluster(
     """
     if any(count < 0 for count in roles.values()) or not sum(roles.values()):
         raise ConfigurationError(f"roles={dict(roles)}: expected counts >= 0 and a process.")
+    check_timeout(timeout_s)
     seats = assign_roles(roles, sum(roles.values()))
     with only_session():
         if len(seats) > 1:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ..errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
 from ..forks import now_and_in_children
 from . import rendezvous, wire
-from .awake import awake, result_of, start_clock
+from .awake import awake, check_timeout, result_of, start_clock
 from .limits import check_limits
 from .membership import Membership
 from .peer import Peer
@@ -261,8 +261,7 @@ class Session:
     def _deadline(self, timeout_s: float | None) -> float:
         self._check_process()
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        if not 0 < timeout_s < float("inf"):
-            raise ConfigurationError(f"timeout_s={timeout_s}: expected a positive, finite number.")
+        check_timeout(timeout_s)
         if self._closed:
             raise ConfigurationError("This session is closed.")
         return timeout_s
@@ -809,6 +808,7 @@ def session(
         ...     me.me.name, me.call(me.me, max, 1, 2)
         ('learner0', 2)
     """
+    check_timeout(timeout_s)
     if world is None:
         world = World.from_env()
         if world.launcher == "single":
