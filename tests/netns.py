@@ -35,6 +35,7 @@ from tests.spawn import rank_script
 
 INTERFACE = "eth0"
 _SUBNET = "10.77.0."
+_SUBNET6 = "fd77::"
 _PREFIX = "rlhosts"
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _numbers = itertools.count()
@@ -101,6 +102,12 @@ class Host:
     def plug_in(self) -> None:
         _ip("-n", self._switch, "link", "set", self._port, "up")
 
+    def slow_down(self, mbit: float) -> None:
+        """From now on it sends so much per second."""
+        shape = ["tbf", "rate", f"{mbit}mbit", "burst", "16kb", "latency", "400ms"]
+        command = ["tc", "-n", self.namespace, "qdisc", "add", "dev", INTERFACE, "root", *shape]
+        subprocess.run(command, check=True, capture_output=True, timeout=30)
+
     def cut_off_from(self, other: Host) -> None:
         """Packets to one other host vanish; both reach everybody else."""
         _ip("-n", self.namespace, "route", "add", "blackhole", other.address)
@@ -143,15 +150,22 @@ class Host:
 
 
 @contextlib.contextmanager
-def hosts(count: int) -> Iterator[list[Host]]:
-    """``count`` hosts, up and connected. At the end their processes are killed and all is removed,
-    also after a failure."""
+def hosts(count: int, *, ipv6: bool = False) -> Iterator[list[Host]]:
+    """``count`` hosts, up and connected, with ``ipv6`` without an IPv4 address but loopback's. At
+    the end their processes are killed and all is removed, also after a failure."""
     _remove_leftovers()
     prefix = f"{_PREFIX}-{os.getpid()}-{next(_numbers)}"
     switch = f"{prefix}-switch"
     folder = Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir="/dev/shm"))
     network = [
-        Host(f"host{k}", f"{_SUBNET}{k + 1}", f"{prefix}-{k}", folder, switch, f"port{k}")
+        Host(
+            f"host{k}",
+            f"{_SUBNET6 if ipv6 else _SUBNET}{k + 1}",
+            f"{prefix}-{k}",
+            folder,
+            switch,
+            f"port{k}",
+        )
         for k in range(count)
     ]
     try:
@@ -170,7 +184,8 @@ def hosts(count: int) -> Iterator[list[Host]]:
             cable = ("link", "add", host._port, "type", "veth")
             _ip("-n", switch, *cable, "peer", "name", INTERFACE, "netns", host.namespace)
             _ip("-n", switch, "link", "set", host._port, "master", "bridge", "up")
-            _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", INTERFACE)
+            address = [f"{host.address}/64", "nodad"] if ipv6 else [f"{host.address}/24"]
+            _ip("-n", host.namespace, "addr", "add", *address, "dev", INTERFACE)
             for interface in ("lo", INTERFACE):
                 _ip("-n", host.namespace, "link", "set", interface, "up")
         yield network

@@ -20,6 +20,8 @@ from tests.learn.ranks import LearningRanks
 from tests.spawn import is_helper, run_job, start_slurm_tasks, stop_self
 from torchrl_dist import DistributedLoss, session
 from torchrl_dist.learn import Ranks
+from torchrl_dist.learn.ranks import Rank
+from torchrl_dist.runtime.world import process_stamp
 
 HOST = socket.gethostname()
 
@@ -40,6 +42,17 @@ def told(function: Callable[[], None]) -> tuple[str, str, float]:
     except Exception as error:
         return type(error).__name__, str(error), time.monotonic() - start
     return "", "", time.monotonic() - start
+
+
+def test_a_rank_in_another_pid_namespace_or_on_another_machine_of_that_name_is_not_gone() -> None:
+    stamp = process_stamp(os.getpid())
+    pid, start, namespace, boot = stamp.split("-")
+    assert Rank(0, HOST, os.getpid(), stamp).state() == "running"
+    assert (
+        Rank(0, HOST, os.getpid(), f"{pid}-{int(start) + 1}-{namespace}-{boot}").state() == "gone"
+    )
+    for elsewhere in (f"{pid}-{start}-1-{boot}", f"{pid}-{start}-{namespace}-0"):
+        assert Rank(0, HOST, os.getpid(), elsewhere).state() == "unknown"
 
 
 # ---- in a local cluster

@@ -273,6 +273,8 @@ def test_a_planted_fault_is_found(
         ({"versions": {}}, "gymnasium", FAIL),
         ({"memory_limit": 1 << 30, "planned_bytes": 2 << 30}, "memory", FAIL),
         ({"user_processes": 100, "uid": 1000}, "processes", WARN),
+        ({"open_files": 4096, "world_size": 128, "several_nodes": True}, "open files", WARN),
+        ({"open_files": 4096, "world_size": 256, "several_nodes": True}, "open files", FAIL),
         ({"address": "127.0.1.1", "several_nodes": True}, "host name", WARN),
         ({"address": None, "several_nodes": True}, "host name", FAIL),
         ({"master": ("n", "127.0.1.1"), "several_nodes": True}, "MASTER_ADDR", WARN),

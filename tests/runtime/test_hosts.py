@@ -49,6 +49,21 @@ def test_ranks_on_three_hosts_know_their_nodes_and_call_each_other(network, tmp_
     assert facts == [[node, local, f"host{node}", "torchrun", False] for node, local in places]
 
 
+def the_driver_calls(folder: str) -> None:
+    wait_until_all_are_up(Path(folder))
+    with session(ROLES, timeout_s=30, process_group={"collector": "gloo"}) as me:
+        if me.is_driver:
+            assert [me.call(peer, os.getpid) for peer in me.peers] == list(me._pids)
+        else:
+            me.serve()
+
+
+def test_hosts_without_ipv4_whose_own_names_are_on_loopback_meet(tmp_path):
+    with netns.hosts(3, ipv6=True) as network:
+        job = run_tasks(network, the_driver_calls, {"folder": str(tmp_path)}, tmp_path)
+        assert job.wait(90) == [0, 0, 0], job
+
+
 # Long enough for two busy cores to answer; what waits longer than this must have failed.
 TIMEOUT_S = 6.0
 
@@ -120,6 +135,42 @@ def test_when_a_host_is_killed_its_connections_break_at_once(network, tmp_path):
     assert "connection failed" in (tmp_path / "report").read_text()
     (tmp_path / "go on").touch()
     assert job.wait(30) == [0, 0, -9], job
+
+
+PATIENT_S = 5.0
+
+
+def a_long_message_and_then_a_cut(folder: str) -> None:
+    wait_until_all_are_up(Path(folder))
+    with session(ROLES, timeout_s=PATIENT_S) as me:
+        if me.is_driver:
+            other = me.peers[1]
+            me.call(other, os.getpid)
+            Path(folder, "ready").touch()
+            wait_for(Path(folder, "slow"))
+            start = time.monotonic()
+            assert me.call(other, len, b" " * 2_500_000, timeout_s=60) == 2_500_000
+            assert time.monotonic() - start > 0.9 * PATIENT_S and me.lost() == ()
+            Path(folder, "arrived").touch()
+            wait_for(Path(folder, "plugged in"))
+            assert me.call(other, os.getpid, timeout_s=60) == me.pid_of(other)
+            assert me.lost() == ()
+        else:
+            me.serve()
+
+
+def test_neither_a_long_message_nor_a_cut_below_the_deadline_loses_a_host(network, tmp_path):
+    network = network[:2]
+    job = run_tasks(network, a_long_message_and_then_a_cut, {"folder": str(tmp_path)}, tmp_path)
+    wait_for(tmp_path / "ready", job=job)
+    network[0].slow_down(mbit=4)
+    (tmp_path / "slow").touch()
+    wait_for(tmp_path / "arrived", job=job)
+    network[1].unplug()
+    time.sleep(0.66 * PATIENT_S)  # the cut itself
+    network[1].plug_in()
+    (tmp_path / "plugged in").touch()
+    assert job.wait(60) == [0, 0], job
 
 
 def the_driver_only_starts(folder: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -11,8 +13,9 @@ import pytest
 import torch.distributed as dist
 
 from tests.spawn import reserved_port
-from torchrl_dist.errors import DeadlineError
+from torchrl_dist.errors import ConfigurationError, DeadlineError
 from torchrl_dist.runtime.rendezvous import _Exchange, _launcher_store, launcher_store
+from torchrl_dist.runtime.store import keep_store
 from torchrl_dist.runtime.world import World
 
 SEATS = [("learner", 0), ("collector", 0), ("collector", 1)]
@@ -80,3 +83,50 @@ def test_rank_0_is_found_where_it_is_and_another_jobs_store_is_not_taken_for_it(
     kept.underlying_store.set("from rank 0", "here")
     assert found.underlying_store.get("from rank 0") == b"here"
     _launcher_store.cache_clear()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("hosts", [("127.0.0.1",), ("127.0.0.1", "127.0.0.2")], ids=["one", "some"])
+def test_a_port_of_a_program_that_stays_silent_is_given_up_at_the_deadline(hosts) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        world = slurm_rank(1, "3.0", port, hosts)
+        start = time.monotonic()
+        told = f"127.0.0.1:{port} accepts connections.*MASTER_PORT"
+        with pytest.raises(DeadlineError, match=told):
+            launcher_store(world, 0.5)
+        assert time.monotonic() - start < 15
+        silent.settimeout(10)
+        for _ in range(len(hosts)):  # the connections are closed
+            connection, _ = silent.accept()
+            with connection:
+                connection.settimeout(10)
+                while connection.recv(1000):
+                    pass
+
+
+@pytest.mark.parametrize("one_node", [True, False])
+def test_rank_0_says_that_its_port_is_taken(one_node: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        world = slurm_rank(0, "4.0", port, ("127.0.0.1",))
+        world = replace(world, local_world_size=2 if one_node else 1)
+        told = f"kept at 127.0.0.1:{port}: Address already in use.* another MASTER_PORT"
+        with pytest.raises(ConfigurationError, match=told):
+            launcher_store(world, 5)
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_store_that_cannot_be_made_closes_its_descriptor_once_and_says_why(
+    monkeypatch, closes: bool
+) -> None:
+    def fail(*args: object, master_listen_fd: int, **options: object) -> None:
+        if closes:
+            os.close(master_listen_fd)  # as torch does after it has taken it over
+        raise dist.DistNetworkError("the cause")
+
+    monkeypatch.setattr(dist, "TCPStore", fail)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(DeadlineError, match="the cause"):
+        keep_store("127.0.0.1", 0, 5)
+    assert os.listdir("/proc/self/fd") == before

@@ -56,6 +56,8 @@ def each_role_gets_a_process_group_of_its_own() -> None:
         total = torch.ones(1)
         dist.all_reduce(total, group=me.process_group)
         assert total.item() == len(me.of_role(me.role))
+        if me.is_driver:  # gloo as well
+            assert listening_addresses([me.pid_of(peer) for peer in me.peers]) == {"0100007F"}
     assert not dist.is_initialized()
 
 

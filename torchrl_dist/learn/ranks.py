@@ -29,8 +29,9 @@ from ..errors import (
     TorchRLDistError,
 )
 from ..runtime import World, current_session
-from ..runtime.world import process_stamp
-from .store import AnsweringStore, StoreSilent
+from ..runtime.awake import awake, check_timeout, start_clock
+from ..runtime.store import AnsweringStore, StoreSilent
+from ..runtime.world import is_seen_here, process_stamp
 
 # A wait longer than this is announced to the others, and looks for failures that they announced.
 _SLICE_S = 1.0
@@ -58,8 +59,9 @@ class Rank:
         return f"rank {self.index} (pid {self.pid} on {self.host})"
 
     def state(self) -> str:
-        """``"stopped"``, ``"gone"``, ``"running"``; ``"unknown"`` on another machine."""
-        if self.host != socket.gethostname():
+        """``"stopped"``, ``"gone"``, ``"running"``; ``"unknown"`` on another machine, or in another
+        pid namespace of this one (a container)."""
+        if self.host != socket.gethostname() or not is_seen_here(self.stamp):
             return "unknown"
         if process_stamp(self.pid) != self.stamp:
             return "gone"
@@ -96,8 +98,7 @@ class Ranks:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 300.0) -> None:
-        if not 0 < timeout_s < float("inf"):
-            raise ConfigurationError(f"timeout_s={timeout_s}: expected a positive, finite number.")
+        check_timeout(timeout_s)
         if not dist.is_initialized():
             _require_one_process()
         self.timeout_s = timeout_s
@@ -112,6 +113,7 @@ class Ranks:
         self._collectives = self._exchanges = 0
         self._device = torch.device("cpu")
         if self.size > 1:
+            start_clock()
             assert self.group is not None
             if "cpu" not in backends(self.group):
                 self._device = torch.device("cuda", torch.cuda.current_device())
@@ -143,10 +145,10 @@ class Ranks:
         self._exchanges += 1
         number = self._exchanges
         keys = [f"exchange/{number}/{index}" for index in range(self.size)]
-        start = time.monotonic()
+        start = awake()
 
         def is_late() -> bool:
-            return time.monotonic() - start > self.timeout_s
+            return awake() - start > self.timeout_s
 
         def insist(function: Callable[..., Any], *args: Any) -> Any:
             while True:
@@ -360,7 +362,7 @@ class Ranks:
             return
         options = dist.AllreduceOptions()
         options.timeout = timedelta(seconds=self.timeout_s)
-        start = time.monotonic()
+        start = time.monotonic()  # as gloo's own deadline
         try:
             work = self.group.allreduce([tensor], options)
             with self._waiting(what, self._waiting_key(self.index)) as say_so:
@@ -403,12 +405,12 @@ class Ranks:
         keys = [self._waiting_key(index) for index in range(self.size)]
         try:
             self._store.set(keys[self.index], "")
-            give_up = time.monotonic() + _GRACE_S
+            give_up = awake() + _GRACE_S
             while not self._store.wait(keys, _SLICE_S / 4):
                 self._raise_reported()
                 absent = self._absent(keys)
                 cannot_come = all(who.state() in ("stopped", "gone") for who in absent)
-                if cannot_come or time.monotonic() > give_up:
+                if cannot_come or awake() > give_up:
                     break
             self._raise_reported()
             absent = self._absent(keys)
@@ -423,12 +425,12 @@ class Ranks:
     def _lost_error(self, what: str, error: dist.DistError) -> Exception:
         """The store has died with a process, or is silent because one is stopped: without it,
         only the kernel of this machine can tell who that is."""
-        give_up = time.monotonic() + _GRACE_S
+        give_up = awake() + _GRACE_S
         while True:
             states = {who: who.state() for who in self.members}
             stopped = [who for who, state in states.items() if state == "stopped"]
             gone = [who for who, state in states.items() if state == "gone"]
-            if stopped or gone or time.monotonic() > give_up:
+            if stopped or gone or awake() > give_up:
                 break
             time.sleep(0.05)  # a process that dies loses its connections first
         if gone:

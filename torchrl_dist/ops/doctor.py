@@ -193,11 +193,18 @@ def _memory(probe: Probe) -> Iterator[Finding]:
 
 
 def _limits(probe: Probe) -> Iterator[Finding]:
+    from ..runtime.limits import descriptors_of
+
     files = probe.open_files
-    state = OK if files is None or files >= _MANY_FILES else FAIL if files < _FEW_FILES else WARN
+    needed = descriptors_of(probe.world_size, not probe.several_nodes)
+    few = max(_FEW_FILES, needed // 2)
+    many = max(_MANY_FILES, needed)
+    state = OK if files is None or files >= many else FAIL if files < few else WARN
     yield Finding(
-        "open files", state, "no limit" if files is None else f"at most {files}",
-        "" if state == OK else f"ulimit -n {_MANY_FILES}; sbatch --propagate=NONE takes the node's",
+        "open files", state,
+        "no limit" if files is None
+        else f"at most {files}; rank 0 of {probe.world_size} processes needs up to {needed}",
+        "" if state == OK else f"ulimit -n {many}; sbatch --propagate=NONE takes the node's",
     )  # fmt: skip
     threads = probe.user_processes
     few = threads is not None and threads < _FEW_PROCESSES and probe.uid != 0

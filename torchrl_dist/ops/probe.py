@@ -84,6 +84,7 @@ class Probe:
     memory_limit: int | None  # of the cgroup
     omp_threads: int | None  # OMP_NUM_THREADS
     processes: int  # that are expected on this machine
+    world_size: int  # that are expected in the job
     planned_bytes: int  # of the replay buffer here
     launcher: str
     several_nodes: bool
@@ -144,6 +145,7 @@ def probe(
         memory_limit=memory_limit(proc / "self/cgroup", cgroups),
         omp_threads=int(omp) if omp.isdigit() and int(omp) else None,
         processes=processes or (world.local_world_size if launched and world else 4),
+        world_size=world.world_size if launched and world else processes or 4,
         planned_bytes=planned_bytes,
         launcher="?" if world is None else world.launcher,
         several_nodes=world is not None and not world.one_node,
@@ -283,13 +285,13 @@ def _cuda() -> Cuda:
 
 
 def _limit(kind: int) -> int | None:
-    soft = resource.getrlimit(kind)[0]
-    return None if soft == resource.RLIM_INFINITY else soft
+    hard = resource.getrlimit(kind)[1]  # a session raises the soft one to it
+    return None if hard == resource.RLIM_INFINITY else hard
 
 
 def _address(host: str) -> str | None:
     try:
-        return str(socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0])
+        return str(socket.getaddrinfo(host, None)[0][4][0]).partition("%")[0]
     except OSError:
         return None
 

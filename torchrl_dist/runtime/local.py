@@ -13,11 +13,13 @@ from typing import Any
 import cloudpickle
 
 from ..errors import ConfigurationError, PeerLostError, TorchRLDistError
+from .awake import check_timeout
 from .forkserver import ForkServer
+from .limits import check_limits
 from .remote import only_session
-from .rendezvous import connect_store, keep_store
 from .roles import assign_roles
 from .session import Session, joined
+from .store import connect_store, keep_store
 from .surroundings import Surroundings
 from .world import JOB_ID_VARIABLE, World
 
@@ -67,8 +69,11 @@ def local_cluster(
     """
     if any(count < 0 for count in roles.values()) or not sum(roles.values()):
         raise ConfigurationError(f"roles={dict(roles)}: expected counts >= 0 and a process.")
+    check_timeout(timeout_s)
     seats = assign_roles(roles, sum(roles.values()))
     with only_session():
+        if len(seats) > 1:
+            check_limits(len(seats), one_node=True, starts=len(seats), driver=True)
         host = socket.gethostname()
         store, port = keep_store(_LOOPBACK, 0, timeout_s) if len(seats) > 1 else (None, None)
         job = _Job(

@@ -6,10 +6,10 @@ No communication here: the session feeds it and acts on what it returns.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable
 
 from ..forks import now_and_in_children
+from .awake import awake
 
 
 class Membership:
@@ -112,10 +112,11 @@ class Membership:
         return any(rank not in self._others for rank in arrived)
 
     def _wait_for(self, remaining: Callable[[], set[int]], timeout_s: float) -> set[int]:
-        deadline = time.monotonic() + timeout_s
+        deadline = awake() + timeout_s
         with self._changed:
             while left := remaining():
-                wait_s = deadline - time.monotonic()
-                if wait_s <= 0 or not self._changed.wait(wait_s):
-                    return remaining() if wait_s > 0 else left
+                wait_s = deadline - awake()
+                if wait_s <= 0:
+                    return left
+                self._changed.wait(wait_s)
             return set()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import ipaddress
 import itertools
 import json
 import os
 import socket
-import struct
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -19,13 +17,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import ConfigurationError, DeadlineError
+from ..errors import ConfigurationError, DeadlineError, PeerLostError
+from .awake import awake, start_clock
+from .network import addresses_of, interface_of, source_address
 from .peer import Peer
 from .roles import assign_roles
+from .store import AnsweringStore, StoreSilent, connect_store, keep_store
 from .world import World
 
 _INTERFACES = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-_SIOCGIFADDR = 0x8915  # netdevice(7): the IPv4 address of an interface
 # How often rank 0 looks for a newer card of somebody who did not confirm the one it found.
 _NEWER_CARD_S = 0.5
 # Where rank 0 may be on several hosts: how long one of them may take to answer, and a pause.
@@ -89,9 +89,11 @@ def _launcher_store(
     """The store and its host; ``mark`` is a key that rank 0 sets in it."""
     if not keep and len(hosts) > 1:
         return _find_store(hosts, port, mark, timeout_s)
-    store = _store_at(hosts[0], port, keep=keep, one_node=one_node, timeout_s=timeout_s)
-    if keep:
-        store.set(mark, "")
+    if not keep:
+        return connect_store(hosts[0], port, timeout_s), hosts[0]
+    # Of several nodes, this machine may know its own name by a loopback address.
+    store, _ = keep_store(hosts[0], port, timeout_s, everywhere=not one_node)
+    store.set(mark, "")
     return store, hosts[0]
 
 
@@ -99,75 +101,29 @@ def _find_store(
     hosts: tuple[str, ...], port: int, mark: str, timeout_s: float
 ) -> tuple[dist.TCPStore, str]:
     """Ask one host after the other until the store of rank 0 answers: its own address decides."""
-    deadline = time.monotonic() + timeout_s
-    errors: dict[str, Exception] = {}
-    while time.monotonic() < deadline:
+    deadline = awake() + timeout_s
+    probe_s = min(_PROBE_S, timeout_s)
+    errors: dict[str, Exception | str] = {}
+    while awake() < deadline:
         for host in hosts:
             try:
-                socket.create_connection((host, port), _PROBE_S).close()
-                store = connect_store(host, port, _PROBE_S)
-                store.wait([mark], timedelta(seconds=_PROBE_S))  # else it is another job's
+                socket.create_connection((host, port), probe_s).close()
+                store = connect_store(host, port, probe_s)
+                if AnsweringStore(store).wait([mark], probe_s):
+                    store.set_timeout(timedelta(seconds=timeout_s))
+                    return store, host
+                errors[host] = "that of another job, or not ready"
             except (OSError, dist.DistError, DeadlineError) as error:
                 errors[host] = error
-            else:
-                store.set_timeout(timedelta(seconds=timeout_s))
-                return store, host
+            if awake() >= deadline and len(errors) == len(hosts):
+                break
         time.sleep(_PROBE_EVERY_S)
-    tried = ", ".join(f"{host} ({errors.get(host)})" for host in hosts)
+    tried = ", ".join(f"{host} ({errors[host]})" for host in hosts if host in errors)
     raise DeadlineError(
         f"no store of rank 0 at port {port} of any host within {timeout_s:g} s: is rank 0 running, "
         f"and may this machine connect to it? Tried {tried}. If its name cannot be reached, set "
         "MASTER_ADDR to the address of rank 0."
     )
-
-
-def _store_at(
-    host: str, port: int, *, keep: bool, one_node: bool, timeout_s: float
-) -> dist.TCPStore:
-    if not keep:
-        return connect_store(host, port, timeout_s)
-    if one_node:
-        return keep_store(host, port, timeout_s)[0]
-    # Several nodes: this machine may know its own name by a loopback address, so listen on all.
-    timeout = timedelta(seconds=timeout_s)
-    return dist.TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False)
-
-
-def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    try:
-        return dist.TCPStore(
-            host, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
-        )
-    except dist.DistError as error:
-        raise DeadlineError(
-            f"no store at {host}:{port} within {timeout_s:g} s: is rank 0 running, and may this "
-            f"machine connect to it? ({error})"
-        ) from error
-
-
-def keep_store(host: str, port: int, timeout_s: float) -> tuple[dist.TCPStore, int]:
-    """A store that listens on ``host``'s address only (a plain TCPStore listens on all), and its
-    port; port 0 takes a free one."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(1024)
-        port = listener.getsockname()[1]
-        store = dist.TCPStore(
-            host,
-            port,
-            is_master=True,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=listener.fileno(),
-        )
-    except BaseException:
-        listener.close()
-        raise
-    listener.detach()  # the store's daemon owns it now
-    return store, port
 
 
 def meet(
@@ -184,7 +140,7 @@ def meet(
         "token": uuid.uuid4().hex[:12],
         "host": world.host,
         "node_rank": world.node_rank,
-        "address": None if world.one_node else _source_address(world.master_addr),
+        "address": None if world.one_node else source_address(world.master_addr),
         "pid": os.getpid(),
         "roles": dict(roles),
         "job_id": world.job_id,
@@ -193,6 +149,7 @@ def meet(
     if store is None:
         cards = [card]
     else:
+        start_clock()
         cards = _Exchange(store, seats, timeout_s).run(world.global_rank, card)
     for (role, index), other in zip(seats, cards, strict=True):
         if other["roles"] != card["roles"]:
@@ -252,14 +209,25 @@ class _Exchange:
     """
 
     def __init__(self, store: dist.Store, seats: list[tuple[str, int]], timeout_s: float) -> None:
-        self._store = store
         self._seats = seats
         self._timeout_s = timeout_s
-        self._deadline = time.monotonic() + timeout_s
+        self._deadline = awake() + timeout_s
+        self._store = AnsweringStore(store, until=self._deadline)
 
     def run(self, rank: int, card: dict[Any, Any]) -> list[dict[Any, Any]]:
         """Blocks for at most ``timeout_s``; raises DeadlineError, which names the missing."""
-        return self._collect(card) if rank == 0 else self._join(rank, card)
+        try:
+            return self._collect(card) if rank == 0 else self._join(rank, card)
+        except StoreSilent as error:
+            raise DeadlineError(
+                f"the store of the job did not answer within {self._timeout_s:g} s: the process "
+                "that keeps it is stopped, or its host cannot be reached any more"
+            ) from error
+        except dist.DistError as error:
+            raise PeerLostError(
+                f"the store of the job is gone, and with it the process that keeps it: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
 
     def _collect(self, card: dict[Any, Any]) -> list[dict[Any, Any]]:
         session_id = card["token"]
@@ -273,15 +241,12 @@ class _Exchange:
                 cards[rank] = json.loads(text)
                 self._store.set(f"found/{cards[rank]['token']}", session_id)
             confirmations = [f"alive/{session_id}/{rank}" for rank in pending]
-            patience_s = min(_NEWER_CARD_S, self._left_s())
-            try:
-                self._store.wait(confirmations, timedelta(seconds=patience_s))
-                pending = []
-            except dist.DistError as error:
-                keys = zip(pending, confirmations, strict=True)
-                pending = [rank for rank, key in keys if not self._store.check([key])]
-                if self._left_s() <= _LEAST_WAIT_S:
-                    raise self._late(pending) from error
+            if self._store.wait(confirmations, min(_NEWER_CARD_S, self._left_s())):
+                break
+            keys = zip(pending, confirmations, strict=True)
+            pending = [rank for rank, key in keys if not self._store.check(key)]
+            if self._left_s() <= _LEAST_WAIT_S:
+                raise self._late(pending)
         everybody = [cards[rank] for rank in range(len(self._seats))]
         self._store.set(f"cards/{session_id}", json.dumps(everybody))
         return everybody
@@ -290,27 +255,26 @@ class _Exchange:
         self._store.set(f"card/{rank}", json.dumps(card))
         found = f"found/{card['token']}"
         self._wait([found], lambda: self._absent() or [0])
-        session_id = self._store.get(found).decode()
+        session_id = self._store.get(found)
         self._store.set(f"alive/{session_id}/{rank}", "")
 
         def silent() -> list[int]:
             keys = {other: f"alive/{session_id}/{other}" for other in range(1, len(self._seats))}
-            return [other for other, key in keys.items() if not self._store.check([key])] or [0]
+            return [other for other, key in keys.items() if not self._store.check(key)] or [0]
 
         self._wait([f"cards/{session_id}"], silent)
         return json.loads(self._store.get(f"cards/{session_id}"))
 
     def _absent(self) -> list[int]:
-        return [r for r in range(len(self._seats)) if not self._store.check([f"card/{r}"])]
+        return [r for r in range(len(self._seats)) if not self._store.check(f"card/{r}")]
 
     def _left_s(self) -> float:
-        return max(_LEAST_WAIT_S, self._deadline - time.monotonic())
+        return max(_LEAST_WAIT_S, self._deadline - awake())
 
     def _wait(self, keys: list[str], missing: Callable[[], list[int]]) -> None:
-        try:
-            self._store.wait(keys, timedelta(seconds=self._left_s()))
-        except dist.DistError as error:
-            raise self._late(missing()) from error
+        while not self._store.wait(keys, self._left_s()):
+            if self._left_s() <= _LEAST_WAIT_S:
+                raise self._late(missing())
 
     def _late(self, missing: list[int]) -> DeadlineError:
         names = [f"{self._seats[r][0]}{self._seats[r][1]} (rank {r})" for r in missing]
@@ -348,27 +312,12 @@ def _interface_towards_others(world: World, cards: list[dict[Any, Any]]) -> str 
     others = [card["address"] for card in cards if card["node_rank"] != world.node_rank]
     # The first node's address is a loopback one where its own name is; then ask for its name.
     usable = [a for a in others if a and not ipaddress.ip_address(a).is_loopback]
-    source = _source_address((usable or [world.master_addr])[0])
-    for _, name in socket.if_nameindex():
-        if source is not None and _address_of(name) == source:
-            return name
-    return None
+    source = source_address((usable or [world.master_addr])[0])
+    return None if source is None else interface_of(source)
 
 
-def _source_address(host: str) -> str | None:
-    """The IPv4 address from which this machine would send to ``host``; sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))
-        except OSError:
-            return None
-        return probe.getsockname()[0]
-
-
-def _address_of(interface: str) -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        try:
-            answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
-        except OSError:
-            return None
-        return socket.inet_ntoa(answer[20:24])
+def own_address(world: World) -> str:
+    """Where this process of a member's world listens for others: as RPC does."""
+    interface = os.environ.get(_INTERFACES[0])
+    addresses = addresses_of(interface) if interface else []
+    return addresses[0] if addresses else socket.getaddrinfo(world.host, 0)[0][4][0]

@@ -21,12 +21,15 @@ import torch.distributed as dist
 from ..errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
 from ..forks import now_and_in_children
 from . import rendezvous, wire
+from .awake import awake, check_timeout, result_of, start_clock
+from .limits import check_limits
 from .membership import Membership
 from .peer import Peer
 from .pool import DaemonPool
 from .remote import Remote, current, only_session, set_current
 from .roles import DEFAULT_ROLES
 from .signals import Latch, StopSignals, say, wait_any
+from .signs import SignPost, give_sign
 from .transport import Transport
 from .world import World, launched_without_us
 
@@ -38,9 +41,8 @@ _STOP_GRACE_S = 10.0
 _GOODBYE_S = 3.0
 # How long a broken connection waits for the supervisor to say how the process died.
 _CAUSE_S = 1.0
-# Between hosts, of the session's deadline: how often a sign of life is asked for, and how long it
-# may take. Together at most the whole, so that silence is noticed within it.
-_BEAT_EVERY, _BEAT_PATIENCE = 0.25, 0.7
+# Between hosts: how often a sign of life is given, of the session's deadline and at most.
+_SIGN_EVERY, _SIGN_AT_LEAST_EVERY_S = 0.1, 10.0
 
 
 class Session:
@@ -100,14 +102,19 @@ class Session:
         self._opened = threading.Event()
         self._at_leave: list[Callable[[bool], None]] = []
         self._at_end: list[Callable[[bool], None]] = []
-        self._no_more_beats = threading.Event()
-        self._beats: threading.Thread | None = None
+        self._no_more_signs = threading.Event()
+        self._sign_every_s = min(_SIGN_EVERY * timeout_s, _SIGN_AT_LEAST_EVERY_S)
+        self._sign_post: SignPost | None = None
+        self._signs: threading.Thread | None = None
+        self._asked: set[int] = set()  # for a sign by a call that is under way
+        self._heard: dict[int, float] = {}  # the last sign of those that are watched, on awake()
         if supervised:  # by local_cluster, whose children do nothing but serve
             for peer in self.peers[1:]:
                 self._members.serve(peer.global_rank)
 
     def _renew(self) -> None:
         self._lock = threading.Lock()
+        self._signs_lock = threading.Lock()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigurationError(
@@ -219,7 +226,7 @@ class Session:
         future = self._submit(peer, operation, timeout_s)
         try:
             # The transport keeps the deadline; ours is for the case that it does not.
-            return future.result(timeout_s + 2 * _GOODBYE_S)
+            return result_of(future, timeout_s + 2 * _GOODBYE_S)
         except FutureTimeoutError as error:
             if future.done():
                 raise
@@ -265,8 +272,7 @@ class Session:
     def _deadline(self, timeout_s: float | None) -> float:
         self.check_process()
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        if not 0 < timeout_s < float("inf"):
-            raise ConfigurationError(f"timeout_s={timeout_s}: expected a positive, finite number.")
+        check_timeout(timeout_s)
         if self._closed:
             raise ConfigurationError("This session is closed.")
         return timeout_s
@@ -424,14 +430,11 @@ class Session:
             else:
                 answer(())
         else:
-            reply: tuple[str | None, ...] = ()
             if kind == "serving":
                 self._members.serve(*args)
             elif kind == "lost":
                 self._lose(*args)
-            elif kind == "beat":
-                reply = (self._members.why_lost(*args),)
-            answer(reply)
+            answer(())
 
     def _left(self, rank: int, reason: str | None) -> None:
         if reason is None or self._ending:
@@ -440,7 +443,7 @@ class Session:
             self._lose(rank, reason)
 
     def _tell(
-        self, peer: Peer, kind: str, *args: Any, timeout_s: float = _GOODBYE_S
+        self, peer: Peer, kind: str, *args: Any, timeout_s: float | None = _GOODBYE_S
     ) -> Future[Any]:
         """Send a control message. The future never fails: it gives (answer, error)."""
         self.check_process()
@@ -473,33 +476,70 @@ class Session:
             done=done,
         )
 
-    def _beat(self, watched: tuple[Peer, ...]) -> None:
-        """Ask for signs of life until the session ends; a thread of its own runs this.
+    def _hear_signs(self, post: SignPost) -> None:
+        """Runs on the driver in a thread of its own, until the session ends.
 
-        A host that vanishes closes no connection: without this ``serve`` would wait for ever, and
-        nobody would hear of a loss before calling.
+        A host that vanishes closes no connection: without this, its loss would be known only after
+        the deadline of a call.
         """
-        patience_s = _BEAT_PATIENCE * self.timeout_s
-        waiting: set[int] = set()
 
-        def answered(peer: Peer, future: Future[Any]) -> None:
-            answer, error = future.result()
-            if isinstance(error, DeadlineError):
-                self._lose(peer.global_rank, f"no sign of life for {patience_s:g} s")
-            elif answer is not None and answer[0] is not None and peer == self._driver:
-                # We were silent: paused, or cut off for a while. The job goes on without us.
-                self._end_job(f"{peer} counts {self.me.name} as lost: {answer[0]}")
-            waiting.discard(peer.global_rank)
+        def heard(rank: int) -> tuple[str | None, bool, str | None]:
+            self._heard[rank] = awake()
+            return self._members.why_lost(rank), self._ending, self._end_reason
 
-        while not self._no_more_beats.wait(_BEAT_EVERY * self.timeout_s):
-            for peer in watched:
-                rank = peer.global_rank
-                if rank not in waiting and not self._members.gone(rank):
-                    waiting.add(rank)
-                    told = self._tell(peer, "beat", self.me.global_rank, timeout_s=patience_s)
-                    told.add_done_callback(functools.partial(answered, peer))
+        try:
+            while post.serve(self._sign_every_s, heard):
+                self._check_signs()
+        finally:
+            post.release()
+
+    def _give_signs(self, card: str) -> None:
+        """Runs in the other processes, and tells them that the driver is lost, or counts this one
+        as lost, because it was paused or cut off for a while."""
+        driver = self._driver.global_rank
+        wait_s = 0.0
+        while not self._no_more_signs.wait(wait_s):
+            begin = awake()
+            try:
+                lost, ended, reason = give_sign(card, self.me.global_rank, self._sign_every_s)
+            except OSError:
+                pass
+            else:
+                self._heard[driver] = awake()
+                if self._no_more_signs.is_set():
+                    return
+                if lost is not None:
+                    self._end_job(f"{self._driver} counts {self.me.name} as lost: {lost}")
+                elif ended:
+                    self._end_job(reason)
+            self._check_signs()
+            wait_s = max(0.0, begin + self._sign_every_s - awake())
+
+    def _check_signs(self) -> None:
+        for rank, at in list(self._heard.items()):
+            if self._members.gone(rank):
+                continue
+            if awake() - at > self.timeout_s:
+                self._lose(rank, f"no sign of life for {self.timeout_s:g} s")
+            elif rank not in self._asked:
+                # An answer to a call is a sign as well, where the others' way is blocked; and a
+                # firewall forgets a connection that says nothing for long.
+                self._asked.add(rank)
+                with self._signs_lock:  # nothing may be sent while the transport closes
+                    if self._no_more_signs.is_set():
+                        return
+                    told = self._tell(self.peers[rank], "beat", timeout_s=None)
+                told.add_done_callback(functools.partial(self._answered, rank))
+
+    def _answered(self, rank: int, future: Future[Any]) -> None:
+        answer, _ = future.result()
+        if answer is not None:
+            self._heard[rank] = awake()
+            self._asked.discard(rank)
 
     def _end_job(self, reason: str | None) -> None:
+        if self._end.is_set():
+            return  # the first reason stays: after an end in order, connections break
         self._end_reason = reason
         self._stop.set()  # first: whoever comes out of serve() sees it
         self._end.set()
@@ -579,7 +619,7 @@ class Session:
                 self._driver, "barrier", number, self.me.global_rank, timeout_s=timeout_s
             )
         try:
-            _, error = released.result(timeout_s + (0 if self.is_driver else _GOODBYE_S))
+            _, error = result_of(released, timeout_s + (0 if self.is_driver else _GOODBYE_S))
         except FutureTimeoutError:
             names = [self.peers[rank].name for rank in sorted(self._members.missing(number))]
             error = DeadlineError(f"barrier: {', '.join(names)} did not come in {timeout_s:g} s")
@@ -613,7 +653,11 @@ class Session:
         world = self.world
         if world.world_size > 1:
             assert self._member.store is not None
+            start_clock()
             names = [f"{peer.name}-{self.session_id}" for peer in self.peers]
+            if self.is_driver and not world.one_node:
+                self._sign_post = SignPost(rendezvous.own_address(world), world.world_size)
+                self._member.store.set("signs", self._sign_post.card)
             self._transport = Transport(
                 dist.PrefixStore("rpc", self._member.store),
                 names,
@@ -626,16 +670,25 @@ class Session:
             for peer in watched:
                 self._watch(peer)
             if not world.one_node:
-                self._beats = threading.Thread(
-                    target=self._beat, args=(watched,), name="torchrl_dist-beat", daemon=True
-                )
-                self._beats.start()
+                self._start_signs(watched)
         self.process_group = rendezvous.make_process_group(
             process_group, self._member, self.timeout_s
         )
         set_current(self)
         self._signals.install()
         self._opened.set()
+
+    def _start_signs(self, watched: tuple[Peer, ...]) -> None:
+        assert self._member.store is not None
+        self._heard = {peer.global_rank: awake() for peer in watched}
+        target: Callable[[], None]
+        if self._sign_post is not None:
+            target = functools.partial(self._hear_signs, self._sign_post)
+        else:  # the driver set its card before anybody was connected
+            card = self._member.store.get("signs").decode()
+            target = functools.partial(self._give_signs, card)
+        self._signs = threading.Thread(target=target, name="torchrl_dist-signs", daemon=True)
+        self._signs.start()
 
     def close(self) -> None:
         """Leave the job. Idempotent; never hangs on a dead peer.
@@ -669,7 +722,9 @@ class Session:
                     names = ", ".join(self.peers[rank].name for rank in sorted(busy))
                     warnings.warn(f"the job ends while {names} still work", stacklevel=4)
             self._answer_watchers(failure)
-            self._members.wait_until_all_left(_GOODBYE_S)
+            # Where a long message is under way, only signs tell of the end in time.
+            by_signs_s = 0.0 if self._signs is None else self._sign_every_s
+            self._members.wait_until_all_left(_GOODBYE_S + by_signs_s)
             return
         if failure is None and not self._end.is_set():
             with contextlib.suppress(PeerLostError):
@@ -697,7 +752,8 @@ class Session:
 
     def _tear_down(self, *, clean: bool = False) -> None:
         self._ending = self._closed = True
-        self._no_more_beats.set()
+        with self._signs_lock:
+            self._no_more_signs.set()
         set_current(None)
         self._objects.clear()
         with contextlib.ExitStack() as steps:  # runs in reverse order, whatever fails
@@ -711,11 +767,18 @@ class Session:
             if self.process_group is not None:
                 steps.callback(self._destroy_group)
             steps.callback(self._run_callbacks, self._at_end, clean)
-            if self._beats is not None:  # it must not send while the transport closes
-                steps.callback(self._beats.join, _GOODBYE_S)
+            if self._sign_post is not None:
+                steps.callback(self._stop_hearing, self._sign_post)
         for rank, futures in self._in_flight.items():
             for future in list(futures):
                 self._settle(rank, future, error=self._lost_error(self.peers[rank]))
+
+    def _stop_hearing(self, post: SignPost) -> None:
+        post.close()
+        if self._signs is None:
+            post.release()
+        else:
+            self._signs.join(_GOODBYE_S)
 
     def _destroy_group(self) -> None:
         self.process_group = None  # its threads and sockets go with the last reference to it
@@ -756,6 +819,7 @@ def session(
         ...     me.me.name, me.call(me.me, max, 1, 2)
         ('learner0', 2)
     """
+    check_timeout(timeout_s)
     if world is None:
         world = World.from_env()
         if world.launcher == "single":
@@ -811,6 +875,10 @@ def joined(
     supervised: bool = False,
 ) -> Iterator[Session]:
     """``session`` over a given store; for the launchers of this package."""
+    if world.world_size > 1 and not supervised:  # local_cluster has looked already
+        check_limits(
+            world.world_size, one_node=world.one_node, starts=1, driver=world.global_rank == 0
+        )
     member = rendezvous.meet(world, roles, store, timeout_s)
     me = Session(member, timeout_s=timeout_s, supervised=supervised)
     try:

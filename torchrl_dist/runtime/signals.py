@@ -23,6 +23,7 @@ STOP_SIGNALS = (*_ENDS, *_NOTICES)
 _Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 # Slurm and timeout(1) send SIGTERM twice for one reason; who types Ctrl-C twice means it.
 _SAME_S = 0.25
+_LONGEST_POLL_MS = 2**31 - 1
 
 
 class Latch:
@@ -64,7 +65,7 @@ def wait_any(latches: tuple[Latch, ...], timeout_s: float | None) -> bool:
         if latch.is_set() or latch._read_fd < 0:
             return latch.is_set()
         poller.register(latch._read_fd, select.POLLIN)
-    return bool(poller.poll(None if timeout_s is None else timeout_s * 1000))
+    return bool(poller.poll(None if timeout_s is None else min(timeout_s * 1000, _LONGEST_POLL_MS)))
 
 
 class StopSignals:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.rpc as rpc
 
 from ..errors import ConfigurationError, DeadlineError, PeerLostError
+from .awake import awake, call_at, forget
 
 Answer = tuple[Any, ...]
 Handler = Callable[[str, bytes, list[Any], Callable[[Answer], None]], None]
@@ -84,10 +85,27 @@ class Transport:
         timeout_s: float | None,
         done: Callable[[Answer | None, Exception | None], None],
     ) -> None:
-        """Send and return at once; ``done(answer, error)`` is called once, in an RPC thread or
-        in this one. ``error`` is a DeadlineError or a PeerLostError. None waits for ever."""
+        """Send and return at once; ``done(answer, error)`` is called once, in an RPC thread, in
+        the clock's or in this one. ``error`` is a DeadlineError or a PeerLostError. With None
+        there is no deadline."""
+        try:
+            future = rpc.rpc_async(
+                self._workers[to_rank],
+                _receive,
+                args=(kind, body, tensors),
+                timeout=0,  # none: RPC's own runs on while this process is stopped
+            )
+        except RuntimeError as error:
+            done(None, _translate(error, timeout_s))
+            return
+        key: int | None = None
+        if timeout_s is not None:
+            late = DeadlineError(f"no answer within {timeout_s} s")
+            key = call_at(awake() + timeout_s, lambda: done(None, late))
 
         def arrived(future: torch.futures.Future[Any]) -> None:
+            if key is not None and not forget(key):
+                return
             try:
                 answer = future.wait()
             except Exception as error:  # RuntimeError with a text from C++
@@ -95,17 +113,7 @@ class Transport:
             else:
                 done(answer, None)
 
-        try:
-            future = rpc.rpc_async(
-                self._workers[to_rank],
-                _receive,
-                args=(kind, body, tensors),
-                timeout=0 if timeout_s is None else timeout_s,  # 0 is RPC's "for ever"
-            )
-        except RuntimeError as error:
-            done(None, _translate(error, timeout_s))
-        else:
-            future.add_done_callback(arrived)
+        future.add_done_callback(arrived)
 
     def expect_broken_connections(self) -> None:
         """Called when the job ends: from now until ``close``, let C++ print errors only.

@@ -140,6 +140,14 @@ def has_ended(stamp: str) -> bool:
     return stat is None or stat[_STATE] == "Z" or process_stamp(int(pid)) != stamp
 
 
+def is_seen_here(stamp: str) -> bool:
+    """Whether the pid of a :func:`process_stamp` means the same process in this one's ``/proc``:
+    same machine, same pid namespace."""
+    own = _stat(os.getpid())
+    place = [str(_namespace()), _boot()]
+    return own is not None and own[0] == str(os.getpid()) and stamp.split("-")[2:] == place
+
+
 def is_stamp(text: str) -> bool:
     """Whether the text is a :func:`process_stamp`."""
     return re.fullmatch(r"\d+-\d+-\d+-[0-9a-f]*", text) is not None

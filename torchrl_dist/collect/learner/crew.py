@@ -11,7 +11,6 @@ import contextlib
 import math
 import os
 import threading
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from torchrl_dist.collect.learner.handles import Handle
 from torchrl_dist.collect.learner.readiness import Readiness
 from torchrl_dist.collect.loop.exploration import held_up
 from torchrl_dist.collect.worker.shared_block import PackedRows
-from torchrl_dist.collect.worker.worker import STOPPED_S, RolloutStats
+from torchrl_dist.collect.worker.worker import RolloutStats
 from torchrl_dist.errors import (
     ConfigurationError,
     DeadlineError,
@@ -36,6 +35,7 @@ from torchrl_dist.errors import (
     RemoteError,
 )
 from torchrl_dist.forks import now_and_in_children
+from torchrl_dist.runtime.awake import awake, result_of, start_clock
 from torchrl_dist.weights import PackedWeights
 
 Delivery = tuple[RolloutStats, TensorDict | None]
@@ -54,7 +54,7 @@ class RolloutRequest:
     number: int  # 0, 1, ... of this worker
     round: int
     share: Share
-    begun: float  # time.monotonic()
+    begun: float  # on awake()
 
 
 Arrival = tuple[RolloutRequest, RolloutStats, TensorDict | None]
@@ -79,7 +79,7 @@ class Worker:
     overtook: dict[int, Arrival | None] = field(default_factory=dict)
     cut_through: int = -1  # requests up to this number were told to stop early
     inbox: deque[Arrival] = field(default_factory=deque)
-    busy_since: float = 0.0  # time.monotonic() when the first request in flight began
+    busy_since: float = 0.0  # on awake(), when the first request in flight began
     given_up: int = 0  # requests in flight that nobody waits for any more
     has_gap: bool = False  # rows of its episodes were dropped
     failure: BaseException | None = None
@@ -143,6 +143,7 @@ class Crew:
         self._min_workers = min_workers
         self._arrivals: list[int] = []
         self._waiting = False
+        start_clock()
         self._paused = 0
         self._closed = False
         self._pid = os.getpid()
@@ -190,7 +191,7 @@ class Crew:
             PeerLostError: fewer than ``min_workers`` are alive.
             RemoteError: a worker raised.
         """
-        begun = time.monotonic()
+        begun = awake()
         with self._cond:
             self._waiting = True
             try:
@@ -206,7 +207,7 @@ class Crew:
                     arrived, expected = self._standing()
                     if not expected and not self._replacing:
                         return None
-                    waited_s = time.monotonic() - begun
+                    waited_s = awake() - begun
                     chosen = expected and self._readiness.take(arrived, expected, waited_s)
                     if chosen:
                         return self._take(chosen)
@@ -226,10 +227,10 @@ class Crew:
         if self._worker_timeout_s is not None and left_s > 0:
             since = min((w.busy_since for w in self.workers if w.in_flight), default=None)
             if since is not None:
-                hangs_in_s = since + self._worker_timeout_s - time.monotonic()
+                hangs_in_s = since + self._worker_timeout_s - awake()
                 left_s = min(left_s, max(0.001, hangs_in_s))
         if left_s <= 0:
-            now = time.monotonic()
+            now = awake()
             names = ", ".join(
                 f"{w.name} (asked for {w.in_flight[0].share.steps} steps "
                 f"{now - w.in_flight[0].begun:.1f} s ago)"
@@ -246,12 +247,7 @@ class Crew:
             )
         if self._stopped is not None:
             left_s = min(left_s, _GLANCE_S)
-        asked = time.monotonic()
         self._cond.wait(left_s)
-        waited_s = time.monotonic() - asked
-        if waited_s > left_s + STOPPED_S:  # what has come meanwhile is still to be taken in
-            for worker in self.workers:
-                worker.busy_since += waited_s
 
     def _standing(self) -> tuple[list[int], list[int]]:
         """Workers that have delivered for this batch in order of arrival, and all that shall."""
@@ -298,7 +294,7 @@ class Crew:
         if limit_s is None:
             return
         for worker in self.workers:
-            if worker.in_flight and time.monotonic() - worker.busy_since > limit_s:
+            if worker.in_flight and awake() - worker.busy_since > limit_s:
                 worker.failure = PeerLostError(
                     f"{worker.name}: no rollout within worker_timeout_s={limit_s:g} s"
                 )
@@ -334,7 +330,7 @@ class Crew:
         weights = worker.news
         if weights is not None:
             worker.sent_version = weights.version
-        request = RolloutRequest(worker.requests, round_, share, time.monotonic())
+        request = RolloutRequest(worker.requests, round_, share, awake())
         try:
             future = worker.handle.submit(
                 "collect",
@@ -365,7 +361,7 @@ class Crew:
                 self._arrived_late(worker, error)
                 return
             worker.in_flight.remove(request)
-            worker.busy_since = time.monotonic()
+            worker.busy_since = awake()
             worker.overtook[request.number] = None
             if error is not None:
                 worker.failure = error
@@ -493,7 +489,7 @@ class Crew:
         results = []
         for future in futures:  # each has the same deadline, from the same instant
             try:
-                results.append(future.result(timeout_s + 1))
+                results.append(result_of(future, timeout_s + 1))
             except PeerLostError:
                 continue  # the next request to it reports that
         if len(results) < self._min_workers:

@@ -19,6 +19,7 @@ from torchrl_dist.collect.worker.specs import require_equal_specs
 from torchrl_dist.collect.worker.worker import WorkerConfig, WorkerInfo
 from torchrl_dist.errors import ConfigurationError, PeerLostError
 from torchrl_dist.runtime import Peer, Session
+from torchrl_dist.runtime.awake import result_of
 from torchrl_dist.runtime.pool import DaemonPool
 
 # A message costs both sides together three milliseconds of CPU: less than a percent of this ...
@@ -125,7 +126,7 @@ def _set_steps(workers: Sequence[Worker], infos: Sequence[WorkerInfo], limit_s: 
     )
     answers = [worker.handle.submit("set_steps", steps, timeout_s=limit_s) for worker in workers]
     for worker, answer in zip(workers, answers, strict=True):
-        answer.result(limit_s + 1)
+        result_of(answer, limit_s + 1)
         worker.steps = steps
 
 

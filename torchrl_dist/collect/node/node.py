@@ -15,7 +15,6 @@ import os
 import selectors
 import statistics
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -43,7 +42,6 @@ from torchrl_dist.collect.worker.shared_block import (
 )
 from torchrl_dist.collect.worker.specs import require_equal_specs
 from torchrl_dist.collect.worker.worker import (
-    STOPPED_S,
     Hooks,
     RolloutStats,
     RolloutWorker,
@@ -55,6 +53,7 @@ from torchrl_dist.collect.worker.worker import (
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
 from torchrl_dist.forks import now_and_in_children
 from torchrl_dist.runtime import ForkServer
+from torchrl_dist.runtime.awake import awake, start_clock
 from torchrl_dist.weights import PackedWeights
 
 # Of rollouts: the collector asks for the one after the next when it has got the one at hand.
@@ -121,6 +120,7 @@ class NodeWorker:
     def __init__(self, config: WorkerConfig, server: ForkServer | None = None) -> None:
         if config.env_processes < 1:
             raise ConfigurationError(f"env_processes={config.env_processes}: expected at least 1")
+        start_clock()
         self.config = config
         self._count = config.env_processes
         now_and_in_children(self, NodeWorker._renew)
@@ -232,7 +232,7 @@ class NodeWorker:
             DeadlineError: not all answered within ``config.call_timeout_s``. They go on with it.
         """
         with self._lock:
-            until = time.monotonic() + self.config.call_timeout_s
+            until = awake() + self.config.call_timeout_s
             asked = [p for p in self._pool.processes if only in (None, p.index)]
             answers: dict[int, Any] = {}
             while missing := [p for p in asked if p.index not in answers]:
@@ -240,7 +240,7 @@ class NodeWorker:
                     raise ConfigurationError("this worker is closed")
                 self._finish_all(until)
                 self._pool.welcome(missing, until, all_of_them=True)
-                if time.monotonic() >= until:
+                if awake() >= until:
                     raise DeadlineError(
                         f"{method}: env processes {[process.index for process in missing]} did not "
                         f"answer within {self.config.call_timeout_s:g} s"
@@ -341,7 +341,7 @@ class NodeWorker:
             if not process.ready:
                 continue
             if process.index not in busy:
-                process.seen_at = time.monotonic()
+                process.seen_at = awake()
             rollout.pending[process.index] = self._pool.send(
                 process,
                 "collect",
@@ -358,20 +358,15 @@ class NodeWorker:
 
     def _finish(self, rollout: _UnderWay, until: float = math.inf) -> None:
         """Read and relay until every process has handed in its part of that rollout, or has
-        ended; or until then on ``time.monotonic()``."""
+        ended; or until then on ``awake()``."""
         limit_s, relay = self.config.step_timeout_s, self._relay
         if limit_s is not None and self.config.replay_buffer is not None:
             limit_s = max(limit_s, _LEAST_LIMIT_S)
         glance_s = _GLANCE_S if limit_s is None else min(_GLANCE_S, limit_s / 4)
         self._begin_ahead()
         flush_s = math.inf
-        while rollout.pending and (left_s := until - time.monotonic()) > 0:
-            wait_s, asked = min(left_s, glance_s, flush_s), time.monotonic()
-            events = self._selector.select(wait_s)
-            waited_s = time.monotonic() - asked
-            if waited_s > wait_s + STOPPED_S:  # and its processes as well, perhaps
-                for process in self._pool.processes:
-                    process.seen_at += waited_s
+        while rollout.pending and (left_s := until - awake()) > 0:
+            events = self._selector.select(min(left_s, glance_s, flush_s))
             for key, _ in events:
                 if isinstance(key.data, EnvProcess):
                     self._take_answer(key.data)
@@ -484,7 +479,7 @@ class NodeWorker:
         Raises:
             RemoteError: an env raised as it was closed; everything has ended all the same.
         """
-        until = time.monotonic() + step_limit_s
+        until = awake() + step_limit_s
         self._pool.words[STOP] = 1
         self._turns.open()
         idle = self._lock.acquire(timeout=step_limit_s)
@@ -495,7 +490,7 @@ class NodeWorker:
             self._closed = True
             if idle:
                 self._finish_all(until)
-                errors = self._pool.close_envs(min(until, time.monotonic() + CLOSE_S))
+                errors = self._pool.close_envs(min(until, awake() + CLOSE_S))
                 self._let_go()
         finally:
             self._end()

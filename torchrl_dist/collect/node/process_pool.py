@@ -14,7 +14,6 @@ import selectors
 import signal
 import socket
 import struct
-import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -41,6 +40,7 @@ from torchrl_dist.collect.worker.shared_block import SharedBlock
 from torchrl_dist.collect.worker.worker import WorkerConfig, WorkerInfo
 from torchrl_dist.errors import DeadlineError, PeerLostError, RemoteError
 from torchrl_dist.runtime import ForkServer
+from torchrl_dist.runtime.awake import awake
 from torchrl_dist.runtime.surroundings import Surroundings
 
 _GLANCE_S = 0.2  # how often a death is looked for that no socket tells
@@ -63,7 +63,7 @@ class EnvProcess:
     ready: bool = False
     sent: int = 0  # messages, whose numbers begin at 1
     generation: int = 0
-    forked_at: float = field(default_factory=time.monotonic)
+    forked_at: float = field(default_factory=awake)
     deaths: int = 0  # since its last rollout
     numbered: int = 0
     steps_seen: int = 0
@@ -141,10 +141,10 @@ class ProcessPool:
             for _, theirs in pairs:
                 theirs.close()
         limit_s = self._start_s
-        deadline = time.monotonic() + limit_s
+        deadline = awake() + limit_s
         infos: dict[int, WorkerInfo] = {}
         while len(infos) < self._count:
-            left_s = deadline - time.monotonic()
+            left_s = deadline - awake()
             if left_s <= 0:
                 raise DeadlineError(
                     f"{self._count - len(infos)} of {self._count} env processes did not start "
@@ -267,7 +267,7 @@ class ProcessPool:
         error that it raises there is an answer. Those that end are replaced, and have none.
 
         Args:
-            until: on ``time.monotonic()``; who has not answered by then has no answer, either.
+            until: on ``awake()``; who has not answered by then has no answer, either.
 
         Raises:
             PeerLostError: a process ended for the third time in a row.
@@ -288,7 +288,7 @@ class ProcessPool:
 
     def _await_answer(self, process: EnvProcess, number: int, until: float) -> Any:
         while True:
-            left_s = max(0.0, until - time.monotonic())
+            left_s = max(0.0, until - awake())
             if process.connection.poll(min(left_s, _GLANCE_S)):
                 answer = self.receive(process)
                 if answer is not None and answer.number == number:
@@ -311,7 +311,7 @@ class ProcessPool:
 
     def hangs(self, process: EnvProcess, limit_s: float) -> bool:
         """Whether a busy process has made no step for so long."""
-        made, now = int(self.words[FIRST_PROGRESS + process.index]), time.monotonic()
+        made, now = int(self.words[FIRST_PROGRESS + process.index]), awake()
         if made != process.steps_seen:
             process.steps_seen, process.seen_at = made, now
         return now - process.seen_at > limit_s
@@ -344,7 +344,7 @@ class ProcessPool:
         if process.deaths >= _MAX_DEATHS_IN_A_ROW:
             raise PeerLostError(f"{what}; {process.deaths} in a row have ended like this")
         process.generation += 1
-        process.forked_at = time.monotonic()
+        process.forked_at = awake()
         process.numbered += self.numbers_at_stake
         job = replace(self.job, generation=process.generation, numbered=process.numbered)
         process.connection, theirs = self._pair()
@@ -355,7 +355,7 @@ class ProcessPool:
         self, wanted: Sequence[EnvProcess], until: float = math.inf, *, all_of_them: bool = False
     ) -> None:
         """Take in replaced processes that are ready by now; block until one of those that are
-        wanted is, or all of them, or until then on ``time.monotonic()``.
+        wanted is, or all of them, or until then on ``awake()``.
 
         Raises:
             RemoteError: one could not build its envs.
@@ -364,7 +364,7 @@ class ProcessPool:
         while newcomers := [p for p in self.processes if not p.ready]:
             ready = [process.ready for process in wanted]
             enough = all(ready) if all_of_them or not ready else any(ready)
-            if self.stopped or (not enough and time.monotonic() >= until):
+            if self.stopped or (not enough and awake() >= until):
                 return
             connections = [p.connection for p in newcomers if not p.connection.closed]
             readable = wait(connections, 0.0 if enough else _GLANCE_S)
@@ -373,7 +373,7 @@ class ProcessPool:
                     self._take_in(process)
                 elif process.connection.closed:  # it was the last that was replaced
                     self.replace(process, "")
-                elif not readable and time.monotonic() - process.forked_at > self._start_s:
+                elif not readable and awake() - process.forked_at > self._start_s:
                     self.replace(process, f"was not ready within {self._start_s:g} s")
             if enough and not readable:
                 return
@@ -390,7 +390,7 @@ class ProcessPool:
 
     def close_envs(self, until: float) -> list[RemoteError]:
         """Let the processes that are ready close their envs and end; blocks until they have, or
-        until then on ``time.monotonic()``.
+        until then on ``awake()``.
 
         Returns:
             what envs raised as they were closed.
@@ -403,7 +403,7 @@ class ProcessPool:
                 content = self._await_answer(process, number, until)
                 if isinstance(content, RemoteError):
                     errors.append(content)
-        self.children.wait_gone(max(0.0, until - time.monotonic()))
+        self.children.wait_gone(max(0.0, until - awake()))
         return errors
 
     def close(self) -> None:

@@ -58,8 +58,6 @@ Hooks = tuple[Callable[[], Any] | None, Callable[[TensorDictBase], Any] | None]
 # Stepping to know what a step takes: until it has lasted so long, or for so many steps.
 _MEASURED_S = 0.02
 _MOST_MEASURED = 64
-# A wait that lasts so much longer than was asked for: this process was stopped meanwhile.
-STOPPED_S = 1.0
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ import itertools
 import math
 import os
 import threading
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from torchrl_dist.replay.parts.sampler import RecentGenerations
 from torchrl_dist.replay.row import rows
 from torchrl_dist.replay.row.packing import pack, spec_from_text
 from torchrl_dist.replay.row.spec import RowSpec
+from torchrl_dist.runtime.awake import awake
 
 _FEW_BYTES = 2**10  # what an operation costs in addition to its arrays, in a queue
 _GUESSED_ROW_BYTES = 2**13
@@ -178,7 +178,7 @@ class ReplayClient:
 
     def answers(self, futures: Sequence[Any]) -> list[Answer | None]:
         """Wait for one answer per shard; None for those that were not asked or did not answer."""
-        begin = time.monotonic()
+        begin = awake()
         found: list[Answer | None] = []
         for shard, future in enumerate(futures):
             answer = None
@@ -333,13 +333,13 @@ class ReplayClient:
             return found
 
         def answers(futures: dict[int, Any], timeout_s: float) -> dict[int, Any]:
-            begin = time.monotonic()
+            begin = awake()
             return each(lambda s, future: await_answer(future, links[s], begin, timeout_s), futures)
 
-        begin = time.monotonic()
+        begin = awake()
         asked = each(lambda shard, _: links[shard].ask(None, None), arguments)
         applied = answers(asked, self.timeout_s)
-        left = max(SHORTEST_CALL_S, begin + self.timeout_s - time.monotonic())
+        left = max(SHORTEST_CALL_S, begin + self.timeout_s - awake())
         sent = each(
             lambda shard, _: links[shard].submit(method, *arguments[shard], timeout_s=left), applied
         )
@@ -363,7 +363,7 @@ class ReplayClient:
             PeerLostError, RemoteError: one of them is lost, or raised.
         """
         self.check()
-        begin = time.monotonic()
+        begin = awake()
         links = [self.links[shard] for shard, _, _ in calls]
         futures = [
             link.order(method, *args, size=_FEW_BYTES + size)
@@ -493,7 +493,7 @@ class ReplayClient:
 
     def _agree(self, shards: Sequence[int], spec: RowSpec) -> list[str | None]:
         """What these hosts' rows are; None for one that does not answer."""
-        begin = time.monotonic()
+        begin = awake()
         found: list[str | None] = []
         futures: list[Any] = []
         for shard in shards:
@@ -616,7 +616,7 @@ class ReplayClient:
 
 def close_links(links: Sequence[Link], timeout_s: float) -> None:
     """What :meth:`ReplayClient.close` does, for links whose client is no more. Idempotent."""
-    begin = time.monotonic()
+    begin = awake()
     for link in links:
         with contextlib.suppress(PeerLostError):
             link.ask(None, None)  # all at once
@@ -624,8 +624,8 @@ def close_links(links: Sequence[Link], timeout_s: float) -> None:
         problems: list[Exception] = []
         try:
             # one that hangs is not waited for again after another
-            left = max(0.0, begin + timeout_s - time.monotonic())
-            left = max(left, link.answered_at + timeout_s - time.monotonic())
+            left = max(0.0, begin + timeout_s - awake())
+            left = max(left, link.answered_at + timeout_s - awake())
             link.close(left if len(links) == 1 or link.problem is None else 0.0)
         except (DeadlineError, PeerLostError, RemoteError) as error:
             problems.append(error)

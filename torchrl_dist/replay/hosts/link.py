@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -21,6 +20,7 @@ from torchrl_dist.replay.hosts.messages import (
 )
 from torchrl_dist.replay.law.limiter import Counts
 from torchrl_dist.replay.row.spec import RowSpec
+from torchrl_dist.runtime.awake import awake
 
 # The last of several calls under one deadline has at least this long.
 SHORTEST_CALL_S = 0.05
@@ -72,7 +72,7 @@ class Link(Protocol):
     replies: int
     """How often the host has answered."""
     answered_at: float
-    """When it did so last, in ``time.monotonic()``."""
+    """When it did so last, on ``awake()``."""
 
     limited: bool
     """Whether the buffer has a rate limiter, so that every reply is to tell the host's state."""
@@ -128,7 +128,7 @@ class Link(Protocol):
 
 
 def await_answer(future: Future[Any], link: Link, begin: float, timeout_s: float) -> Any:
-    """The result of what the link was asked at ``begin``, in ``time.monotonic()``. The deadline,
+    """The result of what the link was asked at ``begin``, on ``awake()``. The deadline,
     ``timeout_s``, runs anew with every answer of the host: what was asked before comes first.
 
     Raises:
@@ -139,10 +139,12 @@ def await_answer(future: Future[Any], link: Link, begin: float, timeout_s: float
         answered_at = link.answered_at
         deadline = max(begin, answered_at) + timeout_s
         try:
-            return future.result(max(0.0, deadline - time.monotonic()))
+            return future.result(max(0.0, deadline - awake()))
         except FutureTimeoutError as error:
             if future.done() and not future.cancelled():
                 raise
+            if awake() < deadline:
+                continue  # this process was stopped meanwhile
             if link.answered_at == answered_at:
                 future.cancel()
                 raise DeadlineError(

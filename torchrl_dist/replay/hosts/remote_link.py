@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -49,6 +48,7 @@ from torchrl_dist.replay.hosts.messages import (
 from torchrl_dist.replay.law.limiter import Counts
 from torchrl_dist.replay.row.packing import spec_from_text
 from torchrl_dist.runtime import Remote
+from torchrl_dist.runtime.awake import awake
 
 # Priorities wait this long for a draw to travel with. A learner that samples faster than that
 # sends one message per batch instead of two.
@@ -215,7 +215,7 @@ class RemoteLink:
         self._bytes += size
         self._due |= urgent
         if self._since is None:
-            self._since = time.monotonic()
+            self._since = awake()
         first = not self._queue
         self._queue.append(item)
         if self._sender is None:
@@ -231,11 +231,11 @@ class RemoteLink:
         self._require_host()
         if not size or not (self._line or self._is_full(size)):
             return
-        turn, begin = object(), time.monotonic()
+        turn, begin = object(), awake()
         self._line.append(turn)
         try:
             while self._line[0] is not turn or self._is_full(size):
-                left = max(begin, self.answered_at) + self._timeout_s - time.monotonic()
+                left = max(begin, self.answered_at) + self._timeout_s - awake()
                 if left <= 0:
                     raise DeadlineError(
                         f"{self.name} has not taken any of {self._bytes / 2**20:.1f} MiB of queued "
@@ -297,7 +297,7 @@ class RemoteLink:
 
     def _is_silent(self) -> bool:
         since = self._since
-        return since is not None and time.monotonic() - since > self._timeout_s
+        return since is not None and awake() - since > self._timeout_s
 
     def close(self, flush_s: float) -> None:
         with self._lock:
@@ -307,7 +307,7 @@ class RemoteLink:
             asked.set_running_or_notify_cancel()  # sent also when nobody waits for it any more
             self._closed = True
             self._room.notify_all()
-        await_answer(asked, self, time.monotonic(), flush_s)
+        await_answer(asked, self, awake(), flush_s)
 
     # --- sending -----------------------------------------------------------------------------
 
@@ -328,7 +328,7 @@ class RemoteLink:
         if self._due:
             return 0.0
         assert self._since is not None
-        return max(0.0, self._since + _COMPANY_S - time.monotonic())
+        return max(0.0, self._since + _COMPANY_S - awake())
 
     def _pump(self) -> None:
         """Send what is due, if no call is under way."""
@@ -377,7 +377,7 @@ class RemoteLink:
             return None
         counts = [ask.count for ask in asks if ask.count is not None]
         draw = sum(counts) if counts else 0 if self.limited else None
-        return _Call(queued, asks, bool(prioritized), draw, time.monotonic())
+        return _Call(queued, asks, bool(prioritized), draw, awake())
 
     def _send(self, call: _Call) -> None:
         try:
@@ -495,7 +495,7 @@ class RemoteLink:
         with self._lock:
             if self._under_way is not call:
                 return
-            now = time.monotonic()
+            now = awake()
             took = now - call.sent_at
             if took > _LONG_CALL * self._timeout_s:
                 self._most = max(1, self._most // 2)

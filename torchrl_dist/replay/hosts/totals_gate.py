@@ -41,6 +41,7 @@ from torchrl_dist.replay.law.limiter import Counts, RateLimiter
 from torchrl_dist.replay.node.gate import process_ends
 from torchrl_dist.replay.parts.storage import NoRowsError
 from torchrl_dist.replay.row import _torchrl
+from torchrl_dist.runtime.awake import awake
 from torchrl_dist.stopping import gives_up
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-3, 5e-2
@@ -89,7 +90,7 @@ class TotalsGate:
         """
         self.limiter.check_batch(count)
         _torchrl.fetch_one_by_one(storage)
-        deadline = time.monotonic() + self._client.timeout_s
+        deadline = awake() + self._client.timeout_s
 
         def admit() -> str | None:
             missing = self._missing_inserts(count, source)
@@ -115,7 +116,7 @@ class TotalsGate:
                     continue
                 if self.limiter.max_times_sampled is None:
                     raise no_rows
-                if time.monotonic() > deadline:
+                if awake() > deadline:
                     raise self._error("draws of rows that other processes do not take first")
                 time.sleep(_LONGEST_PAUSE_S)
 
@@ -128,7 +129,7 @@ class TotalsGate:
         if self.limiter.samples_per_insert is None:
             return
         self._client.answers(self._client.ask_applied())
-        deadline = time.monotonic() + self._client.timeout_s
+        deadline = awake() + self._client.timeout_s
         self._wait(self._missing_samples, deadline, storage)
 
     def _missing_inserts(self, batch_size: int, source: BatchSource) -> str | None:
@@ -159,7 +160,7 @@ class TotalsGate:
                     text = missing()
                 if text is None:
                     return
-                left = deadline - time.monotonic()
+                left = deadline - awake()
                 if left <= 0 or process_ends.is_set() or gives_up():
                     raise self._error(text)
                 time.sleep(min(pause, left))

@@ -1,0 +1,134 @@
+"""Deadlines that run only while this process does.
+
+A process that was stopped (SIGSTOP, a suspended machine, a debugger) finds its deadlines passed
+when it goes on, although the others had no time to answer it. So waits are measured on
+:func:`awake`, which a thread of this module moves: its ticks stop with the process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import TypeVar
+
+from ..errors import ConfigurationError
+from ..forks import now_and_in_children
+
+_T = TypeVar("_T")
+_TICK_S = 0.25
+# Two ticks are further apart only where the process was stopped, or got no processor in between.
+_MOST_S = 2 * _TICK_S
+_LONGEST_S = 1e9
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self._keys = itertools.count()
+        now_and_in_children(self, _Clock._renew)
+
+    def _renew(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._sooner = threading.Event()
+        self._next_look = 0.0
+        # Assigned as one object, since others read it without a lock: the last tick on
+        # time.monotonic() (None before the first), and for how long this process was stopped.
+        self._ticked: tuple[float | None, float] = (None, 0.0)
+        self._due: dict[int, tuple[float, Callable[[], None]]] = {}
+
+    def now(self) -> float:
+        tick, stopped = self._ticked
+        now = time.monotonic()
+        return now - stopped - (0.0 if tick is None else max(0.0, now - tick - _MOST_S))
+
+    def start(self) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._ticked = (time.monotonic(), self._ticked[1])
+                self._thread = threading.Thread(
+                    target=self._run, name="torchrl_dist-clock", daemon=True
+                )
+                self._thread.start()
+
+    def call_at(self, due: float, function: Callable[[], None]) -> int:
+        if self._thread is None:
+            self.start()
+        key = next(self._keys)
+        self._due[key] = (due, function)
+        if due < self._next_look:
+            self._sooner.set()
+        return key
+
+    def forget(self, key: int) -> bool:
+        return self._due.pop(key, None) is not None
+
+    def _run(self) -> None:
+        while True:
+            self._next_look = self.now() + _TICK_S  # before looking: what comes later sees it
+            soonest = min((due for due, _ in list(self._due.values())), default=self._next_look)
+            self._next_look = min(self._next_look, soonest)
+            self._sooner.wait(max(0.0, self._next_look - self.now()))
+            self._sooner.clear()
+            tick, stopped = self._ticked
+            now = time.monotonic()
+            assert tick is not None
+            self._ticked = (now, stopped + max(0.0, now - tick - _MOST_S))
+            now = self.now()
+            for key, (due, function) in list(self._due.items()):
+                if due <= now and self.forget(key):
+                    try:
+                        function()
+                    except Exception:  # the other deadlines must not pass unseen
+                        traceback.print_exc()
+
+
+_clock = _Clock()
+
+
+def check_timeout(timeout_s: float) -> None:
+    """Raises ConfigurationError for what is no deadline, or too long for the clocks of C++."""
+    if not 0 < timeout_s <= _LONGEST_S:
+        raise ConfigurationError(
+            f"timeout_s={timeout_s}: expected a positive, finite number of seconds, at most "
+            f"{_LONGEST_S:g}"
+        )
+
+
+def awake() -> float:
+    """``time.monotonic()`` without the time for which this process was stopped.
+
+    Stops shorter than half a second count as time, and so do all before :func:`start_clock`.
+    """
+    return _clock.now()
+
+
+def start_clock() -> None:
+    """Notice stops from now on; idempotent. Starts a thread, for as long as this process lives."""
+    _clock.start()
+
+
+def call_at(due: float, function: Callable[[], None]) -> int:
+    """Call ``function()`` in the clock's thread when :func:`awake` reaches ``due``; it must not
+    block. Returns a key for :func:`forget`."""
+    return _clock.call_at(due, function)
+
+
+def forget(key: int) -> bool:
+    """Do not make that call; whether it had not begun. True once per key at most."""
+    return _clock.forget(key)
+
+
+def result_of(future: Future[_T], timeout_s: float) -> _T:
+    """``future.result(timeout_s)``, on :func:`awake`."""
+    due = awake() + timeout_s
+    while True:
+        try:
+            return future.result(max(0.0, due - awake()))
+        except FutureTimeoutError:
+            if future.done() or awake() >= due:
+                raise

@@ -1,0 +1,83 @@
+"""What a job needs of this process' limits. Beyond them C++ aborts, without a word of the limit.
+
+The figures were measured with torch 2.13: for each process of the job that the driver is connected
+to, and for a session of two. Between hosts TensorPipe opens more connections for large tensors.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+from ..errors import ConfigurationError
+
+_OF_ONE_NODE, _OF_SEVERAL = 12, 40
+_SESSION_OF_ONE_NODE, _SESSION_OF_SEVERAL = 60, 160
+_THREADS_OF_ONE_NODE, _THREADS_OF_SEVERAL = 14, 32
+# Some programs close every descriptor below the limit when they start.
+_MOST_RAISED = 1 << 16
+_FAR_AWAY = 1 << 14
+
+
+def descriptors_of(world_size: int, one_node: bool) -> int:
+    """How many the driver of such a job may have open at once, with some of the user's."""
+    if world_size == 1:
+        return _SESSION_OF_ONE_NODE
+    if one_node:
+        return _SESSION_OF_ONE_NODE + _OF_ONE_NODE * world_size
+    return _SESSION_OF_SEVERAL + _OF_SEVERAL * world_size
+
+
+def check_limits(world_size: int, *, one_node: bool, starts: int, driver: bool) -> None:
+    """Raise this process' soft limits to its hard ones, and refuse a job that they cannot hold.
+
+    Args:
+        starts: how many processes of the job this one starts, itself included.
+        driver: this process is connected to all others.
+
+    Raises:
+        ConfigurationError: names the limit and the command that raises it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_RAISED if hard == resource.RLIM_INFINITY else min(hard, _MOST_RAISED)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    needed = descriptors_of(world_size if driver else 2, one_node)
+    # Half of them is for large tensors and the user's own files, which there may never be.
+    least = len(os.listdir("/proc/self/fd")) + needed // 2
+    if limit != resource.RLIM_INFINITY and limit < least:
+        raise ConfigurationError(
+            f"this process may have {limit} files and sockets open, and in a job of {world_size} "
+            f"processes it needs up to {needed}: raise the limit before the start (ulimit -n "
+            f"{max(4096, needed)}; where that is refused, the administrator's hard limit)"
+        )
+    _check_threads(starts * (_THREADS_OF_ONE_NODE if one_node else _THREADS_OF_SEVERAL))
+
+
+def _check_threads(needed: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    if soft != hard and soft != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NPROC, (hard, hard))
+    if os.getuid() == 0 or hard == resource.RLIM_INFINITY or hard > needed + _FAR_AWAY:
+        return
+    running = _threads_of(os.getuid())
+    if running + needed > hard:
+        raise ConfigurationError(
+            f"this user may have {hard} processes and threads, {running} are there, and this job "
+            f"starts about {needed}: raise the limit before the start (ulimit -u "
+            f"{max(4096, running + 2 * needed)}), or start fewer processes"
+        )
+
+
+def _threads_of(uid: int) -> int:
+    count = 0
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            try:
+                if process.stat().st_uid == uid:
+                    count += len(os.listdir(process / "task"))
+            except OSError:  # it ended meanwhile
+                continue
+    return count
