@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import hashlib
 import inspect
 import re
 from collections.abc import Iterator, Mapping
@@ -32,6 +33,7 @@ _SETTINGS = (
 )
 # Larger tensors are described by their types and shapes only.
 _SHOWN_ELEMENTS = 64
+_SHOWN_CHARACTERS = 200
 _DEVICE = re.compile(r"(cpu|cuda|mps|xpu|hpu|npu)(:\d+)?")
 
 
@@ -44,10 +46,8 @@ def description(loss: LossModule) -> dict[str, str]:
             found[path] = _type_name(type(module))
         if isinstance(module, TensorDictParams):
             continue
-        for name in _settings_of(module):
-            found[f"{path}.{name.lstrip('_')}" if path else name.lstrip("_")] = _text(
-                getattr(module, name)
-            )
+        for name, value in _settings_of(module):
+            found[f"{path}.{name}" if path else name] = _short_text(value)
         if isinstance(module, (LossModule, ValueEstimatorBase)):
             keys = module.tensor_keys
             for key in getattr(keys, "__dataclass_fields__", ()):
@@ -72,16 +72,17 @@ def _modules(loss: LossModule) -> Iterator[tuple[str, nn.Module]]:
                 pending.append((f"{path}.{shown}" if path else shown, inner))
 
 
-def _settings_of(module: nn.Module) -> Iterator[str]:
-    names = _constructor_parameters(type(module))
-    held = vars(module)
+def _settings_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    names, held = _constructor_parameters(type(module)), vars(module)
     for name in names:
         for stored in (name, f"_{name}"):
             if stored in held and not isinstance(held[stored], nn.Module):
-                yield stored
+                yield name, held[stored]
                 break
     if isinstance(module, LossModule):
-        yield from (name for name in _SETTINGS if name not in names and hasattr(module, name))
+        for name in _SETTINGS:
+            if name not in names and hasattr(module, name):
+                yield name, getattr(module, name)
 
 
 @functools.cache
@@ -96,6 +97,14 @@ def _constructor_parameters(kind: type) -> tuple[str, ...]:
         except (TypeError, ValueError):  # it is not written in Python
             continue
     return tuple(name for name in found if name not in ("self", "device", "args", "kwargs"))
+
+
+def _short_text(value: Any) -> str:
+    text = _text(value)
+    if len(text) <= _SHOWN_CHARACTERS:
+        return text
+    digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return f"{text[:_SHOWN_CHARACTERS]}... ({digest})"
 
 
 def _text(value: Any) -> str:
@@ -134,5 +143,7 @@ def _tensor_text(tensor: Tensor) -> str:
 
 def _type_name(kind: Any) -> str:
     module = getattr(kind, "__module__", None)
+    if module == "__mp_main__":  # the same script, in a process of multiprocessing's
+        module = "__main__"
     name = getattr(kind, "__qualname__", None) or getattr(kind, "__name__", repr(type(kind)))
     return name if module in (None, "builtins") else f"{module}.{name}"

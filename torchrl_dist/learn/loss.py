@@ -540,14 +540,10 @@ def _refuse_difference(ranks: list[Mapping[str, str]]) -> None:
             first, other = ranks[0].get(name, "missing"), theirs.get(name, "missing")
             if first != other:
                 raise ConfigurationError(
-                    f"{name} is {_short(first)} on rank 0 and {_short(other)} on rank {index}; "
+                    f"{name} is {first} on rank 0 and {other} on rank {index}; "
                     "expected the same loss on every rank. Look at what its construction reads: "
                     "configuration, environment, arguments."
                 )
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _compare_devices(ranks: list[tuple[str, list[str]]]) -> None:
