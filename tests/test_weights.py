@@ -134,8 +134,31 @@ def test_tied_tensors_reach_a_module_that_has_them_apart(shared: bool) -> None:
             strict=True,
         ):
             assert torch.equal(ours, theirs), name
-    with pytest.raises(ConfigurationError, match="missing there"):
-        unpack(pack(worker), learner)  # which value would be the one?
+    unpack(pack(worker), learner)
+    worker.second.weight.data = worker.second.weight.detach() + 1
+    with pytest.raises(ConfigurationError, match="are one tensor in the policy, and have diff"):
+        unpack(pack(worker), learner)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_tied_module_takes_its_own_state_in_every_form(shared: bool) -> None:
+    learner = Tied(tie=True)
+    state = learner.state_dict()
+    for form in (
+        state,
+        TensorDict.from_module(learner),
+        TensorDict.from_module(learner).data,
+        {name: tensor.clone() for name, tensor in sorted(state.items(), reverse=True)},
+    ):
+        worker = Tied(tie=True)
+        if shared:
+            owner, view = SharedWeights(), WeightsView()
+            owner.write(pack(form))
+            view.take(owner.address, worker)
+        else:
+            unpack(pack(form), worker)
+        assert_same_state(worker, learner)
+        assert worker.second.weight is worker.first.weight
 
 
 def test_parts_of_a_policy_add_up_whatever_their_names() -> None:

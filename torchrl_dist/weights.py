@@ -69,7 +69,8 @@ class PackedWeights:
 def named_tensors(source: nn.Module | TensorDictBase | Mapping[str, Any]) -> dict[str, Tensor]:
     """Parameters and buffers of a module, or leaves of a TensorDict or state dict, by dotted name.
 
-    A shared (tied) parameter appears once. Non-tensor state of a module is not part of it.
+    A shared (tied) parameter of a module appears once. Non-tensor state of a module is not part of
+    it.
 
     Raises:
         ConfigurationError: a parameter of a lazy layer has no shape yet; or a TensorDict or dict
@@ -142,13 +143,14 @@ def _aliases(
     source: nn.Module | TensorDictBase | Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> tuple[tuple[str, str], ...]:
     names = {id(tensor): name for name, tensor in tensors.items()}
-    every = _with_aliases(source) if isinstance(source, nn.Module) else {}
+    every = every_name(source) if isinstance(source, nn.Module) else {}
     pairs = ((alias, names[id(tensor)]) for alias, tensor in every.items())
     return tuple((alias, name) for alias, name in pairs if alias != name)
 
 
-def _with_aliases(module: nn.Module) -> dict[str, Tensor]:
+def every_name(module: nn.Module) -> dict[str, Tensor]:
     """As :func:`named_tensors`, with a tied tensor under each of its names."""
+    named_tensors(module)  # refuses lazy layers
     found: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     found.update(module.named_buffers(remove_duplicate=False))
     return found
@@ -157,7 +159,7 @@ def _with_aliases(module: nn.Module) -> dict[str, Tensor]:
 def untied(packed: PackedWeights, target: nn.Module) -> dict[str, str]:
     """Names of tensors of their own in ``target`` that are tied to another one in the source, each
     with the name of the entry that holds their value."""
-    have = _with_aliases(target)
+    have = every_name(target)
     return {
         alias: name
         for alias, name in packed.aliases
@@ -181,7 +183,7 @@ def find_target(packed: PackedWeights, module: nn.Module) -> nn.Module:
         depth = path.count(".") + 1 if path else 0
         if matches and depth > matches[0][0]:
             continue
-        have = named_tensors(candidate)
+        have = every_name(candidate)
         if all(
             name in have and (have[name].dtype, tuple(have[name].shape)) == spec
             for name, spec in expected.items()
@@ -189,13 +191,14 @@ def find_target(packed: PackedWeights, module: nn.Module) -> nn.Module:
             matches = [m for m in matches if m[0] == depth]
             matches.append((depth, path, candidate))
     if len(matches) == 1:
+        _refuse_torn(packed, matches[0][2])
         return matches[0][2]
     if matches:
         raise ConfigurationError(
             f"the weights fit several parts of the policy equally well: {[m[1] for m in matches]}; "
             "pass weights of the whole policy"
         )
-    have = named_tensors(module)
+    have = every_name(module)
     missing = [name for name in expected if name not in have]
     wrong = [
         f"{name}: got {(have[name].dtype, tuple(have[name].shape))}, expected {spec}"
@@ -206,6 +209,24 @@ def find_target(packed: PackedWeights, module: nn.Module) -> nn.Module:
         f"the weights fit neither the policy ({type(module).__name__}) nor one part of it; "
         f"missing there: {missing[:5]}, different: {wrong[:5]}; the policy has: {list(have)[:8]}"
     )
+
+
+def _refuse_torn(packed: PackedWeights, target: nn.Module) -> None:
+    """A state dict has a tied tensor under each of its names, and copies of it may differ."""
+    have = every_name(target)
+    first: dict[int, str] = {}
+    again = [
+        (other, e.name)
+        for e in packed.entries
+        if (other := first.setdefault(id(have[e.name]), e.name)) != e.name
+    ]
+    values = packed.tensors() if again else {}
+    for other, name in again:
+        if not torch.equal(values[other].view(torch.uint8), values[name].view(torch.uint8)):
+            raise ConfigurationError(
+                f"{other} and {name} are one tensor in the policy, and have different values in "
+                "these weights: pass weights of a module that shares the same layers"
+            )
 
 
 def completed(
@@ -258,7 +279,7 @@ def _placed(
         return None
     path = next(path for path, each in module.named_modules() if each is target)
     names = {id(tensor): name for name, tensor in named_tensors(module).items()}
-    there = named_tensors(target)
+    there = every_name(target)
     places = {e.name: names[id(there[e.name])] for e in packed.entries}
     tensors = {places[name]: tensor for name, tensor in packed.tensors().items()}
     prefix = f"{path}." if path else ""
@@ -273,7 +294,7 @@ def unpack(packed: PackedWeights, module: nn.Module) -> None:
         ConfigurationError: as :func:`find_target`; then nothing was changed.
     """
     found = find_target(packed, module)
-    target, tensors = named_tensors(found), packed.tensors()
+    target, tensors = every_name(found), packed.tensors()
     for name, tensor in tensors.items():
         target[name].copy_(tensor)
     for alias, name in untied(packed, found).items():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import os
+import pickle
 import signal
 import socket
 import struct
@@ -20,11 +22,14 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from tensordict import TensorDict
 from torchrl.envs.utils import ExplorationType
 
 from tests.collect.envs import Counter
 from torchrl_dist.collect import RPCBatchedCollector
 from torchrl_dist.collect.node.connection import WholeMessages
+from torchrl_dist.collect.node.env_process import _dumps
 from torchrl_dist.collect.node.node import NodeWorker
 from torchrl_dist.collect.worker.worker import WorkerConfig
 from torchrl_dist.errors import DeadlineError, PeerLostError, RemoteError
@@ -86,7 +91,7 @@ class Unreadable:
 
 
 class Asked(Counter):
-    fails = False
+    fails: Any = False  # or what it raises
 
     def __init__(self, go: Path | None = None) -> None:
         super().__init__(10**6)
@@ -115,7 +120,7 @@ class Asked(Counter):
 
     def step(self, action: Any) -> Any:
         if self.fails:
-            raise SimError(3, "joint 4")
+            raise SimError(3, "joint 4") if self.fails is True else self.fails("joint 4")
         return super().step(action)
 
 
@@ -137,9 +142,21 @@ def test_an_error_that_cannot_be_built_again_keeps_its_text_and_shifts_no_answer
         with pytest.raises(RemoteError, match="failed with 3 at joint 4"):
             worker.collect(request=request)
         assert not worker._under_way
+    for kind in (SystemExit, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
+        worker.visit_envs(0, "set", "fails", (kind,), {})
+        with pytest.raises(RemoteError, match=f"{kind.__name__}: joint 4") as caught:
+            worker.collect()
+        assert "in step" in caught.value.remote_traceback
     worker.visit_envs(0, "set", "fails", (False,), {})
-    assert worker.collect(request=2)[1].frames == 20
+    assert worker.collect()[1].frames == 20
     assert call(worker, "pid") == pids
+
+
+def test_unsigned_rows_can_be_built_again() -> None:
+    for dtype in (torch.uint8, torch.uint16, torch.uint32, torch.uint64):
+        rows = TensorDict({"x": torch.arange(6).to(dtype).reshape(2, 3)}, [2])
+        back = pickle.loads(_dumps(rows))
+        assert back["x"].dtype == dtype and back["x"].tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_envs_that_cannot_be_built_say_why_whatever_they_raise(build: Any) -> None:

@@ -141,6 +141,24 @@ def test_what_comes_after_a_rollout_of_some_envs_are_whole_episodes() -> None:
     assert not ids[0] & ids[1]
 
 
+def test_lazy_layers_of_a_factory_take_the_learners_weights() -> None:
+    def make() -> QValueActor:
+        layers = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.Dropout(0.5), nn.LazyLinear(3))
+        return QValueActor(layers, in_keys=["observation"], spec=OneHot(3))
+
+    mine = make().eval()
+    mine(TensorDict({"observation": torch.zeros(1, 2)}, [1]))
+    for initial in (mine, None):
+        with RPCBatchedCollector(Counter, initial, policy_factory=make, frames_per_batch=8) as it:
+            if initial is None:
+                it.update_policy_weights_(mine)
+            inside = it._crew.workers[0].handle._worker.policy
+            it.next()
+        assert inside.training
+        state = inside.state_dict()
+        assert all(torch.equal(state[name], x) for name, x in mine.state_dict().items())
+
+
 def test_weights_may_be_given_in_all_forms_that_torchrl_knows(build: Any) -> None:
     collector = build(Counter, constant(0), frames_per_batch=4, total_frames=-1)
     version = 0

@@ -22,6 +22,7 @@ from torchrl.modules import QValueActor
 
 from tests.collect.envs import Counter, Tally, mlp, steps_taken
 from torchrl_dist.collect import FirstReady, Preempt, Quorum, RPCBatchedCollector, WaitAll
+from torchrl_dist.collect.learner.start import start_workers
 from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
 from torchrl_dist.replay import replay_buffer as hosted_buffer
@@ -236,6 +237,34 @@ def test_an_env_that_cannot_be_built_is_an_error_at_once(fork_server: ForkServer
         pytest.raises(RemoteError, match="no simulator here"),
     ):
         RPCBatchedCollector(make, None, session=session, frames_per_batch=20)
+
+
+class Late(Counter):
+    """Its constructor waits for a file; another says that it was closed."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        while not (folder / "go").exists():
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        (self.folder / "closed").touch()
+
+
+def test_an_env_that_is_built_too_late_is_closed_then(fork_server: ForkServer, tmp_path) -> None:
+    config = WorkerConfig(lambda: Late(tmp_path), own_process=True)
+    with local_cluster({"learner": 1, "collector": 1}, fork_server=fork_server) as session:
+        workers, lost, errors = start_workers(
+            session, session.of_role("collector"), config, max_ahead=0, limit_s=0.2
+        )
+        assert (workers, lost) == ([], []) and isinstance(errors[0], DeadlineError)
+        assert "collector0" in str(errors[0]) and "raise timeout_s= of the coll" in str(errors[0])
+        (tmp_path / "go").touch()
+        give_up = time.monotonic() + 30
+        while not (tmp_path / "closed").exists():
+            assert time.monotonic() < give_up, "it was left open"
+            time.sleep(0.01)
 
 
 def test_who_is_dead_before_it_begins_is_missing_from_the_start(fork_server: ForkServer) -> None:

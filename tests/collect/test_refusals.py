@@ -18,6 +18,7 @@ from torchrl.envs.utils import ExplorationType
 
 from tests.collect.envs import Counter
 from torchrl_dist.collect import RPCBatchedCollector
+from torchrl_dist.collect.loop.policies import cpu_copy
 from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.runtime import session
@@ -190,6 +191,8 @@ def test_a_row_of_another_number_of_envs_is_refused() -> None:
         ({"inference": "learner", "replace_lost": True}, "replace_lost=True does not go with"),
         ({"step_timeout_s": 0.0}, "expected a positive, finite number of seconds"),
         ({"timeout_s": float("nan")}, "expected a positive, finite number of seconds"),
+        ({"seed": -1}, "seed=-1: expected an int of at least 0"),
+        ({"seed": 2.0}, "seed=2.0: expected an int of at least 0"),
     ],
 )
 def test_arguments_that_do_not_go_together(wrong: dict[str, Any], words: str) -> None:
@@ -197,6 +200,17 @@ def test_arguments_that_do_not_go_together(wrong: dict[str, Any], words: str) ->
         more = {} if "workers" in wrong else {"session": me}
         with pytest.raises(ConfigurationError, match=words):
             RPCBatchedCollector(Counter, None, frames_per_batch=4, **more, **wrong)
+
+
+def test_a_policy_that_cannot_be_copied_or_pickled_says_what_to_write() -> None:
+    policy = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(1, 3)))
+    cpu_copy(policy, travels=False)
+    with pytest.raises(ConfigurationError, match=r"policy's '0' is parametrized .*policy_factory="):
+        cpu_copy(policy, travels=True)
+    former = nn.utils.spectral_norm(nn.Linear(1, 3))
+    former(torch.zeros(1, 1))  # its weight is no leaf from now on
+    with pytest.raises(ConfigurationError, match=r"cannot be copied .* policy_factory="):
+        cpu_copy(former, travels=False)
 
 
 def test_weights_for_what_has_none_and_two_postprocs() -> None:

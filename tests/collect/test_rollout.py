@@ -19,10 +19,12 @@ from torchrl.data import Bounded, OneHot
 from torchrl.envs import GymEnv, GymWrapper, SerialEnv
 from torchrl.envs.utils import ExplorationType
 from torchrl.modules import (
+    AdditiveGaussianModule,
     NormalParamExtractor,
     OrnsteinUhlenbeckProcessModule,
     ProbabilisticActor,
     QValueActor,
+    RandomPolicy,
 )
 
 from tests.collect.envs import Counter, EpisodeSeeds, NextStepVector, counters, mlp
@@ -337,6 +339,21 @@ class TestEpisodes:
         assert all(e[0] % 4 == 1 for e in expected)
         finished = sorted((round(e[1], 9), e[2]) for e in expected if e[3])
         assert sorted((round(r, 9), n) for r, n in zip(returns, lengths, strict=True)) == finished
+
+    def test_an_infinite_or_huge_reward_is_of_its_own_episode(self) -> None:
+        for bad in (-np.inf, np.nan, 1e30):
+            episodes = Episodes(2)
+            reward, done = np.ones((2, 8), np.float32), np.zeros((2, 8), bool)
+            done[:, 1::2] = True
+            reward[0, 2] = bad
+            _, returns, lengths = episodes.advance(reward, done)
+            assert returns[:1] + returns[2:] == [2.0] * 7 and lengths == [2] * 8
+            assert returns[1] == np.float32(bad) or np.isnan(returns[1])
+            reward[0, 7] = bad  # in an episode that goes on
+            done[0, 7] = False
+            assert episodes.advance(reward, done)[1][-4:] == [2.0] * 4
+            _, returns, _ = episodes.advance(np.ones((2, 8), np.float32), done)
+            assert not np.isclose(returns[0], 3.0) and returns[1:] == [2.0] * 6
 
 
 class TestPolicies:
@@ -681,3 +698,31 @@ def test_envs_that_are_reset_alone_begin_with_zeros_of_what_a_policy_wrote() -> 
     rollout.reset([1])
     assert rollout.run(3)["counted"][..., 0].tolist() == [[4, 5, 6], [1, 2, 3]]
     rollout.close()
+
+
+def test_a_stop_iteration_of_a_policy_is_an_error() -> None:
+    def policy(td: TensorDictBase) -> TensorDictBase:
+        raise StopIteration("no more actions")
+
+    with pytest.raises(StopIteration, match="no more actions"):
+        collect(Counter, policy, 3)
+
+
+def noisy_policy(spec: Any) -> TensorDictSequential:
+    torch.manual_seed(0)
+    actor = TensorDictModule(nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"])
+    return TensorDictSequential(actor, AdditiveGaussianModule(spec=spec, sigma_init=1.0))
+
+
+def test_exploration_modules_without_a_spec_get_the_envs() -> None:
+    spec = GymEnv("Pendulum-v1").action_spec
+    actions = []
+    for given in (None, spec):
+        rollout = make_rollout("Pendulum-v1", noisy_policy(given), frames=20, num_envs=2)
+        rollout.seed([1, 2])
+        torch.manual_seed(1)
+        actions.append(rollout.run(10)["action"])
+        rollout.close()
+    assert torch.equal(*actions) and actions[0].std() > 0.1
+    drawn = collect("Pendulum-v1", RandomPolicy(), 5)["action"]
+    assert drawn.shape == (1, 5, 1) and spec.is_in(drawn)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torchrl.objectives as objectives
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
@@ -45,7 +46,10 @@ AGENTS = 2
 
 @contextlib.contextmanager
 def pinned() -> Iterator[None]:
-    """What losses draw follows from the shape, or from the value whose noise it is."""
+    """What losses draw for each row follows from the shape, or from the value whose noise it is.
+    What they draw for all rows differs between ranks."""
+
+    rank = dist.get_rank() if dist.is_initialized() else 0
 
     def fill(value: float) -> Callable[..., Tensor]:
         return lambda *sizes, **kw: torch.full(_size(sizes), value)
@@ -53,7 +57,7 @@ def pinned() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, new in {
             "rand": fill(0.1),
-            "randperm": lambda count, **kw: torch.arange(count),
+            "randperm": lambda count, **kw: torch.arange(count).roll(rank),
             "randn_like": lambda x, **kw: torch.sin(997 * x.detach()),
             "randint": lambda low, high, sizes, **kw: torch.full(_size([sizes]), 2),
         }.items():
@@ -269,7 +273,7 @@ LOSSES: dict[str, Build] = {
     "PPOLoss": _policy,
     "QMixerLoss": _mixer,
     "REDQLoss": lambda kind, o: _actor_critic(
-        kind, {"target_entropy": -2.0, "num_qvalue_nets": 2, "sub_sample_len": 2, **o}
+        kind, {"target_entropy": -2.0, "num_qvalue_nets": 3, "sub_sample_len": 2, **o}
     ),
     "RNDLoss": lambda kind, o: kind(mlp(OBSERVATION, 3), mlp(OBSERVATION, 3), **o),
     "ReinforceLoss": _policy,

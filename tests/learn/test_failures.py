@@ -225,6 +225,31 @@ def test_a_rank_with_fewer_backward_passes_is_named_with_its_place(two_ranks) ->
     for kind, text, seconds in (first, second):
         assert kind == "DeadlineError" and 2.5 < seconds < 15
         assert any(place in text for place in places), text
+        assert "loss.ranks.any(len(buffer) < 1000)" in text
+
+
+def skip_an_update() -> tuple[str, str, float]:
+    """``if len(buffer) < N: continue`` on rank 2 only, which then leaves its loop early."""
+
+    def go_apart() -> None:
+        with DistributedLoss(make_loss("dqn"), timeout_s=20) as loss:
+            for update in range(3):
+                if update == 0 and dist.get_rank() == 2:
+                    continue
+                loss(make_batch("dqn", 4))["loss"].backward()
+        if dist.get_rank() == 2:
+            os._exit(0)  # as a script that has ended
+
+    return told(go_apart)
+
+
+def test_ranks_that_skip_updates_by_themselves_are_told_what_to_write(three_ranks) -> None:
+    session = three_ranks.session
+    others = [session.submit(peer, skip_an_update) for peer in session.peers[1:]]
+    for kind, text, _ in (skip_an_update(), others[0].result(20)):
+        assert kind == "PeerLostError" and "rank 2 (pid" in text
+        assert "the ranks made different numbers of calls" in text
+        assert "`if loss.ranks.any(len(buffer) < 1000): continue`" in text
 
 
 # ---- under torchrun, and in what looks like SLURM's tasks

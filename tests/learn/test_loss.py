@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import os
 import pickle
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,12 +22,14 @@ from torch.distributions import Categorical
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.modules import BatchRenorm1d, PopArtValueNorm, QValueActor
 from torchrl.objectives import (
+    A2CLoss,
     ClipPPOLoss,
     DDPGLoss,
     DQNLoss,
     HardUpdate,
     KLPENPPOLoss,
     LossModule,
+    PPOLoss,
     SoftUpdate,
     ValueEstimators,
 )
@@ -53,7 +57,7 @@ from torchrl_dist import (
     local_cluster,
 )
 from torchrl_dist.learn import Ranks
-from torchrl_dist.learn.loss import _compare_devices, _compare_tensors, _refuse_devices
+from torchrl_dist.learn.loss import _compare_devices, _refuse_devices, _refuse_difference
 
 # ---- alone
 
@@ -188,26 +192,141 @@ def test_a_device_that_the_group_does_not_serve_is_refused() -> None:
 
 
 def test_the_first_difference_between_losses_is_named() -> None:
-    _compare_tensors([{"w": "float32 [3]"}] * 3)
+    _refuse_difference([{"w": "float32 [3]"}] * 3)
     for other in ({"w": "float32 [4]"}, {}, {"w": "float32 [3]", "b": "float32 [1]"}):
         with pytest.raises(ConfigurationError, match=r"^[wb] is .* on rank 0 and .* on rank 1"):
-            _compare_tensors([{"w": "float32 [3]"}, other])
+            _refuse_difference([{"w": "float32 [3]"}, other])
 
 
 # ---- in two ranks
 
 
-def with_another_loss() -> str:
+def dqn_loss(activation: type[nn.Module] = nn.Tanh, **options: Any) -> DQNLoss:
+    layers = nn.Sequential(nn.Linear(OBSERVATION, 4), activation(), nn.Linear(4, ACTIONS))
+    actor = QValueActor(layers, in_keys=["observation"], action_space="categorical")
+    return DQNLoss(actor, action_space="categorical", **options)
+
+
+class Scaled(nn.Tanh):
+    """Counts its calls, which is a rank's own affair."""
+
+    def __init__(self, scale: float, device: str) -> None:
+        super().__init__()
+        self.scale, self.device, self.calls = scale, device, dist.get_rank()
+
+
+def with_estimator(kind: ValueEstimators) -> DQNLoss:
+    loss = dqn_loss()
+    loss.make_value_estimator(kind, gamma=0.9)
+    return loss
+
+
+def with_keys(**keys: str) -> DQNLoss:
+    loss = dqn_loss()
+    loss.set_keys(**keys)
+    return loss
+
+
+def sac_loss(bound: float) -> LossModule:
+    loss = make_loss("sac")
+    loss.actor_network[-1].distribution_kwargs = {"low": torch.tensor([-bound, 0.0])}
+    return loss
+
+
+# By attribute, two losses with the same tensors.
+UNLIKE: dict[str, tuple[Callable[[], LossModule], Callable[[], LossModule], str]] = {
+    "the class": (
+        lambda: A2CLoss(categorical_actor(), state_value()),
+        lambda: PPOLoss(categorical_actor(), state_value()),
+        "A2CLoss on rank 0 and torchrl.objectives.ppo.PPOLoss on rank 1",
+    ),
+    "loss_function": (
+        lambda: dqn_loss(loss_function="l2"),
+        lambda: dqn_loss(loss_function="l1"),
+        "'l2' on rank 0 and 'l1' on rank 1",
+    ),
+    "double_dqn": (
+        lambda: dqn_loss(double_dqn=False, delay_value=True),
+        lambda: dqn_loss(double_dqn=True, delay_value=True),
+        "False on rank 0 and True on rank 1",
+    ),
+    "reduction": (
+        lambda: dqn_loss(reduction="mean"),
+        lambda: dqn_loss(reduction="sum"),
+        "'mean' on rank 0 and 'sum' on rank 1",
+    ),
+    "value_type": (
+        lambda: with_estimator(ValueEstimators.TD0),
+        lambda: with_estimator(ValueEstimators.TD1),
+        "ValueEstimators.TD0 on rank 0 and ValueEstimators.TD1 on rank 1",
+    ),
+    "the key 'reward'": (
+        lambda: with_keys(reward="reward"),
+        lambda: with_keys(reward="shaped"),
+        "'reward' on rank 0 and 'shaped' on rank 1",
+    ),
+    "value_network.module.0.module.1": (
+        lambda: dqn_loss(nn.Tanh),
+        lambda: dqn_loss(nn.ReLU),
+        "Tanh on rank 0 and torch.nn.modules.activation.ReLU on rank 1",
+    ),
+    "value_network.module.0.module.1.negative_slope": (
+        lambda: dqn_loss(lambda: nn.LeakyReLU(0.1)),
+        lambda: dqn_loss(lambda: nn.LeakyReLU(0.2)),
+        "0.1 on rank 0 and 0.2 on rank 1",
+    ),
+    "value_network.module.0.module.1.scale": (
+        lambda: dqn_loss(lambda: Scaled(1.0, "cpu")),
+        lambda: dqn_loss(lambda: Scaled(2.0, "cpu")),
+        "1.0 on rank 0 and 2.0 on rank 1",
+    ),
+    "actor_network.module.1.distribution_kwargs": (
+        lambda: sac_loss(1.0),
+        lambda: sac_loss(2.0),
+        "[2] [-2.0, 0.0]} on rank 1",
+    ),
+}
+
+
+def told(function: Callable[[], Any]) -> str:
     try:
-        DistributedLoss(make_loss("dqn" if dist.get_rank() == 0 else "ppo"), timeout_s=20)
+        function()
     except ConfigurationError as error:
         return str(error)
     return ""
 
 
-def test_ranks_with_different_losses_are_told(two_ranks: LearningRanks) -> None:
-    first, second = two_ranks.run(with_another_loss)
-    assert first == second and "expected the same loss on every rank" in first
+def with_unlike_losses() -> dict[str, str]:
+    """By case the error; of a new estimator and new keys, at the next call."""
+    index = dist.get_rank()
+    found = {
+        name: told(lambda pair=pair: DistributedLoss(pair[index](), timeout_s=20))
+        for name, pair in UNLIKE.items()
+    }
+    for name, change in {
+        "value_type later": lambda: loss.make_value_estimator(
+            ValueEstimators.TD1 if index else ValueEstimators.TD0, gamma=0.9
+        ),
+        "the key 'reward' later": lambda: loss.set_keys(reward="shaped" if index else "reward"),
+    }.items():
+        with DistributedLoss(dqn_loss(), timeout_s=20) as loss:
+            batch = make_batch("dqn", 4)
+            batch["next", "shaped"] = batch["next", "reward"]
+            loss(batch)
+            change()
+            found[name] = told(functools.partial(loss, batch))
+    alike = dqn_loss(lambda: Scaled(1.0, f"cuda:{index}"))
+    found["alike"] = told(lambda: DistributedLoss(alike, timeout_s=20))
+    return found
+
+
+def test_ranks_whose_losses_were_built_differently_are_told(two_ranks: LearningRanks) -> None:
+    first, second = two_ranks.run(with_unlike_losses)
+    assert first == second and first.pop("alike") == ""
+    for name, text in first.items():
+        kind = name.removesuffix(" later")
+        assert text.startswith(f"{kind} is ") and UNLIKE[kind][2] in text, (name, text)
+        assert "expected the same loss on every rank" in text
 
 
 def dropped_losses() -> tuple[int, int]:

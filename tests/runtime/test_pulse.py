@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
 import signal
 import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -36,6 +39,29 @@ def test_seconds_in_which_nobody_could_see_it_do_not_count() -> None:
     progress.excuse(["a", "unknown"], 50.0)
     assert progress.stalled({"a": 1}, 109.0) == []
     assert progress.stalled({"a": 1}, 110.0) == ["a"]
+
+
+def test_a_place_in_an_installed_package_is_told(tmp_path: Path, monkeypatch) -> None:
+    """Its file lies beside those of torch then."""
+    folder = tmp_path / "lib/python3.11/site-packages/someones_learner"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("def update(step):\n    return step()\n")
+    (folder / "envs.py").write_text("import threading\n\ndef wait_for(event):\n    event.wait()\n")
+    monkeypatch.syspath_prepend(str(folder.parent))
+    learner = importlib.import_module("someones_learner")
+    envs = importlib.import_module("someones_learner.envs")
+    event = threading.Event()
+    thread = threading.Thread(target=learner.update, args=(lambda: envs.wait_for(event),))
+    thread.start()
+    try:
+        frame = lambda: sys._current_frames()[thread.ident]  # noqa: E731
+        until(lambda: "wait_for" in pulse._place(frame()), "the thread waits")
+        place = pulse._place(frame())
+    finally:
+        event.set()
+        thread.join()
+    assert place.startswith("it is in wait_for (envs.py:4) < <lambda> (test_pulse.py:"), place
+    assert "< update (__init__.py:2)" in place
 
 
 class Slow(gymnasium.Env):

@@ -15,11 +15,12 @@ import torch.distributed as dist
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torchrl.modules import NoisyLinear, ValueNorm
-from torchrl.objectives import KLPENPPOLoss, LossModule, PPOLoss
+from torchrl.objectives import KLPENPPOLoss, LossModule, PPOLoss, REDQLoss
 
 from ..errors import ConfigurationError, DriftError
 from ..weights import named_tensors, pack
 from .gradients import GradientAverage
+from .likeness import description
 from .ranks import Ranks, backends
 from .reductions import (
     Call,
@@ -100,6 +101,7 @@ class DistributedLoss(_Loss):
     _gradients: GradientAverage
     _weight: Weight
     _call: Call | None
+    _likeness: str | None
     _is_closed: bool
 
     def __new__(
@@ -129,6 +131,7 @@ class DistributedLoss(_Loss):
         loss_module._gradients = gradients
         loss_module._weight = weight
         loss_module.__dict__["_call"] = None
+        loss_module.__dict__["_likeness"] = None
         loss_module._is_closed = False
         return loss_module
 
@@ -235,6 +238,34 @@ class DistributedLoss(_Loss):
     @value_estimator.setter
     def value_estimator(self, value: Any) -> None:
         self._value_estimator = value
+        self._forget_likeness()
+
+    # ---- what else must be alike on all ranks
+
+    def make_value_estimator(self, *args: Any, **kwargs: Any) -> Any:
+        self._forget_likeness()
+        return super().make_value_estimator(*args, **kwargs)
+
+    def set_keys(self, **kwargs: Any) -> None:
+        self._forget_likeness()
+        super().set_keys(**kwargs)
+
+    def _forget_likeness(self) -> None:
+        """Have the next call compare how the ranks' losses are built."""
+        self.__dict__["_likeness"] = None
+
+    def _digest_of_likeness(self) -> str:
+        if self._likeness is None:
+            text = repr(sorted(description(self).items())).encode()
+            self.__dict__["_likeness"] = hashlib.blake2b(text, digest_size=8).hexdigest()
+        return str(self._likeness)
+
+    def _compare_again(self) -> None:
+        """Called on all ranks when they differ."""
+        self._gradients.compare()
+        _refuse_difference(
+            self.ranks.exchange(description(self), "the comparison of the ranks' losses")
+        )
 
     # ---- what else changes parameters
 
@@ -275,6 +306,29 @@ class _NormalizedByAll(_Loss):
         return normalized(self, advantage, tensordict, self.ranks.add_up)
 
 
+class _DrawnByFirst(_Loss):
+    """What REDQLoss is given in addition: each call draws some of its target networks, and one
+    process with all rows would compute all of them against the same ones."""
+
+    def __getattr__(self, item: str) -> Any:
+        value = super().__getattr__(item)
+        if item == "target_qvalue_network_params" and self.__dict__.get("_call") is not None:
+            return _Drawn(value, self.ranks)
+        return value
+
+
+class _Drawn:
+    """Parameters of several networks; those of rank 0's choice are selected."""
+
+    def __init__(self, networks: Any, ranks: Ranks) -> None:
+        self._networks, self._ranks = networks, ranks
+
+    def __getitem__(self, index: Tensor) -> Any:
+        own = index.tolist() if self._ranks.is_first else [0] * len(index)
+        drawn = self._ranks.add_up("the choice of target networks", own)
+        return self._networks[index.new_tensor(drawn)]
+
+
 @functools.cache
 def _subclass(loss_class: type[LossModule]) -> type:
     """``loss_class`` with what :class:`DistributedLoss` adds, and reductions observed in every
@@ -286,7 +340,9 @@ def _subclass(loss_class: type[LossModule]) -> type:
         and not name.startswith("_")
         and inspect.isfunction(inspect.getattr_static(loss_class, name))
     }
-    added = (_NormalizedByAll,) if issubclass(loss_class, PPOLoss) else ()
+    added: tuple[type, ...] = (_NormalizedByAll,) if issubclass(loss_class, PPOLoss) else ()
+    if issubclass(loss_class, REDQLoss):
+        added = (_DrawnByFirst,)
     metaclass: Any = type(loss_class)
     return metaclass(
         f"Distributed{loss_class.__name__}",
@@ -368,8 +424,8 @@ def _shared(
     sums_of_all = loss.ranks.add_up(
         f"a call of {name}",
         own,
-        details=f"{loss._gradients.digest()}, {len(own)} means",
-        compare=loss._gradients.compare,
+        details=f"{loss._gradients.digest()} {loss._digest_of_likeness()}, {len(own)} means",
+        compare=loss._compare_again,
     )
     for reduction, total in zip(call.reductions, sums_of_all, strict=True):
         reduction.share(total, loss.ranks.size)
@@ -444,17 +500,18 @@ def _statistics_in(module: nn.Module) -> str | None:
 
 
 def _compare(loss: LossModule, ranks: Ranks) -> None:
-    """Raise unless all ranks hold tensors of the same names, types and shapes, frozen or not: with
-    other sizes in a collective, gloo aborts the process."""
+    """Raise unless all ranks built the same loss, with tensors of the same names, types and shapes,
+    frozen or not: with other sizes in a collective, gloo aborts the process."""
     tensors = named_tensors(loss)
-    mine = {name: _card(tensor) for name, tensor in tensors.items()}
+    # The first difference is shown: one of the class explains the others.
+    mine = {**description(loss), **{name: _card(tensor) for name, tensor in tensors.items()}}
     devices = sorted({str(t.device) for t in tensors.values()})
     assert ranks.group is not None
     served = backends(ranks.group)
     _refuse_devices(devices, served)
     nccl = "nccl" in served.values()
     cards = ranks.exchange([mine, devices, nccl], "the comparison of the ranks' losses")
-    _compare_tensors([card[0] for card in cards])
+    _refuse_difference([card[0] for card in cards])
     if nccl:
         _compare_devices(
             [(who.host, card[1]) for who, card in zip(ranks.members, cards, strict=True)]
@@ -476,15 +533,16 @@ def _card(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}{' (frozen)' if frozen else ''}"
 
 
-def _compare_tensors(ranks: list[Mapping[str, str]]) -> None:
+def _refuse_difference(ranks: list[Mapping[str, str]]) -> None:
+    """Raise for the first name that has another value, or is missing, on one of the ranks."""
     for index, theirs in enumerate(ranks):
         for name in {**ranks[0], **theirs}:
             first, other = ranks[0].get(name, "missing"), theirs.get(name, "missing")
             if first != other:
                 raise ConfigurationError(
-                    f"{name} is {first} on rank 0 and {other} on rank {index}; expected the same "
-                    "loss on every rank. Look at what its construction reads: configuration, "
-                    "environment, arguments."
+                    f"{name} is {first} on rank 0 and {other} on rank {index}; "
+                    "expected the same loss on every rank. Look at what its construction reads: "
+                    "configuration, environment, arguments."
                 )
 
 

@@ -39,6 +39,13 @@ _SLICE_S = 1.0
 _BLOCK = 64
 # How long a rank whose collective failed waits for the others to say that they wait as well.
 _GRACE_S = 3.0
+_STOPPED = ", stopped"
+# Calls pair up by their order alone, so that a rank that made one less is missed only at its end.
+_UNEQUAL = (
+    "the ranks made different numbers of calls: a rank that skips an update or leaves its loop "
+    "must ask the others first, as in `if loss.ranks.any(len(buffer) < 1000): continue`"
+)
+_IF_ENDED = f". If it ended without an error, {_UNEQUAL}"
 
 
 @dataclass(frozen=True)
@@ -189,7 +196,8 @@ class Ranks:
         """Whether ``flag`` is true on some rank; the same answer on all.
 
         Ask it before every update: a rank that leaves its loop alone, after a signal, say, leaves
-        the others waiting for its gradients.
+        the others waiting for its gradients. So does one that skips an update:
+        ``if ranks.any(len(buffer) < 1000): continue``.
         """
         # Not a collective: gloo aborts a process whose peer is at another one, of another size.
         return any(self.exchange(bool(flag), "the question whether to stop"))
@@ -435,7 +443,7 @@ class Ranks:
             time.sleep(0.05)  # a process that dies loses its connections first
         if gone:
             return PeerLostError(
-                f"{', '.join(map(str, gone))} died or left before {what} ({error})"
+                f"{', '.join(map(str, gone))} died or left before {what} ({error}){_IF_ENDED}"
             )
         if stopped:
             return DeadlineError(
@@ -455,16 +463,19 @@ class Ranks:
         gone = [who for who, state in states if state == "gone"]
         if gone or not late:
             names = ", ".join(map(str, gone or absent))
-            return PeerLostError(f"{names} died or left before {what}")
+            return PeerLostError(f"{names} died or left before {what}{_IF_ENDED}")
         states.sort(key=lambda each: each[1] != "stopped")  # what keeps all of them first
-        names = ", ".join(f"{who}{self._place(who, state)}" for who, state in states)
+        places = [self._place(who, state) for who, state in states]
+        names = ", ".join(f"{who}{place}" for (who, _), place in zip(states, places, strict=True))
+        waits = any(place not in ("", _STOPPED) for place in places)
         return DeadlineError(
             f"{names} did not come to {what} within {self.timeout_s:g} s; the others wait there"
+            + (f". Perhaps {_UNEQUAL}" if waits else "")
         )
 
     def _place(self, who: Rank, state: str) -> str:
         if state == "stopped":
-            return ", stopped"
+            return _STOPPED
         key = f"place/{who.index}"
         if not self._store.check(key):
             return ""

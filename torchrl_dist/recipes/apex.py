@@ -40,6 +40,7 @@ class Apex(Learner):
     Args:
         dqn: over ``network``; its loss is distributed.
         seed: of what this learner draws from the buffer.
+        frames: of the whole job, done before.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Apex(Learner):
         collector: RPCBatchedCollector,
         device: torch.device,
         seed: int,
+        frames: int = 0,
     ) -> None:
         self.config = config
         self.session = session
@@ -62,17 +64,29 @@ class Apex(Learner):
         self.device = device
         self.ranks: Ranks = dqn.loss.ranks
         self._has_enough = False
+        self._frames = frames
+        self._full_batch = 0  # frames that a batch of all learners has, with all collectors
+        self._credit = 0  # of updates, in parts of a full batch
         self._generator = torch.Generator().manual_seed(seed)
         buffer.set_rng(self._generator)
         self._feed = Feed(buffer.sample, device)
 
     def learn(self, data: CollectReport, frames: int) -> dict[str, Any]:
-        """``updates_per_batch`` gradient steps, once there are ``learning_starts`` rows."""
+        """``updates_per_batch`` gradient steps for as many frames as a full batch has, once there
+        are ``learning_starts`` rows: where collectors are lost, batches have fewer."""
         config, buffer = self.config, self.buffer
+        new, self._frames = frames - self._frames, frames
         if not self._has_enough:
-            mine = len(buffer) >= config.learning_starts
-            self._has_enough = all(self.ranks.exchange(mine, "the question whether to learn"))
+            mine = [len(buffer) >= config.learning_starts, self.collector.frames_per_batch]
+            enough, full = zip(
+                *self.ranks.exchange(mine, "the question whether to learn"), strict=True
+            )
+            self._has_enough, self._full_batch = all(enough), sum(full)
         if not self._has_enough:
+            return {}
+        self._credit += new * config.updates_per_batch
+        updates, self._credit = divmod(self._credit, self._full_batch)
+        if not updates:
             return {}
         share = min(1.0, frames / config.total_frames)
         anneal_beta(
@@ -85,7 +99,7 @@ class Apex(Learner):
         self.dqn.set_learning_rate(
             config.learning_rate + share * (config.learning_rate_end - config.learning_rate)
         )
-        for left in reversed(range(config.updates_per_batch)):
+        for left in reversed(range(updates)):
             batch = self._feed.take()
             assert batch is not None  # a buffer gives one, or raises
             loss = self.dqn.update(batch)
@@ -189,7 +203,7 @@ def build(
         timeout_s=config.timeout_s,
     )
     seed = stream_seed(config.seed, start.resumes, place, 2)
-    return Apex(config, session, network, dqn, buffer, collector, device, seed)
+    return Apex(config, session, network, dqn, buffer, collector, device, seed, start.frames)
 
 
 def run(config: ApexConfig, session: Session, *, resume: bool = False) -> dict[str, Any]:

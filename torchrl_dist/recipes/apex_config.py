@@ -37,8 +37,9 @@ class ApexConfig(ReplayConfig):
         minimum=1, group=LEARNING,
     )  # fmt: skip
     updates_per_batch: int = option(
-        32, "gradient steps per batch of frames", minimum=1, group=LEARNING
-    )
+        32, "gradient steps per batch of frames, in proportion if one has fewer", minimum=1,
+        group=LEARNING,
+    )  # fmt: skip
     batch_size: int = option(256, "rows per gradient step", minimum=1, group=LEARNING)
     learning_rate_end: float = option(
         1e-4, "the learning rate at the end; a straight line between", above=0, group=LEARNING

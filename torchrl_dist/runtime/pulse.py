@@ -33,6 +33,8 @@ PATIENCE_S = 60.0
 _EVERY_S = 1.0
 _ANSWER_S = 3.0
 _FRAMES = 3  # of a stack that are told
+# Code of these waits for something of its caller, which is the place to tell.
+_LIBRARIES = sys.stdlib_module_names | {"numpy", "tensordict", "torch", "torchrl"}
 _numbers = itertools.count()
 _log = logging.getLogger("torchrl_dist")
 
@@ -227,8 +229,7 @@ def places() -> str:
     frames = sys._current_frames()
     del frames[threading.get_ident()]  # which would keep itself and its callers
     for frame in frames.values():
-        files = {each.f_code.co_filename for each in _stack(frame)}
-        if any("/torchrl_dist/collect/" in name for name in files):
+        if any(_module(each).startswith("torchrl_dist.collect.") for each in _stack(frame)):
             found.append(_place(frame))
     return "; ".join(found) or "none of its threads collects"
 
@@ -241,13 +242,16 @@ def _stack(frame: FrameType | None) -> list[FrameType]:
     return found
 
 
+def _module(frame: FrameType) -> str:
+    """Its name, wherever the package is installed."""
+    return str(frame.f_globals.get("__name__", ""))
+
+
 def _place(frame: FrameType) -> str:
     """``in step (env.py:12) < rollout (rollout.py:30)``, the innermost first."""
     frames = _stack(frame)
-    # whoever waits in the standard library, or in torch, waits for something of its caller
-    known = next(
-        (k for k, each in enumerate(frames) if "/lib/python" not in each.f_code.co_filename), 0
-    )
+    modules = [_module(each).partition(".")[0] for each in frames]
+    known = next((k for k, name in enumerate(modules) if name not in _LIBRARIES), 0)
     told = [
         f"{each.f_code.co_name} ({Path(each.f_code.co_filename).name}:{each.f_lineno})"
         for each in frames[known : known + _FRAMES]

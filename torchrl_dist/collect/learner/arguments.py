@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import math
+import operator
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType
 
 from torchrl_dist.collect.learner.readiness import Preempt, Readiness, WaitAll
-from torchrl_dist.collect.loop.policies import Compilation
+from torchrl_dist.collect.loop.policies import Compilation, cpu_copy
 from torchrl_dist.collect.worker.worker import Hooks, WorkerConfig
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.runtime import Peer, Session, current_session
@@ -295,7 +295,7 @@ class Settings:
         return WorkerConfig(
             "",
             make_envs=self.make_envs,
-            policy=_cpu_copy(self.policy) if self.policy_factories is None else None,
+            policy=self._policy_of_workers(),
             policy_factories=self.policy_factories or (),
             frames_per_rollout=None if frames is None else -(-frames // self.rollouts_per_batch),
             num_envs=self.num_envs,
@@ -318,6 +318,13 @@ class Settings:
             whole_trajectories=self.trajs_per_batch is not None and self.replay_buffer is not None,
             hooks=self.hooks,
         )
+
+    def _policy_of_workers(self) -> Any:
+        if self.policy_factories is not None:
+            return None
+        if not isinstance(self.policy, nn.Module):
+            return self.policy
+        return cpu_copy(self.policy, travels=not self.here and self.inference == "worker")
 
     def check_frames(self, frames_per_batch: int) -> None:
         """What depends on the frames that a batch really has."""
@@ -514,9 +521,17 @@ class _WithoutArguments:
         return self.factory()
 
 
-def _cpu_copy(policy: Any) -> Any:
-    """The workers' own policy: the learner may go on changing, and moving, its module."""
-    return copy.deepcopy(policy).to("cpu") if isinstance(policy, nn.Module) else policy
+def choose_seed(seed: Any) -> int:
+    """The seed as Python's int.
+
+    Raises:
+        ConfigurationError: it is no integer, or negative.
+    """
+    with contextlib.suppress(TypeError):
+        number = operator.index(seed)
+        if number >= 0:
+            return number
+    raise ConfigurationError(f"seed={seed!r}: expected an int of at least 0")
 
 
 def choose_storing_device(device: Any, storing_device: Any) -> torch.device | None:

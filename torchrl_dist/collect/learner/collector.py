@@ -28,6 +28,7 @@ from torchrl_dist.collect.learner.arguments import (
     choose_peers,
     choose_policy_factories,
     choose_readiness,
+    choose_seed,
     choose_storing_device,
     refuse,
 )
@@ -268,7 +269,7 @@ class RPCBatchedCollector(BaseCollector):
             split_trajs=bool(split_trajs),
             postproc=postproc,
             postproc_factory=postproc_factory,
-            seed=seed,
+            seed=None if seed is None else choose_seed(seed),
             exploration_type=exploration_type,
             min_workers=min_workers,
             worker_timeout_s=worker_timeout_s,
@@ -799,6 +800,7 @@ class RPCBatchedCollector(BaseCollector):
         Returns:
             the seed after those used.
         """
+        seed = choose_seed(seed)
         return self._crew.ask_all("set_seed", seed, static_seed, timeout_s=self.timeout_s)[0]
 
     def get_attr(self, name: str, env: int | None = None) -> list[Any]:

@@ -7,7 +7,6 @@ small network does, for every message.
 
 from __future__ import annotations
 
-import copy
 import threading
 import time
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from torchrl.envs.utils import ExplorationType
 from torchrl.modules.inference_server import InferenceServer, InferenceTransport
 
 from torchrl_dist.collect.loop.one_thread import use_one_thread_if_small
-from torchrl_dist.collect.loop.policies import Compilation, Values
+from torchrl_dist.collect.loop.policies import Compilation, Values, cpu_copy
 from torchrl_dist.collect.loop.spaces import plain_key
 from torchrl_dist.errors import ConfigurationError, PeerLostError
 from torchrl_dist.forks import now_and_in_children
@@ -109,7 +108,7 @@ class LearnerInference:
                 "inference='learner' does not carry the state of a recurrent policy: leave it out, "
                 "so that the workers have the policy"
             )
-        self._policy = copy.deepcopy(policy).to("cpu")
+        self._policy = cpu_copy(policy, travels=False)
         self._calls = compilation.calls(self._policy, exploration_type)
         self._outputs = [plain_key(key) for key in outputs]
         self.inputs = tuple(plain_key(key) for key in reads.in_keys)

@@ -3,22 +3,25 @@ builds successors of those that are lost."""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import statistics
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
 from functools import partial
 
 from torchrl_dist.collect.learner.crew import Worker
 from torchrl_dist.collect.learner.handles import Handle, LocalHandle
-from torchrl_dist.collect.node.node import make_worker
+from torchrl_dist.collect.node.node import NodeWorker, make_worker_here
 from torchrl_dist.collect.worker.registrations import dump_registrations
 from torchrl_dist.collect.worker.specs import require_equal_specs
-from torchrl_dist.collect.worker.worker import WorkerConfig, WorkerInfo
-from torchrl_dist.errors import ConfigurationError, PeerLostError
-from torchrl_dist.runtime import Peer, Session
+from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig, WorkerInfo
+from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError
+from torchrl_dist.runtime import Peer, Remote, Session
 from torchrl_dist.runtime.awake import result_of
 from torchrl_dist.runtime.pool import DaemonPool
 
@@ -55,7 +58,7 @@ def start_workers(
             ahead = max_ahead if config.env_processes else 0
         else:
             own = replace(own, own_process=True, packed=True, registrations=registrations)
-            handle = session.remote(peers[index], make_worker, own, timeout_s=limit_s)
+            handle = _remote_worker(session, peers[index], own, limit_s)
             name = peers[index].name
         try:
             info = handle.call("describe", timeout_s=limit_s)
@@ -109,6 +112,28 @@ def start_workers(
         for building in builds:
             building.add_done_callback(partial(_close, limit_s))
         raise
+
+
+def _remote_worker(
+    session: Session, peer: Peer, config: WorkerConfig, limit_s: float
+) -> Remote[RolloutWorker | NodeWorker]:
+    """One that comes too late is closed when it comes."""
+    built = session.submit(peer, make_worker_here, config, timeout_s=math.inf)
+    try:
+        return built.result(limit_s)
+    except FutureTimeoutError as error:
+        if built.done():
+            return built.result()
+        built.add_done_callback(partial(_close_late, limit_s))
+        raise DeadlineError(
+            f"{peer} did not build its envs within {limit_s:g} s. If make_env takes longer, raise "
+            "timeout_s= of the collector"
+        ) from error
+
+
+def _close_late(limit_s: float, built: Future[Remote[RolloutWorker | NodeWorker]]) -> None:
+    with contextlib.suppress(Exception):  # it could not be built, or the session has ended
+        built.result().submit("close", step_limit_s=limit_s, timeout_s=limit_s)
 
 
 def _close(limit_s: float, building: Future[Worker]) -> None:

@@ -85,9 +85,11 @@ class GroupedRollout:
             for number, loop in enumerate(loops):
                 actions = answers[number].result(self._inference.timeout_s + _LATE_S)
                 try:
-                    answers[number] = self._ask(loop.send(actions))
+                    observations = loop.send(actions)
                 except StopIteration as end:
                     done[number] = end.value
+                else:
+                    answers[number] = self._ask(observations)
         return torch.cat([done[number] for number in range(len(loops))], 0)
 
     def _ask(self, observations: Values) -> PendingActions:

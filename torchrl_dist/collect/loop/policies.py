@@ -9,6 +9,7 @@ imported and without hooks. Everything inside them and everything else is called
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from tensordict.nn import (
     skip_existing,
 )
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torchrl import compile_with_warmup
 from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.modules import (
@@ -310,6 +312,36 @@ def _name(policy: Policy) -> str:
 
 
 # ---- what a user hands in
+
+
+def cpu_copy(policy: nn.Module, *, travels: bool) -> nn.Module:
+    """A copy on the CPU: the learner may go on changing, and moving, its module.
+
+    Args:
+        travels: whether it is pickled for another process.
+
+    Raises:
+        ConfigurationError: it cannot be copied, or not be pickled.
+    """
+    parametrized = [name for name, module in policy.named_modules() if is_parametrized(module)]
+    if travels and parametrized:
+        raise ConfigurationError(
+            f"the policy's {', '.join(map(repr, parametrized[:3]))} is parametrized "
+            "(torch.nn.utils.parametrize, as spectral_norm and weight_norm do it), and torch does "
+            f"not pickle such modules. {_BUILD_THERE}"
+        )
+    try:
+        return copy.deepcopy(policy).to("cpu")
+    except Exception as error:
+        raise ConfigurationError(
+            f"the policy cannot be copied for the workers: {error} {_BUILD_THERE}"
+        ) from error
+
+
+_BUILD_THERE = (
+    "Let each worker build its own: policy_factory=make_policy, together with policy= for the "
+    "weights"
+)
 
 
 @dataclass(frozen=True)

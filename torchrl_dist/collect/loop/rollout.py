@@ -11,16 +11,20 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from gymnasium import spaces
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 from torchrl.data import StackedComposite
 from torchrl.envs import EnvBase, GymWrapper, SerialEnv
+from torchrl.envs.libs.gym import _gym_to_torchrl_spec_transform
 from torchrl.envs.utils import ExplorationType, RandomPolicy
+from torchrl.modules import AdditiveGaussianModule
 from torchrl.modules.tensordict_module.exploration import set_exploration_modules_spec_from_env
 
 from torchrl_dist.collect.loop.drivers import EnvDriver, EnvListDriver, make_driver
@@ -177,26 +181,37 @@ class Episodes:
         Returns:
             trajectory ids ``[N, T]``, and the returns and lengths of the episodes that ended.
         """
-        ends = np.argwhere(done).tolist()  # env by env
-        numbers = self._take(len(ends))
-        ids = np.repeat(self._current[:, None], done.shape[1], 1)
-        if ends:
-            ended = (np.cumsum(done) - done.ravel()).reshape(done.shape)  # so far, in all envs
-            anew = ended > ended[:, :1]
-            ids[anew] = numbers[ended[anew] - 1]
-        total = np.cumsum(reward, 1, dtype=np.float64)
-        # Where the running episodes began: before this rollout, if not after an end in it.
-        sum_before, steps_before = -self._returns, -self._lengths
-        returns: list[float] = []
-        lengths: list[int] = []
-        for (i, t), number in zip(ends, numbers.tolist(), strict=True):
-            returns.append(float(total[i, t] - sum_before[i]))
-            lengths.append(int(t + 1 - steps_before[i]))
-            sum_before[i], steps_before[i] = total[i, t], t + 1
-            self._current[i] = number
-        self._returns = total[:, -1] - sum_before
-        self._lengths = done.shape[1] - steps_before
-        return ids, returns, lengths
+        n, steps = done.shape
+        ids = np.repeat(self._current[:, None], steps, 1)
+        if not done.any():
+            self._returns += reward.sum(1, dtype=np.float64)
+            self._lengths += steps
+            return ids, [], []
+        ends = done.ravel()
+        # Parts of episodes, env by env: a row or an end begins the next one.
+        begins = np.zeros(n * steps, bool)
+        begins[1:] = ends[:-1]
+        begins[::steps] = True
+        starts = begins.nonzero()[0]
+        env, lasts = starts // steps, np.append(starts[1:], n * steps) - 1
+        ended = ends[lasts]
+        going_on = starts % steps == 0
+        numbers = self._take(int(ended.sum()))
+        before = (np.cumsum(done) - ends).reshape(n, steps)  # ends so far, in all envs
+        anew = before > before[:, :1]
+        ids[anew] = numbers[before[anew] - 1]
+        self._current[env[ended]] = numbers  # of an env's several the last
+        # Each part by itself: a difference of sums over several episodes would carry an infinite
+        # or a huge reward of one into all later ones.
+        with np.errstate(invalid="ignore"):
+            sums = np.add.reduceat(reward.ravel(), starts, dtype=np.float64)
+            sums[going_on] += self._returns
+        lengths = lasts + 1 - starts
+        lengths[going_on] += self._lengths
+        self._returns, self._lengths = np.zeros(n), np.zeros(n, np.int64)
+        self._returns[env[~ended]] = sums[~ended]
+        self._lengths[env[~ended]] = lengths[~ended]
+        return ids, sums[ended].tolist(), lengths[ended].tolist()
 
 
 class _Given:
@@ -409,6 +424,17 @@ def _of_root(key: Key) -> bool:
     return isinstance(key, str) or key[0] != "next"
 
 
+def _set_specs(policy: nn.Module, space: spaces.Space, categorical: bool) -> None:
+    """Give exploration modules without a spec that of the env's actions, as TorchRL's collectors
+    do."""
+    if any(isinstance(module, AdditiveGaussianModule) for module in policy.modules()):
+        spec = _gym_to_torchrl_spec_transform(
+            space, device="cpu", categorical_action_encoding=categorical
+        )
+        env: Any = SimpleNamespace(action_spec_unbatched=spec)
+        set_exploration_modules_spec_from_env(policy, env)
+
+
 class GymnasiumRollout:
     """The fast loop over gymnasium envs. Not thread-safe, but for :meth:`stop`.
 
@@ -437,6 +463,10 @@ class GymnasiumRollout:
         self._codec = action_codec(driver.single_action_space, categorical_action_encoding)
         self._rngs = [np.random.default_rng() for _ in range(n)]
         self._draws: list[Tensor] = []
+        if type(policy) is RandomPolicy and policy.action_spec is None:
+            policy = None  # TorchRL's collectors give it the env's actions
+        if isinstance(policy, nn.Module):
+            _set_specs(policy, driver.single_action_space, categorical_action_encoding)
         self._new_state = carried_state(policy, n)
         self._inputs = {leaf.key for leaf in leaves} | {*_DONE_KEYS} | {*self._new_state}
         compilation = compilation or Compilation()
@@ -497,7 +527,9 @@ class GymnasiumRollout:
 
     def _carry_on(self, out: Values, carried: Sequence[Key], begins: np.ndarray) -> None:
         """Hand the policy's state and what else it wrote to its next step. Where an episode
-        ``begins`` the state is a new one, and all else is zero, as with TorchRL's batched envs."""
+        ``begins`` the state is a new one, and all else is zero. TorchRL does the same where some
+        envs are reset, and keeps the old values where all are: here rows do not depend on how the
+        envs are divided into workers."""
         self._others = {key: out[key] for key in carried}
         which = begins.tobytes()
         if 1 in which:  # a tenth of any()
@@ -593,11 +625,12 @@ class GymnasiumRollout:
     ) -> tuple[TensorDict, np.ndarray | None]:
         loop, act = self._loop(steps, enough), self._act
         values = next(loop)
-        try:
-            while True:
-                values = loop.send(act(values))
-        except StopIteration as end:
-            return end.value
+        while True:
+            out = act(values)  # a StopIteration of the policy's is an error
+            try:
+                values = loop.send(out)
+            except StopIteration as end:
+                return end.value
 
     def _loop(
         self, steps: int, enough: Callable[[int], bool]

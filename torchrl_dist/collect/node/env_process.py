@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import io
 import pickle
 import traceback
 from collections.abc import Callable
@@ -19,7 +20,9 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 import numpy as np
+import torch
 from tensordict import TensorDictBase
+from torch import Tensor
 
 from torchrl_dist.collect.node.relay import NodeLearner, is_answer
 from torchrl_dist.collect.worker.registrations import Registrations, adopt_registrations
@@ -34,7 +37,6 @@ from torchrl_dist.collect.worker.worker import (
     RolloutStats,
     RolloutWorker,
     WorkerConfig,
-    require_module,
 )
 from torchrl_dist.errors import RemoteError
 from torchrl_dist.runtime.surroundings import Surroundings
@@ -42,6 +44,8 @@ from torchrl_dist.runtime.surroundings import Surroundings
 _SEED_STRIDE = 1_000_003
 # int64 words of the control block, ahead of one word of progress per process
 CUT_REQUEST, CUT_LEAST, STOP, FIRST_PROGRESS = range(4)
+# Pickled tensors of these cannot be built again (torch 2.13).
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 BUILT = 0  # number of the answer to no message, which says that the envs are there
 
 
@@ -185,13 +189,26 @@ def _call(target: Any, method: str, call: bytes) -> Any:
 
 def _answer(connection: Connection, number: int, call: Callable[[], Any]) -> None:
     try:
-        content = cloudpickle.dumps(call())
-    except Exception as error:  # also of a result that does not pickle
+        content = _dumps(call())
+    except BaseException as error:  # also SystemExit of an env, or a result that does not pickle
         content = pickle.dumps(_failure(error))
     connection.send_bytes(pickle.dumps((number, content)))
 
 
-def _failure(error: Exception) -> Failure:
+class _Pickler(cloudpickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is Tensor and obj.dtype in _UNSIGNED:
+            return torch.from_numpy, (obj.detach().numpy(),)
+        return super().reducer_override(obj)
+
+
+def _dumps(obj: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(obj)
+    return buffer.getvalue()
+
+
+def _failure(error: BaseException) -> Failure:
     summary = traceback.format_exception_only(error)[-1].strip()
     cause = None
     with contextlib.suppress(Exception):
@@ -241,7 +258,7 @@ class _Watched(RolloutWorker):
 
     def _take_weights(self, address: Any) -> None:
         """Of a ``WeightsAddress``."""
-        self._weights.take(address, require_module(self.policy))
+        self._weights.take(address, self._module())
         self._rollout.policy_version = address.version
 
     @property

@@ -148,7 +148,8 @@ class ProcessPool:
             if left_s <= 0:
                 raise DeadlineError(
                     f"{self._count - len(infos)} of {self._count} env processes did not start "
-                    f"within {limit_s:g} s"
+                    f"within {limit_s:g} s. If make_env takes longer, raise timeout_s= of the "
+                    "collector"
                 )
             waiting = [p for p in self.processes if not p.ready]
             relay: Any = self._relay  # waited for by its fileno()

@@ -24,7 +24,7 @@ from torchrl_dist.collect.loop.joining import is_ragged
 from torchrl_dist.collect.loop.rollout import nested
 from torchrl_dist.collect.loop.spaces import Key, plain_key
 from torchrl_dist.tensors import DTYPES, NAMES, is_plain
-from torchrl_dist.weights import PackedWeights, find_target, named_tensors, untied
+from torchrl_dist.weights import PackedWeights, every_name, find_target, untied
 
 _ALIGN_BYTES = 64
 _PLACES = 2  # of weights
@@ -267,9 +267,9 @@ class WeightsView:
 def _place(address: WeightsAddress, module: nn.Module) -> _Place:
     packed = PackedWeights(address.version, address.entries, attach(address.path), address.aliases)
     target, shared = find_target(packed, module), packed.tensors()
-    own = named_tensors(target)
+    own = every_name(target)
     shared.update({alias: shared[name] for alias, name in untied(packed, target).items()})
-    pairs = [(tensor, shared[name]) for name, tensor in own.items() if name in shared]
+    pairs = [(own[name], tensor) for name, tensor in shared.items() if name in own]
     return _Place(
         [pair for pair in pairs if isinstance(pair[0], nn.Parameter)],
         [pair for pair in pairs if not isinstance(pair[0], nn.Parameter)],

@@ -15,12 +15,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torchrl._utils import seed_generator
 from torchrl.envs.utils import ExplorationType
 
@@ -296,6 +298,7 @@ class RolloutWorker:
         self.policy = config.policy
         if config.policy_factory is not None:
             self.policy = config.policy_factory(config.worker_index, config.num_workers)
+        self._may_be_lazy = config.policy_factory is not None
         self._hooks = config.hooks
         self._trajectories = TrajectoryAssembler()
         make_env = config.make_env
@@ -387,10 +390,26 @@ class RolloutWorker:
             self._take_weights(packed)
 
     def _take_weights(self, packed: PackedWeights) -> None:
-        policy = require_module(self.policy)
+        policy = self._module()
         if packed.version >= self._rollout.policy_version:
             unpack(packed, policy)
             self._rollout.policy_version = packed.version
+
+    def _module(self) -> nn.Module:
+        """The policy, which weights are for. Lazy layers that a factory made get their shapes from
+        a call, because weights come before the first step."""
+        policy = require_module(self.policy)
+        if self._may_be_lazy:
+            self._may_be_lazy = False
+            tensors = chain(policy.parameters(), policy.buffers())
+            if any(is_lazy(tensor) for tensor in tensors):
+                training = [module for module in policy.modules() if module.training]
+                policy.eval()  # a batch norm, say, is not to learn from zeros
+                with torch.no_grad():
+                    self._rollout.call_policy_once()
+                for module in training:
+                    module.training = True
+        return policy
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed this worker's envs by their numbers in the job and start new episodes.

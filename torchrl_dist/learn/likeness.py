@@ -1,0 +1,149 @@
+"""What a loss was built of, besides its tensors: for the comparison of ranks.
+
+Two losses may hold the same tensors and compute different gradients: another loss function, another
+value estimator, tanh for relu, other keys. So each module is described by its class and by those of
+its attributes that are named like parameters of its constructor. Other attributes, such as counters
+and caches, may be a rank's own.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from tensordict.nn import TensorDictParams
+from torch import Tensor, nn
+from torchrl.data import TensorSpec
+from torchrl.objectives import LossModule
+from torchrl.objectives.value import ValueEstimatorBase
+
+# What else TorchRL lets a user set on a loss.
+_SETTINGS = (
+    "value_type",
+    "loss_mask_key",
+    "use_prioritized_weights",
+    "deterministic_sampling_mode",
+    "reduction",
+)
+# Larger tensors are described by their types and shapes only.
+_SHOWN_ELEMENTS = 64
+_SHOWN_CHARACTERS = 200
+_DEVICE = re.compile(r"(cpu|cuda|mps|xpu|hpu|npu)(:\d+)?")
+
+
+def description(loss: LossModule) -> dict[str, str]:
+    """By name the class of each module and the values of its settings, as text. Equal for losses
+    that were built alike, on whichever devices."""
+    found: dict[str, str] = {"the class": _type_name(type(loss))}
+    for path, module in _modules(loss):
+        if module is not loss:
+            found[path] = _type_name(type(module))
+        if isinstance(module, TensorDictParams):
+            continue
+        for name, value in _settings_of(module):
+            found[f"{path}.{name}" if path else name] = _short_text(value)
+        if isinstance(module, (LossModule, ValueEstimatorBase)):
+            keys = module.tensor_keys
+            for key in getattr(keys, "__dataclass_fields__", ()):
+                name = f"the key {key!r}"
+                found[f"{name} of {path}" if path else name] = _text(getattr(keys, key))
+    return found
+
+
+def _modules(loss: LossModule) -> Iterator[tuple[str, nn.Module]]:
+    """Also those that TorchRL keeps out of a loss's modules, because it calls them with parameters
+    of its own; each once."""
+    pending, seen = [("", loss)], {id(loss)}
+    while pending:
+        path, module = pending.pop(0)
+        yield path, module
+        if isinstance(module, TensorDictParams):
+            continue  # tensors only
+        for name, inner in {**vars(module), **module._modules}.items():
+            if isinstance(inner, nn.Module) and id(inner) not in seen:
+                seen.add(id(inner))
+                shown = name.removeprefix("_") if module is loss else name
+                pending.append((f"{path}.{shown}" if path else shown, inner))
+
+
+def _settings_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    names, held = _constructor_parameters(type(module)), vars(module)
+    for name in names:
+        for stored in (name, f"_{name}"):
+            if stored in held and not isinstance(held[stored], nn.Module):
+                yield name, held[stored]
+                break
+    if isinstance(module, LossModule):
+        for name in _SETTINGS:
+            if name not in names and hasattr(module, name):
+                yield name, getattr(module, name)
+
+
+@functools.cache
+def _constructor_parameters(kind: type) -> tuple[str, ...]:
+    found: dict[str, None] = {}
+    for base in kind.__mro__:
+        init = vars(base).get("__init__")
+        if base is nn.Module or init is None:
+            continue
+        try:
+            found |= dict.fromkeys(inspect.signature(init).parameters)
+        except (TypeError, ValueError):  # it is not written in Python
+            continue
+    return tuple(name for name in found if name not in ("self", "device", "args", "kwargs"))
+
+
+def _short_text(value: Any) -> str:
+    text = _text(value)
+    if len(text) <= _SHOWN_CHARACTERS:
+        return text
+    digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return f"{text[:_SHOWN_CHARACTERS]}... ({digest})"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, enum.Enum):
+        return str(value)
+    if isinstance(value, str):
+        return value.partition(":")[0] if _DEVICE.fullmatch(value) else repr(value)
+    if value is None or isinstance(value, (bool, int, float, complex, bytes, torch.dtype)):
+        return repr(value)
+    if isinstance(value, torch.device):
+        return value.type
+    if isinstance(value, Tensor):
+        return _tensor_text(value)
+    if isinstance(value, TensorSpec):
+        return f"{type(value).__name__} {list(value.shape)} {value.dtype}"
+    if isinstance(value, functools.partial):
+        return f"partial of {_text(value.func)} with {_text(value.args)}, {_text(value.keywords)}"
+    if isinstance(value, Mapping):
+        items = sorted(f"{_text(key)}: {_text(inner)}" for key, inner in value.items())
+        return f"{{{', '.join(items)}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(_text, value)))}}}"
+    if isinstance(value, type) or inspect.isroutine(value):
+        return _type_name(value)
+    return _type_name(type(value))
+
+
+def _tensor_text(tensor: Tensor) -> str:
+    text = f"{tensor.dtype} {list(tensor.shape)}"
+    if tensor.numel() > _SHOWN_ELEMENTS or tensor.is_meta:
+        return text
+    return f"{text} {tensor.detach().flatten().tolist()}"
+
+
+def _type_name(kind: Any) -> str:
+    module = getattr(kind, "__module__", None)
+    if module == "__mp_main__":  # the same script, in a process of multiprocessing's
+        module = "__main__"
+    name = getattr(kind, "__qualname__", None) or getattr(kind, "__name__", repr(type(kind)))
+    return name if module in (None, "builtins") else f"{module}.{name}"
