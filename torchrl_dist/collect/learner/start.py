@@ -120,7 +120,7 @@ def _remote_worker(
     """One that comes too late is closed when it comes."""
     built = session.submit(peer, make_worker_here, config, timeout_s=math.inf)
     try:
-        return built.result(limit_s)
+        return result_of(built, limit_s)
     except FutureTimeoutError as error:
         if built.done():
             return built.result()
