@@ -21,12 +21,13 @@ import torch.distributed as dist
 from ..errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
 from ..forks import now_and_in_children
 from . import rendezvous, wire
+from .chores import CHORES
 from .membership import Membership
 from .peer import Peer
 from .pool import DaemonPool
 from .remote import Remote, current, only_session, set_current
 from .roles import DEFAULT_ROLES
-from .signals import Latch, StopSignals, say, wait_any
+from .signals import Latch, StopSignals, say
 from .transport import Transport
 from .world import World, launched_without_us
 
@@ -541,11 +542,14 @@ class Session:
             self._tell(self._driver, "serving", self.me.global_rank)
         self._signals.patient = True
         try:
-            wait_any((self._end,), None)
+            CHORES.run_until(self._end, self._interrupt)
         finally:
             self._signals.patient = False
         if self._end_reason is not None:
             raise PeerLostError(f"the job has ended: {self._end_reason}")
+
+    def _interrupt(self) -> None:
+        self._signals.interrupts = True
 
     def barrier(self, timeout_s: float | None = None) -> None:
         """Block until every process has come here that is alive and does not serve.
@@ -624,6 +628,7 @@ class Session:
         )
         set_current(self)
         self._signals.install()
+        CHORES.expected = not self.is_driver
         self._opened.set()
 
     def close(self) -> None:
@@ -687,6 +692,7 @@ class Session:
     def _tear_down(self, *, clean: bool = False) -> None:
         self._ending = self._closed = True
         self._no_more_beats.set()
+        CHORES.expected = False
         set_current(None)
         self._objects.clear()
         with contextlib.ExitStack() as steps:  # runs in reverse order, whatever fails

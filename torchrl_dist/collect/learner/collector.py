@@ -676,6 +676,11 @@ class RPCBatchedCollector(BaseCollector):
         if self._background is not None:
             self._background.raise_error()
         if not self.is_running():
+            if self._crew.in_callers_thread:
+                raise ConfigurationError(
+                    "start() collects in a thread of its own, and this env was made in another "
+                    "one; pass a function that makes it, such as make_env=lambda: MyEnv()"
+                )
             self._background = Background(self)
             if (session := self._session()) is not None:
                 session.on_leave(self._background.stopper())
@@ -982,10 +987,14 @@ def _close_soon(crew: Crew, inference: LearnerInference | None) -> None:
         return  # the parent still has it, perhaps
 
     def close() -> None:
-        crew.close(_SHUTDOWN_S)
+        with contextlib.suppress(ConfigurationError):
+            crew.close(_SHUTDOWN_S)
         if inference is not None:
             inference.close(_SHUTDOWN_S)
 
+    if crew.in_callers_thread:
+        close()  # or, found by another thread's garbage collection, let the envs be garbage, too
+        return
     threading.Thread(target=close, name="torchrl_dist-close", daemon=True).start()
 
 

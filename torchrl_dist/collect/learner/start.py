@@ -12,8 +12,12 @@ from dataclasses import replace
 from functools import partial
 
 from torchrl_dist.collect.learner.crew import Worker
-from torchrl_dist.collect.learner.handles import Handle, LocalHandle
-from torchrl_dist.collect.node.node import make_worker
+from torchrl_dist.collect.learner.handles import (
+    CallersHandle,
+    Handle,
+    make_far_worker,
+    make_local_handle,
+)
 from torchrl_dist.collect.worker.registrations import dump_registrations
 from torchrl_dist.collect.worker.specs import require_equal_specs
 from torchrl_dist.collect.worker.worker import WorkerConfig, WorkerInfo
@@ -49,12 +53,12 @@ def start_workers(
         own = config.of_worker(index)
         ahead = max_ahead
         if session is None or peers[index] == session.me:
-            handle: Handle = LocalHandle(own)
+            handle: Handle = make_local_handle(own, alone=count == 1)
             name = f"worker {index} (this process)"
             ahead = max_ahead if config.env_processes else 0
         else:
             own = replace(own, own_process=True, packed=True, registrations=registrations)
-            handle = session.remote(peers[index], make_worker, own, timeout_s=limit_s)
+            handle = session.remote(peers[index], make_far_worker, own, timeout_s=limit_s)
             name = peers[index].name
         try:
             info = handle.call("describe", timeout_s=limit_s)
@@ -62,9 +66,11 @@ def start_workers(
             handle.submit("close", step_limit_s=limit_s, timeout_s=limit_s)
             raise
         infos.append(info)
-        return Worker(
+        built = Worker(
             index, name, handle, info.num_envs, info.steps, ahead, _specs(info), info.ragged
         )
+        built.callers = handle if isinstance(handle, CallersHandle) else None
+        return built
 
     def run(index: int) -> None:
         try:
@@ -78,7 +84,10 @@ def start_workers(
     builds: list[Future[Worker]] = [Future() for _ in range(count)]
     pool = DaemonPool(count, "torchrl_dist-build")
     try:
-        for index in range(count):
+        here = session is None or peers[0] == session.me
+        if count == 1 and here and not config.env_processes:
+            run(0)  # in the thread in which its envs may live
+        for index in range(count) if not builds[0].done() else ():
             pool.submit(run, index)
         pool.close()
         wait(builds)
@@ -193,7 +202,7 @@ class Replacer:
             seed=None if seed is None else (seed + generation * _SEED_STRIDE) % 2**31,
             frames_per_rollout=lost.steps * lost.num_envs,
         )
-        handle = LocalHandle(own)
+        handle = make_local_handle(own, alone=False)
         try:
             info = handle.call("describe", timeout_s=limit_s)
             require_equal_specs({lost.name: lost.specs, "its successor": _specs(info)})
