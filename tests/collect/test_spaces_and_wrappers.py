@@ -49,9 +49,10 @@ BOXES = [
     spaces.Box(*MIXED, dtype=np.int32),
 ]
 TWO = {"a": spaces.Box(-1, 1, (2,)), "b": spaces.Discrete(3, start=1)}
+SIMPLE = {"a": spaces.Box(-1, 1, (2,)), "b": spaces.Discrete(3)}
 PLACED: dict[str, list[spaces.Space]] = {
     "Box": BOXES,
-    "Dict": [spaces.Dict(TWO)],
+    "Dict": [spaces.Dict(TWO), spaces.Dict(SIMPLE)],
     "Discrete": [spaces.Discrete(3), spaces.Discrete(2, start=-4)],
     "Graph": [spaces.Graph(spaces.Box(-1, 1, (2,)), None)],
     "MultiBinary": [spaces.MultiBinary(3), spaces.MultiBinary((2, 2))],
@@ -59,7 +60,7 @@ PLACED: dict[str, list[spaces.Space]] = {
     "OneOf": [spaces.OneOf(tuple(TWO.values()))],
     "Sequence": [spaces.Sequence(spaces.Discrete(3))],
     "Text": [spaces.Text(4)],
-    "Tuple": [spaces.Tuple(tuple(TWO.values()))],
+    "Tuple": [spaces.Tuple(tuple(TWO.values())), spaces.Tuple(tuple(SIMPLE.values()))],
 }
 ALL = [space for placed in PLACED.values() for space in placed]
 

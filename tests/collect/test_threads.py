@@ -198,7 +198,7 @@ class Counting(Affine):
 
 
 def test_a_deadline_between_two_steps_loses_nothing() -> None:
-    late = iter([3, 3, 9])
+    late = iter([3, 6, 13])
     due = [next(late)]
 
     def slow(t: int) -> None:

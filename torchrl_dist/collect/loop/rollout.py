@@ -887,13 +887,16 @@ def make_rollout(
             compilation=compilation,
         )
     except UnknownSpaceError as error:
-        shifted = [
-            has_start(each)
-            for each in (driver.single_observation_space, driver.single_action_space)
-        ]
-        if not isinstance(driver, EnvListDriver) or any(shifted):
+        if not isinstance(driver, EnvListDriver):
             driver.close()
             raise
+        observed, taken = driver.single_observation_space, driver.single_action_space
+        if has_start(observed) or has_start(taken):
+            driver.close()
+            raise ConfigurationError(
+                f"{error}. TorchRL's GymWrapper, which steps such spaces, does not take a Discrete "
+                "space that starts at another number than 0"
+            ) from None
         env = _wrapped(driver.envs, categorical_action_encoding, error, at_random=policy is None)
     return TorchRLRollout(
         env, policy, frames, exploration_type=exploration_type, compilation=compilation
