@@ -8,6 +8,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from torchrl.modules import EGreedyModule, QValueActor
 
 from tests.collect.envs import Counter, mlp
 from torchrl_dist.collect import CollectReport, FirstReady, RPCBatchedCollector, WaitAll
+from torchrl_dist.collect.learner import start
 from torchrl_dist.collect.learner.start import (
     MESSAGE_BYTES,
     MESSAGE_S,
@@ -71,6 +73,16 @@ def build() -> Iterator[Any]:
         time.sleep(0.02)
         names = [t.name for t in threading.enumerate()]
     assert not any("rollout" in name for name in names)
+
+
+@pytest.fixture
+def aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker has a thread of its own, as one with a replay buffer or beside others has."""
+    monkeypatch.setattr(start, "make_local_handle", partial(_aside, start.make_local_handle))
+
+
+def _aside(make: Any, config: WorkerConfig, alone: bool) -> Any:
+    return make(config, alone=False)
 
 
 @pytest.mark.parametrize("readiness", [WaitAll(), FirstReady()])
@@ -350,7 +362,7 @@ def test_a_collector_that_was_shut_down_keeps_nothing_of_its_callers() -> None:
 
 
 @pytest.mark.alone
-def test_after_a_deadline_collection_goes_on_and_nothing_is_lost(build: Any) -> None:
+def test_after_a_deadline_collection_goes_on_and_nothing_is_lost(build: Any, aside: None) -> None:
     gate = threading.Event()
 
     class Slow(Counter):
@@ -371,7 +383,7 @@ def test_after_a_deadline_collection_goes_on_and_nothing_is_lost(build: Any) -> 
     assert rows["next", "observation"][0, :, 0].tolist() == [201.0 + t for t in range(20)]
 
 
-def test_shutdown_does_not_wait_for_a_stuck_env(build: Any) -> None:
+def test_shutdown_does_not_wait_for_a_stuck_env(build: Any, aside: None) -> None:
     gate = threading.Event()
 
     class Stuck(Counter):
@@ -392,7 +404,7 @@ def test_shutdown_does_not_wait_for_a_stuck_env(build: Any) -> None:
 @pytest.mark.parametrize("torchrl", [False, True])
 @pytest.mark.parametrize("closed", [False, True])
 def test_an_env_that_hangs_holds_up_no_other_collector(
-    build: Any, closed: bool, torchrl: bool
+    build: Any, aside: None, closed: bool, torchrl: bool
 ) -> None:
     gate, stuck = threading.Event(), threading.Event()
 
@@ -434,7 +446,7 @@ def test_an_env_that_hangs_holds_up_no_other_collector(
 
 
 def test_a_policy_that_hangs_holds_up_those_of_another_exploration_type_only_for_a_while(
-    build: Any, monkeypatch: pytest.MonkeyPatch
+    build: Any, aside: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, stuck = threading.Event(), threading.Event()
     before = exploration_type()
@@ -488,7 +500,7 @@ def test_a_collector_that_is_deleted_closes_its_envs(used: str) -> None:
         time.sleep(0.01)
 
 
-def test_calls_to_envs_keep_the_deadline_while_a_rollout_is_stuck(build: Any) -> None:
+def test_calls_to_envs_keep_the_deadline_while_a_rollout_is_stuck(build: Any, aside: None) -> None:
     gate = threading.Event()
 
     class Stuck(Counter):
@@ -512,7 +524,7 @@ def test_calls_to_envs_keep_the_deadline_while_a_rollout_is_stuck(build: Any) ->
     assert collector.next().numel() == 5
 
 
-def test_after_a_shutdown_nobody_waits_and_every_call_says_so(build: Any) -> None:
+def test_after_a_shutdown_nobody_waits_and_every_call_says_so(build: Any, aside: None) -> None:
     gate = threading.Event()
 
     class Stuck(Counter):
@@ -542,7 +554,7 @@ def test_after_a_shutdown_nobody_waits_and_every_call_says_so(build: Any) -> Non
 
 
 @pytest.mark.parametrize("when", ["building", "running"])
-def test_envs_of_a_worker_that_cannot_go_on_are_closed(build: Any, when: str) -> None:
+def test_envs_of_a_worker_that_cannot_go_on_are_closed(build: Any, aside: None, when: str) -> None:
     gate, closed = threading.Event(), threading.Event()
 
     class Doomed(Counter):

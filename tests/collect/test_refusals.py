@@ -238,3 +238,18 @@ def test_an_environments_name_takes_arguments() -> None:
     ) as collector:  # fmt: skip
         rows = collector.next()
     assert rows["next", "truncated"].sum() == 4
+
+
+def test_an_env_that_is_made_once_for_several_places_is_refused() -> None:
+    env, other = Counter(), GymEnv("CartPole-v1")
+    sync = gymnasium.vector.SyncVectorEnv
+    makes = [
+        (lambda: env, {"num_envs": 2}),
+        (lambda: gymnasium.wrappers.TimeLimit(env, 5), {"num_envs": 2}),
+        (lambda: env, {"num_envs": 2, "max_frames_per_traj": 5}),
+        (lambda: other, {"num_envs": 2}),
+        (lambda: sync([lambda: env] * 2), {}),
+    ]
+    for make, options in makes:
+        with pytest.raises(ConfigurationError, match="twice.*a new env in each call"):
+            RPCBatchedCollector(make, None, frames_per_batch=4, **options)

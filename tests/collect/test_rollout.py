@@ -726,3 +726,51 @@ def test_exploration_modules_without_a_spec_get_the_envs() -> None:
     assert torch.equal(*actions) and actions[0].std() > 0.1
     drawn = collect("Pendulum-v1", RandomPolicy(), 5)["action"]
     assert drawn.shape == (1, 5, 1) and spec.is_in(drawn)
+
+
+class Clips(gymnasium.Env):
+    """Changes its action in place, and keeps it: the next reward depends on it."""
+
+    observation_space = spaces.Box(-1, 1, (1,), np.float32)
+
+    def __init__(self, space: spaces.Space) -> None:
+        self.action_space, self.last = space, None
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        before = 0.0 if self.last is None else float(np.sum(self.last))
+        self.last = action
+        if isinstance(action, np.ndarray):
+            action += 1
+        return np.zeros(1, np.float32), before, False, False, {}
+
+
+@pytest.mark.parametrize("vector", [False, True])
+@pytest.mark.parametrize(
+    ("space", "action", "reward"),
+    [
+        (spaces.Box(-10, 10, (2,), np.float32), torch.full((2, 2), 5.0), 12.0),
+        (spaces.Box(-10, 10, (2,), np.int64), torch.full((2, 2), 5), 12.0),
+        (spaces.MultiBinary(2), torch.ones(2, 2, dtype=torch.int8), 4.0),
+        (spaces.MultiDiscrete([9, 9]), torch.full((2, 2), 5), 12.0),
+    ],
+    ids=str,
+)
+def test_an_action_is_the_envs_own_and_the_batch_is_the_learners(
+    space: spaces.Space, action: torch.Tensor, reward: float, vector: bool
+) -> None:
+    make = (lambda: SyncVectorEnv([lambda: Clips(space)] * 2)) if vector else lambda: Clips(space)
+    rollout = make_rollout(
+        make,
+        lambda td: td.set("action", action),
+        frames=6,
+        num_envs=2,
+        categorical_action_encoding=True,
+    )
+    first = rollout.run(3)
+    assert first["action"].unique().tolist() == action.unique().tolist()
+    first["action"].zero_()  # the learner's to change
+    assert rollout.run(3)["next", "reward"].unique().tolist() == [reward]
+    rollout.close()

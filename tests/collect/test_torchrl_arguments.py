@@ -653,7 +653,12 @@ def test_interrupted_trajectories_are_never_written(build: Any) -> None:
 def test_collection_in_the_background_pauses_and_ends(build: Any) -> None:
     rows = buffer()
     env = Plain(5)
-    collector = build(env, turning(), frames_per_batch=10, replay_buffer=rows, total_frames=-1)
+    given = build(env, turning(), frames_per_batch=10, replay_buffer=buffer())
+    with pytest.raises(ConfigurationError, match="a thread of its own"):
+        given.start()
+    collector = build(
+        lambda: env, turning(), frames_per_batch=10, replay_buffer=rows, total_frames=-1
+    )
     assert not collector.is_running()
     collector.start()
     collector.start()

@@ -22,13 +22,14 @@ from ..errors import ConfigurationError, DeadlineError, PeerLostError, RemoteErr
 from ..forks import now_and_in_children
 from . import rendezvous, wire
 from .awake import awake, check_timeout, result_of, start_clock
+from .chores import CHORES
 from .limits import check_limits
 from .membership import Membership
 from .peer import Peer
 from .pool import DaemonPool
 from .remote import Remote, current, only_session, set_current
 from .roles import DEFAULT_ROLES
-from .signals import Latch, StopSignals, say, wait_any
+from .signals import Latch, StopSignals, say
 from .signs import SignPost, give_sign
 from .transport import Transport
 from .world import World, launched_without_us
@@ -592,11 +593,14 @@ class Session:
             self._tell(self._driver, "serving", self.me.global_rank)
         self._signals.patient = True
         try:
-            wait_any((self._end,), None)
+            CHORES.run_until(self._end, self._interrupt)
         finally:
             self._signals.patient = False
         if self._end_reason is not None:
             raise PeerLostError(f"the job has ended: {self._end_reason}")
+
+    def _interrupt(self) -> None:
+        self._signals.interrupts = True
 
     def barrier(self, timeout_s: float | None = None) -> None:
         """Block until every process has come here that is alive and does not serve.
@@ -676,6 +680,7 @@ class Session:
         )
         set_current(self)
         self._signals.install()
+        CHORES.expected = not self.is_driver
         self._opened.set()
 
     def _start_signs(self, watched: tuple[Peer, ...]) -> None:
@@ -754,6 +759,7 @@ class Session:
         self._ending = self._closed = True
         with self._signs_lock:
             self._no_more_signs.set()
+        CHORES.expected = False
         set_current(None)
         self._objects.clear()
         with contextlib.ExitStack() as steps:  # runs in reverse order, whatever fails

@@ -50,6 +50,12 @@ class Latch:
         """Block until set, at most ``timeout_s``; whether it is set."""
         return wait_any((self,), timeout_s)
 
+    def add_to(self, poller: select.poll) -> bool:
+        """Let the poller wake when it is set; False if it is closed, and nothing sets it."""
+        if self._read_fd >= 0:
+            poller.register(self._read_fd, select.POLLIN)
+        return self._read_fd >= 0
+
     def close(self) -> None:
         """Give the file descriptors back. Whether it was set stays readable."""
         fds, self._read_fd, self._write_fd = (self._read_fd, self._write_fd), -1, -1
@@ -88,6 +94,7 @@ class StopSignals:
         self._previous: dict[int, _Handler] = {}
         self._asked_at: float | None = None
         self.patient = False
+        self.interrupts = False  # the next one raises KeyboardInterrupt, whatever came before
         self.received: signal.Signals | None = None  # the first one
 
     def install(self) -> None:
@@ -111,6 +118,9 @@ class StopSignals:
         self._previous.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.interrupts:
+            self.interrupts = False
+            raise KeyboardInterrupt
         name = signal.Signals(number)
         note_stop_request()
         if self.received is None:

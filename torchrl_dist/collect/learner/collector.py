@@ -75,7 +75,11 @@ class RPCBatchedCollector(BaseCollector):
         make_env: a gymnasium id, or a callable that returns a ``gymnasium.Env``, a
             ``gymnasium.vector.VectorEnv`` or a TorchRL env. Called on the workers; may be a lambda.
             A list has one for each worker. Also known as ``create_env_fn``. An env itself will do
-            for the only worker, in this process.
+            for the only worker, in this process. Every call must make another env. A vector env of
+            torch tensors, on the CPU or a GPU, may also be one as Isaac Lab's, which is no
+            ``VectorEnv``. An env is made, stepped and closed in one thread: that of the caller for
+            the only worker in this process without ``replay_buffer``, the main thread of a rank or
+            env process otherwise, or a thread of its own (see the guide).
             Workers know the gymnasium environments that are registered in this process.
             An EnvPool is seeded only when it is made: pass ``seed=np.random.randint(2**31)`` to
             ``envpool.make``; NumPy's seed there follows from ``seed`` and differs per worker.
@@ -170,12 +174,13 @@ class RPCBatchedCollector(BaseCollector):
             something are refused with the reason (``torchrl_dist/collect/learner/arguments.py``).
 
     Raises:
-        ConfigurationError: arguments that cannot work together.
+        ConfigurationError: arguments that cannot work together; ``make_env`` makes one env twice.
         RemoteError: building a worker failed; carries host and traceback.
 
     Iterating raises:
         DeadlineError: no batch within ``timeout_s``; names who is waited for. Nothing is lost:
-            iterate again to go on.
+            iterate again to go on. In the caller's own thread the envs are asked after each step,
+            so that a step that never ends is ended by Ctrl-C only.
         RemoteError: an env or the policy raised on a worker; the collector is shut down.
         PeerLostError: fewer than ``min_workers`` are alive; the collector is shut down. Up to that,
             the death of a worker is one warning, ``report.lost_workers``, and smaller batches;
@@ -668,7 +673,8 @@ class RPCBatchedCollector(BaseCollector):
         :meth:`async_shutdown`. Weights may be updated meanwhile, and :meth:`stats` asked.
 
         Raises:
-            ConfigurationError: there is no ``replay_buffer``.
+            ConfigurationError: there is no ``replay_buffer``, or the env was made already, in
+                another thread than the one that would step it.
             Exception: what collection in the background ended with.
         """
         if self.replay_buffer is None:
@@ -677,6 +683,11 @@ class RPCBatchedCollector(BaseCollector):
         if self._background is not None:
             self._background.raise_error()
         if not self.is_running():
+            if self._crew.in_callers_thread:
+                raise ConfigurationError(
+                    "start() collects in a thread of its own, and this env was made in another "
+                    "one; pass a function that makes it, such as make_env=lambda: MyEnv()"
+                )
             self._background = Background(self)
             if (session := self._session()) is not None:
                 session.on_leave(self._background.stopper())
@@ -990,10 +1001,14 @@ def _close_soon(crew: Crew, inference: LearnerInference | None) -> None:
         return  # the parent still has it, perhaps
 
     def close() -> None:
-        crew.close(_SHUTDOWN_S)
+        with contextlib.suppress(ConfigurationError):
+            crew.close(_SHUTDOWN_S)
         if inference is not None:
             inference.close(_SHUTDOWN_S)
 
+    if crew.in_callers_thread:
+        close()  # or, found by another thread's garbage collection, let the envs be garbage, too
+        return
     threading.Thread(target=close, name="torchrl_dist-close", daemon=True).start()
 
 

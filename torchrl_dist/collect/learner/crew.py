@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from tensordict import TensorDict
 
 from torchrl_dist.collect.learner.budget import FrameBudget, Share
-from torchrl_dist.collect.learner.handles import Handle
+from torchrl_dist.collect.learner.handles import CallersHandle, Handle
 from torchrl_dist.collect.learner.readiness import Readiness
 from torchrl_dist.collect.loop.exploration import held_up
 from torchrl_dist.collect.worker.shared_block import PackedRows
@@ -81,6 +81,7 @@ class Worker:
     inbox: deque[Arrival] = field(default_factory=deque)
     busy_since: float = 0.0  # on awake(), when the first request in flight began
     given_up: int = 0  # requests in flight that nobody waits for any more
+    callers: CallersHandle | None = None  # its envs live in the caller's thread
     has_gap: bool = False  # rows of its episodes were dropped
     failure: BaseException | None = None
     lost: bool = False
@@ -94,6 +95,11 @@ class Worker:
         if self.weights is None or self.weights.version <= self.sent_version:
             return None
         return self.weights
+
+
+def _is_busy(worker: Worker) -> bool:
+    """Whether it steps envs. In the caller's thread it does not where a deadline has come."""
+    return bool(worker.in_flight) and (worker.callers is None or worker.callers.running)
 
 
 class Successors(Protocol):
@@ -192,6 +198,9 @@ class Crew:
             RemoteError: a worker raised.
         """
         begun = awake()
+        for worker in self.workers:
+            if worker.callers is not None:
+                worker.callers.require_thread("iterating")
         with self._cond:
             self._waiting = True
             try:
@@ -245,9 +254,28 @@ class Crew:
                 f"no batch within {timeout_s:g} s; waiting for {names or 'nobody'}. "
                 "Iterate again to go on waiting, or raise timeout_s"
             )
+        for worker in self.workers:
+            if worker.callers is not None and worker.callers.waits and not self._paused:
+                self._work(worker.callers, awake() + left_s)
+                return
         if self._stopped is not None:
             left_s = min(left_s, _GLANCE_S)
         self._cond.wait(left_s)
+
+    def _work(self, own: CallersHandle, until: float) -> None:
+        """Make a rollout in this thread; called with the condition held, which others need."""
+        own.running = True  # before anything else may look
+        self._cond.release()
+        try:
+            own.work(until)
+        except BaseException as error:  # Ctrl-C, mostly
+            self._waiting = False
+            own.drop(error)
+            raise
+        finally:
+            own.running = False
+            self._cond.acquire()
+            self._cond.notify_all()
 
     def _standing(self) -> tuple[list[int], list[int]]:
         """Workers that have delivered for this batch in order of arrival, and all that shall."""
@@ -363,7 +391,10 @@ class Crew:
             worker.in_flight.remove(request)
             worker.busy_since = awake()
             worker.overtook[request.number] = None
-            if error is not None:
+            if error is not None and not isinstance(error, Exception) and worker.callers:
+                worker.has_gap = True  # it was interrupted: the caller knows
+                self.budget.give_back(worker.index, request.round, request.share)
+            elif error is not None:
                 worker.failure = error
                 if isinstance(error, PeerLostError):
                     self.budget.give_back(worker.index, request.round, request.share)
@@ -469,8 +500,8 @@ class Crew:
         try:
             with self._cond:
                 busy = [w for w in self.workers if not w.lost]
-                if not self._cond.wait_for(lambda: not any(w.in_flight for w in busy), timeout_s):
-                    names = ", ".join(w.name for w in busy if w.in_flight)
+                if not self._cond.wait_for(lambda: not any(map(_is_busy, busy)), timeout_s):
+                    names = ", ".join(w.name for w in busy if _is_busy(w))
                     raise DeadlineError(
                         f"rollouts of {names} have not ended within {timeout_s:g} s"
                     )
@@ -497,6 +528,11 @@ class Crew:
         return results
 
     @property
+    def in_callers_thread(self) -> bool:
+        """Whether the envs live in the thread that has built the collector."""
+        return any(worker.callers is not None for worker in self.workers)
+
+    @property
     def is_here(self) -> bool:
         """Whether this is the process that has the workers, and no forked child of it."""
         return os.getpid() == self._pid
@@ -520,7 +556,13 @@ class Crew:
 
         Returns:
             what envs raised as they were closed.
+
+        Raises:
+            ConfigurationError: they live in another thread, which is not in a rollout.
         """
+        for worker in self.workers if not self._closed else ():
+            if worker.callers is not None:
+                worker.callers.require_closable()
         with self._cond:
             if self._closed:
                 return []

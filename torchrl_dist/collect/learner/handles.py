@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import socket
+import threading
 import traceback
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Protocol
 
-from torchrl_dist.collect.loop.one_thread import use_one_thread_if_small
+from torchrl_dist.collect.learner.arguments import GivenEnv
+from torchrl_dist.collect.loop.one_thread import one_thread_if_small, use_one_thread_if_small
 from torchrl_dist.collect.node.node import NodeWorker, make_worker
-from torchrl_dist.collect.worker.worker import WorkerConfig
-from torchrl_dist.errors import DeadlineError, RemoteError
+from torchrl_dist.collect.worker.pinned import OwnThread, PinnedWorker, run_on_cpu
+from torchrl_dist.collect.worker.registrations import adopt_registrations
+from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig
+from torchrl_dist.errors import ConfigurationError, DeadlineError, RemoteError
+from torchrl_dist.runtime import Remote, current_session
+from torchrl_dist.runtime.chores import CHORES
 from torchrl_dist.runtime.pool import DaemonPool
 
 _REQUESTS = 2  # as many as the collector sends at a time
 _DURING_ROLLOUTS = ("collect", "cut", "close")
+# A rank that is asked for a worker is about to serve, mostly.
+_SERVES_SOON_S = 5.0
 
 
 class Handle(Protocol):
@@ -29,39 +40,95 @@ class Handle(Protocol):
         """The same, without blocking; a worker in this process does all but rollouts at once."""
 
 
-class LocalHandle:
-    """A worker in this process: its rollouts run in threads, one by one in the order of their
-    requests, other calls in the caller's."""
+def make_far_worker(config: WorkerConfig) -> PinnedWorker | NodeWorker:
+    """The worker of another process, made there. Its envs live in the main thread, or, where that
+    does not serve or has those of another worker, in a thread of their own."""
+    adopt_registrations(config.registrations)
+    if config.env_processes:
+        return NodeWorker(config)
+    main = CHORES.claim(min(_SERVES_SOON_S, current_session().timeout_s / 4))
+    return PinnedWorker(config, CHORES if main else OwnThread())
 
-    def __init__(self, config: WorkerConfig) -> None:
-        self._worker = make_worker(config)
-        self._policy = config.policy
+
+def make_far_worker_here(config: WorkerConfig) -> Remote[PinnedWorker | NodeWorker]:
+    """A handle to it, for the process that asked."""
+    session = current_session()
+    try:
+        return session.remote(session.me, make_far_worker, config)
+    except RemoteError as error:  # the caller's session makes one of it as well
+        raise error.__cause__ or error from None
+
+
+def make_local_handle(config: WorkerConfig, *, alone: bool) -> LocalHandle | CallersHandle:
+    """A worker of this process. The only one of its collector lives in the thread that calls this,
+    unless a replay buffer may hold it up, or another thread may ask for its rollouts then."""
+    if config.env_processes:
+        return LocalHandle(make_worker(config), config.policy)
+    given = isinstance(config.make_env, GivenEnv)
+    if alone and config.inference is None and (given or config.replay_buffer is None):
+        return CallersHandle(config)
+    thread = OwnThread()
+    thread.submit(partial(use_one_thread_if_small, config.policy))
+    return LocalHandle(PinnedWorker(config, thread), config.policy)
+
+
+def _told(error: Exception) -> RemoteError:
+    """As an error of another process. To be called where it was caught."""
+    told = RemoteError(
+        f"{type(error).__name__}: {error}",
+        peer="this process",
+        host=socket.gethostname(),
+        remote_traceback="".join(traceback.format_exception(error)),
+    )
+    told.__cause__ = error
+    return told
+
+
+class LocalHandle:
+    """A worker in this process whose envs live in other threads or processes than the caller's."""
+
+    def __init__(self, worker: PinnedWorker | NodeWorker, policy: Any) -> None:
+        self._worker = worker
+        self._policy = policy
         self._pool = DaemonPool(_REQUESTS, "torchrl_dist-rollout")
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
-        """Run it here and now. The deadline is that of the rollout under way, which ends first.
+        """Run it now. The deadline is that of the rollout under way, which ends first.
 
         Raises:
             DeadlineError: it did not end in time, or its env processes did not answer in time.
             RemoteError: the method raised; its exception is the cause.
         """
-        if timeout_s is not None and method not in _DURING_ROLLOUTS:
-            if not self._worker.wait_idle(timeout_s):
-                raise DeadlineError(
-                    f"{method}: the rollout under way in this process did not end within "
-                    f"{timeout_s:g} s; its env or policy hangs, or timeout_s is too short"
-                )
-        try:
-            return getattr(self._worker, method)(*args, **kwargs)
-        except Exception as error:
-            if isinstance(error, DeadlineError) and isinstance(self._worker, NodeWorker):
+        call = partial(getattr(self._worker, method), *args, **kwargs)
+        if isinstance(self._worker, NodeWorker):
+            if timeout_s is not None and method not in _DURING_ROLLOUTS:
+                if not self._worker.wait_idle(timeout_s):
+                    raise self._late(method, timeout_s)
+            try:
+                return call()
+            except DeadlineError:
                 raise  # its own
-            raise RemoteError(
-                f"{type(error).__name__}: {error}",
-                peer="this process",
-                host=socket.gethostname(),
-                remote_traceback=traceback.format_exc(),
-            ) from error
+            except Exception as error:
+                raise _told(error) from error
+        answer = call()
+        if not isinstance(answer, Future):
+            return answer
+        try:
+            return answer.result(timeout_s)
+        except TimeoutError as error:
+            if answer.done():
+                raise _told(error) from error
+            answer.cancel()
+            raise self._late(method, timeout_s) from None
+        except Exception as error:
+            raise _told(error) from error
+
+    @staticmethod
+    def _late(method: str, timeout_s: float | None) -> DeadlineError:
+        return DeadlineError(
+            f"{method}: the rollout under way in this process did not end within "
+            f"{timeout_s:g} s; its env or policy hangs, or timeout_s is too short"
+        )
 
     def submit(
         self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any
@@ -70,8 +137,6 @@ class LocalHandle:
         future.set_running_or_notify_cancel()
 
         def run() -> None:
-            if method == "collect":
-                use_one_thread_if_small(self._policy)
             try:
                 result = self.call(method, *args, timeout_s=timeout_s, **kwargs)
             except BaseException as error:
@@ -79,10 +144,163 @@ class LocalHandle:
             else:
                 future.set_result(result)
 
-        if method == "collect":
-            self._pool.submit(run)
+        if isinstance(self._worker, PinnedWorker) and method in ("collect", "close"):
+            answer = getattr(self._worker, method)(*args, **kwargs)
+            answer.add_done_callback(partial(_pass_on, future))
+        elif method == "collect":
+            self._pool.submit(self._small, run)
         else:
             run()
             if method == "close":
                 self._pool.close()
         return future
+
+    def _small(self, run: Callable[[], None]) -> None:
+        use_one_thread_if_small(self._policy)
+        run()
+
+
+def _pass_on(future: Future, answer: Future) -> None:
+    error = answer.exception()
+    if isinstance(error, Exception):
+        future.set_exception(_told(error))
+    elif error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(answer.result())
+
+
+class CallersHandle:
+    """A worker whose envs live in the thread that builds this, as in a loop of one's own: there
+    every rollout is made by :meth:`work`, while the caller waits for it.
+
+    Attributes:
+        running: a rollout is under way.
+    """
+
+    def __init__(self, config: WorkerConfig) -> None:
+        adopt_registrations(config.registrations)
+        self._thread = threading.current_thread()
+        self._policy = config.policy
+        self._asked: deque[tuple[Future, dict[str, Any]]] = deque()
+        self._ended = threading.Event()
+        self._to_close: tuple[Future, bool] | None = None
+        self.running = False
+        self._worker: RolloutWorker = run_on_cpu(partial(RolloutWorker, config))
+
+    @property
+    def here(self) -> bool:
+        """Whether this is the thread of the envs."""
+        return threading.current_thread() is self._thread
+
+    def require_thread(self, what: str) -> None:
+        """
+        Raises:
+            ConfigurationError: this is another thread than that of the envs.
+        """
+        if not self.here:
+            raise ConfigurationError(
+                f"{what} in thread {threading.current_thread().name!r}: the collector was built in "
+                f"thread {self._thread.name!r}, in which its envs are made, stepped and closed. "
+                "Build and use it in one thread, or pass env_processes=1, which any thread may use"
+            )
+
+    def require_closable(self) -> None:
+        """
+        Raises:
+            ConfigurationError: the envs' thread lives, and is not in a rollout.
+        """
+        if not self.running and self._thread.is_alive():
+            self.require_thread("shutdown()")
+
+    @property
+    def waits(self) -> bool:
+        """Whether a rollout was asked for that is not complete."""
+        return bool(self._asked)
+
+    def work(self, until: float) -> None:
+        """Make the rollout that was asked for first, or go on with it until that time on
+        ``awake()``. Called in the envs' thread."""
+        future, request = self._asked[0]
+        self.running = True
+        self._ended.clear()
+        result: Any = None
+        error: BaseException | None = None
+        try:
+            with one_thread_if_small(self._policy):
+                result = run_on_cpu(partial(self._worker.collect, **request, until=until))
+        except DeadlineError as late:
+            if self._worker.is_incomplete:
+                return
+            error = _told(late)
+        except Exception as raised:
+            error = _told(raised)
+        finally:
+            self.running = False
+            self._end()
+        self._asked.popleft()
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    def drop(self, error: BaseException) -> None:
+        """The rollout was interrupted: its rows are lost."""
+        future, _ = self._asked.popleft()
+        future.set_exception(error)
+
+    def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
+        """Run it here and now.
+
+        Raises:
+            DeadlineError: it was called inside a rollout.
+            ConfigurationError: in another thread than that of the envs.
+            RemoteError: the method raised; its exception is the cause.
+        """
+        self.require_thread(f"{method}()")
+        if timeout_s is not None and not self._worker.wait_idle(timeout_s):
+            raise DeadlineError(f"{method}: called by an env, a policy or a hook inside a rollout")
+        try:
+            return run_on_cpu(partial(getattr(self._worker, method), *args, **kwargs))
+        except Exception as error:
+            raise _told(error) from error
+
+    def submit(
+        self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any
+    ) -> Future:
+        future: Future = Future()
+        future.set_running_or_notify_cancel()
+        if method == "collect":
+            self._asked.append((future, kwargs))
+        elif method == "cut":
+            self._worker.cut(*args, **kwargs)
+            future.set_result(None)
+        elif method == "close":
+            self._close(future, **kwargs)
+        else:
+            try:
+                future.set_result(self.call(method, *args, timeout_s=timeout_s, **kwargs))
+            except Exception as error:
+                future.set_exception(error)
+        return future
+
+    def _close(self, future: Future, step_limit_s: float = 10.0, close_env: bool = True) -> None:
+        self._worker.stop()
+        self._to_close = future, close_env
+        if not self.running:
+            self._end()
+        elif not self.here:
+            self._ended.wait(step_limit_s)
+
+    def _end(self) -> None:
+        """What was put off until the rollout's end."""
+        asked, self._to_close = self._to_close, None
+        if asked is not None:
+            future, close_env = asked
+            try:
+                self._worker.close(0.0, close_env)
+            except Exception as error:
+                future.set_exception(_told(error))
+            else:
+                future.set_result(None)
+        self._ended.set()

@@ -15,11 +15,17 @@ from dataclasses import replace
 from functools import partial
 
 from torchrl_dist.collect.learner.crew import Worker
-from torchrl_dist.collect.learner.handles import Handle, LocalHandle
-from torchrl_dist.collect.node.node import NodeWorker, make_worker_here
+from torchrl_dist.collect.learner.handles import (
+    CallersHandle,
+    Handle,
+    make_far_worker_here,
+    make_local_handle,
+)
+from torchrl_dist.collect.node.node import NodeWorker
+from torchrl_dist.collect.worker.pinned import PinnedWorker
 from torchrl_dist.collect.worker.registrations import dump_registrations
 from torchrl_dist.collect.worker.specs import require_equal_specs
-from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig, WorkerInfo
+from torchrl_dist.collect.worker.worker import WorkerConfig, WorkerInfo
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError
 from torchrl_dist.runtime import Peer, Remote, Session
 from torchrl_dist.runtime.awake import result_of
@@ -53,7 +59,7 @@ def start_workers(
         own = config.of_worker(index)
         ahead = max_ahead
         if session is None or peers[index] == session.me:
-            handle: Handle = LocalHandle(own)
+            handle: Handle = make_local_handle(own, alone=count == 1)
             name = f"worker {index} (this process)"
             ahead = max_ahead if config.env_processes else 0
         else:
@@ -66,9 +72,11 @@ def start_workers(
             handle.submit("close", step_limit_s=limit_s, timeout_s=limit_s)
             raise
         infos.append(info)
-        return Worker(
+        built = Worker(
             index, name, handle, info.num_envs, info.steps, ahead, _specs(info), info.ragged
         )
+        built.callers = handle if isinstance(handle, CallersHandle) else None
+        return built
 
     def run(index: int) -> None:
         try:
@@ -82,7 +90,10 @@ def start_workers(
     builds: list[Future[Worker]] = [Future() for _ in range(count)]
     pool = DaemonPool(count, "torchrl_dist-build")
     try:
-        for index in range(count):
+        here = session is None or peers[0] == session.me
+        if count == 1 and here and not config.env_processes:
+            run(0)  # in the thread in which its envs may live
+        for index in range(count) if not builds[0].done() else ():
             pool.submit(run, index)
         pool.close()
         wait(builds)
@@ -116,9 +127,9 @@ def start_workers(
 
 def _remote_worker(
     session: Session, peer: Peer, config: WorkerConfig, limit_s: float
-) -> Remote[RolloutWorker | NodeWorker]:
+) -> Remote[PinnedWorker | NodeWorker]:
     """One that comes too late is closed when it comes."""
-    built = session.submit(peer, make_worker_here, config, timeout_s=math.inf)
+    built = session.submit(peer, make_far_worker_here, config, timeout_s=math.inf)
     try:
         return result_of(built, limit_s)
     except FutureTimeoutError as error:
@@ -131,7 +142,7 @@ def _remote_worker(
         ) from error
 
 
-def _close_late(limit_s: float, built: Future[Remote[RolloutWorker | NodeWorker]]) -> None:
+def _close_late(limit_s: float, built: Future[Remote[PinnedWorker | NodeWorker]]) -> None:
     with contextlib.suppress(Exception):  # it could not be built, or the session has ended
         built.result().submit("close", step_limit_s=limit_s, timeout_s=limit_s)
 
@@ -219,7 +230,7 @@ class Replacer:
             seed=None if seed is None else (seed + generation * _SEED_STRIDE) % 2**31,
             frames_per_rollout=lost.steps * lost.num_envs,
         )
-        handle = LocalHandle(own)
+        handle = make_local_handle(own, alone=False)
         try:
             info = handle.call("describe", timeout_s=limit_s)
             require_equal_specs({lost.name: lost.specs, "its successor": _specs(info)})

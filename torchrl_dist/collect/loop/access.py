@@ -45,7 +45,9 @@ def visit(envs: Any, index: int | None, what: str, name: str, args: tuple, kwarg
     return [_visit_one(envs, what, name, args, kwargs)]
 
 
-def _size(envs: VectorEnv | EnvBase) -> int:
+def _size(envs: VectorEnv | EnvBase | gymnasium.Env) -> int:
+    if isinstance(envs, gymnasium.Env):
+        return envs.get_wrapper_attr("num_envs")
     return envs.num_envs if isinstance(envs, VectorEnv) else envs.batch_size.numel()
 
 

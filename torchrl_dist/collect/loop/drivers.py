@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import gymnasium
 import numpy as np
+import torch
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.utils import seeding
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
@@ -141,16 +142,53 @@ class EnvListDriver:
             env.close()
 
 
+def _arrays(value: Any) -> Any:
+    """Tensors of any device, also in dicts and tuples, as NumPy arrays; all else as it is."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().numpy()
+    if isinstance(value, Mapping):
+        return {key: _arrays(part) for key, part in value.items()}
+    return tuple(_arrays(part) for part in value) if isinstance(value, tuple) else value
+
+
+def _device_of(value: Any) -> torch.device | None:
+    """Of the first tensor in an observation; None if there is none."""
+    if isinstance(value, Mapping):
+        devices = (_device_of(part) for part in value.values())
+        return next((device for device in devices if device is not None), None)
+    return value.device if isinstance(value, torch.Tensor) else None
+
+
+class TensorEnv:
+    """A vector env that takes and returns torch tensors, as one that does so with NumPy arrays."""
+
+    def __init__(self, env: Any, device: torch.device) -> None:
+        self._env, self._device = env, device
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        observation, info = self._env.reset(**kwargs)
+        return _arrays(observation), info
+
+    def step(self, actions: np.ndarray) -> tuple[Any, ...]:
+        *answer, info = self._env.step(torch.from_numpy(actions).to(self._device))
+        return *_arrays(tuple(answer)), info
+
+
 class _VectorDriver:
-    """What all drivers of a ``gymnasium.vector.VectorEnv`` share."""
+    """What all drivers of a vector env share.
+
+    Attributes:
+        arrays: the env as one that takes and returns NumPy arrays; a :class:`TensorEnv` around it
+            if the observation of its first reset is of tensors.
+    """
 
     valid: np.ndarray | None = None
 
-    def __init__(self, env: VectorEnv) -> None:
-        self.env = env
-        self.num_envs = env.num_envs
-        self.single_observation_space = env.single_observation_space
-        self.single_action_space = env.single_action_space
+    def __init__(self, env: Any) -> None:
+        self.env = self.arrays = env
+        self.num_envs: int = _of_chain(env, "num_envs")
+        self.single_observation_space: gymnasium.Space = _of_chain(env, "single_observation_space")
+        self.single_action_space: gymnasium.Space = _of_chain(env, "single_action_space")
         self.leaves: tuple[ObservationLeaf, ...] = ()
         self.one_seed_only = self.num_envs > 1 and not isinstance(
             env.unwrapped, SyncVectorEnv | AsyncVectorEnv
@@ -172,7 +210,10 @@ class _VectorDriver:
         if seeds is not None:
             several = isinstance(self.env.unwrapped, SyncVectorEnv | AsyncVectorEnv)
             seed = list(seeds) if several else seeds[0]
-        observation, _ = self.env.reset(seed=seed)
+        observation, _ = self.arrays.reset(seed=seed)
+        if self.arrays is self.env and (device := _device_of(observation)) is not None:
+            self.arrays = TensorEnv(self.env, device)
+            observation = _arrays(observation)
         self._write(observation, current)
 
     def reset_some(self, envs: Sequence[int], current: Arrays) -> None:
@@ -187,22 +228,23 @@ class _VectorDriver:
 
 
 class MaskedResetDriver(_VectorDriver):
-    """DISABLED autoreset, and gymnasium's own Sync/AsyncVectorEnv in next-step mode: there, a reset
-    by mask before the next step takes the place of the automatic one."""
+    """DISABLED autoreset, and gymnasium's own Sync/AsyncVectorEnv in next-step mode without a
+    wrapper: a reset by mask before the next step takes the place of the automatic one. A wrapper
+    would take that reset for one of all envs, or would not know that it came."""
 
     def reset_some(self, envs: Sequence[int], current: Arrays) -> None:
         mask = np.zeros(self.num_envs, dtype=bool)
         mask[list(envs)] = True
         if mask.any():
-            observation, _ = self.env.reset(options={"reset_mask": mask})
+            observation, _ = self.arrays.reset(options={"reset_mask": mask})
             self._write(observation, current)
 
     def step(self, actions: np.ndarray, following: Arrays, current: Arrays) -> StepResult:
-        observation, reward, terminated, truncated, _ = self.env.step(actions)
+        observation, reward, terminated, truncated, _ = self.arrays.step(actions)
         self._write(observation, following)
         done = np.logical_or(terminated, truncated)
         if done.any():
-            observation, _ = self.env.reset(options={"reset_mask": done})
+            observation, _ = self.arrays.reset(options={"reset_mask": done})
         self._write(observation, current)
         return reward, terminated, truncated
 
@@ -210,24 +252,40 @@ class MaskedResetDriver(_VectorDriver):
 class SameStepDriver(_VectorDriver):
     """The env resets inside the step that ended the episode and passes the last one in ``info``."""
 
+    _warned = False
+
     def step(self, actions: np.ndarray, following: Arrays, current: Arrays) -> StepResult:
-        observation, reward, terminated, truncated, info = self.env.step(actions)
+        observation, reward, terminated, truncated, info = self.arrays.step(actions)
         self._write(observation, following)
         done = np.logical_or(terminated, truncated)
         if done.any():
-            final = info.get("final_obs", info.get("final_observation"))
-            if final is None:
+            final = _arrays(info.get("final_obs", info.get("final_observation")))
+            if final is None and _of_isaac_lab(self.env):
+                self._mark_lost(np.flatnonzero(done), following)
+            elif final is None:
                 raise ConfigurationError(
                     f"{self.env} declares same-step autoreset, but the info of a step that ended "
                     f"an episode has no 'final_obs' (it has {sorted(info)}): without it the last "
                     "observation of the episode is lost"
                 )
-            for i in np.flatnonzero(done).tolist():
+            for i in np.flatnonzero(done).tolist() if final is not None else ():
                 last = final[i] if not isinstance(final, dict) else _index(final, i)
                 for leaf, out in zip(self.leaves, following, strict=True):
                     leaf.write(out[i, ...], last)
         self._write(observation, current)
         return reward, terminated, truncated
+
+    def _mark_lost(self, ended: np.ndarray, following: Arrays) -> None:
+        """As TorchRL does it: the last observation of an episode is NaN where it is not known."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self.env} does not say what it observed at the end of an episode: there, "
+                "('next', ...) observations are NaN (0 where they are integers)",
+                stacklevel=2,
+            )
+        for out in following:
+            out[ended] = np.nan if out.dtype.kind == "f" else 0
 
 
 def _index(tree: Any, i: int) -> Any:
@@ -235,9 +293,10 @@ def _index(tree: Any, i: int) -> Any:
 
 
 class NextStepDriver(_VectorDriver):
-    """Any other env with next-step autoreset: its reset steps are reported as not valid."""
+    """Any other env with next-step autoreset, stepped as gymnasium does it: its reset steps are
+    reported as not valid."""
 
-    def __init__(self, env: VectorEnv) -> None:
+    def __init__(self, env: Any) -> None:
         super().__init__(env)
         self._resets_now = np.zeros(self.num_envs, dtype=bool)
         self.valid = np.ones(self.num_envs, dtype=bool)
@@ -247,7 +306,7 @@ class NextStepDriver(_VectorDriver):
         self._resets_now = np.zeros(self.num_envs, dtype=bool)
 
     def step(self, actions: np.ndarray, following: Arrays, current: Arrays) -> StepResult:
-        observation, reward, terminated, truncated, _ = self.env.step(actions)
+        observation, reward, terminated, truncated, _ = self.arrays.step(actions)
         self._write(observation, following)
         self._write(observation, current)
         self.valid = ~self._resets_now
@@ -343,30 +402,83 @@ class CartPoleDriver(_VectorDriver):
         return reward, terminated, truncated
 
 
-def vector_driver(env: VectorEnv) -> EnvDriver:
-    """The driver for a vector env, by its declared autoreset mode (next-step where it has none)."""
+def _of_chain(env: Any, name: str) -> Any:
+    """An attribute of an env or of what it wraps: wrappers of single envs do not hand it on."""
+    return getattr(env, name) if isinstance(env, VectorEnv) else env.get_wrapper_attr(name)
+
+
+def _is_from(env: Any, *packages: str) -> bool:
+    return any(kind.__module__.startswith(packages) for kind in type(env).__mro__)
+
+
+def _of_envpool(env: Any) -> bool:
+    return _is_from(env, "envpool")
+
+
+def _of_isaac_lab(env: Any) -> bool:
+    return _is_from(env.unwrapped, "isaaclab", "omni.isaac.lab")
+
+
+def is_vector_env(env: Any) -> bool:
+    """Whether this is a vector env, of gymnasium's class or, as Isaac Lab's, by its attributes."""
+    if isinstance(env, VectorEnv):
+        return True
+    if not isinstance(env, gymnasium.Env):
+        return False
+    spaces = ("single_observation_space", "single_action_space")
+    base = env.unwrapped
+    return isinstance(getattr(base, "num_envs", None), int) and all(
+        isinstance(getattr(base, name, None), gymnasium.Space) for name in spaces
+    )
+
+
+def require_different(envs: Iterable[Any]) -> None:
+    """Refuse envs of which two are the same one, in different wrappers perhaps.
+
+    Raises:
+        ConfigurationError: says what ``make_env`` must do.
+    """
+    seen: list[Any] = []
+    for env in envs:
+        core = env.unwrapped if isinstance(env, gymnasium.Env) else env
+        if any(core is other for other in seen):
+            raise ConfigurationError(
+                f"make_env gave {core} twice, so that several envs would step it and mix its "
+                "episodes; let make_env build a new env in each call, such as lambda: MyEnv()"
+            )
+        seen.append(core)
+
+
+def vector_driver(env: Any) -> EnvDriver:
+    """The driver for a vector env, by its declared autoreset mode (next-step where it has none).
+
+    Raises:
+        ConfigurationError: it steps one env twice, or is of no known class and declares none.
+    """
     if type(env) is CartPoleVectorEnv and all(
         hasattr(env, name) for name in CartPoleDriver.ATTRIBUTES
     ):
         return CartPoleDriver(env)
     if _of_envpool(env):
         return EnvPoolDriver(env)
-    declared = env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
-    mode = AutoresetMode(declared)
+    if type(env) is SyncVectorEnv:
+        require_different(env.envs)
+    declared = env.metadata.get("autoreset_mode")
+    if declared is None and _of_isaac_lab(env):
+        declared = AutoresetMode.SAME_STEP
+    elif declared is None and not isinstance(env, VectorEnv):
+        raise ConfigurationError(
+            f"{env} steps {_of_chain(env, 'num_envs')} envs and does not say when it resets them; "
+            "set metadata['autoreset_mode'] of its class to a gymnasium.vector.AutoresetMode"
+        )
+    mode = AutoresetMode.NEXT_STEP if declared is None else AutoresetMode(declared)
     if mode is AutoresetMode.SAME_STEP:
         return SameStepDriver(env)
-    base = env.unwrapped
     # Without shared memory AsyncVectorEnv's workers do not notice such a reset (gymnasium 1.4.0).
-    maskable = isinstance(base, SyncVectorEnv) or (
-        isinstance(base, AsyncVectorEnv) and base.shared_memory
-    )
+    maskable = type(env) is SyncVectorEnv or (type(env) is AsyncVectorEnv and env.shared_memory)
     if mode is AutoresetMode.DISABLED or maskable:
         return MaskedResetDriver(env)
     return NextStepDriver(env)
-
-
-def _of_envpool(env: Any) -> bool:
-    return any(kind.__module__.startswith("envpool") for kind in type(env).__mro__)
 
 
 def make_driver(first: Any, make_env: str | Callable[[], Any], num_envs: int) -> EnvDriver:
@@ -377,11 +489,12 @@ def make_driver(first: Any, make_env: str | Callable[[], Any], num_envs: int) ->
     """
     if isinstance(first, str):
         return _driver_from_id(first, num_envs)
-    if isinstance(first, VectorEnv):
-        if num_envs not in (1, first.num_envs):
+    if is_vector_env(first):
+        size = _of_chain(first, "num_envs")
+        if num_envs not in (1, size):
             raise ConfigurationError(
-                f"make_env returned a vector env of {first.num_envs} envs, but num_envs={num_envs}"
-                f"; leave num_envs out or pass {first.num_envs}"
+                f"make_env returned a vector env of {size} envs, but num_envs={num_envs}"
+                f"; leave num_envs out or pass {size}"
             )
         return vector_driver(first)
     if _of_envpool(first):
@@ -391,7 +504,9 @@ def make_driver(first: Any, make_env: str | Callable[[], Any], num_envs: int) ->
             "torchrl.envs.MultiThreadedEnv(num_workers=..., env_name=...), which steps it"
         )
     if isinstance(first, gymnasium.Env) and callable(make_env):
-        return EnvListDriver([first, *(make_env() for _ in range(num_envs - 1))])
+        envs = [first, *(make_env() for _ in range(num_envs - 1))]
+        require_different(envs)
+        return EnvListDriver(envs)
     raise ConfigurationError(
         f"make_env gave {type(first)}; expected a gymnasium id, a gymnasium.Env, a "
         "gymnasium.vector.VectorEnv or a torchrl.envs.EnvBase"

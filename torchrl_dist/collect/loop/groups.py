@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from tensordict import TensorDict
 
+from torchrl_dist.collect.loop.drivers import EnvListDriver, require_different
 from torchrl_dist.collect.loop.rollout import GymnasiumRollout, Values, make_rollout, never
 from torchrl_dist.collect.loop.spaces import Key
 from torchrl_dist.errors import ConfigurationError
@@ -166,6 +167,8 @@ def make_grouped_rollout(
                 "inference='learner' takes gymnasium envs that do not reset in steps of their own "
                 "(no TorchRL env, no vector env with next-step autoreset)"
             )
+    envs = [each for each in (rollout.driver for rollout in fit) if isinstance(each, EnvListDriver)]
+    require_different(env for driver in envs for env in driver.envs)
     known = fit[0].observed
     if not any(key in known for key in inference.inputs):
         raise ConfigurationError(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,6 +12,26 @@ from torch import nn
 
 _SMALL = 1_000_000  # parameters; some milliseconds for a batch of 256
 _here = threading.local()
+
+
+def _is_small(policy: Any) -> bool:
+    if not isinstance(policy, nn.Module):
+        return True
+    return sum(parameter.numel() for parameter in policy.parameters()) <= _SMALL
+
+
+@contextlib.contextmanager
+def one_thread_if_small(policy: Any) -> Iterator[None]:
+    """The same inside the block only, for a thread that does other work as well."""
+    threads = torch.get_num_threads()
+    if threads == 1 or not _is_small(policy):
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def use_one_thread_if_small(policy: Any) -> None:
@@ -21,7 +43,7 @@ def use_one_thread_if_small(policy: Any) -> None:
     if getattr(_here, "decided", False):
         return
     _here.decided = True
-    if isinstance(policy, nn.Module) and sum(p.numel() for p in policy.parameters()) > _SMALL:
+    if not _is_small(policy):
         return
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

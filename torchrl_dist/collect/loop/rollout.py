@@ -27,7 +27,12 @@ from torchrl.envs.utils import ExplorationType, RandomPolicy
 from torchrl.modules import AdditiveGaussianModule
 from torchrl.modules.tensordict_module.exploration import set_exploration_modules_spec_from_env
 
-from torchrl_dist.collect.loop.drivers import EnvDriver, EnvListDriver, make_driver
+from torchrl_dist.collect.loop.drivers import (
+    EnvDriver,
+    EnvListDriver,
+    make_driver,
+    require_different,
+)
 from torchrl_dist.collect.loop.joining import is_ragged, stack
 from torchrl_dist.collect.loop.policies import (
     Compilation,
@@ -44,6 +49,7 @@ from torchrl_dist.collect.loop.spaces import (
     ObservationLeaf,
     UnknownSpaceError,
     action_codec,
+    has_start,
     join_key,
     observation_leaves,
 )
@@ -55,6 +61,7 @@ _WARN_ROLLOUTS_AHEAD = 4
 _MAX_ROLLOUTS_AHEAD = 200
 _CHUNK = 256  # steps whose places in memory are looked up together
 _DRAWS = 64  # random actions of an env that are drawn together
+_DRAWN = 8  # random actions of TorchRL's that are looked at
 
 
 def never(_: int) -> bool:
@@ -894,8 +901,9 @@ def make_rollout(
     first = make_env if isinstance(make_env, str) else make_env()
     if isinstance(first, EnvBase):
         if num_envs > 1:
+            assert callable(make_env)
             first.close()
-            first = SerialEnv(num_envs, make_env)
+            first = SerialEnv(num_envs, _different(make_env, first))
         return TorchRLRollout(
             first, policy, frames, exploration_type=exploration_type, compilation=compilation
         )
@@ -915,10 +923,44 @@ def make_rollout(
         if not isinstance(driver, EnvListDriver):
             driver.close()
             raise
-        env = _wrapped(driver.envs, categorical_action_encoding, error)
+        observed, taken = driver.single_observation_space, driver.single_action_space
+        if has_start(observed) or has_start(taken):
+            driver.close()
+            raise ConfigurationError(
+                f"{error}. TorchRL's GymWrapper, which steps such spaces, does not take a Discrete "
+                "space that starts at another number than 0"
+            ) from None
+        env = _wrapped(driver.envs, categorical_action_encoding, error, at_random=policy is None)
     return TorchRLRollout(
         env, policy, frames, exploration_type=exploration_type, compilation=compilation
     )
+
+
+def _require_random_actions(env: GymWrapper, space: Any) -> None:
+    """Refuse a space from which TorchRL draws what does not lie in it, such as a text, or infinity
+    where there is one bound."""
+    with torch.random.fork_rng(devices=[]):
+        for _ in range(_DRAWN):
+            drawn = env.full_action_spec.rand()
+            one = len(env.action_keys) == 1
+            action = env.read_action(drawn[env.action_key] if one else drawn.to_dict())
+            if not space.contains(action):
+                raise ConfigurationError(
+                    f"TorchRL drew the random action {action}, which is not in {space}; pass a "
+                    "policy"
+                )
+
+
+def _different(make_env: Callable[[], Any], first: EnvBase) -> Callable[[], EnvBase]:
+    """As ``make_env``, which has made the ``first`` one; refuses those that it has made before."""
+    made = [first]
+
+    def make() -> EnvBase:
+        made.append(make_env())
+        require_different(made)
+        return made[-1]
+
+    return make
 
 
 def _has_reward_space(env: Any) -> bool:
@@ -928,10 +970,14 @@ def _has_reward_space(env: Any) -> bool:
         return False
 
 
-def _wrapped(envs: Sequence[Any], categorical: bool, reason: UnknownSpaceError) -> EnvBase:
+def _wrapped(
+    envs: Sequence[Any], categorical: bool, reason: UnknownSpaceError, *, at_random: bool
+) -> EnvBase:
     """TorchRL's own wrapper around gymnasium envs."""
     try:
         wrapped = [GymWrapper(env, categorical_action_encoding=categorical) for env in envs]
+        if at_random:
+            _require_random_actions(wrapped[0], envs[0].action_space)
         env = (
             wrapped[0]
             if len(wrapped) == 1

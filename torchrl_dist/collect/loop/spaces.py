@@ -100,6 +100,15 @@ class ObservationLeaf:
         )
 
 
+def has_start(space: spaces.Space) -> bool:
+    """Whether a (Multi)Discrete space in it counts from another number than 0, which TorchRL's
+    ``GymWrapper`` overlooks."""
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        parts = space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces
+        return any(map(has_start, parts))
+    return bool(np.any(getattr(space, "start", 0)))
+
+
 # Keys of a rollout's root that are not observations.
 _TAKEN = frozenset(
     ("action", "collector", "done", "next", "policy_version", "reward", "terminated", "truncated")
@@ -180,8 +189,10 @@ class ActionCodec:
 
     Attributes:
         shape: of the policy's action, per env.
-        to_env: NumPy array ``[N, *shape]`` of the policy -> what ``VectorEnv.step`` takes.
-        sample: ``(generator, N)`` -> a random action as the policy would write it.
+        to_env: NumPy array ``[N, *shape]`` of the policy -> what ``VectorEnv.step`` takes: always a
+            new array, because an env may change or keep the action that it is given.
+        sample: ``(generator, N)`` -> random actions as the policy would write them, with the
+            distribution of the space's own ``sample()``.
         hint: for the error message when a policy's action has another shape.
     """
 
@@ -204,7 +215,7 @@ def action_codec(space: spaces.Space, categorical: bool) -> ActionCodec:
     if isinstance(space, spaces.MultiBinary):
         return ActionCodec(
             space.shape,
-            lambda a: a.astype(space.dtype, copy=False),
+            lambda a: a.astype(space.dtype),
             lambda rng, n: torch.from_numpy(rng.integers(0, 2, (n, *space.shape), space.dtype)),
         )
     if isinstance(space, spaces.Box):
@@ -227,9 +238,7 @@ def _discrete_codec(n: int, start: int, dtype: np.dtype, categorical: bool) -> A
         return torch.from_numpy(rng.integers(0, n, envs, dtype=np.int64))
 
     if categorical and not start:
-        return ActionCodec(
-            (), lambda a: a.astype(dtype, copy=False), sample_class, _CATEGORICAL_HINT
-        )
+        return ActionCodec((), lambda a: a.astype(dtype), sample_class, _CATEGORICAL_HINT)
     if categorical:
         return ActionCodec(
             (), lambda a: (a + start).astype(dtype, copy=False), sample_class, _CATEGORICAL_HINT
@@ -286,16 +295,77 @@ def _multi_discrete_codec(space: spaces.MultiDiscrete, categorical: bool) -> Act
 
 def _box_codec(space: spaces.Box) -> ActionCodec:
     shape = space.shape or (1,)
-    bounded = space.bounded_below & space.bounded_above
-    low = np.where(bounded, space.low, 0).astype(np.float64)
-    high = np.where(bounded, space.high, 1).astype(np.float64)
+    draw = _integer_box(space) if space.dtype.kind in "iub" else _float_box(space)
 
     def sample(rng: np.random.Generator, envs: int) -> torch.Tensor:
-        size = (envs, *space.shape)
-        drawn = np.where(bounded, rng.uniform(low, high, size), rng.standard_normal(size))
-        return torch.from_numpy(drawn.astype(space.dtype).reshape(envs, *shape))
+        drawn = draw(rng, (envs, *space.shape))
+        return torch.from_numpy(drawn.astype(space.dtype, copy=False).reshape(envs, *shape))
 
     def to_env(action: np.ndarray) -> np.ndarray:
-        return action.astype(space.dtype, copy=False).reshape(len(action), *space.shape)
+        return action.astype(space.dtype).reshape(len(action), *space.shape)
 
     return ActionCodec(shape, to_env, sample)
+
+
+_Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
+_FARTHEST = 10**6  # steps from the only bound; a draw of 40 is less likely than one in 1e17
+
+
+def _float_box(space: spaces.Box) -> _Draw:
+    """The distribution of ``space.sample()``, for many draws at once: uniform between two bounds,
+    exponential from a single one, and normal without any."""
+    below, above = space.bounded_below, space.bounded_above
+    both = below & above
+    low = np.where(below, space.low, 0).astype(np.float64)
+    high = np.where(above, space.high, 0).astype(np.float64)
+    start, stop = np.where(both, low, 0), np.where(both, high, 0)
+    with np.errstate(over="ignore"):
+        finite = np.isfinite(stop - start).all()  # not over all of float64
+
+    def between(rng: np.random.Generator, size: tuple[int, ...]) -> np.ndarray:
+        if finite:
+            return rng.uniform(start, stop, size)
+        part = rng.random(size)
+        return start * (1 - part) + stop * part
+
+    def any_kind(rng: np.random.Generator, size: tuple[int, ...]) -> np.ndarray:
+        away = rng.standard_exponential(size)
+        drawn = [between(rng, size), low + away, high - away]
+        return np.select([both, below, above], drawn, rng.standard_normal(size))
+
+    return between if both.all() else any_kind
+
+
+def _integer_box(space: spaces.Box) -> _Draw:
+    """As :func:`_float_box`, each draw rounded down: both bounds of a range are drawn."""
+    below, above, dtype = space.bounded_below, space.bounded_above, space.dtype
+    both = below & above
+    low = np.where(below, space.low, 0).astype(dtype)
+    high = np.where(above, space.high, 0).astype(dtype)
+    start, stop = np.where(both, low, 0), np.where(both, high, 0)
+
+    def between(rng: np.random.Generator, size: tuple[int, ...]) -> np.ndarray:
+        return rng.integers(start, stop, size, dtype=dtype.type, endpoint=True)
+
+    if both.all():
+        return between
+    info = np.iinfo(dtype)
+
+    def room(bounds: np.ndarray, end: int) -> np.ndarray:
+        """How far a draw may be from its only bound."""
+        steps = [min(_FARTHEST, abs(end - int(bound))) for bound in bounds.flat]
+        return np.array(steps).reshape(bounds.shape)
+
+    upwards, downwards = room(low, info.max), room(high, info.min)
+
+    def any_kind(rng: np.random.Generator, size: tuple[int, ...]) -> np.ndarray:
+        away = np.floor(rng.standard_exponential(size))
+        free = np.floor(rng.standard_normal(size)).clip(info.min, info.max)
+        drawn = [
+            between(rng, size),
+            low + np.minimum(away, upwards).astype(dtype),
+            high - np.minimum(away, downwards).astype(dtype),
+        ]
+        return np.select([both, below, above], drawn, free.astype(dtype))
+
+    return any_kind

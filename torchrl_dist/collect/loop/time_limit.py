@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import gymnasium
-from gymnasium.vector import VectorEnv
 from gymnasium.wrappers import TimeLimit
 from torchrl.envs import EnvBase, StepCounter, TransformedEnv
 
+from torchrl_dist.collect.loop.drivers import is_vector_env
 from torchrl_dist.errors import ConfigurationError
 
 
@@ -33,7 +33,7 @@ def make_limited(make_env: str | Callable[[], Any], steps: int) -> Any:
                 "its StepCounter max_steps= instead"
             )
         return TransformedEnv(env, StepCounter(max_steps=steps))
-    if isinstance(env, VectorEnv):
+    if is_vector_env(env):
         raise ConfigurationError(
             f"max_frames_per_traj={steps}: {env} resets its envs itself; pass max_episode_steps= "
             "when it is made, or let make_env return single envs and pass num_envs="

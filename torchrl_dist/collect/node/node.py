@@ -52,7 +52,7 @@ from torchrl_dist.collect.worker.worker import (
 )
 from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
 from torchrl_dist.forks import now_and_in_children
-from torchrl_dist.runtime import ForkServer, Remote, current_session
+from torchrl_dist.runtime import ForkServer
 from torchrl_dist.runtime.awake import awake, start_clock
 from torchrl_dist.weights import PackedWeights
 
@@ -100,15 +100,6 @@ def make_worker(config: WorkerConfig) -> RolloutWorker | NodeWorker:
     """The worker that the config asks for, in a process that knows the learner's environments."""
     adopt_registrations(config.registrations)
     return NodeWorker(config) if config.env_processes else RolloutWorker(config)
-
-
-def make_worker_here(config: WorkerConfig) -> Remote[RolloutWorker | NodeWorker]:
-    """A handle to a worker of this process, for the process that asked."""
-    session = current_session()
-    try:
-        return session.remote(session.me, make_worker, config)
-    except RemoteError as error:  # the caller's session makes one of it as well
-        raise error.__cause__ or error from None
 
 
 class NodeWorker:

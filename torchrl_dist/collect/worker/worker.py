@@ -51,6 +51,7 @@ from torchrl_dist.collect.worker.registrations import Registrations
 from torchrl_dist.collect.worker.shared_block import PackedRows, packable
 from torchrl_dist.errors import ConfigurationError, DeadlineError
 from torchrl_dist.forks import now_and_in_children
+from torchrl_dist.runtime.awake import awake
 from torchrl_dist.stopping import giving_up_when
 from torchrl_dist.weights import PackedWeights, unpack
 
@@ -294,6 +295,7 @@ class RolloutWorker:
         self._close_error: Exception | None = None
         self._turns = Turns()
         self._cut = (-1, 0)
+        self._part: TensorDict | None = None  # of a rollout that ran out of time
         self._seed_process(config.seed)
         self.policy = config.policy
         if config.policy_factory is not None:
@@ -436,6 +438,7 @@ class RolloutWorker:
             total = self.num_envs * self.config.num_workers
             first = self.num_envs * self.config.worker_index
             self._rollout.seed(env_seeds(seed, first, self.num_envs, static_seed))
+            self._part = None
             self._seed_process(seed)
             self._episodes.restart()
             return env_seeds(seed, total, 1, static_seed)[0]
@@ -464,12 +467,16 @@ class RolloutWorker:
             if envs is None:
                 self._begin_anew()
                 return []
+            if self._part is not None:  # its envs have gone on together
+                self._begin_anew()
+                return []
             self._rollout.reset(envs)
             abandoned = self._episodes.restart(envs)
             self._trajectories.forget_parts(abandoned)
             return abandoned
 
     def _begin_anew(self) -> None:
+        self._part = None
         self._rollout.reset()
         self._episodes.restart()
         self._trajectories.forget_parts()
@@ -504,6 +511,7 @@ class RolloutWorker:
         request: int | None = None,
         anew: bool = False,
         at_random: bool = False,
+        until: float | None = None,
     ) -> tuple[TensorDict | PackedRows | None, RolloutStats]:
         """One rollout: blocks while the envs step.
 
@@ -514,6 +522,11 @@ class RolloutWorker:
             request: 0, 1, ...: calls that come at the same time run in this order.
             anew: begin new episodes first.
             at_random: with random actions; whatever else the policy writes is zero.
+            until: a time on ``awake()``; None: as long as it takes.
+
+        Raises:
+            DeadlineError: a step has ended after ``until``, and it was not the last one. The next
+                call goes on with this rollout.
 
         Returns:
             the rows (``None`` if they went to the replay buffer or the worker was closed), stats.
@@ -523,19 +536,20 @@ class RolloutWorker:
         with self._turns.wait_for(request), self._lock:
             if self._closed:
                 return None, RolloutStats(index, 0)
+            part, self._part = self._part, None
             if weights is not None:
                 self._take_weights(weights)
             before, behind = self._hooks
-            if before is not None:
-                before()
-            if anew or self.config.reset_at_each_iter:
-                self._begin_anew()
+            if part is None:
+                if before is not None:
+                    before()
+                if anew or self.config.reset_at_each_iter:
+                    self._begin_anew()
             begun = time.perf_counter()
             asked = self.steps if steps is None else steps
             self._rollout.at_random = at_random
-
             try:
-                rollout = self._rollout.run(asked, self._watch(request))
+                rollout = self._run_until(until, asked, part, self._watch(request))
             except RolloutStopped:
                 self._shut()  # whoever wanted to close it may have given up waiting
                 return None, RolloutStats(index, 0)
@@ -581,6 +595,40 @@ class RolloutWorker:
                 self._episodes.numbered,
                 kept,
             )
+
+    def _run_until(
+        self,
+        until: float | None,
+        steps: int,
+        part: TensorDict | None,
+        enough: Callable[[int], bool],
+    ) -> TensorDict:
+        """The rollout of which ``part`` is there already."""
+        if until is None and part is None:
+            return self._rollout.run(steps, enough)
+        have = 0 if part is None else part.shape[1]
+        late = False
+
+        def watch(done: int) -> bool:
+            nonlocal late
+            if enough(have + done):
+                return True
+            late = until is not None and awake() > until
+            return late
+
+        rows = self._rollout.run(steps - have, watch)
+        if part is not None:
+            rows = torch.cat([part, rows], 1)
+            rows.names = [None, "time"]
+        if late and rows.shape[1] < steps:
+            self._part = rows
+            raise DeadlineError(f"worker {self.config.worker_index}: the rollout is not complete")
+        return rows
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether a rollout has run out of time."""
+        return self._part is not None
 
     @property
     def _told_to_stop(self) -> bool:
@@ -652,6 +700,15 @@ class RolloutWorker:
                 self.config.replay_buffer.extend(part)
         return None, data_bytes
 
+    def stop(self) -> None:
+        """Let a running rollout end after its current step, and close the envs there. From any
+        thread."""
+        self._stop = True
+        rollout = getattr(self, "_rollout", None)
+        if rollout is not None:
+            rollout.stop()
+        self._turns.open()
+
     def close(self, step_limit_s: float = 10.0, close_env: bool = True) -> None:
         """Stop a running rollout after its current step, then close the envs, unless they are to
         stay open. Idempotent.
@@ -662,9 +719,7 @@ class RolloutWorker:
             Exception: what an env raised as it was closed.
         """
         if not self._closed:
-            self._stop = True
-            self._rollout.stop()
-            self._turns.open()
+            self.stop()
             if not self._lock.acquire(timeout=step_limit_s):
                 raise DeadlineError(
                     f"worker {self.config.worker_index}: a rollout did not stop within "

@@ -1,0 +1,168 @@
+"""A worker whose envs are made, stepped and closed in one thread, whichever threads call it.
+
+Envs with a database, a window, an event loop or a graphics context may be used in the thread that
+made them and in no other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from torchrl_dist.collect.worker.worker import RolloutStats, RolloutWorker, WorkerConfig
+from torchrl_dist.forks import now_and_in_children
+
+_IN_THE_THREAD = (
+    "describe",
+    "reset",
+    "set_hooks",
+    "set_seed",
+    "set_steps",
+    "set_trajectory_base",
+    "set_weights",
+    "visit_envs",
+)
+
+
+class EnvThread(Protocol):
+    """Where the envs of a worker live."""
+
+    def submit(self, call: Callable[[], None]) -> None:
+        """Run it there, after those before it; does not block."""
+
+    def close(self) -> None:
+        """The worker needs it no more; what was submitted before still runs."""
+
+
+class OwnThread:
+    """A daemon thread for one worker."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        thread = threading.Thread(target=self._run, name="torchrl_dist-rollout", daemon=True)
+        thread.start()
+
+    def submit(self, call: Callable[[], None]) -> None:
+        self._calls.put(call)
+
+    def close(self) -> None:
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+            del call
+
+
+def run_on_cpu(call: Callable[[], Any]) -> Any:
+    """The call's result. Its new tensors are on the CPU, as in a process of its own, whatever
+    ``torch.set_default_device`` says in this thread."""
+    if torch.get_default_device().type == "cpu":
+        return call()
+    with torch.device("cpu"):
+        return call()
+
+
+def _close_built(building: Future) -> None:
+    if building.exception() is None:
+        with contextlib.suppress(Exception):
+            building.result().close()
+
+
+class PinnedWorker:
+    """A :class:`RolloutWorker` in that thread. Every method but ``cut`` and the constructor, which
+    blocks, returns a future. Calls run one by one in their order, rollouts in the order of their
+    requests.
+
+    Raises:
+        ConfigurationError: as the worker itself.
+    """
+
+    def __init__(self, config: WorkerConfig, thread: EnvThread) -> None:
+        self._index = config.worker_index
+        self._thread = thread
+        self._held: dict[int, Callable[[], None]] = {}  # by request; earlier ones are to come
+        self._answers: dict[int, Future] = {}
+        self._next = 0
+        self._closed = False
+        now_and_in_children(self, PinnedWorker._renew)
+        building = self._run(RolloutWorker, config)
+        try:
+            self._worker: RolloutWorker = building.result()
+        except BaseException:  # Ctrl-C too, which does not end the building
+            thread.submit(partial(_close_built, building))
+            thread.close()
+            raise
+
+    def _renew(self) -> None:
+        self._lock = threading.Lock()
+
+    def _task(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Future]:
+        future: Future = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = run_on_cpu(call)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        return run, future
+
+    def _run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Future:
+        run, future = self._task(partial(method, *args, **kwargs))
+        self._thread.submit(run)
+        return future
+
+    def __getattr__(self, name: str) -> Callable[..., Future]:
+        if name not in _IN_THE_THREAD:
+            raise AttributeError(name)
+        return partial(self._run, getattr(self._worker, name))
+
+    def collect(self, *args: Any, request: int | None = None, **kwargs: Any) -> Future:
+        """As ``RolloutWorker.collect``."""
+        call = partial(self._worker.collect, *args, request=request, **kwargs)
+        run, future = self._task(call)
+        with self._lock:
+            if self._closed:
+                future.set_result((None, RolloutStats(self._index, 0)))
+            elif request is None:
+                self._thread.submit(run)
+            else:
+                self._held[request], self._answers[request] = run, future
+                while self._next in self._held:
+                    self._thread.submit(self._held.pop(self._next))
+                    del self._answers[self._next]
+                    self._next += 1
+        return future
+
+    def cut(self, request: int, least: int) -> None:
+        """As ``RolloutWorker.cut``, at once."""
+        self._worker.cut(request, least)
+
+    def close(self, step_limit_s: float = 10.0, close_env: bool = True) -> Future:
+        """Stop a running rollout after its current step, then close the envs. Idempotent."""
+        self._worker.stop()
+        with self._lock:
+            closed, self._closed = self._closed, True
+            held, self._answers = self._answers, {}
+            self._held.clear()
+        for future in held.values():
+            future.set_result((None, RolloutStats(self._index, 0)))
+        if closed:
+            done: Future = Future()
+            done.set_result(None)
+            return done
+        done = self._run(self._worker.close, step_limit_s, close_env)
+        self._thread.close()
+        return done
