@@ -26,7 +26,7 @@ from .peer import Peer
 from .pool import DaemonPool
 from .remote import Remote, current, only_session, set_current
 from .roles import DEFAULT_ROLES
-from .signals import Latch, StopSignals, say, wait_any
+from .signals import Latch, Stopped, StopSignals, say, wait_any
 from .transport import Transport
 from .world import World, launched_without_us
 
@@ -281,7 +281,9 @@ class Session:
         try:
             result = self._execute(operation)
             return result.result() if isinstance(result, Future) else result
-        except Exception as error:
+        except (KeyboardInterrupt, Stopped):  # of a second signal
+            raise
+        except BaseException as error:  # also a SystemExit: of the code that was called
             raise self._remote_error(self.me, _describe(error)) from error
 
     def _run_into(self, future: Future[Any], operation: tuple[Any, ...]) -> None:

@@ -67,6 +67,10 @@ def wait_any(latches: tuple[Latch, ...], timeout_s: float | None) -> bool:
     return bool(poller.poll(None if timeout_s is None else timeout_s * 1000))
 
 
+class Stopped(SystemExit):
+    """Ends the main thread after a second stop signal, with the exit code that shells give it."""
+
+
 class StopSignals:
     """While installed, SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 set ``latch``.
 
@@ -126,7 +130,7 @@ class StopSignals:
         if self._asked_at is None:
             self._asked_at = now
         elif (number == signal.SIGINT or now - self._asked_at > _SAME_S) and not self.patient:
-            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+            raise KeyboardInterrupt if number == signal.SIGINT else Stopped(128 + number)
 
 
 def outlive_stop_signals() -> None:

@@ -12,6 +12,7 @@ from torchrl_dist.collect.node.node import NodeWorker, make_worker
 from torchrl_dist.collect.worker.worker import WorkerConfig
 from torchrl_dist.errors import DeadlineError, RemoteError
 from torchrl_dist.runtime.pool import DaemonPool
+from torchrl_dist.runtime.signals import Stopped
 
 _REQUESTS = 2  # as many as the collector sends at a time
 _DURING_ROLLOUTS = ("collect", "cut", "close")
@@ -53,7 +54,9 @@ class LocalHandle:
                 )
         try:
             return getattr(self._worker, method)(*args, **kwargs)
-        except Exception as error:
+        except (KeyboardInterrupt, Stopped):  # of a second signal
+            raise
+        except BaseException as error:  # also a SystemExit, of an env
             if isinstance(error, DeadlineError) and isinstance(self._worker, NodeWorker):
                 raise  # its own
             raise RemoteError(
