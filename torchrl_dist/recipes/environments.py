@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import importlib
 import math
@@ -182,10 +183,17 @@ def look_at(env: str, *, discrete: bool) -> Task:
                 raise TypeError(f"it returned a {type(made).__name__}")
     except (Exception, SystemExit) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
+        near = difflib.get_close_matches(env, gymnasium.registry, 1)
+        if isinstance(error, gymnasium.error.NameNotFound) and near:
+            reason = f"did you mean {near[0]}?"  # gymnasium names no version
         raise ConfigurationError(
             f"--env: got {env!r}, expected the id of an environment that gymnasium can build here, "
             f"or package.module:function that returns one ({reason})"
         ) from error
+    full = made.spec.id if made.spec is not None else env
+    if env_factory(env) is None and full != env.rpartition(":")[2]:
+        made.close()
+        raise ConfigurationError(f"--env: got {env!r}, which names no version; use {full}")
     try:
         observations, actions = made.observation_space, made.action_space
         threshold = made.spec.reward_threshold if made.spec is not None else None

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 from pathlib import Path
 
 from ..errors import ConfigurationError
@@ -84,6 +85,19 @@ def claim(
         raise _not_empty(output, checkpoint)
     _write(output / _NOTE, {"job_id": job_id})
     return resume
+
+
+def forget(output: Path, *, checkpoint: Path, replay: Path | None) -> None:
+    """Leave nothing of a fresh run that has failed before its first checkpoint: its folder would
+    refuse a new run and a resumed one. What the run did not write stays."""
+    if checkpoint.is_file():
+        return
+    for folder in (replay, output / "tensorboard", output / "csv"):
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        (output / _NOTE).unlink()
+        output.rmdir()
 
 
 def _not_empty(output: Path, checkpoint: Path) -> ConfigurationError:

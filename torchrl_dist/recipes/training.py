@@ -243,6 +243,7 @@ def train(
         RemoteError: an environment raised, for instance. Likewise.
         TorchRLDistError: weights are no numbers any more. The checkpoint of before stays.
     """
+    config = config.anchored()
     check_wandb(config.wandb)
     before = load_checkpoint(config.checkpoint_path, recipe=config.recipe) if resume else None
     start = Start.of(before)

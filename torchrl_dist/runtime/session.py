@@ -20,13 +20,14 @@ import torch.distributed as dist
 
 from ..errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
 from ..forks import now_and_in_children
+from ..stopping import Stopped
 from . import rendezvous, wire
 from .membership import Membership
 from .peer import Peer
 from .pool import DaemonPool
 from .remote import Remote, current, only_session, set_current
 from .roles import DEFAULT_ROLES
-from .signals import Latch, Stopped, StopSignals, say, wait_any
+from .signals import Latch, StopSignals, say, wait_any
 from .transport import Transport
 from .world import World, launched_without_us
 
@@ -750,7 +751,7 @@ def session(
     if world is None:
         world = World.from_env()
         if world.launcher == "single":
-            _look_for_others()
+            look_for_others("for a job of one process pass world=World.from_env({})")
     roles = DEFAULT_ROLES if roles is None else roles
     with only_session():
         store, world = rendezvous.launcher_store(world, timeout_s)
@@ -774,8 +775,15 @@ def current_session() -> Session:
     return found
 
 
-def _look_for_others() -> None:
-    """Say so where this process, for itself a job of one, looks like one of several."""
+def look_for_others(alone: str) -> None:
+    """Say so where this process, for itself a job of one, looks like one of several.
+
+    Args:
+        alone: how to start a job of one.
+
+    Raises:
+        ConfigurationError: it looks like one, and not like the first.
+    """
     others = launched_without_us(os.environ)
     if others is None:
         return
@@ -784,7 +792,7 @@ def _look_for_others() -> None:
         f"this process looks like task {rank} of {size} that {launcher} started, but not as a rank "
         "of a job: each of them would be a job of its own. Start them with torchrun or with srun "
         "(srun python ...), whose RANK or SLURM_STEP_ID must reach the program, into a container "
-        "too; for a job of one process pass world=World.from_env({})"
+        f"too; {alone}"
     )
     if rank:
         raise ConfigurationError(told)

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torchrl_dist.stopping import note_stop_request
+from torchrl_dist.stopping import Stopped, note_stop_request
 
 # A launcher or a terminal may send each of them to every process of a job.
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -65,10 +65,6 @@ def wait_any(latches: tuple[Latch, ...], timeout_s: float | None) -> bool:
             return latch.is_set()
         poller.register(latch._read_fd, select.POLLIN)
     return bool(poller.poll(None if timeout_s is None else timeout_s * 1000))
-
-
-class Stopped(SystemExit):
-    """Ends the main thread after a second stop signal, with the exit code that shells give it."""
 
 
 class StopSignals:

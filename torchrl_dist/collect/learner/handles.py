@@ -12,7 +12,7 @@ from torchrl_dist.collect.node.node import NodeWorker, make_worker
 from torchrl_dist.collect.worker.worker import WorkerConfig
 from torchrl_dist.errors import DeadlineError, RemoteError
 from torchrl_dist.runtime.pool import DaemonPool
-from torchrl_dist.runtime.signals import Stopped
+from torchrl_dist.stopping import Stopped
 
 _REQUESTS = 2  # as many as the collector sends at a time
 _DURING_ROLLOUTS = ("collect", "cut", "close")
