@@ -123,7 +123,7 @@ def expected(cell: Cell) -> tuple[int | None, tuple[str, ...]]:
             "hang": ("evaluator0", "did not answer play"),
             "raise": ("evaluator0", "the axle broke"),
             "sys.exit": ("evaluator0", "SystemExit: 3"),
-            "exit in evaluation": ("exited with code 3",),
+            "exit in evaluation": ("evaluator0", "exited with status 3"),
         }[fault]
         return 0, text
     if fault == "stop":
@@ -163,18 +163,17 @@ def run(cell: Cell, cwd: Path, *, frames: int, timeout_s: float, collectors: int
     if cell.place == "store":  # torchrun's agent has it
         launcher = [*TORCHRUN, "--nproc-per-node", "2"]
         arguments += ["--learners", "1"] if cell.recipe == "apex" else []
-        if cell.recipe == "ddppo":
-            del arguments[arguments.index("--learners") :][:0]
+        if cell.recipe == "ddppo":  # all ranks learn
             at = arguments.index("--learners")
             del arguments[at : at + 2]
     else:
         arguments += ["--collectors", str(collectors)]
-    before = set(os.listdir("/dev/shm"))
     started_at = time.monotonic()
     with started(arguments, cwd, launcher=launcher) as job:
         everybody: set[psutil.Process] = set()
         if not cell.by_environment:
             _disturb(cell, job, cwd, everybody)
+        everybody.add(psutil.Process(job.process.pid))
         code = _end(job, everybody, 60 + 8 * timeout_s)
         assert_gone(list(everybody))
     seconds = time.monotonic() - started_at
@@ -192,7 +191,8 @@ def run(cell: Cell, cwd: Path, *, frames: int, timeout_s: float, collectors: int
         load_checkpoint(cwd / "run/checkpoint.pt")
     if code == 1:
         assert "torchrl-dist: failed: " in said and "--resume" in said, said
-    left = {n for n in set(os.listdir("/dev/shm")) - before if "torchrl" in n}
+    pids = {f"-{process.pid}-" for process in everybody}
+    left = [n for n in os.listdir("/dev/shm") if "torchrl" in n and any(p in n for p in pids)]
     assert not left, left
     return f"exit code {code} after {seconds:.0f} s"
 

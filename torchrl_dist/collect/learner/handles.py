@@ -32,9 +32,10 @@ class Handle(Protocol):
 
 class LocalHandle:
     """A worker in this process: its rollouts run in threads, one by one in the order of their
-    requests, other calls in the caller's."""
+    requests, other calls in the caller's. ``name`` is what errors call this process."""
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, name: str = "this process") -> None:
+        self._name = name
         self._worker = make_worker(config)
         self._policy = config.policy
         self._pool = DaemonPool(_REQUESTS, "torchrl_dist-rollout")
@@ -61,7 +62,7 @@ class LocalHandle:
                 raise  # its own
             raise RemoteError(
                 f"{type(error).__name__}: {error}",
-                peer="this process",
+                peer=self._name,
                 host=socket.gethostname(),
                 remote_traceback=traceback.format_exc(),
             ) from error

@@ -49,8 +49,9 @@ def start_workers(
         own = config.of_worker(index)
         ahead = max_ahead
         if session is None or peers[index] == session.me:
-            handle: Handle = LocalHandle(own)
-            name = f"worker {index} (this process)"
+            here = "this process" if session is None else session.me.name
+            handle: Handle = LocalHandle(own, here)
+            name = f"worker {index} ({here})"
             ahead = max_ahead if config.env_processes else 0
         else:
             own = replace(own, own_process=True, packed=True, registrations=registrations)
