@@ -132,7 +132,7 @@ def test_a_finished_command_does_not_wait_for_threads_of_others_and_needs_no_out
 import atexit, sys, threading, time
 from torchrl_dist import cli
 def main():
-    threading.Thread(target=time.sleep, args=(60,), name="of-a-user").start()
+    threading.Thread(target=lambda: time.sleep(60), name="of-a-user").start()
     print("printed", flush=True)
     return 7
 cli.main, cli._END_S = main, 0.2

@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 
 from torchrl_dist.checkpoint import load_checkpoint
+from torchrl_dist.runtime.pulse import remove_pulses_of_the_dead
 
 from .jobs import TORCHRUN, Job, assert_gone, progress, started
 
@@ -132,19 +133,25 @@ def expected(cell: Cell) -> tuple[int | None, tuple[str, ...]]:
         if place == "collector":
             return 0, ("collector0 is lost", "SIGKILL")
         return (1, ("fork server", "SIGKILL")) if place == "fork server" else (None, ())
-    name = "learner0" if place == "learner" else "collector0"
     text = {
         "hang": ("no batch within",),
         "raise": ("the axle broke",),
         "sys.exit": ("SystemExit: 3",),
     }[fault]
-    return 1, (name, *text)
+    return 1, (name_of(cell), *text)
+
+
+def name_of(cell: Cell) -> str:
+    """The process that fails; of DD-PPO's learners that step environments themselves the second."""
+    if cell.recipe == "ddppo" and cell.place == "learner" and cell.by_environment:
+        return "learner0" if cell.fault == "exit in evaluation" else "learner1"
+    return f"{cell.place}0"
 
 
 def run(cell: Cell, cwd: Path, *, frames: int, timeout_s: float, collectors: int = 3) -> str:
     """One job; returns how it ended. Raises AssertionError where that is not as expected."""
     fault = {"exit in evaluation": "exit"}.get(cell.fault, cell.fault)
-    place = "evaluation" if cell.fault == "exit in evaluation" else f"{cell.place}0"
+    place = "evaluation" if cell.fault == "exit in evaluation" else name_of(cell)
     text = ENVIRONMENT.format(
         fault=fault if cell.by_environment else None,
         place=place,
@@ -153,6 +160,7 @@ def run(cell: Cell, cwd: Path, *, frames: int, timeout_s: float, collectors: int
     )
     (cwd / "faulty.py").write_text(text)
     collectors = collectors if cell.has_collectors else 0
+    learners = ["--learners", "2"] if name_of(cell) == "learner1" else []
     total = frames if expected(cell)[0] == 0 and cell.by_environment else 10**8
     arguments = [
         *("train", cell.recipe, "--env", "faulty:Faulty-v0", "--output-dir", "run"),
@@ -167,7 +175,7 @@ def run(cell: Cell, cwd: Path, *, frames: int, timeout_s: float, collectors: int
             at = arguments.index("--learners")
             del arguments[at : at + 2]
     else:
-        arguments += ["--collectors", str(collectors)]
+        arguments += ["--collectors", str(collectors), *learners]
     started_at = time.monotonic()
     with started(arguments, cwd, launcher=launcher) as job:
         everybody: set[psutil.Process] = set()
@@ -191,6 +199,7 @@ def run(cell: Cell, cwd: Path, *, frames: int, timeout_s: float, collectors: int
         load_checkpoint(cwd / "run/checkpoint.pt")
     if code == 1:
         assert "torchrl-dist: failed: " in said and "--resume" in said, said
+    remove_pulses_of_the_dead()  # as the next job does
     pids = {f"-{process.pid}-" for process in everybody}
     left = [n for n in os.listdir("/dev/shm") if "torchrl" in n and any(p in n for p in pids)]
     assert not left, left
