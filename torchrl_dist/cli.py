@@ -33,7 +33,7 @@ from .forks import imports_to_be_forked
 from .stopping import Stopped
 
 _STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-_END_S = 5.0  # how long threads and exit functions of other modules keep a finished command
+_END_S = 10.0  # how long threads and exit functions of other modules keep a finished command
 _STOPPED = {number.name: 128 + number for number in _STOPS}
 
 

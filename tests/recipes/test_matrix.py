@@ -13,6 +13,17 @@ from torchrl_dist.checkpoint import load_checkpoint
 from .jobs import assert_gone, progress, started
 from .matrix import BASES, ENVIRONMENT, OFTEN, RECIPE, SMALL, Cell, run
 
+RUDE = """
+os.chdir("/")
+
+def step(self, action, step=Faulty.step):
+    if self.steps % 10 == 0:
+        print("ten steps", file=sys.stderr, flush=True)
+    return step(self, action)
+
+Faulty.step = step
+"""
+
 
 # Of the others, kill and stop are those of test_apex_job.py and test_recipe_jobs.py, and what an
 # environment does in the learner, or an evaluation, of test_training.py and test_evaluator.py.
@@ -26,9 +37,10 @@ def test_a_failing_process_ends_the_job_or_does_not(
 def test_a_run_goes_on_without_a_reader_and_saves_when_the_terminal_is_closed(
     tmp_path: Path,
 ) -> None:
-    """Its environment changes the working directory, and ends the process that evaluates it."""
+    """Its environment prints, changes the working directory, and ends the process that evaluates
+    it."""
     text = ENVIRONMENT.format(fault="exit", place="evaluation", after=5, base=BASES["apex"])
-    (tmp_path / "faulty.py").write_text(f"{text}\nos.chdir('/')\n")
+    (tmp_path / "faulty.py").write_text(text + RUDE)
     arguments = ["train", "apex", "--env", "faulty:Faulty-v0", "--output-dir", "run"]
     arguments += [*SMALL, *OFTEN, *RECIPE["apex"], "--eval-interval-frames", "300"]
     arguments += ["--collectors", "2", "--total-frames", "100_000_000"]
