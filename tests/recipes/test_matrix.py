@@ -27,7 +27,7 @@ Faulty.step = step
 
 # Of the others, kill and stop are those of test_apex_job.py and test_recipe_jobs.py, and what an
 # environment does in the learner, or an evaluation, of test_training.py and test_evaluator.py.
-@pytest.mark.parametrize(("recipe", "place", "fault"), [("sac", "collector", "sys.exit")])
+@pytest.mark.parametrize(("recipe", "place", "fault"), [("impala", "store", "kill")])
 def test_a_failing_process_ends_the_job_or_does_not(
     recipe: str, place: str, fault: str, tmp_path: Path
 ) -> None:

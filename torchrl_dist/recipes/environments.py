@@ -7,6 +7,7 @@ import difflib
 import functools
 import importlib
 import math
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -190,8 +191,9 @@ def look_at(env: str, *, discrete: bool) -> Task:
             f"--env: got {env!r}, expected the id of an environment that gymnasium can build here, "
             f"or package.module:function that returns one ({reason})"
         ) from error
-    full = made.spec.id if made.spec is not None else env
-    if env_factory(env) is None and full != env.rpartition(":")[2]:
+    full = made.spec.id if made.spec is not None else ""
+    name = re.escape(env.rpartition(":")[2])
+    if env_factory(env) is None and re.fullmatch(rf"{name}-v\d+", full):
         made.close()
         raise ConfigurationError(f"--env: got {env!r}, which names no version; use {full}")
     try:

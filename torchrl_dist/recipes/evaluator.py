@@ -210,7 +210,7 @@ class Evaluations:
             safe = [peer for peer in self._candidates[1:] if self._has_another(peer)]
             self._candidates[1:] = safe if self._may_replace else []
             self._may_replace = False
-            self._pass_over("it was lost, or hangs, while it played")
+            self._pass_over("it died or hung while it played")
             return
         message = error.message if isinstance(error, RemoteError) else str(error)
         if isinstance(error, RemoteError) and not self._trace_shown:
@@ -221,8 +221,10 @@ class Evaluations:
     def _pass_over(self, why: str) -> None:
         before = self._candidates.pop(0)
         self._remote = None
-        instead = f"{self._candidates[0].name} does now" if self._candidates else "no process does"
-        self._say(f"{before.name} evaluates no more: {why}; {instead}")
+        instead = "no more evaluations are played"
+        if self._candidates:
+            instead = f"{self._candidates[0].name} does so from now on"
+        self._say(f"{before.name} evaluates no more, because {why}; {instead}")
 
     def _has_another(self, peer: Peer) -> bool:
         """Whether the learner of this collector can go on without it."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import io
 import os
+import select
 import sys
 from typing import Any, TextIO
 
 # The reader has ended, the terminal was closed, or the descriptor was.
 _GONE = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)
+_FULL_S = 1.0  # how long a write waits for a reader of a non-blocking descriptor
 
 
 class _Lasting(io.FileIO):
@@ -24,7 +26,11 @@ class _Lasting(io.FileIO):
 
     def write(self, data: Any) -> int:
         try:
-            return super().write(data)
+            written = super().write(data)
+            if written is None:  # another program has made the descriptor non-blocking
+                select.select([], [self], [], _FULL_S)
+                written = super().write(data)
+            return memoryview(data).nbytes if written is None else written
         except OSError as error:
             self.problem = self.problem or error
             if error.errno in _GONE:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import os
+import select
 import signal
 import threading
 import traceback
@@ -37,6 +38,7 @@ _MAX_CONCURRENT_CALLS = 64
 # kill 30 s after SIGTERM.
 _STOP_GRACE_S = 10.0
 _GOODBYE_S = 3.0
+_GLANCE_S = 1.0
 # How long a broken connection waits for the supervisor to say how the process died.
 _CAUSE_S = 1.0
 # Between hosts, of the session's deadline: how often a sign of life is asked for, and how long it
@@ -501,7 +503,7 @@ class Session:
     @property
     def stop_requested(self) -> bool:
         """Whether the driver ended the job, or SIGINT, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 came, of
-        which :attr:`stop_signal` says the first: finish in order.
+        which :attr:`stop_signal` says the first, or torchrun's process died: finish in order.
 
         The driver prints a line when the first one comes. Another SIGINT, SIGTERM or SIGHUP after
         one of these raises KeyboardInterrupt or SystemExit in the main thread of a process that
@@ -627,7 +629,35 @@ class Session:
         )
         set_current(self)
         self._signals.install()
+        if self.is_driver and world.launcher == "torchrun" and world.world_size > 1:
+            threading.Thread(
+                target=self._follow_launcher,
+                args=(os.getppid(),),
+                name="torchrl_dist-launcher",
+                daemon=True,
+            ).start()
         self._opened.set()
+
+    def _follow_launcher(self, pid: int) -> None:
+        """Finish in order once torchrun's agent, our parent, is dead: nothing else would end the
+        job, whose processes are nobody's then."""
+        try:
+            agent = os.pidfd_open(pid)
+        except OSError:
+            return
+        try:
+            poller = select.poll()
+            poller.register(agent, select.POLLIN)
+            while not self._closed:
+                if poller.poll(1000 * _GLANCE_S):
+                    say(
+                        f"torchrl_dist: torchrun's process {pid} is dead: {self.me.name} finishes "
+                        "what is at hand and stops"
+                    )
+                    self._stop.set()
+                    return
+        finally:
+            os.close(agent)
 
     def close(self) -> None:
         """Leave the job. Idempotent; never hangs on a dead peer.
