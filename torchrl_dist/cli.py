@@ -187,10 +187,12 @@ _RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 def _say(text: str) -> None:
     """A line on stderr, with the rank that a launcher has given to this process."""
-    others = [rank for name in _RANKS if (rank := os.environ.get(name, "0")) != "0"]
-    rank = os.environ.get("RANK") or next(iter(others), None)  # a batch script is SLURM's 0
+    rank = os.environ.get("RANK")
+    for name in _RANKS:
+        if not rank and os.environ.get(name, "0") != "0":  # a batch script is SLURM's 0
+            rank = os.environ[name]
     kind, _, rest = text.partition(": ")
-    if rank is not None:
+    if rank:
         text = f"{kind}: rank {rank}: {rest}" if rest else f"rank {rank}: {text}"
     with contextlib.suppress(OSError, ValueError):
         print(f"torchrl-dist: {text}", file=sys.stderr, flush=True)

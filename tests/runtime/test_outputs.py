@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from torchrl_dist.runtime.outputs import BestEffort
-
-from .. import warm
 
 PROGRAM = """
 import os, sys
