@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import gc
 import json
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from torchrl_dist.checkpoint import Checkpoint, save_checkpoint
-from torchrl_dist.cli import _check_shape, _print_result, _unsearched_imports, main
+from torchrl_dist.cli import _check_shape, _delivered, _print_result, _unsearched_imports, main
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.recipes.apex_config import ApexConfig
 from torchrl_dist.recipes.catalog import RECIPES
@@ -147,6 +148,25 @@ cli.console()
     refusal = [*shell, '"$0" -m torchrl_dist train apex --gamma 7 2>&-', sys.executable]
     done = subprocess.run(refusal, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
+
+
+@pytest.mark.parametrize(
+    ("problem", "codes"),
+    [
+        (None, {0: 0, 129: 129}),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), {0: 141, 129: 129}),
+        (OSError(errno.ENOSPC, "No space left on device"), {0: 1, 1: 1}),
+    ],
+)
+def test_a_result_that_reached_nobody_is_no_success(
+    problem: OSError | None,
+    codes: dict[int, int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torchrl_dist.runtime.outputs.problem_of", lambda stream: problem)
+    assert {code: _delivered(code) for code in codes} == codes
+    assert ("No space left" in capsys.readouterr().err) == (codes[0] == 1)
 
 
 def test_nothing_to_resume_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
