@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 # The reader has ended, the terminal was closed, or the descriptor was.
 _GONE = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)
+_replaced: list[TextIO] = []  # the end of such an object may close its descriptor
 _FULL_S = 1.0  # how long a write waits for a reader of a non-blocking descriptor
 
 
@@ -54,6 +55,7 @@ def outlive_readers() -> None:
         if type(raw) is not io.FileIO or raw.fileno() != number:
             continue
         flush(stream)
+        _replaced.append(stream)
         lasting: Any = _Lasting(number, "wb", closefd=False)
         lasting.name = f"<{name}>"
         unbuffered = raw is stream.buffer  # python -u
