@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import gc
 import json
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from torchrl_dist.checkpoint import Checkpoint, save_checkpoint
-from torchrl_dist.cli import _check_shape, _print_result, _unsearched_imports, main
+from torchrl_dist.cli import _check_shape, _delivered, _print_result, _unsearched_imports, main
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.recipes.apex_config import ApexConfig
 from torchrl_dist.recipes.catalog import RECIPES
@@ -48,6 +49,8 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     ("arguments", "names"),
     [
         ("--env NoSuchEnv-v0", ["--env", "NoSuchEnv-v0"]),
+        ("--env CartPol-v1", ["--env", "CartPol-v1", "did you mean CartPole-v1?"]),
+        ("--env CartPole", ["--env", "'CartPole'", "use CartPole-v1"]),
         ("--env Pendulum-v1", ["--env", "Box", "Discrete"]),
         ("--env Blackjack-v1", ["--env", "Box"]),
         ("--env no:such:thing", ["--env"]),
@@ -90,6 +93,80 @@ def test_a_wrong_command_gets_one_line(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     refused(arguments, capsys)
+
+
+@pytest.mark.parametrize(
+    ("variables", "names"),
+    [
+        ({"RANK": "1"}, ["rank 1", "WORLD_SIZE"]),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, ["rank 1", "Open MPI"]),
+        ({"PMI_RANK": "3", "PMI_SIZE": "4"}, ["rank 3", "task 3 of 4"]),
+        ({"SLURM_PROCID": "2", "SLURM_NTASKS": "4"}, ["rank 2", "SLURM", "srun"]),
+    ],
+)
+def test_a_rank_that_refuses_says_so_with_its_number(
+    variables: dict[str, str],
+    names: list[str],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    line = refused(["train", "apex"], capsys)
+    assert all(name in line for name in names), line
+    assert "rank" in refused(["train", "apex", "--config", "nowhere.yaml"], capsys)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_command_in_which_something_exits_has_failed_and_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchrl_dist.cli._inspect", lambda options: sys.exit(0))
+    assert main(["inspect", "x"]) == 1
+    assert "something called sys.exit(0)" in capsys.readouterr().err
+
+
+def test_a_finished_command_does_not_wait_for_threads_of_others_and_needs_no_output() -> None:
+    code = """
+import atexit, sys, threading, time
+from torchrl_dist import cli
+def main():
+    threading.Thread(target=lambda: time.sleep(60), name="of-a-user").start()
+    print("printed", flush=True)
+    return 7
+cli.main, cli._END_S = main, 0.2
+cli.console()
+"""
+    shell = ["bash", "-c"]
+    for close in ("", ">&- 2>&-"):
+        command = [*shell, f'exec "$0" -c "$1" {close}', sys.executable, code]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        assert done.returncode == 7, done
+        assert close or (done.stdout == "printed\n" and "thread 'of-a-user' at" in done.stderr)
+    refusal = [*shell, '"$0" -m torchrl_dist train apex --gamma 7 2>&-', sys.executable]
+    done = subprocess.run(refusal, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+@pytest.mark.parametrize(
+    ("problem", "codes"),
+    [
+        (None, {0: 0, 129: 129}),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), {0: 141, 129: 129}),
+        (OSError(errno.ENOSPC, "No space left on device"), {0: 1, 1: 1}),
+    ],
+)
+def test_a_result_that_reached_nobody_is_no_success(
+    problem: OSError | None,
+    codes: dict[int, int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torchrl_dist.runtime.outputs.problem_of", lambda stream: problem)
+    assert {code: _delivered(code) for code in codes} == codes
+    assert ("No space left" in capsys.readouterr().err) == (codes[0] == 1)
 
 
 def test_nothing_to_resume_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

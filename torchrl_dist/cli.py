@@ -6,7 +6,8 @@ of stdout; everything else goes to stderr.
 
 Exit codes: 0 done; 1 failed on the way; 2 wrong arguments, nothing was started; 129, 130, 138, 140
 and 143 stopped by SIGHUP, SIGINT, SIGUSR1, SIGUSR2 and SIGTERM (the checkpoint is written, the
-result is printed; without a result, a second signal stopped it at once).
+result is printed; without a result, a second signal stopped it at once); 141 when nothing reads
+stdout any more. Training goes on, and saves, without a reader of stdout or stderr.
 """
 
 from __future__ import annotations
@@ -14,20 +15,25 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
+import dataclasses
 import gc
 import json
 import os
 import select
 import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from . import __version__, own_files
 from .errors import CheckpointError, ConfigurationError, DirectoryError, TorchRLDistError
 from .forks import imports_to_be_forked
+from .stopping import Stopped
 
 _STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_END_S = 10.0  # how long threads and exit functions of other modules keep a finished command
 _STOPPED = {number.name: 128 + number for number in _STOPS}
 
 
@@ -44,9 +50,11 @@ def console() -> NoReturn:
     """What the shell's command runs."""
     global _is_fresh
     _is_fresh = True
+    _open_standard_streams()
+    code = 1
     try:
         code = main()
-        sys.stdout.flush()
+        code = _delivered(code)
     except BrokenPipeError:
         reader = select.poll()
         reader.register(sys.stdout, 0)
@@ -54,15 +62,73 @@ def console() -> NoReturn:
             raise  # another pipe
         # nobody reads it any more, as in "torchrl-dist ... | head"
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
+        code = 128 + signal.SIGPIPE
+    finally:
+        _end_in_time(code)
     if _has_served:
         # The job needs nothing of what C++ libraries do at the interpreter's end, and torch's RPC
         # aborts there now and then ("terminate called without an active exception").
         atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        _leave(code)
     sys.exit(code)
+
+
+def _open_standard_streams() -> None:
+    """Without a descriptor 0, 1 or 2 (``2>&-``) the next file that is opened would get its number,
+    and with it what libraries print."""
+    while True:
+        number = os.open(os.devnull, os.O_RDWR)
+        if number > 2:
+            os.close(number)
+            break
+        os.set_inheritable(number, True)
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w", closefd=False))
+
+
+def _delivered(code: int) -> int:
+    """The exit code, in view of what has come of stdout."""
+    sys.stdout.flush()
+    outputs = sys.modules.get(f"{__package__}.runtime.outputs")
+    problem = outputs.problem_of(sys.stdout) if outputs is not None else None
+    if problem is None or code:
+        return code
+    if isinstance(problem, BrokenPipeError):
+        return 128 + signal.SIGPIPE
+    _say(f"failed: the result could not be written to stdout: {problem.strerror}")
+    return 1
+
+
+def _end_in_time(code: int) -> None:
+    """End this process also if a thread or an exit function of somebody's module does not."""
+
+    def end() -> None:
+        time.sleep(_END_S)
+        frames = sys._current_frames()
+        left = []
+        for thread in threading.enumerate():
+            if thread.daemon or thread is threading.main_thread():
+                continue
+            frame = frames.get(thread.ident or 0)
+            while frame is not None and frame.f_code.co_filename == threading.__file__:
+                frame = frame.f_back
+            place = f" at {frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
+            left.append(f"thread {thread.name!r}{place}")
+        _say(
+            f"{_END_S:g} s after the end {', '.join(left) or 'a function of atexit'} still runs; "
+            "this process ends without it"
+        )
+        _leave(code)
+
+    threading.Thread(target=end, name="torchrl_dist-end", daemon=True).start()
+
+
+def _leave(code: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
 
 
 _is_fresh = False  # nothing but the command has run in this process
@@ -86,32 +152,52 @@ def _tell_batch_script(code: int) -> None:
 def _run(arguments: Sequence[str]) -> int:
     try:
         options = _parser(arguments[:1]).parse_args(arguments)
-        return options.command(options)
     except SystemExit as exit_:  # argparse: --help, --version, wrong arguments
         return exit_.code if isinstance(exit_.code, int) else 1
+    try:
+        return options.command(options)
+    except Stopped as stopped:
+        return stopped.code if isinstance(stopped.code, int) else 1
+    except SystemExit as exit_:
+        _say(f"failed: something called sys.exit({'' if exit_.code is None else exit_.code!r})")
+        return 1
     except (ConfigurationError, CheckpointError, DirectoryError) as error:
         return _refuse(str(error))
     except KeyboardInterrupt:
-        print("torchrl-dist: interrupted", file=sys.stderr)
+        _say("interrupted")
         return _STOPPED["SIGINT"]
     except TorchRLDistError as error:
-        told = own_files.printable(str(error), lines=True)
-        print(f"torchrl-dist: failed: {told}", file=sys.stderr)
+        _say(f"failed: {error}")
         return 1
 
 
 class _Parser(argparse.ArgumentParser):
-    """Answers a wrong argument with one line, on the first rank only."""
+    """Answers a wrong argument with one line."""
 
     def error(self, message: str) -> Any:
         raise SystemExit(_refuse(f"{message} (see {self.prog} --help)"))
 
 
 def _refuse(message: str) -> int:
-    if os.environ.get("RANK", "0") == "0":
-        message = own_files.printable(" ".join(message.split()))
-        print(f"torchrl-dist: error: {message}", file=sys.stderr)
+    _say(f"error: {' '.join(message.split())}")
     return 2
+
+
+_RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+
+
+def _say(text: str) -> None:
+    """A line on stderr, with the rank that a launcher has given to this process."""
+    rank = os.environ.get("RANK")
+    for name in _RANKS:
+        if not rank and os.environ.get(name, "0") != "0":  # a batch script is SLURM's 0
+            rank = os.environ[name]
+    kind, _, rest = text.partition(": ")
+    if rank:
+        text = f"{kind}: rank {rank}: {rest}" if rest else f"rank {rank}: {text}"
+    with contextlib.suppress(OSError, ValueError):
+        text = own_files.printable(text, lines=True)
+        print(f"torchrl-dist: {text}", file=sys.stderr, flush=True)
 
 
 def _parser(command: Sequence[str] = ()) -> argparse.ArgumentParser:
@@ -186,6 +272,7 @@ def _train(options: argparse.Namespace) -> int:
     if options.config_file is not None:
         given = {**read_options(options.config_file, recipe.config), **given}
     config = recipe.config(**given)
+    here = config.anchored()
     if options.print_config:
         if options.resume:
             config = config_to_resume(recipe.config, config.checkpoint_path, given)
@@ -196,8 +283,16 @@ def _train(options: argparse.Namespace) -> int:
     forks = _is_fresh and not {"RANK", "SLURM_PROCID"} & os.environ.keys()
     with _unsearched_imports(), imports_to_be_forked() if forks else contextlib.nullcontext():
         from .runtime import World
+        from .runtime.outputs import outlive_readers
+        from .runtime.session import look_for_others
 
+    if _is_fresh:
+        outlive_readers()
     world = World.from_env()
+    if world.launcher == "single":
+        look_for_others("for a run of one process unset the variables of the launcher")
+    config = here
+    given |= {name: getattr(here, name) for name in ("output_dir", "replay_dir") if name in given}
     launched = world.world_size if world.launcher in ("torchrun", "slurm") else None
     if launched is not None:
         config.check_launched(given_options(options, recipe.config), launched)
@@ -208,7 +303,7 @@ def _train(options: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         with _unsearched_imports():
             from .recipes.environments import look_at
-            from .recipes.run_directory import check_rows, claim
+            from .recipes.run_directory import check_rows, claim, forget
             from .runtime import ForkServer, local_cluster, session
 
             server = None
@@ -225,10 +320,18 @@ def _train(options: argparse.Namespace) -> int:
             held=stack,
         )
         if resume:
-            config = config_to_resume(recipe.config, config.checkpoint_path, given)
+            saved = config_to_resume(recipe.config, config.checkpoint_path, given)
+            config = dataclasses.replace(saved, output_dir=here.output_dir)
             if launched is not None:
                 _check_shape(config, for_roles, launched)
             check_rows(config.output_path, config.replay_path)
+        else:
+            stack.callback(
+                forget,
+                config.output_path,
+                checkpoint=config.checkpoint_path,
+                replay=config.replay_path,
+            )
         if launched is None:
             for_roles = config
         roles = for_roles.roles(launched)

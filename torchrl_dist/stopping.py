@@ -9,6 +9,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 
+
+class Stopped(SystemExit):
+    """Ends the main thread after a second stop signal, with the exit code that shells give it."""
+
+
 _asked_at = -math.inf
 _told: set[int] = set()  # threads, by their idents
 

@@ -76,15 +76,21 @@ class Job:
 
 @contextlib.contextmanager
 def started(
-    arguments: Sequence[str], cwd: Path, *, launcher: Sequence[str] = (sys.executable,)
+    arguments: Sequence[str],
+    cwd: Path,
+    *,
+    launcher: Sequence[str] = (sys.executable,),
+    pipe: int | None = None,
 ) -> Iterator[Job]:
-    """``launcher -m torchrl_dist arguments``; ends with everything it started."""
+    """``launcher -m torchrl_dist arguments``; ends with everything it started. What it says goes
+    to the ``pipe``, if there is one, which is closed here."""
     out, err = cwd / "stdout.txt", cwd / "stderr.txt"
     environment = {
         k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "RANK"))
     }
     environment["OMP_NUM_THREADS"] = "1"
-    with open(out, "w") as stdout, open(err, "w") as stderr:
+    err.touch()
+    with open(out, "w") as stdout, open(err if pipe is None else pipe, "w") as stderr:
         process = warm.start(
             [*launcher, "-m", "torchrl_dist", *arguments],
             cwd=cwd,

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import signal
+import sys
+import threading
 import time
 
 import gymnasium
@@ -9,7 +14,6 @@ import numpy as np
 import pytest
 
 from torchrl_dist import local_cluster
-from torchrl_dist.errors import RemoteError
 from torchrl_dist.recipes.evaluate import evaluate
 from torchrl_dist.recipes.evaluator import Evaluations, Evaluator, EvaluatorConfig
 from torchrl_dist.recipes.networks import PolicySpec, QNetwork
@@ -79,38 +83,81 @@ def test_another_process_plays_what_only_this_one_has_registered_and_stops_when_
         assert time.monotonic() - asked < 2
 
 
-@pytest.mark.parametrize("collectors", [0, 1])
-def test_an_evaluator_that_dies_is_replaced_by_the_next_process(fork_server, collectors) -> None:
-    import os
-    import signal
-
+@pytest.mark.parametrize("collectors", [1, 3])
+def test_an_evaluation_that_is_lost_with_its_process_is_not_repeated_and_few_processes_are_risked(
+    fork_server, collectors
+) -> None:
+    """A collector takes the place of the evaluator where another one is left, and no more do when
+    it is lost as well. One that dies while it plays nothing is replaced in any case."""
     said: list[str] = []
     network = QNetwork(4, 2, (8,))
     with local_cluster(
         {"learner": 1, "collector": collectors, "evaluator": 1}, fork_server=fork_server
     ) as session:
         evaluations = Evaluations(session, CONFIG, said.append)
+
+        def kill(name: str, *, before: bool = False) -> None:
+            (peer,) = (peer for peer in session.peers if peer.name == name)
+            if not before:
+                os.kill(session.pid_of(peer), signal.SIGSTOP)  # or it may be done before
+                evaluations.begin(network.state_dict(), seed=1)
+            os.kill(session.pid_of(peer), signal.SIGKILL)
+            while peer not in session.lost():
+                time.sleep(0.01)
+
         evaluations.begin(network.state_dict(), seed=0)
-        evaluations.finish()
-        evaluator = session.pid_of(session.of_role("evaluator")[0])
-        os.kill(evaluator, signal.SIGSTOP)  # or it may be done before it is killed
-        evaluations.begin(network.state_dict(), seed=1)
-        os.kill(evaluator, signal.SIGKILL)
+        assert evaluations.finish() is not None
+        kill("evaluator0")
+        assert evaluations.finish() is None and evaluations.failed == 1
+        evaluations.begin(network.state_dict(), seed=2)
         returns = evaluations.finish()
-        while evaluations.under_way:
-            returns = evaluations.finish()
-    assert returns == evaluate(network.greedy, "CartPole-v1", episodes=4, seed=1)
-    (line,) = said
-    assert line.startswith("evaluator0 evaluates no more")
-    assert line.endswith("collector0 does now" if collectors else "learner0 does now")
+        if collectors == 1:
+            assert returns is None and not evaluations.under_way
+            assert said[-1].endswith("no more evaluations are played")
+            return
+        assert returns == evaluate(network.greedy, "CartPole-v1", episodes=4, seed=2)
+        assert said[-1].startswith("evaluator0 evaluates no more")
+        assert said[-1].endswith("collector2 does so from now on")
+        kill("collector2", before=True)
+        evaluations.begin(network.state_dict(), seed=3)
+        assert evaluations.finish() is not None and evaluations.failed == 1
+        kill("collector1")
+        evaluations.finish()
+        assert said[-1].endswith("no more evaluations are played")  # collector0 is the last
+        assert evaluations.failed == 2
 
 
-def test_an_error_of_the_environment_reaches_the_learner(fork_server) -> None:
+def test_an_evaluation_that_raises_is_said_and_counted_and_the_next_is_played(fork_server) -> None:
     wrong = EvaluatorConfig(
         PolicySpec("CartPole-v1", 3, (8,), num_actions=2), episodes=1, max_steps=10
     )
+    said: list[str] = []
     with local_cluster({"learner": 1, "evaluator": 1}, fork_server=fork_server) as session:
-        evaluations = Evaluations(session, wrong, print)
-        evaluations.begin(QNetwork(3, 2, (8,)).state_dict(), seed=0)
-        with pytest.raises(RemoteError, match="mat1 and mat2"):
-            evaluations.finish()
+        evaluations = Evaluations(session, wrong, said.append)
+        for seed in range(2):
+            evaluations.begin(QNetwork(3, 2, (8,)).state_dict(), seed)
+            assert evaluations.finish() is None
+    assert evaluations.failed == len(said) == 2
+    for line in said:
+        assert "evaluator0" in line and "mat1 and mat2" in line
+    assert "Traceback" in said[0] and "Traceback" not in said[1]
+
+
+@pytest.mark.parametrize("how", ["hangs", "exits"])
+def test_a_process_that_plays_itself_waits_for_itself_with_a_deadline_and_outlives_an_exit(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    free = threading.Event()
+    fault = free.wait if how == "hangs" else functools.partial(sys.exit, 3)
+    monkeypatch.setattr(Endless, "step", lambda self, action: fault())
+    monkeypatch.setattr("torchrl_dist.recipes.evaluator._LATE_S", 0.0)
+    endless = EvaluatorConfig(PolicySpec(ENDLESS, 4, (8,), num_actions=2), 2, 10)
+    with local_cluster({"learner": 1}, timeout_s=0.5) as session:
+        evaluations = Evaluations(session, endless, said.append)
+        evaluations.begin(QNetwork(4, 2, (8,)).state_dict(), seed=0)
+        assert evaluations.finish() is None
+        free.set()
+    assert evaluations.failed == 1
+    text = {"hangs": "did not answer play within 0.5 s", "exits": "SystemExit: 3"}[how]
+    assert text in said[0] and "learner0" in said[0]

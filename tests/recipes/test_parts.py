@@ -22,7 +22,7 @@ from torchrl_dist.recipes.monitor import Bound, Monitor
 from torchrl_dist.recipes.networks import PolicySpec
 from torchrl_dist.recipes.play import play
 from torchrl_dist.recipes.plots import Evaluation, draw_learning_curve
-from torchrl_dist.recipes.run_directory import claim
+from torchrl_dist.recipes.run_directory import claim, forget
 from torchrl_dist.recipes.training import choose_device
 
 
@@ -45,6 +45,25 @@ def claim_in(
             resume=resume,
             held=held or ended,
         )
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_run_that_fails_before_its_first_checkpoint_leaves_a_folder_for_the_next(
+    saved: bool, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    claim_in(run)
+    (run / "replay").mkdir()
+    (run / "replay/rows").touch()
+    (run / "notes.txt").touch()
+    if saved:
+        (run / "checkpoint.pt").touch()
+    forget(run, checkpoint=run / "checkpoint.pt", replay=run / "replay")
+    assert (run / "replay/rows").exists() is saved
+    assert (run / "notes.txt").exists()
+    if not saved:
+        (run / "notes.txt").unlink()
+        assert claim_in(run) is False
 
 
 def test_a_restarted_job_continues_its_own_run_without_being_asked(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -10,6 +11,7 @@ from typing import Any, ClassVar
 import gymnasium
 import pytest
 import torch
+from tensordict import TensorDict
 
 from torchrl_dist import local_cluster
 from torchrl_dist.checkpoint import load_checkpoint
@@ -22,6 +24,7 @@ from torchrl_dist.recipes.environments import look_at
 from torchrl_dist.recipes.impala_config import ImpalaConfig
 from torchrl_dist.recipes.networks import PolicySpec
 from torchrl_dist.recipes.sac_config import SACConfig
+from torchrl_dist.recipes.shared_rows import shared_buffer
 from torchrl_dist.recipes.training import Start, choose_device, stream_seed, train
 from torchrl_dist.runtime import Session
 
@@ -126,10 +129,12 @@ class Spoiled(gymnasium.Wrapper):
         observation, reward, *rest = self.env.step(action)
         if self.steps > 100 and self.broken == "raises":
             raise ValueError("the axle broke")
+        if self.steps > 100 and self.broken == "exits":
+            sys.exit(0)
         return (observation, float("nan") if self.steps > 100 else reward, *rest)
 
 
-@pytest.mark.parametrize("broken", ["raises", "no numbers"])
+@pytest.mark.parametrize("broken", ["raises", "exits", "no numbers"])
 @pytest.mark.parametrize("kind", [DDPPOConfig, ImpalaConfig])
 def test_a_run_whose_environment_breaks_keeps_a_checkpoint_to_go_on_from(
     kind: type, broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -138,13 +143,28 @@ def test_a_run_whose_environment_breaks_keeps_a_checkpoint_to_go_on_from(
     gymnasium.register("Spoiled-v0", lambda: Spoiled(gymnasium.make("CartPole-v1")))
     alone: dict[str, Any] = {"learners": 1} if kind is DDPPOConfig else {}
     config = kind(**SMALL | {"env": "Spoiled-v0"}, **alone, output_dir=str(tmp_path))
-    message = "the axle broke" if broken == "raises" else "weights are no numbers.*Spoiled-v0"
+    numbers = "weights are no numbers.*Spoiled-v0"
+    message = {"raises": "the axle broke", "exits": "SystemExit: 0"}.get(broken, numbers)
     with local_cluster({"learner": 1}) as session, pytest.raises(Exception, match=message):
         train(BUILDS[kind], config, session)
     del gymnasium.registry["Spoiled-v0"]
     saved = load_checkpoint(config.checkpoint_path)
     assert all(value.isfinite().all() for value in saved.policy.values())
-    assert (saved.counters["updates"] > 0) == (broken == "raises")
+    assert (saved.counters["updates"] > 0) == (broken != "no numbers")
+
+
+@pytest.mark.parametrize("resumes", [0, 1])
+def test_rows_of_an_attempt_that_was_killed_before_its_first_checkpoint_are_dropped(
+    resumes: int, tmp_path: Path
+) -> None:
+    config = SACConfig(output_dir=str(tmp_path), capacity=100, learning_starts=10)
+    with local_cluster({"learner": 1}) as session:
+        killed = shared_buffer(config, session, Start(), batch_size=4)
+        killed.extend(TensorDict({"x": torch.zeros(8, 1)}, [8]))
+        killed.storage.close()
+        buffer = shared_buffer(config, session, Start(resumes=resumes), batch_size=4)
+        assert len(buffer) == 8 * resumes
+        buffer.storage.close()
 
 
 @pytest.mark.parametrize("kind", [ApexConfig, SACConfig])

@@ -183,6 +183,7 @@ def build(
         batch_size=config.batch_size // learners,
         exponents=(config.alpha, config.beta_start),
     )
+    dqn.loss.ranks.exchange(None, "the buffer's beginning")  # the first drops old rows
     collector = RPCBatchedCollector(
         for_collectors(config.env, config.reward_clip),
         EpsilonGreedy(network),

@@ -18,6 +18,9 @@ REPLAY = "replay"
 WATCHING = "evaluation and checkpoints"
 
 
+Config = TypeVar("Config", bound="RecipeConfig")
+
+
 @dataclass(frozen=True)
 class RecipeConfig:
     """Fields and files of every recipe. A recipe's own class may give other defaults.
@@ -151,6 +154,14 @@ class RecipeConfig:
                 f"{launched - 1} ranks beside the learner; leave the option out"
             )
 
+    def anchored(self: Config) -> Config:
+        """The same with folders that stay where they are when an environment changes the working
+        directory."""
+        folders = {"output_dir": str(self.output_path.absolute())}
+        if (replay := getattr(self, "replay_dir", None)) is not None:
+            folders["replay_dir"] = str(Path(replay).absolute())
+        return dataclasses.replace(self, **folders)  # type: ignore[arg-type]  # they are fields
+
     def as_plain(self) -> dict[str, Any]:
         """Plain values for a checkpoint."""
         return dataclasses.asdict(self)
@@ -183,9 +194,6 @@ class ReplayConfig(RecipeConfig):
     @property
     def replay_path(self) -> Path:
         return Path(self.replay_dir) if self.replay_dir is not None else self.output_path / "replay"
-
-
-Config = TypeVar("Config", bound=RecipeConfig)
 
 
 def config_to_resume(config_class: type[Config], path: Path, given: dict[str, Any]) -> Config:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import importlib
 import math
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -182,10 +184,18 @@ def look_at(env: str, *, discrete: bool) -> Task:
                 raise TypeError(f"it returned a {type(made).__name__}")
     except (Exception, SystemExit) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
+        near = difflib.get_close_matches(env, gymnasium.registry, 1)
+        if isinstance(error, gymnasium.error.NameNotFound) and near:
+            reason = f"did you mean {near[0]}?"  # gymnasium names no version
         raise ConfigurationError(
             f"--env: got {env!r}, expected the id of an environment that gymnasium can build here, "
             f"or package.module:function that returns one ({reason})"
         ) from error
+    full = made.spec.id if made.spec is not None else ""
+    name = re.escape(env.rpartition(":")[2])
+    if env_factory(env) is None and re.fullmatch(rf"{name}-v\d+", full):
+        made.close()
+        raise ConfigurationError(f"--env: got {env!r}, which names no version; use {full}")
     try:
         observations, actions = made.observation_space, made.action_space
         threshold = made.spec.reward_threshold if made.spec is not None else None

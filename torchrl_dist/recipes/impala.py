@@ -29,6 +29,7 @@ from .training import (
     LossLearner,
     Start,
     choose_device,
+    my_collectors,
     seen,
     stream_seed,
     sum_of_losses,
@@ -178,6 +179,8 @@ def build(
         num_envs=config.envs_per_collector,
         max_policy_lag=config.max_policy_lag,
         readiness=FirstReady(),
+        # Batches come from the others while one hangs: it is said, and their frames replace its.
+        worker_timeout_s=config.timeout_s if len(my_collectors(session)) > 1 else None,
         seed=stream_seed(config.seed, start.resumes),
         categorical_action_encoding=True,
         timeout_s=config.timeout_s,

@@ -17,6 +17,7 @@ from statistics import fmean
 from typing import Any
 
 from ..errors import ConfigurationError
+from ..runtime.outputs import BestEffort
 from .plots import Evaluation, draw_learning_curve
 
 _LOG_INTERVAL_S = 1.0
@@ -130,7 +131,8 @@ class Monitor:
         self._times = self._times_shown = (0.0, 0.0, 0.0)
         self._turned = time.monotonic()
         # TorchRL's loggers report themselves on stdout, where the result belongs.
-        with contextlib.redirect_stdout(sys.stderr):
+        self._stderr: Any = BestEffort(sys.stderr)
+        with contextlib.redirect_stdout(self._stderr):
             self._loggers = [
                 TensorboardLogger("tensorboard", log_dir=str(output)),
                 CSVLogger("csv", log_dir=str(output)),
@@ -138,7 +140,7 @@ class Monitor:
             self._wandb_id: str = history.get("wandb_id") or secrets.token_hex(6)
             if wandb is not None:
                 self._loggers.append(_wandb_logger(wandb, self._wandb_id, title, output))
-        watched = sys.stderr.isatty()
+        watched = self._stderr.isatty()
 
         class Bar(tqdm):
             """tqdm's own lock is a semaphore of multiprocessing, and that starts a process."""
@@ -151,7 +153,7 @@ class Monitor:
             unit_scale=True,
             mininterval=0.2 if watched else _PIPE_INTERVAL_S,
             dynamic_ncols=watched,
-            file=sys.stderr,
+            file=self._stderr,
         )
 
     @property
@@ -292,7 +294,7 @@ class Monitor:
 
     def say(self, text: str) -> None:
         """A line on stderr that does not tear the progress line."""
-        self._bar.write(text, file=sys.stderr)
+        self._bar.write(text, file=self._stderr)
 
     def picture(self, best: Evaluation | None) -> Path:
         """Draw the learning curve so far."""

@@ -6,11 +6,13 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 from pathlib import Path
 
 from .. import own_files
 from ..errors import ConfigurationError
 from ..replay.node.files import CLAIM
+from ..replay.node.leftovers import look, remove
 
 _NOTE = "run.json"
 
@@ -132,6 +134,21 @@ def _refuse_others(folder: Path, option: str) -> None:
         raise ConfigurationError(f"{option}: {error}; choose another folder") from error
     except OSError:
         pass  # said below
+
+
+def forget(output: Path, *, checkpoint: Path, replay: Path | None) -> None:
+    """Leave nothing of a fresh run that has failed before its first checkpoint: its folder would
+    refuse a new run and a resumed one. What the run did not write stays."""
+    if checkpoint.is_file():
+        return
+    found = look(replay) if replay is not None else None
+    if found is not None:
+        remove(found)
+    for folder in (output / "tensorboard", output / "csv"):
+        shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        (output / _NOTE).unlink()
+        output.rmdir()
 
 
 def _not_empty(output: Path, checkpoint: Path) -> ConfigurationError:

@@ -27,6 +27,10 @@ def shared_buffer(
 ) -> SharedReplayBuffer:
     """The job's buffer, whose rows a resumed run goes on with.
 
+    Rows of an attempt that was killed before its first checkpoint are dropped, by the first
+    learner: the job begins anew, and would not count them. Other learners must wait for that before
+    they collect.
+
     On one node it is the folder ``config.replay_path``. On several, the first process of each node
     keeps a shard: in ``config.replay_dir`` if that is given, where a later job finds it, else in
     memory, which only a restart by the launcher does.
@@ -39,7 +43,20 @@ def shared_buffer(
     Raises:
         DirectoryError: a folder of this node cannot be used; of another, RemoteError.
     """
-    resume = start.resumes > 0
+    buffer = _shared_buffer(config, session, start.resumes > 0, batch_size, exponents, limiter)
+    if start.resumes == 0 and session.me.index == 0 and len(buffer):
+        buffer.empty()
+    return buffer
+
+
+def _shared_buffer(
+    config: ReplayConfig,
+    session: Session,
+    resume: bool,
+    batch_size: int,
+    exponents: tuple[float, float] | None,
+    limiter: RateLimiter | None,
+) -> SharedReplayBuffer:
     if not session.world.one_node:
         alpha, beta = exponents or (0.6, 0.4)
         buffer = replay_buffer(

@@ -243,6 +243,7 @@ def train(
         RemoteError: an environment raised, for instance. Likewise.
         TorchRLDistError: weights are no numbers any more. The checkpoint of before stays.
     """
+    config = config.anchored()
     check_wandb(config.wandb)
     before = load_checkpoint(config.checkpoint_path, recipe=config.recipe) if resume else None
     start = Start.of(before)
@@ -415,6 +416,8 @@ class Keeper:
         self.lost: list[str] = list(before.extra["lost_collectors"]) if before else []
         self.best: Evaluation | None = None
         self.best_weights = self._weights()
+        # The weights and the moment of the last evaluation that was begun.
+        self._evaluated: tuple[dict[str, torch.Tensor], tuple[int, int, float]] | None = None
         if before is not None:
             self.best_weights = dict(before.policy)
             if before.policy_info["evaluation"] is not None:
@@ -433,6 +436,7 @@ class Keeper:
             self.session,
             EvaluatorConfig(training.policy, config.eval_episodes, config.eval_max_steps),
             self.monitor.say,
+            failed=before.extra["history"].get("failed_evaluations", 0) if before else 0,
         )
         for remark in self.learner.remarks:
             self.monitor.say(remark)
@@ -467,8 +471,9 @@ class Keeper:
         monitor = self.monitor
         seconds, bound = monitor.seconds, monitor.bound_by()
         self._take_evaluation(self.evaluations.finish())
-        seen = monitor.evaluations
-        if not (seen and seen[-1].frames == monitor.frames):
+        frames = [e.frames for e in monitor.evaluations[-1:]]
+        frames += [self._evaluated[1][0]] if self._evaluated else []  # which may have failed
+        if monitor.frames not in frames:
             self._begin_evaluation()
             self._take_evaluation(self.evaluations.finish())
         monitor.show(force=True)
@@ -499,6 +504,7 @@ class Keeper:
             "learners": self.learner.ranks.size,
             "collectors": len(self.session.of_role("collector")) or self.learner.ranks.size,
             "lost_collectors": self.lost,
+            "failed_evaluations": self.evaluations.failed,
             "policy_lag": {"mean": round(monitor.mean_lag, 3), "max": monitor.max_lag},
             "bound_by": vars(bound) if bound else None,
             "last": monitor.last,
@@ -525,7 +531,8 @@ class Keeper:
                 counters={"updates": self.learner.updates, "resumes": self.resumes},
                 rng=rng_state(),
                 extra={
-                    "history": self.monitor.state(),
+                    "history": self.monitor.state()
+                    | {"failed_evaluations": self.evaluations.failed},
                     "lost_collectors": self.lost,
                     "learner": state["extra"],
                 },
@@ -555,12 +562,14 @@ class Keeper:
         """Have the weights of this moment played, while training goes on."""
         weights = self._weights()
         self._evaluated = (weights, self.monitor.moment())
-        self.evaluations.begin(weights, self._seed(len(self.monitor.evaluations) + 1))
+        number = len(self.monitor.evaluations) + self.evaluations.failed + 1
+        self.evaluations.begin(weights, self._seed(number))
         self._next_evaluation = self.monitor.frames + self.config.eval_interval_frames
 
     def _take_evaluation(self, returns: list[float] | None) -> None:
         if returns is None:
             return
+        assert self._evaluated is not None
         weights, moment = self._evaluated
         evaluation = self.monitor.evaluated(returns, moment)
         if self.best is None or self.monitor.rank(evaluation) >= self.monitor.rank(self.best):

@@ -41,6 +41,7 @@ from typing import Any
 
 from ..errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
 from ..forks import TO_BE_FORKED, imports_to_be_forked
+from .outputs import flush, outlive_readers
 from .signals import STOP_SIGNALS, outlive_stop_signals
 
 _PRELOAD = (
@@ -198,7 +199,7 @@ class ForkServer:
         if len(os.listdir("/proc/self/task")) > 1:
             return None
         parent = os.getpid()
-        _flush_output()
+        flush(sys.stdout, sys.stderr)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             pid = os.fork()
@@ -501,6 +502,7 @@ def _keep_only(fds: tuple[int, int]) -> None:
 def serve(command_fd: int, report_fd: int, parent_pid: int, address: str) -> None:
     """The server process, from its first line to its last. Called by ForkServer only."""
     global _address
+    outlive_readers()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, nobody could wait for a child
     parent = os.pidfd_open(parent_pid)
     if os.getppid() != parent_pid:
@@ -520,21 +522,13 @@ def serve(command_fd: int, report_fd: int, parent_pid: int, address: str) -> Non
     gc.collect()
     gc.freeze()  # children would otherwise copy every page the collector touches
     gc.enable()
-    _flush_output()  # else every child would once more
+    flush(sys.stdout, sys.stderr)  # else every child would once more
     _address = address
     _Server(_Client(command_fd, report_fd, parent), address).run()
     # Nothing is left to finalize, and what counts its objects then (nanobind under triton, which
     # tensordict imports with torch 2.15) would print those that are frozen as leaked.
-    _flush_output()
+    flush(sys.stdout, sys.stderr)
     os._exit(0)
-
-
-def _flush_output() -> None:
-    """For who forks, or leaves by ``os._exit``. Without an output (``>&-``) there is no stream."""
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            with contextlib.suppress(Exception):  # closed, a full disk: nobody to tell
-                stream.flush()
 
 
 def report(reports: socket.socket, kind: str, job: int, rank: int, content: Any) -> None:
@@ -730,7 +724,7 @@ class _Server:
                     code = _run_child(reports, job, rank, blob, end)
                 finally:
                     try:
-                        _flush_output()
+                        flush(sys.stdout, sys.stderr)
                     finally:
                         os._exit(code)
         finally:
@@ -790,7 +784,7 @@ def _run_child(reports: socket.socket, job: int, rank: int, blob: bytes, end: in
     except BaseException as error:
         trace = "".join(traceback.format_exception(error))[-_MAX_REPORT_BYTES // 2 :]
         summary = traceback.format_exception_only(error)[-1].strip()[:1000]
-        _flush_output()  # before who is told so may kill us
+        flush(sys.stdout, sys.stderr)  # before who is told so may kill us
         report(reports, "failed", job, rank, (summary, trace))
         return 1
     return 0

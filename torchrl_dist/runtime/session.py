@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import os
+import select
 import signal
 import threading
 import traceback
@@ -20,6 +21,7 @@ import torch.distributed as dist
 
 from ..errors import ConfigurationError, DeadlineError, PeerLostError, RemoteError
 from ..forks import now_and_in_children
+from ..stopping import Stopped
 from . import rendezvous, wire
 from .awake import awake, check_timeout, result_of, start_clock
 from .chores import CHORES
@@ -40,6 +42,7 @@ _MAX_CONCURRENT_CALLS = 64
 # kill 30 s after SIGTERM.
 _STOP_GRACE_S = 10.0
 _GOODBYE_S = 3.0
+_GLANCE_S = 1.0
 # How long a broken connection waits for the supervisor to say how the process died.
 _CAUSE_S = 1.0
 # Between hosts: how often a sign of life is given, of the session's deadline and at most.
@@ -299,7 +302,9 @@ class Session:
         try:
             result = self._execute(operation)
             return result.result() if isinstance(result, Future) else result
-        except Exception as error:
+        except (KeyboardInterrupt, Stopped):  # of a second signal
+            raise
+        except BaseException as error:  # also a SystemExit: of the code that was called
             raise self._remote_error(self.me, _describe(error)) from error
 
     def _run_into(self, future: Future[Any], operation: tuple[Any, ...]) -> None:
@@ -550,7 +555,7 @@ class Session:
     @property
     def stop_requested(self) -> bool:
         """Whether the driver ended the job, or SIGINT, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 came, of
-        which :attr:`stop_signal` says the first: finish in order.
+        which :attr:`stop_signal` says the first, or torchrun's process died: finish in order.
 
         The driver prints a line when the first one comes. Another SIGINT, SIGTERM or SIGHUP after
         one of these raises KeyboardInterrupt or SystemExit in the main thread of a process that
@@ -681,7 +686,35 @@ class Session:
         set_current(self)
         self._signals.install()
         CHORES.expected = not self.is_driver
+        if self.is_driver and world.launcher == "torchrun" and world.world_size > 1:
+            threading.Thread(
+                target=self._follow_launcher,
+                args=(os.getppid(),),
+                name="torchrl_dist-launcher",
+                daemon=True,
+            ).start()
         self._opened.set()
+
+    def _follow_launcher(self, pid: int) -> None:
+        """Finish in order once torchrun's agent, our parent, is dead: nothing else would end the
+        job, whose processes are nobody's then."""
+        try:
+            agent = os.pidfd_open(pid)
+        except OSError:
+            return
+        try:
+            poller = select.poll()
+            poller.register(agent, select.POLLIN)
+            while not self._closed:
+                if poller.poll(1000 * _GLANCE_S):
+                    say(
+                        f"torchrl_dist: torchrun's process {pid} is dead: {self.me.name} finishes "
+                        "what is at hand and stops"
+                    )
+                    self._stop.set()
+                    return
+        finally:
+            os.close(agent)
 
     def _start_signs(self, watched: tuple[Peer, ...]) -> None:
         assert self._member.store is not None
@@ -829,7 +862,7 @@ def session(
     if world is None:
         world = World.from_env()
         if world.launcher == "single":
-            _look_for_others()
+            look_for_others("for a job of one process pass world=World.from_env({})")
     roles = DEFAULT_ROLES if roles is None else roles
     with only_session():
         store, world = rendezvous.launcher_store(world, timeout_s)
@@ -853,8 +886,15 @@ def current_session() -> Session:
     return found
 
 
-def _look_for_others() -> None:
-    """Say so where this process, for itself a job of one, looks like one of several."""
+def look_for_others(alone: str) -> None:
+    """Say so where this process, for itself a job of one, looks like one of several.
+
+    Args:
+        alone: how to start a job of one.
+
+    Raises:
+        ConfigurationError: it looks like one, and not like the first.
+    """
     others = launched_without_us(os.environ)
     if others is None:
         return
@@ -863,7 +903,7 @@ def _look_for_others() -> None:
         f"this process looks like task {rank} of {size} that {launcher} started, but not as a rank "
         "of a job: each of them would be a job of its own. Start them with torchrun or with srun "
         "(srun python ...), whose RANK or SLURM_STEP_ID must reach the program, into a container "
-        "too; for a job of one process pass world=World.from_env({})"
+        f"too; {alone}"
     )
     if rank:
         raise ConfigurationError(told)

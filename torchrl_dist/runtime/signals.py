@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torchrl_dist.stopping import note_stop_request
+from torchrl_dist.stopping import Stopped, note_stop_request
 
 # A launcher or a terminal may send each of them to every process of a job.
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -137,7 +137,7 @@ class StopSignals:
         if self._asked_at is None:
             self._asked_at = now
         elif (number == signal.SIGINT or now - self._asked_at > _SAME_S) and not self.patient:
-            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+            raise KeyboardInterrupt if number == signal.SIGINT else Stopped(128 + number)
 
 
 def outlive_stop_signals() -> None:

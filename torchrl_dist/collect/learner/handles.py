@@ -21,8 +21,10 @@ from torchrl_dist.errors import ConfigurationError, DeadlineError, RemoteError
 from torchrl_dist.runtime import Remote, current_session
 from torchrl_dist.runtime.chores import CHORES
 from torchrl_dist.runtime.pool import DaemonPool
+from torchrl_dist.stopping import Stopped
 
 _REQUESTS = 2  # as many as the collector sends at a time
+_INTERRUPTS = (KeyboardInterrupt, Stopped)
 _DURING_ROLLOUTS = ("collect", "cut", "close")
 # A rank that is asked for a worker is about to serve, mostly.
 _SERVES_SOON_S = 5.0
@@ -59,24 +61,26 @@ def make_far_worker_here(config: WorkerConfig) -> Remote[PinnedWorker | NodeWork
         raise error.__cause__ or error from None
 
 
-def make_local_handle(config: WorkerConfig, *, alone: bool) -> LocalHandle | CallersHandle:
-    """A worker of this process. The only one of its collector lives in the thread that calls this,
+def make_local_handle(
+    config: WorkerConfig, name: str = "this process", *, alone: bool
+) -> LocalHandle | CallersHandle:
+    """A worker of this process, which errors call ``name``. The only one of its collector lives in the thread that calls this,
     unless a replay buffer may hold it up, or another thread may ask for its rollouts then."""
     if config.env_processes:
-        return LocalHandle(make_worker(config), config.policy)
+        return LocalHandle(make_worker(config), config.policy, name)
     given = isinstance(config.make_env, GivenEnv)
     if alone and config.inference is None and (given or config.replay_buffer is None):
-        return CallersHandle(config)
+        return CallersHandle(config, name)
     thread = OwnThread()
     thread.submit(partial(use_one_thread_if_small, config.policy))
-    return LocalHandle(PinnedWorker(config, thread), config.policy)
+    return LocalHandle(PinnedWorker(config, thread), config.policy, name)
 
 
-def _told(error: Exception) -> RemoteError:
+def _told(error: BaseException, name: str) -> RemoteError:
     """As an error of another process. To be called where it was caught."""
     told = RemoteError(
         f"{type(error).__name__}: {error}",
-        peer="this process",
+        peer=name,
         host=socket.gethostname(),
         remote_traceback="".join(traceback.format_exception(error)),
     )
@@ -87,7 +91,8 @@ def _told(error: Exception) -> RemoteError:
 class LocalHandle:
     """A worker in this process whose envs live in other threads or processes than the caller's."""
 
-    def __init__(self, worker: PinnedWorker | NodeWorker, policy: Any) -> None:
+    def __init__(self, worker: PinnedWorker | NodeWorker, policy: Any, name: str) -> None:
+        self._name = name
         self._worker = worker
         self._policy = policy
         self._pool = DaemonPool(_REQUESTS, "torchrl_dist-rollout")
@@ -106,10 +111,10 @@ class LocalHandle:
                     raise self._late(method, timeout_s)
             try:
                 return call()
-            except DeadlineError:
-                raise  # its own
-            except Exception as error:
-                raise _told(error) from error
+            except (DeadlineError, *_INTERRUPTS):  # its own; a second signal's
+                raise
+            except BaseException as error:  # also a SystemExit, of an env
+                raise _told(error, self._name) from error
         answer = call()
         if not isinstance(answer, Future):
             return answer
@@ -117,11 +122,13 @@ class LocalHandle:
             return answer.result(timeout_s)
         except TimeoutError as error:
             if answer.done():
-                raise _told(error) from error
+                raise _told(error, self._name) from error
             answer.cancel()
             raise self._late(method, timeout_s) from None
-        except Exception as error:
-            raise _told(error) from error
+        except _INTERRUPTS:
+            raise
+        except BaseException as error:
+            raise _told(error, self._name) from error
 
     @staticmethod
     def _late(method: str, timeout_s: float | None) -> DeadlineError:
@@ -146,7 +153,7 @@ class LocalHandle:
 
         if isinstance(self._worker, PinnedWorker) and method in ("collect", "close"):
             answer = getattr(self._worker, method)(*args, **kwargs)
-            answer.add_done_callback(partial(_pass_on, future))
+            answer.add_done_callback(partial(_pass_on, future, self._name))
         elif method == "collect":
             self._pool.submit(self._small, run)
         else:
@@ -160,12 +167,10 @@ class LocalHandle:
         run()
 
 
-def _pass_on(future: Future, answer: Future) -> None:
+def _pass_on(future: Future, name: str, answer: Future) -> None:
     error = answer.exception()
-    if isinstance(error, Exception):
-        future.set_exception(_told(error))
-    elif error is not None:
-        future.set_exception(error)
+    if error is not None:
+        future.set_exception(error if isinstance(error, _INTERRUPTS) else _told(error, name))
     else:
         future.set_result(answer.result())
 
@@ -178,7 +183,8 @@ class CallersHandle:
         running: a rollout is under way.
     """
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, name: str) -> None:
+        self._name = name
         adopt_registrations(config.registrations)
         self._thread = threading.current_thread()
         self._policy = config.policy
@@ -232,9 +238,11 @@ class CallersHandle:
         except DeadlineError as late:
             if self._worker.is_incomplete:
                 return
-            error = _told(late)
-        except Exception as raised:
-            error = _told(raised)
+            error = _told(late, self._name)
+        except _INTERRUPTS:
+            raise
+        except BaseException as raised:  # also a SystemExit, of an env
+            error = _told(raised, self._name)
         finally:
             self.running = False
             self._end()
@@ -262,8 +270,10 @@ class CallersHandle:
             raise DeadlineError(f"{method}: called by an env, a policy or a hook inside a rollout")
         try:
             return run_on_cpu(partial(getattr(self._worker, method), *args, **kwargs))
-        except Exception as error:
-            raise _told(error) from error
+        except _INTERRUPTS:
+            raise
+        except BaseException as error:
+            raise _told(error, self._name) from error
 
     def submit(
         self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any
@@ -300,7 +310,7 @@ class CallersHandle:
             try:
                 self._worker.close(0.0, close_env)
             except Exception as error:
-                future.set_exception(_told(error))
+                future.set_exception(_told(error, self._name))
             else:
                 future.set_result(None)
         self._ended.set()

@@ -59,8 +59,9 @@ def start_workers(
         own = config.of_worker(index)
         ahead = max_ahead
         if session is None or peers[index] == session.me:
-            handle: Handle = make_local_handle(own, alone=count == 1)
-            name = f"worker {index} (this process)"
+            here = "this process" if session is None else session.me.name
+            handle: Handle = make_local_handle(own, here, alone=count == 1)
+            name = f"worker {index} ({here})"
             ahead = max_ahead if config.env_processes else 0
         else:
             own = replace(own, own_process=True, packed=True, registrations=registrations)
