@@ -285,6 +285,7 @@ def test_a_printed_configuration_is_one_that_can_be_given(
         ("gamma: 0.9\nseed: 1\ngamma: 0.8", ["'gamma' twice"]),
         ("total_frames: 2.5", ["--total-frames", "2.5"]),
         ("gamma: " + "9" * 400, ["--gamma", "at most 1"]),
+        ("hidden: &a [*a]", ["--hidden", "a list in a list"]),
     ],
 )
 def test_a_wrong_configuration_file_gets_one_line_that_names_what_is_wrong(

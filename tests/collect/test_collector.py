@@ -640,6 +640,28 @@ def test_postproc_makes_the_rows_before_they_are_written(build: Any, through_fac
     assert ("preference" in rows.keys()) == through_factory
 
 
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_postproc_may_keep_no_row_of_a_rollout(build: Any, stored: bool) -> None:
+    def ends(rollout: TensorDictBase) -> TensorDictBase:
+        return rollout[rollout["next", "done"].squeeze(-1)]
+
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(100)) if stored else None
+    collector = build(
+        lambda: Counter(4),
+        constant(1),
+        frames_per_batch=3,
+        total_frames=15,
+        num_envs=1,
+        replay_buffer=buffer,
+        postproc=ends,
+    )
+    found = list(collector)
+    if buffer is not None:
+        assert len(buffer) == 3 and [report.frames for report in found] == [3] * 5
+    else:
+        assert [len(batch) for batch in found] == [0, 1, 1, 1, 0]
+
+
 def test_progress_is_resumed_with_new_trajectory_ids(build: Any) -> None:
     first = build(lambda: Counter(3), constant(0), frames_per_batch=10, total_frames=35)
     ids = set(first.next()["collector", "traj_ids"].flatten().tolist())

@@ -11,6 +11,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_dist.recipes.apex_actor import EpsilonGreedy, RowsWithPriority, actor_epsilons
 from torchrl_dist.recipes.dqn_learner import DQNLearner
+from torchrl_dist.recipes.environments import Images
 from torchrl_dist.recipes.networks import QNetwork
 
 GAMMA = 0.9
@@ -90,6 +91,17 @@ def test_windows_cross_the_ends_of_rollouts(length: int) -> None:
     assert joined.shape == (2, 6)
     for key in whole.keys(True, True):
         assert torch.allclose(joined[key], whole[key], atol=1e-6), key
+
+
+@pytest.mark.parametrize("images", [None, Images((4, 5, 5), 255.0)])
+def test_a_rollout_shorter_than_a_window_gives_no_row_yet(images: Images | None) -> None:
+    data = rollout()
+    if images is not None:
+        pixels = torch.randint(0, 255, (*data.shape, *images.shape), dtype=torch.uint8)
+        data["observation"], data["next", "observation"] = pixels, pixels.clone()
+    rows = RowsWithPriority(QNetwork(images or 4, 2, (8,)), gamma=GAMMA, n_steps=N_STEPS)
+    counts = [rows(data[:, step : step + 1]).shape[1] for step in range(5)]
+    assert counts == [0, 0, 1, 1, 1]
 
 
 def test_no_window_crosses_a_new_beginning_between_two_rollouts() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import sys
 from pathlib import Path
+from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torchrl_dist import local_cluster
 from torchrl_dist.checkpoint import Checkpoint, save_checkpoint
 from torchrl_dist.collect.worker.registrations import dump_registrations
 from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.recipes import environments
 from torchrl_dist.recipes.apex_config import ApexConfig
 from torchrl_dist.recipes.environments import for_collectors, look_at, make_env
 from torchrl_dist.recipes.evaluate import evaluate, play_rendered
@@ -232,6 +235,26 @@ def test_collectors_are_given_clipped_rewards_and_evaluations_are_not() -> None:
     assert min(rewards[1]) < -8 < max(rewards[1])
 
 
+@pytest.mark.parametrize("reward", [2.0, np.array([2.0]), np.float32(2.0), float("nan")])
+def test_a_reward_may_be_an_array_and_a_nan_stays_one(
+    reward: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Giving(gymnasium.Wrapper):
+        def step(self, action: Any) -> Any:
+            observation, _, *rest = self.env.step(action)
+            return (observation, reward, *rest)
+
+    def make(env: str = "", **options: Any) -> gymnasium.Env:
+        return Giving(gymnasium.make("CartPole-v1", max_episode_steps=3))
+
+    monkeypatch.setattr(environments, "_maker", lambda env: make)
+    env = for_collectors("any", 1.0)()
+    env.reset()
+    np.testing.assert_equal(env.step(0)[1], min(1.0, reward) if reward == reward else reward)
+    returns = evaluate(hold_right, "any", episodes=2, seed=0)
+    np.testing.assert_equal(returns, [environments.as_number(3 * reward)] * 2)
+
+
 @pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
 def test_a_policy_is_made_again_from_what_a_checkpoint_says_of_it(env: str) -> None:
     discrete = env == "CartPole-v1"
@@ -261,6 +284,9 @@ def wrong(inputs, outputs):
 
 def none(inputs, outputs):
     return None
+
+def batch_norm(inputs, outputs):
+    return torch.nn.Sequential(torch.nn.Linear(inputs, outputs), torch.nn.BatchNorm1d(outputs))
 """
 
 
@@ -282,6 +308,7 @@ def test_a_network_may_be_a_function_of_the_users(
     for name, told in {
         "my_networks_of_a_test:wrong": "expected \\[2, 2\\]",
         "my_networks_of_a_test:none": "NoneType",
+        "my_networks_of_a_test:batch_norm": "1 \\(BatchNorm1d\\).*LayerNorm",
         "my_networks_of_a_test:gone": "package.module:function",
         "nowhere_to_be_found:f": "cannot import",
     }.items():

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+from typing import Any
 
+import gymnasium
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.objectives import SACLoss
 
-from torchrl_dist import RPCBatchedCollector
+from torchrl_dist import RPCBatchedCollector, local_cluster
+from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.recipes import environments
 from torchrl_dist.recipes.environments import look_at
 from torchrl_dist.recipes.networks import PolicySpec
 from torchrl_dist.recipes.policies import action_values_of, squashed_gaussian_actor
@@ -18,6 +24,7 @@ from torchrl_dist.recipes.sac import (
     frames_of_a_batch,
     limiter_of,
     rows,
+    run,
     target_entropy,
 )
 from torchrl_dist.recipes.sac_config import SACConfig
@@ -91,6 +98,63 @@ def test_how_random_a_policy_is_to_be_does_not_depend_on_the_unit_of_actions() -
         above.append(float(entropy) - target_entropy(task))
     assert target_entropy(dataclasses.replace(TASK, action_low=(-1.0,), action_high=(1.0,))) == -1
     assert above == pytest.approx([above[0]] * 3, abs=1e-3)
+
+
+def test_values_do_not_depend_on_the_unit_of_actions() -> None:
+    seen, scaled = torch.randn(20, 3), torch.rand(20, 1) * 2 - 1
+    found = []
+    for bound in (1.0, 1e-3, 1e3):
+        torch.manual_seed(0)
+        task = dataclasses.replace(TASK, action_low=(-bound,), action_high=(bound,))
+        found.append(ActionValue(task, (8,))(seen, scaled * bound).detach())
+    torch.testing.assert_close(found[1], found[0])
+    torch.testing.assert_close(found[2], found[0])
+
+
+class OtherActions(gymnasium.ActionWrapper):
+    """Pendulum that takes actions of ``space`` and refuses all others."""
+
+    def __init__(self, space: gymnasium.Space) -> None:
+        super().__init__(gymnasium.make("Pendulum-v1"))
+        self.action_space = space
+
+    def action(self, action: Any) -> Any:
+        assert self.action_space.contains(action), action
+        return np.asarray(action, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "dtype", "what"),
+    [
+        (-2, 2, np.int64, "floating-point"),
+        (1, 1, np.float32, "low < high"),
+        (-np.finfo(np.float32).max, np.finfo(np.float32).max, np.float32, "finite float32"),
+        (-1e300, 1e300, np.float64, "finite float32"),
+        (-np.inf, np.inf, np.float32, "finite float32"),
+    ],
+)
+def test_actions_that_no_policy_can_learn_are_refused_at_once(
+    low: float, high: float, dtype: Any, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space = gymnasium.spaces.Box(low, high, (1,), dtype)
+    monkeypatch.setattr(environments, "make_env", lambda env: OtherActions(space))
+    with pytest.raises(ConfigurationError, match=f"--env.*{what}"):
+        environments.look_at("other", discrete=False)
+
+
+def test_actions_in_double_precision_are_taken(tmp_path: Path) -> None:
+    """Bounds that float32 cannot hold are rounded inwards."""
+    space = gymnasium.spaces.Box(-0.1, 0.7, (1,), np.float64)
+    gymnasium.register("Doubled-v0", lambda: OtherActions(space))
+    config = SACConfig(
+        env="Doubled-v0", envs_per_collector=2, total_frames=128, batch_size=8,
+        learning_starts=32, hidden=(8,), updates_per_frame=0.1, eval_episodes=1,
+        eval_max_steps=20, output_dir=str(tmp_path), device="cpu",
+    )  # fmt: skip
+    with local_cluster({"learner": 1}) as session:
+        result = run(config, session)
+    del gymnasium.registry["Doubled-v0"]
+    assert result["updates"] > 0
 
 
 def test_the_limiter_lets_in_the_batches_that_collectors_bring() -> None:

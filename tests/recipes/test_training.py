@@ -9,14 +9,21 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import gymnasium
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 
-from torchrl_dist import local_cluster
+from torchrl_dist import SharedMemmapStorage, local_cluster
 from torchrl_dist.checkpoint import load_checkpoint
-from torchrl_dist.errors import ConfigurationError, DeadlineError, PeerLostError
-from torchrl_dist.recipes import ddppo, impala, sac, training
+from torchrl_dist.errors import (
+    ConfigurationError,
+    DeadlineError,
+    PeerLostError,
+    RemoteError,
+    TorchRLDistError,
+)
+from torchrl_dist.recipes import apex, ddppo, impala, sac, training
 from torchrl_dist.recipes.apex_config import ApexConfig
 from torchrl_dist.recipes.config import RecipeConfig, config_to_resume
 from torchrl_dist.recipes.ddppo_config import DDPPOConfig
@@ -33,7 +40,8 @@ SMALL: dict[str, Any] = {
     "device": "cpu",
 }  # fmt: skip
 BUILDS: dict[type, Any] = {
-    DDPPOConfig: ddppo.build, ImpalaConfig: impala.build, SACConfig: sac.build
+    ApexConfig: apex.build, DDPPOConfig: ddppo.build, ImpalaConfig: impala.build,
+    SACConfig: sac.build,
 }  # fmt: skip
 
 
@@ -44,8 +52,16 @@ def a_learner(config: Any, session: Session, seed: int = 0) -> Any:
     return BUILDS[type(config)](config, task, policy, session, Start())
 
 
-@pytest.mark.parametrize("zero", ["entropy_coef", "critic_coef"])
-@pytest.mark.parametrize("kind", [DDPPOConfig, ImpalaConfig])
+@pytest.mark.parametrize(
+    ("kind", "zero"),
+    [
+        (DDPPOConfig, "entropy_coef"),
+        (DDPPOConfig, "critic_coef"),
+        (DDPPOConfig, "gae_lambda"),
+        (ImpalaConfig, "entropy_coef"),
+        (ImpalaConfig, "critic_coef"),
+    ],
+)
 def test_a_loss_without_a_part_is_learned_from(kind: type, zero: str) -> None:
     alone = {"learners": 1} if kind is DDPPOConfig else {}
     with local_cluster({"learner": 1}) as session:
@@ -120,37 +136,56 @@ def test_a_run_that_fails_of_others_keeps_what_was_learned(
 
 
 class Spoiled(gymnasium.Wrapper):
-    """CartPole that breaks at some step: rewards are no numbers from then on, or it raises."""
+    """An environment that breaks after 100 steps."""
 
     broken: ClassVar[str]
 
     def step(self, action: Any) -> Any:
         self.steps = getattr(self, "steps", 0) + 1
         observation, reward, *rest = self.env.step(action)
-        if self.steps > 100 and self.broken == "raises":
-            raise ValueError("the axle broke")
-        if self.steps > 100 and self.broken == "exits":
-            sys.exit(0)
-        return (observation, float("nan") if self.steps > 100 else reward, *rest)
+        if self.steps > 100:
+            if self.broken == "raises":
+                raise ValueError("the axle broke")
+            if self.broken == "exits":
+                sys.exit(0)
+            if self.broken == "NaN observation":
+                observation = np.full_like(observation, np.nan)
+            else:
+                reward = float(self.broken)
+        return (observation, reward, *rest)
 
 
-@pytest.mark.parametrize("broken", ["raises", "exits", "no numbers"])
-@pytest.mark.parametrize("kind", [DDPPOConfig, ImpalaConfig])
+@pytest.mark.parametrize("broken", ["raises", "exits", "NaN observation", "nan", "1e30"])
+@pytest.mark.parametrize("kind", [ApexConfig, DDPPOConfig, ImpalaConfig, SACConfig])
 def test_a_run_whose_environment_breaks_keeps_a_checkpoint_to_go_on_from(
     kind: type, broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The error names the environment, and no row that is not finite reaches a buffer."""
     monkeypatch.setattr(Spoiled, "broken", broken, raising=False)
-    gymnasium.register("Spoiled-v0", lambda: Spoiled(gymnasium.make("CartPole-v1")))
-    alone: dict[str, Any] = {"learners": 1} if kind is DDPPOConfig else {}
-    config = kind(**SMALL | {"env": "Spoiled-v0"}, **alone, output_dir=str(tmp_path))
-    numbers = "weights are no numbers.*Spoiled-v0"
-    message = {"raises": "the axle broke", "exits": "SystemExit: 0"}.get(broken, numbers)
-    with local_cluster({"learner": 1}) as session, pytest.raises(Exception, match=message):
+    sound = "Pendulum-v1" if kind is SACConfig else "CartPole-v1"
+    gymnasium.register("Spoiled-v0", lambda: Spoiled(gymnasium.make(sound)))
+    given: dict[str, Any] = SMALL | {"env": "Spoiled-v0", "output_dir": str(tmp_path)}
+    if kind is DDPPOConfig:
+        given["learners"] = 1
+    if kind in (ApexConfig, SACConfig):
+        given |= {"learning_starts": 64, "batch_size": 16}
+    if kind is SACConfig:
+        given["updates_per_frame"] = 0.1
+    if kind is ApexConfig:
+        given["updates_per_batch"] = 2
+    config = kind(**given)
+    message = {"raises": "the axle broke", "exits": "SystemExit: 0"}.get(broken, "Spoiled-v0")
+    errors = RemoteError if broken in ("raises", "exits") else TorchRLDistError
+    with local_cluster({"learner": 1}) as session, pytest.raises(errors, match=message):
         train(BUILDS[kind], config, session)
     del gymnasium.registry["Spoiled-v0"]
     saved = load_checkpoint(config.checkpoint_path)
     assert all(value.isfinite().all() for value in saved.policy.values())
-    assert (saved.counters["updates"] > 0) == (broken != "no numbers")
+    if config.replay_path is not None:
+        storage = SharedMemmapStorage(config.capacity, scratch_dir=config.replay_path, resume=True)
+        rows = storage[:]
+        storage.close()
+        assert len(rows) and all(value.isfinite().all() for value in rows.values(True, True))
 
 
 @pytest.mark.parametrize("resumes", [0, 1])

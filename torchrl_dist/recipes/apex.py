@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..collect import CollectReport, RPCBatchedCollector
+from ..errors import TorchRLDistError
 from ..learn import DistributedLoss
 from ..learn.ranks import Ranks
 from ..replay import SharedReplayBuffer, anneal_beta
@@ -105,7 +106,9 @@ class Apex(Learner):
             loss = self.dqn.update(batch)
             if left:
                 self._feed.prepare()
-            buffer.update_tensordict_priority(batch.select(*_FOR_PRIORITIES).cpu())
+            priorities = batch.select(*_FOR_PRIORITIES).cpu()
+            self._check_errors(priorities["td_error"])
+            buffer.update_tensordict_priority(priorities)
             self.updates += 1
             if self.session.stop_requested and self.ranks.size == 1:  # several stop together
                 break
@@ -116,6 +119,14 @@ class Apex(Learner):
             "train/replay_ratio": rows / frames,
             "train/stale_priorities": stale_priorities(buffer) / rows,
         }
+
+    def _check_errors(self, td_error: torch.Tensor) -> None:
+        if not td_error.isfinite().all():
+            raise TorchRLDistError(
+                f"TD errors are not finite after {self.updates} updates: rewards of "
+                f"{self.config.env} are too large to be squared in float32, or the learning rate "
+                "is too high; scale the rewards, or pass --reward-clip"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         state = self.dqn.state_dict()
@@ -165,7 +176,9 @@ def build(
         return EpsilonGreedy(new_network(), epsilons[first : first + n])
 
     def rows(policy: EpsilonGreedy) -> RowsWithPriority:
-        return RowsWithPriority(policy.network, gamma=config.gamma, n_steps=config.n_steps)
+        return RowsWithPriority(
+            policy.network, gamma=config.gamma, n_steps=config.n_steps, env=config.env
+        )
 
     network = new_network().to(device)
     dqn = DQNLearner(

@@ -12,6 +12,7 @@ from torch import Tensor
 from torchrl.data.postprocs import MultiStep
 from torchrl.envs.utils import ExplorationType, exploration_type
 
+from .environments import check_finite
 from .networks import QNetwork
 
 
@@ -74,8 +75,11 @@ class RowsWithPriority:
     both chooses and values, since an actor has no target network.
     """
 
-    def __init__(self, network: QNetwork, *, gamma: float, n_steps: int) -> None:
+    def __init__(
+        self, network: QNetwork, *, gamma: float, n_steps: int, env: str = "the environment"
+    ) -> None:
         self.network = network
+        self.env = env
         self.gamma = gamma
         self.n_steps = n_steps
         self.transform = n_step(gamma, n_steps)
@@ -87,7 +91,9 @@ class RowsWithPriority:
         complete = max(0, steps.shape[1] - self.n_steps + 1)
         # A copy: the rollout's memory may be used again for the next one.
         self._waiting = steps[:, complete:].clone()
-        return self._rows(self.transform(steps)[:, :complete])
+        rows = self._rows(self.transform(steps)[:, :complete])
+        check_finite(rows, self.env)
+        return rows
 
     def _behind_what_waits(self, rollout: TensorDictBase) -> TensorDictBase:
         steps = rollout.select(

@@ -17,7 +17,10 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torchrl.objectives import ClipPPOLoss
-from torchrl.objectives.value.functional import vec_generalized_advantage_estimate
+from torchrl.objectives.value.functional import (
+    generalized_advantage_estimate,
+    vec_generalized_advantage_estimate,
+)
 
 from ..collect import Preempt, RPCBatchedCollector, WaitAll
 from ..collect.learner.readiness import Readiness
@@ -108,8 +111,13 @@ class DDPPO(LossLearner):
     def _rows(self, data: TensorDictBase) -> TensorDictBase:
         """``[N, T]`` -> the valid ones, with advantages normalized over all learners' rows."""
         config = self.config
+        # TorchRL 0.14.1's vectorized form divides by gamma * lambda: an IndexError where that is 0.
+        vectorized = config.gae_lambda > 0
+        estimate = (
+            vec_generalized_advantage_estimate if vectorized else generalized_advantage_estimate
+        )
         with torch.no_grad():
-            advantage, target = vec_generalized_advantage_estimate(
+            advantage, target = estimate(
                 config.gamma,
                 config.gae_lambda,
                 self.critic(data["observation"]),
@@ -175,7 +183,7 @@ def build(
     learners = len(session.of_role("learner"))
     network = policy.network().to(device)
     critic = ValueNetwork(task.inputs, config.hidden, config.network).to(device)
-    actor = categorical_actor(network)
+    actor = categorical_actor(network, config.env)
     loss = DistributedLoss(
         ClipPPOLoss(
             actor,

@@ -54,7 +54,10 @@ class DDPPOConfig(RecipeConfig):
     gae_lambda: float = option(
         0.95, "lambda of the advantage estimate", minimum=0, maximum=1, group=LEARNING
     )
-    clip: float = option(0.2, "bound of the policy's ratio at the start", above=0, group=LEARNING)
+    clip: float = option(
+        0.2, "the policy's ratio stays within 1 - clip and 1 + clip at the start", above=0,
+        maximum=1, group=LEARNING,
+    )  # fmt: skip
     anneal: bool = option(
         True, "learning rate and clip go to 0, linearly in the job's frames", group=LEARNING
     )

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, TorchRLDistError
 
 if TYPE_CHECKING:
     import gymnasium
+    from tensordict import TensorDictBase
 
 MAX_EPISODE_STEPS = 10_000
 """Where an evaluation ends an episode: there are environments that never end one themselves."""
@@ -155,10 +156,31 @@ def for_collectors(env: str, reward_clip: float = 0.0) -> str | Callable[[], gym
     return env if _maker(env) is None else functools.partial(make_env, env)
 
 
+def as_number(reward: Any) -> float:
+    """A reward as a number; some environments return an array of one element."""
+    return float(reward.item() if hasattr(reward, "item") else reward)
+
+
+def check_finite(rows: TensorDictBase, env: str) -> None:
+    """Raise TorchRLDistError if ``rows`` to be written hold a number that is not finite."""
+    for key, value in rows.items(True, True):
+        if value.is_floating_point() and not value.isfinite().all():
+            name = key if isinstance(key, str) else "/".join(key)
+            raise TorchRLDistError(
+                f"{env}: {name} holds {value[~value.isfinite()][0].item()}, expected finite "
+                "numbers; the rows were not written. Check what step() and reset() of the "
+                "environment return"
+            )
+
+
 def _clipped(env: str, bound: float) -> gymnasium.Env:
     from gymnasium.wrappers import TransformReward
 
-    return TransformReward(make_env(env), lambda reward: min(bound, max(-bound, float(reward))))
+    def clip(reward: Any) -> float:
+        value = as_number(reward)
+        return value if math.isnan(value) else min(bound, max(-bound, value))
+
+    return TransformReward(make_env(env), clip)
 
 
 def look_at(env: str, *, discrete: bool) -> Task:
@@ -218,16 +240,41 @@ def look_at(env: str, *, discrete: bool) -> Task:
                 f"--env: {env} takes actions {actions}, expected Discrete, starting at 0"
             )
         return Task(env, size, threshold, num_actions=int(actions.n), images=images)
-    if (
-        not isinstance(actions, gymnasium.spaces.Box)
-        or len(actions.shape) != 1
-        or not np.isfinite([actions.low, actions.high]).all()
-    ):
+    if not isinstance(actions, gymnasium.spaces.Box) or len(actions.shape) != 1:
         raise ConfigurationError(
             f"--env: {env} takes actions {actions}, expected a bounded Box with one dimension"
         )
-    low, high = map(float, actions.low.tolist()), map(float, actions.high.tolist())
-    return Task(env, size, threshold, action_low=tuple(low), action_high=tuple(high))
+    if not np.issubdtype(actions.dtype, np.floating):
+        raise ConfigurationError(
+            f"--env: {env} takes actions {actions}, expected a Box of floating-point numbers; "
+            "wrap it in a gymnasium.ActionWrapper that takes floats and rounds them"
+        )
+    low, high = _within(actions.low, actions.high)
+    with np.errstate(over="ignore"):
+        width = high - low
+    if not np.isfinite(width).all() or (width <= 0).any():
+        raise ConfigurationError(
+            f"--env: {env} takes actions {actions}, expected bounds low < high whose difference "
+            "is a finite float32; wrap it in gymnasium.wrappers.RescaleAction, or leave out the "
+            "actions that cannot change"
+        )
+    return Task(
+        env,
+        size,
+        threshold,
+        action_low=tuple(map(float, low.tolist())),
+        action_high=tuple(map(float, high.tolist())),
+    )
+
+
+def _within(low: Any, high: Any) -> tuple[Any, Any]:
+    """The bounds as float32, rounded inwards: a policy computes in float32."""
+    import numpy as np
+
+    with np.errstate(over="ignore"):
+        low32, high32 = low.astype(np.float32), high.astype(np.float32)
+    low32 = np.where(low32 < low, np.nextafter(low32, np.float32(np.inf)), low32)
+    return low32, np.where(high32 > high, np.nextafter(high32, np.float32(-np.inf)), high32)
 
 
 def _short(space: gymnasium.Space) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigurationError
-from .environments import MAX_EPISODE_STEPS, for_collectors, make_env
+from .environments import MAX_EPISODE_STEPS, as_number, for_collectors, make_env
 
 Act = Callable[[Tensor], Tensor]
 """Observations ``[episodes, ...]`` -> actions ``[episodes, ...]``."""
@@ -49,7 +49,7 @@ class GreedyEpisodes:
         self._envs = (
             gymnasium.make_vec(make, num_envs=episodes)
             if isinstance(make, str)
-            else gymnasium.vector.SyncVectorEnv([make] * episodes)
+            else gymnasium.vector.SyncVectorEnv([lambda: _numbered(make())] * episodes)
         )
         self._observation, _ = self._envs.reset(seed=seed)
 
@@ -71,6 +71,13 @@ class GreedyEpisodes:
 
     def close(self) -> None:
         self._envs.close()
+
+
+def _numbered(env: Any) -> Any:
+    """``env`` with rewards that are numbers, as a vector environment needs them."""
+    from gymnasium.wrappers import TransformReward
+
+    return TransformReward(env, as_number)
 
 
 def evaluate(
@@ -126,7 +133,7 @@ def play_rendered(
                 action = act(torch.as_tensor(observation)).numpy()
             action = action if action.ndim else action.item()  # a number, as from a collector
             observation, reward, terminated, truncated, _ = made.step(action)
-            total += float(reward)
+            total += as_number(reward)
             if terminated or truncated:
                 break
         return total

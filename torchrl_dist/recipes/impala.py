@@ -162,7 +162,7 @@ def build(
     device = choose_device(config, session)
     network = policy.network().to(device)
     critic = ValueNetwork(task.inputs, config.hidden, config.network).to(device)
-    actor = categorical_actor(network)
+    actor = categorical_actor(network, config.env)
     loss = A2CLoss(
         actor,
         critic_of(critic),

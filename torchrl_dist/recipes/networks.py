@@ -48,7 +48,8 @@ class Scaled(nn.Module):
     def forward(self, observation: Tensor) -> Tensor:
         *batch, channels, height, width = observation.shape
         rows = observation.reshape(-1, channels, height, width) / self.high
-        return self.body(rows).reshape(*batch, -1)
+        made = self.body(rows)
+        return made.reshape(*batch, made.shape[-1])  # not -1: there may be no rows
 
 
 _NATURE_SIDE = 36  # the smallest image that three layers can take
@@ -122,6 +123,14 @@ def _made(make: str, inputs: int | tuple[int, ...], outputs: int) -> nn.Module:
         raise ConfigurationError(
             f"--network: {make} returned a {type(made).__name__}, expected a torch.nn.Module"
         )
+    for name, module in made.named_modules():
+        if _keeps_statistics(module):
+            where = f"{name} ({type(module).__name__})" if name else type(module).__name__
+            raise ConfigurationError(
+                f"--network: {make} returned a module with {where}, whose statistics of a batch "
+                "would differ between learners, collectors and target networks; use LayerNorm or "
+                "GroupNorm"
+            )
     rows = torch.zeros(2, inputs) if isinstance(inputs, int) else torch.zeros(2, *inputs)
     try:
         with torch.no_grad():
@@ -134,6 +143,12 @@ def _made(make: str, inputs: int | tuple[int, ...], outputs: int) -> nn.Module:
             f"{list(getattr(answer, 'shape', []))} of {list(rows.shape)}, expected [2, {outputs}]"
         )
     return made
+
+
+def _keeps_statistics(module: nn.Module) -> bool:
+    """Whether its answer for one row depends on the other rows of the batch, or on past batches."""
+    is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+    return is_batch_norm or getattr(module, "running_mean", None) is not None
 
 
 def _failed(make: str, inputs: Any, outputs: int, error: Exception) -> ConfigurationError:
@@ -220,7 +235,8 @@ class SquashedGaussianNetwork(nn.Module):
     def greedy(self, observation: Tensor) -> Tensor:
         """The action at the location, float32 ``[..., action_size]``."""
         middle = self(observation)[0].tanh()
-        return self.low + (middle + 1) / 2 * (self.high - self.low)
+        action = self.low + (middle + 1) / 2 * (self.high - self.low)
+        return action.clamp(self.low, self.high)  # rounding may leave the bounds
 
 
 @dataclass(frozen=True)

@@ -157,6 +157,10 @@ def as_yaml(config: Any) -> str:
 def _from_yaml(name: str, value: Any, kind: Any) -> Any:
     """YAML 1.1 reads 1e-3 as a text."""
     if isinstance(value, list):
+        if any(isinstance(each, list) for each in value):  # an alias may even be within itself
+            raise ConfigurationError(
+                f"{flag(name)}: got a list in a list, expected {_describe(kind)}"
+            )
         item = (*typing.get_args(kind), str)[0]
         return tuple(_from_yaml(name, each, item) for each in value)
     base = _without_none(kind)

@@ -10,14 +10,30 @@ from torch import Tensor, nn
 from torch.distributions import Categorical
 from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
 
+from ..errors import TorchRLDistError
 
-def categorical_actor(network: nn.Module) -> ProbabilisticActor:
-    """Draws int64 ``action`` ``[...]`` from the logits that ``network`` gives, and writes its
-    ``action_log_prob``: what the acting policy thought of it travels with the data."""
+
+class _Categorical(Categorical):
+    """torch's, which names the environment if the logits are NaN."""
+
+    def __init__(self, logits: Tensor, env: str) -> None:
+        if logits.isnan().any():
+            raise TorchRLDistError(
+                f"the policy computed NaN for observations of {env}: the environment returned "
+                "observations that are not finite; check what its step() and reset() return"
+            )
+        super().__init__(logits=logits)
+
+
+def categorical_actor(network: nn.Module, env: str = "the environment") -> ProbabilisticActor:
+    """Draws int64 ``action`` ``[...]`` from the logits that ``network`` gives for observations of
+    ``env``, and writes its ``action_log_prob``: the log-probability under the acting policy travels
+    with the data."""
     return ProbabilisticActor(
         TensorDictModule(network, ["observation"], ["logits"]),
         in_keys=["logits"],
-        distribution_class=Categorical,
+        distribution_class=_Categorical,
+        distribution_kwargs={"env": env},
         return_log_prob=True,
         default_interaction_type=InteractionType.RANDOM,
     )

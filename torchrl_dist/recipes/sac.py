@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from ..collect import CollectReport, RPCBatchedCollector
 from ..learn.ranks import Ranks
 from ..replay import RateLimiter, SharedReplayBuffer
 from ..runtime import Session
-from .environments import Task, for_collectors
+from .environments import Task, check_finite, for_collectors
 from .feed import Feed
 from .networks import PolicySpec, layers
 from .policies import action_values_of, squashed_gaussian_actor
@@ -34,21 +35,32 @@ __all__ = ["SAC", "SACConfig", "build", "rows", "run"]
 
 
 class ActionValue(nn.Sequential):
-    """Of observation and action ``[..., *]`` to the value, float32 ``[..., 1]``."""
+    """Of observation and action ``[..., *]`` to the value, float32 ``[..., 1]``. The layers see
+    actions scaled to -1 .. 1, so that their unit does not matter."""
 
     def __init__(self, task: Task, hidden: tuple[int, ...], make: str | None = None) -> None:
         inputs = task.observation_size + len(task.action_low)
         super().__init__(*layers(make, inputs, hidden, 1, nn.ReLU))
+        low, high = torch.tensor(task.action_low), torch.tensor(task.action_high)
+        # No buffers: a loss would copy them, and move them towards those of the target network.
+        self.middle, self.half_width = (low + high) / 2, (high - low) / 2
 
     def forward(  # type: ignore[override]  # it takes two inputs where a Sequential takes one
         self, observation: Tensor, action: Tensor
     ) -> Tensor:
-        return super().forward(torch.cat([observation, action], -1))
+        middle, half_width = self.middle.to(action.device), self.half_width.to(action.device)
+        scaled = (action - middle) / half_width
+        return super().forward(torch.cat([observation, scaled], -1))
 
 
-def rows(rollout: TensorDictBase) -> TensorDictBase:
-    """What of a rollout ``[N, T]`` is learned from. Where an episode was cut off, ``terminated`` is
-    false and the next observation the true last one: the target bootstraps from it."""
+def rows(rollout: TensorDictBase, env: str = "the environment") -> TensorDictBase:
+    """What of a rollout ``[N, T]`` of ``env`` is learned from. Where an episode was cut off,
+    ``terminated`` is false and the next observation the true last one: the target bootstraps from
+    it.
+
+    Raises:
+        TorchRLDistError: a value is not finite: in the buffer, it would ruin every later run.
+    """
     kept = rollout.select(
         "observation",
         "action",
@@ -57,8 +69,9 @@ def rows(rollout: TensorDictBase) -> TensorDictBase:
         ("next", "done"),
         ("next", "terminated"),
     )
-    for key in ("observation", ("next", "observation"), ("next", "reward")):
+    for key in ("observation", "action", ("next", "observation"), ("next", "reward")):
         kept.set(key, kept.get(key).to(torch.float32))
+    check_finite(kept, env)
     return kept
 
 
@@ -187,7 +200,7 @@ def build(config: SACConfig, task: Task, policy: PolicySpec, session: Session, s
         max_policy_lag=config.max_policy_lag,
         init_random_frames=config.learning_starts,
         replay_buffer=buffer,
-        postproc=rows,
+        postproc=partial(rows, env=config.env),
         seed=stream_seed(config.seed, start.resumes),
         timeout_s=config.timeout_s,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import random
 import signal
 import time
@@ -241,7 +242,7 @@ def train(
             written.
         DeadlineError: a batch or a learner came later than ``timeout_s``. Likewise.
         RemoteError: an environment raised, for instance. Likewise.
-        TorchRLDistError: weights are no numbers any more. The checkpoint of before stays.
+        TorchRLDistError: a weight or a loss is not finite. The earlier checkpoint stays.
     """
     config = config.anchored()
     check_wandb(config.wandb)
@@ -368,10 +369,21 @@ class Training:
             if keeper is not None:
                 keeper.collected(turn)
             metrics = self.learner.learn(data, self.frames)
+            self._check_losses(metrics)
             if keeper is not None:
                 keeper.learned(metrics)
             if turn.stop:
                 break
+
+    def _check_losses(self, metrics: Mapping[str, Any]) -> None:
+        for name, value in metrics.items():
+            if name.startswith("train/loss") and not math.isfinite(float(value)):
+                raise TorchRLDistError(
+                    f"{name} is {float(value)} after {self.learner.updates} updates: "
+                    f"{self.config.env} returned observations or rewards that are not finite or "
+                    "too large, or the learning rate is too high. "
+                    f"{self.config.checkpoint_path} is from before"
+                )
 
     def _meet(self, data: Any) -> Round:
         report, lost = self.learner.collector.report, self.session.lost()
@@ -541,13 +553,13 @@ class Keeper:
         self._saved_at = time.monotonic()
 
     def check_weights(self) -> None:
-        """Raise if they are no numbers any more."""
+        """Raise if they contain NaN or infinity."""
         if all(bool(torch.isfinite(value).all()) for value in self._weights().values()):
             return
         raise TorchRLDistError(
-            f"the weights are no numbers any more, after {self.learner.updates} updates: "
-            f"{self.config.env} gave observations or rewards that are none, or the learning rate "
-            f"is too high. {self.config.checkpoint_path} is of before"
+            f"the weights contain NaN or infinity after {self.learner.updates} updates: "
+            f"{self.config.env} returned non-finite observations or rewards, or the learning rate "
+            f"is too high. {self.config.checkpoint_path} is from before"
         )
 
     def close(self) -> None:

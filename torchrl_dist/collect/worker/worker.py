@@ -584,7 +584,7 @@ class RolloutWorker:
                     self._trajectories.forget_parts()
             return data, RolloutStats(
                 index,
-                rollout.numel(),
+                rollout.shape.numel(),
                 int(versions.min()),
                 int(versions.max()),
                 returns,
@@ -691,12 +691,12 @@ class RolloutWorker:
             if self.config.packed and packable(rows):
                 return PackedRows.of(rows), data_bytes
             return rows, data_bytes
-        parts = [rows.reshape(-1)]
+        parts = [rows.reshape(rows.shape.numel())]  # not -1: a postproc may keep no row
         if self.config.whole_trajectories:
             self._trajectories.add(rows)
             parts = self._trajectories.take_all()
         for part in parts:
-            if part.numel():
+            if part.shape.numel():
                 self.config.replay_buffer.extend(part)
         return None, data_bytes
 
