@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from torchrl_dist.collect.learner.arguments import GivenEnv
 from torchrl_dist.collect.loop.one_thread import one_thread_if_small, use_one_thread_if_small
-from torchrl_dist.collect.node.node import NodeWorker, make_worker
+from torchrl_dist.collect.node.node import NodeWorker
 from torchrl_dist.collect.worker.pinned import OwnThread, PinnedWorker, run_on_cpu
 from torchrl_dist.collect.worker.registrations import adopt_registrations
 from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig
@@ -64,10 +64,12 @@ def make_far_worker_here(config: WorkerConfig) -> Remote[PinnedWorker | NodeWork
 def make_local_handle(
     config: WorkerConfig, name: str = "this process", *, alone: bool
 ) -> LocalHandle | CallersHandle:
-    """A worker of this process, which errors call ``name``. The only one of its collector lives in the thread that calls this,
-    unless a replay buffer may hold it up, or another thread may ask for its rollouts then."""
+    """A worker of this process, which errors call ``name``. The only one of its collector lives in
+    the thread that calls this, unless a replay buffer may hold it up, or another thread may ask for
+    its rollouts then."""
     if config.env_processes:
-        return LocalHandle(make_worker(config), config.policy, name)
+        adopt_registrations(config.registrations)
+        return LocalHandle(NodeWorker(config), config.policy, name)
     given = isinstance(config.make_env, GivenEnv)
     if alone and config.inference is None and (given or config.replay_buffer is None):
         return CallersHandle(config, name)
