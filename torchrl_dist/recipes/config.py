@@ -174,8 +174,8 @@ class ReplayConfig(RecipeConfig):
     replay_dir: str | None = option(
         None,
         "folder of the replay buffer, e.g. on /dev/shm (default: OUTPUT_DIR/replay); on several "
-        "nodes each keeps a part in its own, by default in memory, where --resume does not find it; "
-        "a copy of a run needs another one than the first",
+        "nodes each keeps a part in its own, by default in memory, where --resume does not find "
+        "it; a copy of a run needs another one than the first",
         group=JOB,
     )
     learning_starts: int = option(
