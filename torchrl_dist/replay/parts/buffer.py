@@ -56,6 +56,9 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         >>> buffer.update_tensordict_priority(batch[:2])  # a part will do
     """
 
+    draws_anew = True
+    """A copy of it does not have what was drawn ahead, see ``__getstate__``."""
+
     _replay_lock = _torchrl.EntryLock()
     _futures_lock = _torchrl.EntryLock()
 

@@ -804,6 +804,7 @@ class SharedMemmapStorage(_torchrl.ChecksBuffers, SavedStorage, TensorStorage):
 
     def __getstate__(self) -> dict[str, Any]:
         self.check_open("copy or pickle it while it is open, or save rows with buffer.dumps(path)")
+        _torchrl.check_copying(self)
         directory = self._directory
         return {
             "max_size": self.max_size,

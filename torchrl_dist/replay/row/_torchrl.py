@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
+from multiprocessing.context import get_spawning_popen
 from typing import Any, ClassVar
 
 import torch
@@ -156,6 +157,24 @@ def arrive_with(storage: Storage, buffers: list[Any]) -> None:
             _draw_for_itself(buffer)
         elif hasattr(type(buffer), _LAST_CALL):
             buffer.__dict__[_LAST_CALL] = functools.partial(_draw_for_itself, buffer)
+
+
+def check_copying(storage: Storage) -> None:
+    """To be called before a storage travels with its buffers.
+
+    Raises:
+        ConfigurationError: to a process being spawned, with a buffer of TorchRL's class that
+            has drawn ahead: the batches travel as open files, of which the child finds some closed.
+    """
+    if get_spawning_popen() is None:
+        return
+    for buffer in buffers_over(storage):
+        if getattr(buffer, "_prefetch_queue", ()) and not getattr(buffer, "draws_anew", False):
+            raise ConfigurationError(
+                f"this {type(buffer).__name__} has drawn batches ahead, which cannot be sent to a "
+                "process that is being spawned: build a SharedReplayBuffer, whose copies draw for "
+                "themselves, or start the process before the first sample"
+            )
 
 
 _LAST_CALL = "_restore_prefetch_queue_locked"
