@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import math
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -985,6 +986,15 @@ def test_a_copy_draws_for_itself(make_buffer, kind: type, copied: Callable) -> N
     assert len(set(drawn)) == len(drawn) == 80  # nobody got what another had drawn ahead
     for each in others:
         each.storage.close()
+
+
+def test_batches_drawn_ahead_by_torchrls_class_go_to_no_process_being_spawned(make_buffer) -> None:
+    rb = make_buffer(64, prefetch=2)
+    rb.extend(make_rows(range(20)))
+    rb.sample()
+    process = multiprocessing.get_context("spawn").Process(target=len, args=(rb,))
+    with pytest.raises(ConfigurationError, match="build a SharedReplayBuffer"):
+        process.start()
 
 
 def test_a_forked_child_does_not_repeat_what_its_parent_draws(make_buffer) -> None:

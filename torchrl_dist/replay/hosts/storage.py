@@ -43,7 +43,7 @@ class _StorageOfOwner(Storage):
     owner: ReplayOwner
 
     def __reduce__(self) -> tuple[Any, ...]:
-        _torchrl.check_copies(self)
+        _torchrl.check_copying(self)
         return RemoteStorage, (self.owner,), {"attached": self._attached_entities_list}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -57,6 +57,9 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         >>> buffer.update_tensordict_priority(batch[:2])  # a part will do
     """
 
+    draws_anew = True
+    """A copy of it does not have what was drawn ahead, see ``__getstate__``."""
+
     _replay_lock = _torchrl.EntryLock()
     _futures_lock = _torchrl.EntryLock()
 
@@ -123,12 +126,13 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         """Without what was drawn ahead, which this buffer hands out itself, and without the
         generator of ``set_rng``: a copy draws for itself, by random numbers of its own."""
         _torchrl.initialize(self)
+        attributes = self.__dict__
         with self._futures_lock:
-            ahead, self._prefetch_queue = self._prefetch_queue, deque()
+            ahead, attributes["_prefetch_queue"] = attributes["_prefetch_queue"], deque()
             try:
                 state = super().__getstate__()
             finally:
-                self._prefetch_queue = ahead
+                attributes["_prefetch_queue"] = ahead
         return state | {"_rng": None}
 
     def share(self, shared: bool = True) -> SharedReplayBuffer:

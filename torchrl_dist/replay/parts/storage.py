@@ -789,8 +789,8 @@ class SharedMemmapStorage(
 
     def __getstate__(self) -> dict[str, Any]:
         self.check_open("copy or pickle it while it is open, or save rows with buffer.dumps(path)")
+        _torchrl.check_copying(self)
         directory = self._directory
-        _torchrl.check_copies(self)
         return {
             "max_size": self.max_size,
             "scratch_dir": self.scratch_dir,
