@@ -118,7 +118,9 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
 
     def share(self, shared: bool = True) -> SharedReplayBuffer:
         """Does nothing: copies in other processes have the same rows, and need no common lock."""
-        return self if "_write_lock" in self.__dict__ else super().share(shared)  # __init__ calls it
+        return (
+            self if "_write_lock" in self.__dict__ else super().share(shared)
+        )  # __init__ calls it
 
     def query(
         self,

@@ -17,7 +17,6 @@ from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.law.placement import as_slots
 from torchrl_dist.replay.row import _torchrl
 
-
 _MARKS = 32
 
 
@@ -97,6 +96,8 @@ class SharedCursorWriter(Writer):
         mark = _torchrl.value_of(data, "index") if is_tensor_collection(data) else None
         if not isinstance(mark, torch.Tensor) or mark.ndim != len(data.batch_size):
             return data
+        if not {"index_generation", "priority_weight"}.isdisjoint(data.keys()):
+            return data  # a sample
         slots = mark.reshape(len(mark), -1)[:, 0].cpu().numpy()
         if any(np.array_equal(slots, each) for each in list(self._written)):
             return data.exclude("index")

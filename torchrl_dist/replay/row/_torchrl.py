@@ -391,8 +391,8 @@ def check_copies(storage: Storage) -> None:
 
 
 _SHARED = (
-    "shared=True guards the buffer with a lock that a killed process keeps for ever: leave "
-    "it and share() out, processes share the directory without it; TorchRL's collectors that call "
+    "shared=True guards the buffer with a lock that a killed process keeps for ever: leave it out, "
+    "processes share the directory without it; TorchRL's collectors that call "
     "share() take a SharedReplayBuffer"
 )
 
@@ -434,7 +434,8 @@ def what_cannot_be_shared(buffer: Any, samplers_to_use: Mapping[str, str]) -> st
         return _SHARED
     if getattr(buffer, "_init_compilable", None):
         return "compilable=True: the lock cannot be taken in compiled code, leave it out"
-    if getattr(buffer, "_init_checkpointer", None) is not None:
+    checkpointer = getattr(buffer, "_init_checkpointer", None)
+    if checkpointer is not None and checkpointer is not buffer._storage.checkpointer:
         return "checkpointer: the storage saves rows, priorities and cursor itself, leave it out"
     return None
 
