@@ -508,8 +508,8 @@ def subclasses(base: type, *but: type) -> list[type]:
 
 
 def part_of(kind: type) -> Any:
-    """One of TorchRL's; not built if its constructor wants arguments, because its class is enough to
-    refuse it."""
+    """One of TorchRL's; not built if its constructor wants arguments, because its class is enough
+    to refuse it."""
     try:
         return kind()
     except TypeError:
@@ -629,11 +629,13 @@ def test_query_gives_whole_trajectories_while_rows_are_being_written(
 ) -> None:
     rb = local.buffer(SharedReplayBuffer)
     rb.extend(rows(0, total, length=5))
-    claim = rb.storage._cursor.reserve(taken)  # as a process in the middle of an extend
+    cursor = rb.storage._cursor
+    claims = [cursor.reserve(1) for _ in range(taken)]  # as processes in the middle of an extend
     left = range(total - CAPACITY + taken, total)
     episodes = sorted({number // 5 for number in left})
     assert pieces(rb) == [(each, [n for n in left if n // 5 == each]) for each in episodes]
-    rb.storage._cursor.abandon(claim)
+    for claim in claims:
+        cursor.abandon(claim)
 
 
 def test_query_joins_what_writers_cut_into_pieces(ours: Ours) -> None:
@@ -658,8 +660,6 @@ def test_query_wants_ids_that_are_unique(local: Ours) -> None:
         rb.query(trajectory_key="next")
     with pytest.raises(KeyError, match="nothing"):
         rb.query(trajectory_key="nothing")
-    with pytest.raises(RuntimeError, match="locked"):
-        rb.query(trajectory_key="id")[0].data["obs"] = torch.zeros(1, 1)
     with pytest.raises(ConfigurationError, match="shards 0 and 1"):
         list(trajectories([*rb.storage.snapshot(), *rb.storage.snapshot()], "id"))
 

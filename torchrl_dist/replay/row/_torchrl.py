@@ -297,8 +297,8 @@ _BUFFERS = (ReplayBuffer, TensorDictReplayBuffer, RemoteTensorDictReplayBuffer)
 
 
 _OF_NEIGHBOURS = (
-    "this use of TorchRL's takes neighbouring rows of storage[:] for neighbouring steps, which they "
-    "are not where other processes write: for rb.query() build a SharedReplayBuffer over the "
+    "this use of TorchRL's takes neighbouring rows of storage[:] for neighbouring steps, which "
+    "they are not where other processes write: for rb.query() build a SharedReplayBuffer over the "
     "storage, for slices give it a SharedSliceSampler"
 )
 
@@ -415,8 +415,8 @@ def what_cannot_be_shared(buffer: Any, samplers_to_use: Mapping[str, str]) -> st
         )
     if _of_torchrl(buffer, *_BUFFERS):
         return (
-            f"the methods of {type(buffer).__name__}, which may take neighbouring slots for steps of "
-            "one episode, while other processes write theirs between them: build a "
+            f"the methods of {type(buffer).__name__}, which may take neighbouring slots for steps "
+            "of one episode, while other processes write theirs between them: build a "
             "SharedReplayBuffer. For hindsight goals relabel each episode before extend writes it; "
             "for a buffer of one process keep storage=LazyMemmapStorage(capacity)"
         )
