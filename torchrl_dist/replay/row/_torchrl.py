@@ -403,6 +403,14 @@ def what_cannot_be_shared(buffer: Any, samplers_to_use: Mapping[str, str]) -> st
 
     None if nothing is wrong, as far as the buffer has its parts by now.
     """
+    if _of_torchrl(buffer, *_BUFFERS):
+        return (
+            f"the methods of {type(buffer).__name__}, which take slots for what this process wrote "
+            "there, or neighbouring ones for steps of one episode: build a SharedReplayBuffer "
+            f"instead{_build_with(buffer, samplers_to_use)}. For hindsight goals relabel each "
+            "episode before extend writes it; a buffer of one process may keep "
+            "storage=LazyMemmapStorage(capacity)"
+        )
     wrong_writer = _wrong_writer(buffer, samplers_to_use)
     if wrong_writer is not None:
         return wrong_writer
@@ -412,13 +420,6 @@ def what_cannot_be_shared(buffer: Any, samplers_to_use: Mapping[str, str]) -> st
             f"{type(sampler).__name__}, also where no sampler= was passed: it keeps count of the "
             "rows that this process wrote, which others overwrite"
             f"{_build_with(buffer, samplers_to_use)}"
-        )
-    if _of_torchrl(buffer, *_BUFFERS):
-        return (
-            f"the methods of {type(buffer).__name__}, which may take neighbouring slots for steps "
-            "of one episode, while other processes write theirs between them: build a "
-            "SharedReplayBuffer. For hindsight goals relabel each episode before extend writes it; "
-            "for a buffer of one process keep storage=LazyMemmapStorage(capacity)"
         )
     unit = buffer._sample_unit
     if not isinstance(unit, (Transition, type(None))):
