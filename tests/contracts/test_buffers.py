@@ -272,6 +272,21 @@ OURS = [kind for kind in [*LOCAL, *HOSTED, *SHARDED] if kind != "torchrl"]
 
 
 @pytest.mark.parametrize("buffer", OURS, indirect=True)
+def test_query_follows_trajectories_over_the_end_of_the_ring(buffer) -> None:
+    for start in range(0, 70, 10):
+        rows = make_rows(range(start, start + 10))
+        buffer.extend(rows.set("episode", rows["id"] // 7))
+    settle(buffer)
+    if not isinstance(buffer, SharedReplayBuffer):
+        with pytest.raises(ConfigurationError, match="build a SharedReplayBuffer"):
+            buffer.query()
+        return
+    found = [ids(each.data) for each in buffer.query()]
+    left = range(70 - CAPACITY, 70)
+    assert found == [[i for i in left if i // 7 == episode] for episode in range(6, 10)]
+
+
+@pytest.mark.parametrize("buffer", OURS, indirect=True)
 def test_rows_are_replaced_by_mask_and_from_a_list(buffer) -> None:
     storage = buffer.storage
     buffer.extend(make_rows(range(10)))

@@ -439,6 +439,21 @@ class RPCBatchedCollector(BaseCollector):
             raise errors[0]
         return crew
 
+    # ---- what TorchRL's trainers ask for
+
+    @property
+    def init_random_frames(self) -> int:
+        """Frames that act at random first; TorchRL's trainers learn from then on."""
+        return self._settings.init_random_frames
+
+    def getattr_rb(self, attr: str) -> Any:
+        """An attribute of ``replay_buffer``."""
+        return getattr(self.replay_buffer, attr)
+
+    def getattr_env(self, attr: str) -> Any:
+        """An attribute of the first env; see :meth:`get_attr`."""
+        return self.get_attr(attr, 0)[0]
+
     # ---- weights
 
     @property

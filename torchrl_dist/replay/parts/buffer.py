@@ -137,7 +137,8 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
 
     def share(self, shared: bool = True) -> SharedReplayBuffer:
         """Does nothing: copies in other processes have the same rows, and need no common lock."""
-        return self if "_write_lock" in self.__dict__ else super().share(shared)  # __init__ calls it
+        # the base class's constructor calls it, for the options to be checked
+        return self if "_write_lock" in self.__dict__ else super().share(shared)
 
     def query(
         self,

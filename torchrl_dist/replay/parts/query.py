@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -42,7 +43,6 @@ def trajectories(
         order, parts = _order(ids, _ends_of(data))
         if (np.diff(order) != 1).any():
             data = data[order]
-        data.lock_()  # as storage[:]: what is written to a copy would be lost
         for start, stop in parts:
             yield data[start:stop], found
 
@@ -105,4 +105,4 @@ def _order(ids: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, list[tuple[in
     ordered = np.repeat(group, length)[order]
     cuts = np.flatnonzero((ordered[1:] != ordered[:-1]) & (ids[order][1:] == ids[order][:-1])) + 1
     edges = [0, *cuts.tolist(), ids.size]
-    return order, list(zip(edges[:-1], edges[1:], strict=True))
+    return order, list(itertools.pairwise(edges))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase, is_tensor_collection
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.writers import Writer
 
@@ -17,7 +17,6 @@ from torchrl_dist import own_files
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.law.placement import as_slots
 from torchrl_dist.replay.row import _torchrl
-
 
 _MARKS = 32
 
@@ -55,7 +54,7 @@ class SharedCursorWriter(Writer):
 
     def __init__(self) -> None:
         super().__init__(compilable=False)
-        self._written: deque[np.ndarray] = deque(maxlen=_MARKS)
+        self._written: deque[torch.Tensor] = deque(maxlen=_MARKS)
 
     def register_storage(self, storage: Storage) -> None:
         if not callable(getattr(storage, "append", None)):  # as each of our storages has
@@ -89,17 +88,21 @@ class SharedCursorWriter(Writer):
             return torch.zeros(0, dtype=torch.int64)
         rows = torch.stack(list(data)) if isinstance(data, (list, tuple)) else data
         index, generation = self._storage.append(self._without_mark(rows), priority)
-        self._written.append(index.numpy())
+        self._written.append(index)
         self._announce(index, generation)
         return index
 
     def _without_mark(self, data: Any) -> Any:
         """Without ``"index"`` if TorchRL's buffer has set it: the slots of an earlier extend."""
-        mark = _torchrl.value_of(data, "index") if is_tensor_collection(data) else None
-        if not isinstance(mark, torch.Tensor) or mark.ndim != len(data.batch_size):
+        if type(data) is not TensorDict and not is_tensor_collection(data):  # the first is faster
             return data
-        slots = mark.reshape(len(mark), -1)[:, 0].cpu().numpy()
-        if any(np.array_equal(slots, each) for each in list(self._written)):
+        mark = _torchrl.value_of(data, "index")
+        if mark is None or not isinstance(mark, torch.Tensor) or mark.ndim != len(data.batch_size):
+            return data
+        if not {"index_generation", "priority_weight"}.isdisjoint(data.keys()):
+            return data  # a sample
+        slots = mark.reshape(len(mark), -1)[:, 0].cpu()
+        if any(torch.equal(slots, each) for each in list(self._written)):
             return data.exclude("index")
         return data
 
@@ -165,6 +168,9 @@ class SharedCursorWriter(Writer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         pass
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_written": deque(maxlen=_MARKS)}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

@@ -364,8 +364,8 @@ _BUFFERS = (ReplayBuffer, TensorDictReplayBuffer, RemoteTensorDictReplayBuffer)
 
 
 _OF_NEIGHBOURS = (
-    "this use of TorchRL's takes neighbouring rows of storage[:] for neighbouring steps, which they "
-    "are not where other processes write: for rb.query() build a SharedReplayBuffer over the "
+    "this use of TorchRL's takes neighbouring rows of storage[:] for neighbouring steps, which "
+    "they are not where other processes write: for rb.query() build a SharedReplayBuffer over the "
     "storage, for slices give it a SharedSliceSampler"
 )
 
@@ -452,8 +452,8 @@ def _wrong_writer(buffer: Any, samplers_to_use: Mapping[str, str]) -> str | None
 
 
 _SHARED = (
-    "shared=True guards the buffer with a lock that a killed process keeps for ever: leave "
-    "it and share() out, processes share the directory without it; TorchRL's collectors that call "
+    "shared=True guards the buffer with a lock that a killed process keeps for ever: leave it out, "
+    "processes share the directory without it; TorchRL's collectors that call "
     "share() take a SharedReplayBuffer"
 )
 
@@ -464,6 +464,14 @@ def what_cannot_be_shared(buffer: Any, samplers_to_use: Mapping[str, str]) -> st
 
     None if nothing is wrong, as far as the buffer has its parts by now.
     """
+    if _of_torchrl(buffer, *_BUFFERS):
+        return (
+            f"the methods of {type(buffer).__name__}, which take slots for what this process wrote "
+            "there, or neighbouring ones for steps of one episode: build a SharedReplayBuffer "
+            f"instead{_build_with(buffer, samplers_to_use)}. For hindsight goals relabel each "
+            "episode before extend writes it; a buffer of one process may keep "
+            "storage=LazyMemmapStorage(capacity)"
+        )
     wrong_writer = _wrong_writer(buffer, samplers_to_use)
     if wrong_writer is not None:
         return wrong_writer
@@ -473,13 +481,6 @@ def what_cannot_be_shared(buffer: Any, samplers_to_use: Mapping[str, str]) -> st
             f"{type(sampler).__name__}, also where no sampler= was passed: it keeps count of the "
             "rows that this process wrote, which others overwrite"
             f"{_build_with(buffer, samplers_to_use)}"
-        )
-    if _of_torchrl(buffer, *_BUFFERS):
-        return (
-            f"the methods of {type(buffer).__name__}, which may take neighbouring slots for steps of "
-            "one episode, while other processes write theirs between them: build a "
-            "SharedReplayBuffer. For hindsight goals relabel each episode before extend writes it; "
-            "for a buffer of one process keep storage=LazyMemmapStorage(capacity)"
         )
     unit = buffer._sample_unit
     if not isinstance(unit, (Transition, type(None))):
@@ -495,7 +496,8 @@ def what_cannot_be_shared(buffer: Any, samplers_to_use: Mapping[str, str]) -> st
         return _SHARED
     if getattr(buffer, "_init_compilable", None):
         return "compilable=True: the lock cannot be taken in compiled code, leave it out"
-    if getattr(buffer, "_init_checkpointer", None) is not None:
+    checkpointer = getattr(buffer, "_init_checkpointer", None)
+    if checkpointer is not None and checkpointer is not buffer._storage.checkpointer:
         return "checkpointer: the storage saves rows, priorities and cursor itself, leave it out"
     return None
 

@@ -213,9 +213,9 @@ def _leave_out_draw(parts: _Parts) -> None:
     if "index" not in found or len(found) == 1:
         name = min(found)
         raise ConfigurationError(
-            f"the rows have a column {name!r}, a name under which a sample says which rows it drew: "
-            f"rename it, rows.rename_key_({name!r}, 'row_{name}'); if the rows come out of another "
-            f"buffer, and it is that buffer's, leave it out, rows.exclude({name!r})"
+            f"the rows have a column {name!r}, a name under which a sample says which rows it "
+            f"drew: rename it, rows.rename_key_({name!r}, 'row_{name}'); if it came with the rows "
+            f"out of another buffer, leave it out, rows.exclude({name!r})"
         )
     for kept in (parts.columns, parts.nodes):
         for path in [path for path in kept if path and path[0] in found]:
