@@ -157,10 +157,11 @@ def hosts(count: int, *, ipv6: bool = False) -> Iterator[list[Host]]:
     prefix = f"{_PREFIX}-{os.getpid()}-{next(_numbers)}"
     switch = f"{prefix}-switch"
     folder = Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir="/dev/shm"))
+    subnet = _SUBNET6 if ipv6 else _SUBNET
     network = [
         Host(
             f"host{k}",
-            f"{_SUBNET6 if ipv6 else _SUBNET}{k + 1}",
+            f"{subnet}{k + 1}",
             f"{prefix}-{k}",
             folder,
             switch,

@@ -373,7 +373,7 @@ def _bare_lock(folder: str, seconds: float) -> Any:
 def _remote_cursors(stack: contextlib.ExitStack, batch: int) -> list[tuple[str, Callable[[], Any]]]:
     """A TCPStore and an RPC peer in a process of their own."""
     from torchrl_dist.runtime import local_cluster
-    from torchrl_dist.runtime.rendezvous import connect_store
+    from torchrl_dist.runtime.store import connect_store
 
     session = stack.enter_context(local_cluster({"learner": 1, "owner": 1}, timeout_s=60.0))
     owner = session.remote(session.of_role("owner")[0], _Owner)
@@ -392,7 +392,7 @@ class _Owner:
         self._lock = threading.Lock()
 
     def keep_store(self) -> int:
-        from torchrl_dist.runtime.rendezvous import keep_store
+        from torchrl_dist.runtime.store import keep_store
 
         self._store, port = keep_store("127.0.0.1", 0, 60.0)
         return port

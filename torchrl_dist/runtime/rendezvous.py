@@ -320,4 +320,4 @@ def own_address(world: World) -> str:
     """Where this process of a member's world listens for others: as RPC does."""
     interface = os.environ.get(_INTERFACES[0])
     addresses = addresses_of(interface) if interface else []
-    return addresses[0] if addresses else socket.getaddrinfo(world.host, 0)[0][4][0]
+    return addresses[0] if addresses else str(socket.getaddrinfo(world.host, 0)[0][4][0])
