@@ -113,8 +113,11 @@ class Tied(nn.Module):
     def __init__(self, *, tie: bool) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        for each in (self.first, self.second):
+            each.scale = nn.Parameter(torch.rand(()))
         if tie:
             self.second.weight = self.first.weight
+            self.second.scale = self.first.scale
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -90,13 +90,17 @@ def named_tensors(source: nn.Module | TensorDictBase | Mapping[str, Any]) -> dic
         )
     if not found and not isinstance(source, nn.Module):
         raise ConfigurationError(f"there are no weights in this {type(source).__name__}")
-    for name, tensor in found.items():
+    _refuse_lazy(found)
+    return found
+
+
+def _refuse_lazy(tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
         if torch.nn.parameter.is_lazy(tensor):
             raise ConfigurationError(
                 f"parameter {name!r} belongs to a lazy layer that has no shape yet: "
                 "run the module once on a sample input before using it here"
             )
-    return found
 
 
 def _flat(weights: Mapping[Any, Any], prefix: str = "") -> dict[str, Tensor]:
@@ -150,9 +154,9 @@ def _aliases(
 
 def every_name(module: nn.Module) -> dict[str, Tensor]:
     """As :func:`named_tensors`, with a tied tensor under each of its names."""
-    named_tensors(module)  # refuses lazy layers
     found: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     found.update(module.named_buffers(remove_duplicate=False))
+    _refuse_lazy(found)
     return found
 
 
@@ -178,7 +182,7 @@ def find_target(packed: PackedWeights, module: nn.Module) -> nn.Module:
             submodules at the same depth do.
     """
     expected = {e.name: (e.dtype, e.shape) for e in packed.entries}
-    matches: list[tuple[int, str, nn.Module]] = []
+    matches: list[tuple[int, str, nn.Module, dict[str, Tensor]]] = []
     for path, candidate in module.named_modules():
         depth = path.count(".") + 1 if path else 0
         if matches and depth > matches[0][0]:
@@ -189,9 +193,9 @@ def find_target(packed: PackedWeights, module: nn.Module) -> nn.Module:
             for name, spec in expected.items()
         ):
             matches = [m for m in matches if m[0] == depth]
-            matches.append((depth, path, candidate))
+            matches.append((depth, path, candidate, have))
     if len(matches) == 1:
-        _refuse_torn(packed, matches[0][2])
+        _refuse_torn(packed, matches[0][3])
         return matches[0][2]
     if matches:
         raise ConfigurationError(
@@ -211,9 +215,8 @@ def find_target(packed: PackedWeights, module: nn.Module) -> nn.Module:
     )
 
 
-def _refuse_torn(packed: PackedWeights, target: nn.Module) -> None:
+def _refuse_torn(packed: PackedWeights, have: Mapping[str, Tensor]) -> None:
     """A state dict has a tied tensor under each of its names, and copies of it may differ."""
-    have = every_name(target)
     first: dict[int, str] = {}
     again = [
         (other, e.name)
@@ -222,7 +225,8 @@ def _refuse_torn(packed: PackedWeights, target: nn.Module) -> None:
     ]
     values = packed.tensors() if again else {}
     for other, name in again:
-        if not torch.equal(values[other].view(torch.uint8), values[name].view(torch.uint8)):
+        one, two = (values[each].reshape(-1).view(torch.uint8) for each in (other, name))
+        if not torch.equal(one, two):
             raise ConfigurationError(
                 f"{other} and {name} are one tensor in the policy, and have different values in "
                 "these weights: pass weights of a module that shares the same layers"

@@ -315,8 +315,10 @@ def with_unlike_losses() -> dict[str, str]:
             loss(batch)
             change()
             found[name] = told(functools.partial(loss, batch))
-    alike = dqn_loss(lambda: Scaled(1.0, f"cuda:{index}"))
-    found["alike"] = told(lambda: DistributedLoss(alike, timeout_s=20))
+    own = Scaled(1.0, f"cuda:{index}")
+    with DistributedLoss(dqn_loss(lambda: own), timeout_s=20) as loss:
+        own.scale = float(index)  # meant to differ
+        found["alike"] = told(functools.partial(loss, make_batch("dqn", 4)))
     return found
 
 

@@ -73,7 +73,8 @@ def _modules(loss: LossModule) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _settings_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    names, held = _constructor_parameters(type(module)), vars(module)
+    kind: Any = type(module)
+    names, held = _constructor_parameters(kind), vars(module)
     for name in names:
         for stored in (name, f"_{name}"):
             if stored in held and not isinstance(held[stored], nn.Module):
@@ -142,8 +143,9 @@ def _tensor_text(tensor: Tensor) -> str:
 
 
 def _type_name(kind: Any) -> str:
+    name = str(getattr(kind, "__qualname__", None) or getattr(kind, "__name__", type(kind)))
     module = getattr(kind, "__module__", None)
-    if module == "__mp_main__":  # the same script, in a process of multiprocessing's
-        module = "__main__"
-    name = getattr(kind, "__qualname__", None) or getattr(kind, "__name__", repr(type(kind)))
-    return name if module in (None, "builtins") else f"{module}.{name}"
+    if module in (None, "builtins"):
+        return name
+    # The second is the same script in a process of multiprocessing's.
+    return f"{'__main__' if module == '__mp_main__' else module}.{name}"

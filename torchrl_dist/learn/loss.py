@@ -251,12 +251,17 @@ class DistributedLoss(_Loss):
         super().set_keys(**kwargs)
 
     def _forget_likeness(self) -> None:
-        """Have the next call compare how the ranks' losses are built."""
+        """Have the next call compare the ranks' value estimators and keys."""
         self.__dict__["_likeness"] = None
+
+    def _description(self) -> dict[str, str]:
+        """Of what these methods change. All else was compared when the loss was distributed."""
+        kinds = ("value_type", "the key", "value_estimator")
+        return {name: text for name, text in description(self).items() if name.startswith(kinds)}
 
     def _digest_of_likeness(self) -> str:
         if self._likeness is None:
-            text = repr(sorted(description(self).items())).encode()
+            text = repr(sorted(self._description().items())).encode()
             self.__dict__["_likeness"] = hashlib.blake2b(text, digest_size=8).hexdigest()
         return str(self._likeness)
 
@@ -264,7 +269,7 @@ class DistributedLoss(_Loss):
         """Called on all ranks when they differ."""
         self._gradients.compare()
         _refuse_difference(
-            self.ranks.exchange(description(self), "the comparison of the ranks' losses")
+            self.ranks.exchange(self._description(), "the comparison of the ranks' losses")
         )
 
     # ---- what else changes parameters

@@ -470,7 +470,7 @@ class GymnasiumRollout:
         self._codec = action_codec(driver.single_action_space, categorical_action_encoding)
         self._rngs = [np.random.default_rng() for _ in range(n)]
         self._draws: list[Tensor] = []
-        if type(policy) is RandomPolicy and policy.action_spec is None:
+        if type(policy) is RandomPolicy and getattr(policy, "action_spec", None) is None:
             policy = None  # TorchRL's collectors give it the env's actions
         if isinstance(policy, nn.Module):
             _set_specs(policy, driver.single_action_space, categorical_action_encoding)
