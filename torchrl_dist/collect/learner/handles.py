@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from torchrl_dist.collect.learner.arguments import GivenEnv
 from torchrl_dist.collect.loop.one_thread import one_thread_if_small, use_one_thread_if_small
-from torchrl_dist.collect.node.node import NodeWorker, make_worker
+from torchrl_dist.collect.node.node import NodeWorker
 from torchrl_dist.collect.worker.pinned import OwnThread, PinnedWorker, run_on_cpu
 from torchrl_dist.collect.worker.registrations import adopt_registrations
 from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig
@@ -53,8 +53,9 @@ def make_far_worker(config: WorkerConfig) -> PinnedWorker | NodeWorker:
 def make_local_handle(config: WorkerConfig, *, alone: bool) -> LocalHandle | CallersHandle:
     """A worker of this process. The only one of its collector lives in the thread that calls this,
     unless a replay buffer may hold it up, or another thread may ask for its rollouts then."""
+    adopt_registrations(config.registrations)
     if config.env_processes:
-        return LocalHandle(make_worker(config), config.policy)
+        return LocalHandle(NodeWorker(config), config.policy)
     given = isinstance(config.make_env, GivenEnv)
     if alone and config.inference is None and (given or config.replay_buffer is None):
         return CallersHandle(config)
@@ -107,7 +108,7 @@ class LocalHandle:
         try:
             return answer.result(timeout_s)
         except TimeoutError as error:
-            if answer.done():
+            if answer.done() or timeout_s is None:
                 raise _told(error) from error
             answer.cancel()
             raise self._late(method, timeout_s) from None
@@ -115,7 +116,7 @@ class LocalHandle:
             raise _told(error) from error
 
     @staticmethod
-    def _late(method: str, timeout_s: float | None) -> DeadlineError:
+    def _late(method: str, timeout_s: float) -> DeadlineError:
         return DeadlineError(
             f"{method}: the rollout under way in this process did not end within "
             f"{timeout_s:g} s; its env or policy hangs, or timeout_s is too short"
@@ -170,7 +171,6 @@ class CallersHandle:
     """
 
     def __init__(self, config: WorkerConfig) -> None:
-        adopt_registrations(config.registrations)
         self._thread = threading.current_thread()
         self._policy = config.policy
         self._asked: deque[tuple[Future, dict[str, Any]]] = deque()
