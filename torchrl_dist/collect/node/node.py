@@ -33,7 +33,6 @@ from torchrl_dist.collect.node.env_process import (
 from torchrl_dist.collect.node.process_pool import CLOSE_S, EnvProcess, ProcessPool
 from torchrl_dist.collect.node.relay import Relay
 from torchrl_dist.collect.node.waker import Waker
-from torchrl_dist.collect.worker.registrations import adopt_registrations
 from torchrl_dist.collect.worker.shared_block import (
     PackedRows,
     RolloutLayout,
@@ -46,7 +45,6 @@ from torchrl_dist.collect.worker.worker import (
     STOPPED_S,
     Hooks,
     RolloutStats,
-    RolloutWorker,
     Turns,
     WorkerConfig,
     WorkerInfo,
@@ -95,12 +93,6 @@ class _UnderWay:
     pending: dict[int, int] = field(default_factory=dict)
     pieces: list[_Piece] = field(default_factory=list)
     failure: RemoteError | PeerLostError | None = None
-
-
-def make_worker(config: WorkerConfig) -> RolloutWorker | NodeWorker:
-    """The worker that the config asks for, in a process that knows the learner's environments."""
-    adopt_registrations(config.registrations)
-    return NodeWorker(config) if config.env_processes else RolloutWorker(config)
 
 
 class NodeWorker:
