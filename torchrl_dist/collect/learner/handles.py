@@ -67,8 +67,8 @@ def make_local_handle(
     """A worker of this process, which errors call ``name``. The only one of its collector lives in
     the thread that calls this, unless a replay buffer may hold it up, or another thread may ask for
     its rollouts then."""
+    adopt_registrations(config.registrations)
     if config.env_processes:
-        adopt_registrations(config.registrations)
         return LocalHandle(NodeWorker(config), config.policy, name)
     given = isinstance(config.make_env, GivenEnv)
     if alone and config.inference is None and (given or config.replay_buffer is None):
@@ -123,7 +123,7 @@ class LocalHandle:
         try:
             return answer.result(timeout_s)
         except TimeoutError as error:
-            if answer.done():
+            if answer.done() or timeout_s is None:
                 raise _told(error, self._name) from error
             answer.cancel()
             raise self._late(method, timeout_s) from None
@@ -133,7 +133,7 @@ class LocalHandle:
             raise _told(error, self._name) from error
 
     @staticmethod
-    def _late(method: str, timeout_s: float | None) -> DeadlineError:
+    def _late(method: str, timeout_s: float) -> DeadlineError:
         return DeadlineError(
             f"{method}: the rollout under way in this process did not end within "
             f"{timeout_s:g} s; its env or policy hangs, or timeout_s is too short"
@@ -187,7 +187,6 @@ class CallersHandle:
 
     def __init__(self, config: WorkerConfig, name: str) -> None:
         self._name = name
-        adopt_registrations(config.registrations)
         self._thread = threading.current_thread()
         self._policy = config.policy
         self._asked: deque[tuple[Future, dict[str, Any]]] = deque()
