@@ -185,7 +185,7 @@ def run(cell: Cell, cwd: Path, *, frames: int, timeout_s: float, collectors: int
             _disturb(cell, job, cwd, everybody)
         everybody.add(psutil.Process(job.process.pid))
         code = _end(job, everybody, 60 + 8 * timeout_s)
-        assert_gone(list(everybody))
+        assert_gone(list(everybody), 40.0)
     seconds = time.monotonic() - started_at
     wanted, names = expected(cell)
     said = job.said()
