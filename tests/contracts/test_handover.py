@@ -377,7 +377,7 @@ def test_a_spawned_process_gets_it_or_is_told(subjects: list[Subject]) -> None:
     _compare(sent, outcomes, [each.elsewhere for each in sent])
     for each in subjects:
         if each.copied is not None:  # refused before a process is started
-            refused = spawn.Process(target=_use_there, args=(theirs, [each.thing], []))
+            refused = spawn.Process(target=_use_there, args=(None, [each.thing], []))
             _compare([each], [_outcome(refused.start)], [each.copied])
 
 
