@@ -349,7 +349,7 @@ def _integer_box(space: spaces.Box) -> _Draw:
 
     if both.all():
         return between
-    info = np.iinfo(dtype)
+    info = np.iinfo(str(dtype))
 
     def room(bounds: np.ndarray, end: int) -> np.ndarray:
         """How far a draw may be from its only bound."""

@@ -618,8 +618,9 @@ class RolloutWorker:
 
         rows = self._rollout.run(steps - have, watch)
         if part is not None:
-            rows = torch.cat([part, rows], 1)
-            rows.names = [None, "time"]
+            joined: TensorDict = torch.cat([part, rows], 1)
+            joined.names = [None, "time"]
+            rows = joined
         if late and rows.shape[1] < steps:
             self._part = rows
             raise DeadlineError(f"worker {self.config.worker_index}: the rollout is not complete")
