@@ -129,9 +129,9 @@ class PinnedWorker:
             raise AttributeError(name)
         return partial(self._run, getattr(self._worker, name))
 
-    def collect(self, *args: Any, request: int | None = None, **kwargs: Any) -> Future:
+    def collect(self, request: int | None = None, **kwargs: Any) -> Future:
         """As ``RolloutWorker.collect``."""
-        call = partial(self._worker.collect, *args, request=request, **kwargs)
+        call = partial(self._worker.collect, request=request, **kwargs)
         run, future = self._task(call)
         with self._lock:
             if self._closed:
