@@ -14,6 +14,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
 from functools import partial
 
+from torchrl_dist.collect.learner.arguments import GivenEnv
 from torchrl_dist.collect.learner.crew import Worker
 from torchrl_dist.collect.learner.handles import (
     CallersHandle,
@@ -60,7 +61,7 @@ def start_workers(
         ahead = max_ahead
         if session is None or peers[index] == session.me:
             here = "this process" if session is None else session.me.name
-            handle: Handle = make_local_handle(own, here, alone=count == 1)
+            handle: Handle = make_local_handle(own, here, alone=callers)
             name = f"worker {index} ({here})"
             ahead = max_ahead if config.env_processes else 0
         else:
@@ -88,11 +89,12 @@ def start_workers(
     registrations = dump_registrations()
     infos: list[WorkerInfo] = []
     count = len(peers) or 1
+    # Other processes of a job wait for this one: its own thread keeps their deadlines.
+    callers = count == 1 and (session is None or isinstance(config.make_env, GivenEnv))
     builds: list[Future[Worker]] = [Future() for _ in range(count)]
     pool = DaemonPool(count, "torchrl_dist-build")
     try:
-        here = session is None or peers[0] == session.me
-        if count == 1 and here and not config.env_processes:
+        if callers and not config.env_processes:
             run(0)  # in the thread in which its envs may live
         for index in range(count) if not builds[0].done() else ():
             pool.submit(run, index)
