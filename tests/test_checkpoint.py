@@ -7,10 +7,12 @@ import enum
 import os
 import pickle
 import random
+import resource
 import signal
 import subprocess
 import sys
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -203,6 +205,37 @@ checkpoint.save_checkpoint("c.pt", a_checkpoint(2.0))
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, timeout=60)
     assert done.returncode == 9
     assert load_checkpoint(tmp_path / "c.pt").policy["weight"][0, 0] == 1.0
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """As on a disk that has no more room."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_an_oserror_and_the_old_file_stays(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "c.pt", a_checkpoint(1.0))
+    with files_of_at_most(4096), pytest.raises(OSError, match="File too large"):
+        save_checkpoint(tmp_path / "c.pt", a_checkpoint(2.0))
+    assert [path.name for path in tmp_path.iterdir()] == ["c.pt"]
+    assert load_checkpoint(tmp_path / "c.pt").policy["weight"][0, 0] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("recipe", 3), ("config", [1]), ("policy", None), ("counters", "x"), ("format_version", "1")],
+)
+def test_a_field_of_another_type_is_named(tmp_path: Path, field: str, value: object) -> None:
+    path = save_checkpoint(tmp_path / "c.pt", a_checkpoint())
+    content = torch.load(path, weights_only=True)
+    torch.save(content | {field: value}, path)
+    with pytest.raises(CheckpointError, match=f"damaged.*{field.replace('_', '.')}"):
+        load_checkpoint(path)
 
 
 def test_a_failed_write_leaves_nothing_beside(

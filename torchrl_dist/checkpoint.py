@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -76,7 +76,7 @@ def save_checkpoint(path: str | os.PathLike[str], checkpoint: Checkpoint) -> Pat
         own_files.make_folder(path.parent)
     except own_files.NotOurs as error:
         raise CheckpointError(f"checkpoint {path}: {error}; choose another folder") from error
-    own_files.atomic_write(path, lambda file: torch.save(content, file))
+    own_files.atomic_write(path, lambda file: _save(content, file))
     _sync_directory(path.parent)
     return path
 
@@ -106,8 +106,12 @@ def load_checkpoint(
         raise CheckpointError(
             f"{path} is no checkpoint of torchrl_dist; expected the checkpoint.pt of a training run"
         )
-    written = content.get("format_version")
-    if isinstance(written, int) and written > FORMAT_VERSION:
+    written = content.get("format_version", FORMAT_VERSION)
+    if type(written) is not int:
+        raise CheckpointError(
+            f"checkpoint {path} is damaged: its format version is {written!r}; use another one"
+        )
+    if written > FORMAT_VERSION:
         raise CheckpointError(
             f"{path} has format version {written}, this torchrl_dist reads up to "
             f"{FORMAT_VERSION}; update torchrl_dist"
@@ -117,11 +121,44 @@ def load_checkpoint(
         raise CheckpointError(
             f"checkpoint {path} is damaged: it lacks {', '.join(missing)}; use another one"
         )
+    for name in _FIELDS:
+        expected = str if name == "recipe" else Mapping
+        if not isinstance(content[name], expected):
+            raise CheckpointError(
+                f"checkpoint {path} is damaged: {name} is a {type(content[name]).__name__}, "
+                f"expected a {expected.__name__}; use another one"
+            )
     if recipe is not None and content["recipe"] != recipe:
         raise CheckpointError(
             f"{path} was written by the recipe {content['recipe']!r}, expected {recipe!r}"
         )
     return Checkpoint(**{name: content[name] for name in _FIELDS})
+
+
+class _Noting:
+    """A file to write to that keeps the error of a write: torch reports another one."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _save(content: dict[str, Any], file: BinaryIO) -> None:
+    noting = _Noting(file)
+    try:
+        torch.save(content, noting)  # type: ignore[arg-type]  # it writes and flushes, no more
+    except RuntimeError as error:
+        raise noting.error or error from error
 
 
 def rng_state() -> dict[str, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchrl_dist import local_cluster
+from torchrl_dist import SharedMemmapStorage, local_cluster
 from torchrl_dist.checkpoint import Checkpoint, save_checkpoint
 from torchrl_dist.collect.worker.registrations import dump_registrations
 from torchrl_dist.errors import ConfigurationError
@@ -56,16 +56,20 @@ def test_a_run_that_fails_before_its_first_checkpoint_leaves_a_folder_for_the_ne
 ) -> None:
     run = tmp_path / "run"
     claim_in(run)
-    (run / "replay").mkdir()
-    (run / "replay/rows").touch()
+    storage = SharedMemmapStorage(4, scratch_dir=run / "replay", keep=True)
+    storage.close()
+    (run / "replay/mine").touch()
     (run / "notes.txt").touch()
     if saved:
         (run / "checkpoint.pt").touch()
     forget(run, checkpoint=run / "checkpoint.pt", replay=run / "replay")
-    assert (run / "replay/rows").exists() is saved
+    assert (run / "replay/header.json").exists() is saved
+    assert (run / "replay/mine").exists()
     assert (run / "notes.txt").exists()
     if not saved:
         (run / "notes.txt").unlink()
+        (run / "replay/mine").unlink()
+        (run / "replay").rmdir()
         assert claim_in(run) is False
 
 
@@ -126,6 +130,21 @@ def test_a_run_that_failed_before_its_first_checkpoint_is_not_said_to_be_resumab
     (tmp_path / "replay").mkdir()
     with pytest.raises(ConfigurationError, match="has no checkpoint.pt to resume from"):
         claim_in(tmp_path)
+
+
+@pytest.mark.parametrize("option", ["output", "replay"])
+def test_a_folder_that_cannot_be_read_is_refused(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / option
+    folder.mkdir()
+
+    def listdir(path: Path) -> list[str]:  # root may read all: as for another user with mode 333
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("os.listdir", listdir)
+    with pytest.raises(ConfigurationError, match=f"--{option}.*cannot read.*Permission denied"):
+        claim_in(tmp_path / "output", replay=folder if option == "replay" else None)
 
 
 def test_a_buffer_of_an_earlier_run_is_not_taken_by_a_fresh_one(tmp_path: Path) -> None:

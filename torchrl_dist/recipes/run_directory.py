@@ -68,7 +68,7 @@ def claim(
     elif (
         replay is not None
         and replay.exists()
-        and not (replay.is_dir() and not any(replay.iterdir()))
+        and not (replay.is_dir() and not _names_in(replay, "--replay-dir"))
     ):
         raise ConfigurationError(
             f"--replay-dir: {replay} is in use or was left by an earlier run; remove it or choose "
@@ -174,8 +174,15 @@ def _hold(output: Path, held: contextlib.ExitStack) -> None:
 
 
 def _holds_at_most_our_note(output: Path) -> bool:
-    names = [path.name for path in output.iterdir()]
+    names = _names_in(output, "--output-dir")
     return not names or (names == [_NOTE] and _owner(output) is not None)
+
+
+def _names_in(folder: Path, option: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError as error:
+        raise ConfigurationError(f"{option}: cannot read {folder} ({error.strerror})") from error
 
 
 def _owner(output: Path) -> str | None:

@@ -174,10 +174,21 @@ class Start:
                 "the run to resume was written by another version of torchrl_dist; it can be "
                 "played, and a new run started in another folder"
             )
+        try:
+            frames, updates, resumes = (
+                int(before.extra["history"]["frames"]),
+                int(before.counters["updates"]),
+                int(before.counters["resumes"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the checkpoint of the run to resume is damaged: its counters are "
+                f"{dict(before.counters)}; use an earlier copy"
+            ) from error
         return cls(
-            before.extra["history"]["frames"],
-            before.counters["resumes"] + 1,
-            before.counters["updates"],
+            frames,
+            resumes + 1,
+            updates,
             {
                 "model": before.model,
                 "optimizer": before.optimizer,
