@@ -81,8 +81,8 @@ def aside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "make_local_handle", partial(_aside, start.make_local_handle))
 
 
-def _aside(make: Any, config: WorkerConfig, alone: bool) -> Any:
-    return make(config, alone=False)
+def _aside(make: Any, config: WorkerConfig, name: str, alone: bool) -> Any:
+    return make(config, name, alone=False)
 
 
 @pytest.mark.parametrize("readiness", [WaitAll(), FirstReady()])

@@ -19,6 +19,7 @@ from tests.replay.faults import end_of, start
 from torchrl_dist import ConfigurationError
 from torchrl_dist.collect import RPCBatchedCollector
 from torchrl_dist.collect.loop import exploration
+from torchrl_dist.collect.worker.pinned import PinnedWorker
 from torchrl_dist.runtime import ForkServer, local_cluster
 
 pytestmark = pytest.mark.timeout(120)
@@ -110,9 +111,12 @@ def _checked_while_held(collector: RPCBatchedCollector, locks: Locks) -> None:
 
 def _in_process(collector: RPCBatchedCollector) -> Locks:
     crew = collector._crew
-    worker = crew.workers[0].handle._worker
+    called = worker = crew.workers[0].handle._worker
+    if isinstance(called, PinnedWorker):
+        worker = called._worker
     return {
         "crew": lambda: crew._cond,
+        "calls": lambda: called._lock,
         "worker": lambda: worker._lock,
         "turns": lambda: worker._turns._cond,
         "exploration": lambda: exploration._now.lock,

@@ -206,10 +206,10 @@ def _job_here(world: World) -> str:
 def remove_what_the_dead_left(world: World, name: str, parent: str | None) -> None:
     """At the clean end of a job: remove the directories of a buffer that processes of this machine
     kept which have died. Not those that are to stay, or that a process has open."""
-    folder = Path(parent or _default_parent())
+    folders = own_files.user_folders() if parent is None else [Path(parent)]
     prefix, job_id = _prefix(), _job_here(world)
     with contextlib.suppress(OSError):
-        for each in sorted(folder.iterdir()):
+        for each in sorted(each for folder in folders for each in folder.iterdir()):
             if not each.name.startswith(prefix) or each.lstat().st_uid != os.getuid():
                 continue
             found = look(each) if quote(f"{name}-", safe="") in each.name else None
@@ -219,6 +219,7 @@ def remove_what_the_dead_left(world: World, name: str, parent: str | None) -> No
                 and found.state in (LEFT, MAY_COME_BACK)
             ):
                 remove(found)
+    own_files.leave_user_folder()
 
 
 def _default_parent() -> str:
