@@ -111,12 +111,14 @@ def _checked_while_held(collector: RPCBatchedCollector, locks: Locks) -> None:
 
 def _in_process(collector: RPCBatchedCollector) -> Locks:
     crew = collector._crew
-    called = worker = crew.workers[0].handle._worker
-    if isinstance(called, PinnedWorker):
-        worker = called._worker
+    worker = crew.workers[0].handle._worker
+    calls: Locks = {}
+    if isinstance(worker, PinnedWorker):
+        pinned, worker = worker, worker._worker
+        calls["calls"] = lambda: pinned._lock
     return {
+        **calls,
         "crew": lambda: crew._cond,
-        "calls": lambda: called._lock,
         "worker": lambda: worker._lock,
         "turns": lambda: worker._turns._cond,
         "exploration": lambda: exploration._now.lock,

@@ -162,7 +162,7 @@ def storage_of(client: ReplayClient) -> RemoteStorage:
     storage.client, storage.max_size = client, CAPACITY * len(client.links)
     storage.owner = SimpleNamespace(shard_capacity=CAPACITY)  # type: ignore[assignment]
     storage._handed, storage.gate = threading.local(), None
-    storage._samplers = weakref.WeakSet()
+    storage._samplers, storage.emptied = weakref.WeakSet(), 0
     return storage
 
 

@@ -203,13 +203,12 @@ def _job_here(world: World) -> str:
     return (is_stamp(world.job_id) and world.starter) or world.job_id
 
 
-def remove_what_the_dead_left(world: World, name: str, parent: str | None) -> None:
+def remove_what_the_dead_left(world: World, name: str) -> None:
     """At the clean end of a job: remove the directories of a buffer that processes of this machine
     kept which have died. Not those that are to stay, or that a process has open."""
-    folders = own_files.user_folders() if parent is None else [Path(parent)]
     prefix, job_id = _prefix(), _job_here(world)
     with contextlib.suppress(OSError):
-        for each in sorted(each for folder in folders for each in folder.iterdir()):
+        for each in [each for folder in own_files.user_folders() for each in folder.iterdir()]:
             if not each.name.startswith(prefix) or each.lstat().st_uid != os.getuid():
                 continue
             found = look(each) if quote(f"{name}-", safe="") in each.name else None

@@ -355,8 +355,8 @@ def _terms_of(name: str, terms: dict[str, Any]) -> dict[str, Any] | None:
 def _end(session: Session, name: str, parent: str | None, clean: bool) -> None:
     """Runs in the driver when its session ends."""
     _withdraw(name, session.session_id)
-    if clean and session.lost():
-        remove_what_the_dead_left(session.world, name, parent)
+    if clean and session.lost() and parent is None:  # in a scratch_dir a later job finds its rows
+        remove_what_the_dead_left(session.world, name)
 
 
 def _withdraw(name: str, session_id: str | None = None) -> None:
