@@ -304,6 +304,12 @@ def wrong(inputs, outputs):
 def none(inputs, outputs):
     return None
 
+def weight_norm(inputs, outputs):
+    return torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(inputs, outputs))
+
+def old_weight_norm(inputs, outputs):
+    return torch.nn.utils.weight_norm(torch.nn.Linear(inputs, outputs))
+
 def batch_norm(inputs, outputs):
     return torch.nn.Sequential(torch.nn.Linear(inputs, outputs), torch.nn.BatchNorm1d(outputs))
 """
@@ -327,6 +333,8 @@ def test_a_network_may_be_a_function_of_the_users(
     for name, told in {
         "my_networks_of_a_test:wrong": "expected \\[2, 2\\]",
         "my_networks_of_a_test:none": "NoneType",
+        "my_networks_of_a_test:weight_norm": "Linear.*computes its weights anew",
+        "my_networks_of_a_test:old_weight_norm": "Linear.*computes its weights anew",
         "my_networks_of_a_test:batch_norm": "1 \\(BatchNorm1d\\).*LayerNorm",
         "my_networks_of_a_test:gone": "package.module:function",
         "nowhere_to_be_found:f": "cannot import",

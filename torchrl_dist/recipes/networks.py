@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from ..errors import ConfigurationError
 from .environments import Images, Task, named_function
@@ -131,6 +134,13 @@ def _made(make: str, inputs: int | tuple[int, ...], outputs: int) -> nn.Module:
                 "would differ between learners, collectors and target networks; use LayerNorm or "
                 "GroupNorm"
             )
+        if _computes_its_weights(module):
+            where = f"{name} ({type(module).__name__})" if name else type(module).__name__
+            raise ConfigurationError(
+                f"--network: {make} returned a module with {where}, which computes its weights "
+                "anew before each call (weight_norm, spectral_norm): they cannot be sent to "
+                "collectors or followed by a target network. Use plain layers, or LayerNorm"
+            )
     rows = torch.zeros(2, inputs) if isinstance(inputs, int) else torch.zeros(2, *inputs)
     try:
         with torch.no_grad():
@@ -149,6 +159,13 @@ def _keeps_statistics(module: nn.Module) -> bool:
     """Whether its answer for one row depends on the other rows of the batch, or on past batches."""
     is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
     return is_batch_norm or getattr(module, "running_mean", None) is not None
+
+
+def _computes_its_weights(module: nn.Module) -> bool:
+    hooks = module._forward_pre_hooks.values()
+    return parametrize.is_parametrized(module) or any(
+        isinstance(hook, WeightNorm | SpectralNorm) for hook in hooks
+    )
 
 
 def _failed(make: str, inputs: Any, outputs: int, error: Exception) -> ConfigurationError:
