@@ -46,6 +46,7 @@ from torchrl_dist import (
     SharedPrioritizedSampler,
     host_replay,
     local_cluster,
+    own_files,
     replay_buffer,
     session,
 )
@@ -53,6 +54,7 @@ from torchrl_dist.replay.hosts import keeper
 from torchrl_dist.replay.hosts.batches import BatchSource
 from torchrl_dist.replay.hosts.host import Empty
 from torchrl_dist.replay.hosts.keeper import HostAddress
+from torchrl_dist.replay.node.leftovers import find
 
 pytestmark = pytest.mark.timeout(90)
 ROLES = {"learner": 1, "owner": 2}
@@ -69,8 +71,8 @@ def alone(folder: Path) -> Iterator[Session]:  # noqa: F811
 def cluster(folder: Path, fork_server) -> Iterator[Session]:  # noqa: F811
     with local_cluster(ROLES, timeout_s=20, fork_server=fork_server) as job:
         yield job
-    # also where a host was killed
-    assert [each.name for each in folder.glob("torchrl_dist-*")] == []
+    # also where a host was killed; in a folder of the user's, its rows are for a later job
+    assert not [each for each in find(own_files.user_folders()) if each.job_id == job.world.job_id]
 
 
 Make = Callable[..., HostedReplayBuffer]
@@ -616,7 +618,8 @@ def test_rows_go_to_the_shard_of_the_writers_node(cluster, folder, monkeypatch) 
 
 
 def test_a_lost_owner_is_an_error_soon_and_the_session_ends(make, cluster) -> None:
-    buffer = make(prefetch=1)
+    buffer = make(prefetch=1, scratch_dir=None)
+    assert [each for each in find(own_files.user_folders()) if each.job_id == cluster.world.job_id]
     buffer.extend(make_rows(range(8)))
     buffer.sample()
     os.kill(cluster.pid_of(cluster.of_role("owner")[0]), signal.SIGKILL)
