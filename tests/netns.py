@@ -13,11 +13,14 @@ there.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import fcntl
 import functools
 import itertools
 import os
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -39,6 +42,7 @@ _SUBNET6 = "fd77::"
 _PREFIX = "rlhosts"
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _numbers = itertools.count()
+_CLONE_NEWNET, _TUNSETIFF, _IFF_TAP = 0x40000000, 0x400454CA, 0x0002 | 0x1000  # without a header
 # Runs in the command's own mount and UTS namespaces: what it changes, only the command sees.
 # Without a resolver, names that are not in the hosts file are unknown at once.
 _BECOME_HOST = (
@@ -150,9 +154,13 @@ class Host:
 
 
 @contextlib.contextmanager
-def hosts(count: int, *, ipv6: bool = False) -> Iterator[list[Host]]:
+def hosts(count: int, *, ipv6: bool = False, way_s: float = 0.0) -> Iterator[list[Host]]:
     """``count`` hosts, up and connected, with ``ipv6`` without an IPv4 address but loopback's. At
-    the end their processes are killed and all is removed, also after a failure."""
+    the end their processes are killed and all is removed, also after a failure.
+
+    Args:
+        way_s: how long a packet is on its way from any host to another.
+    """
     _remove_leftovers()
     prefix = f"{_PREFIX}-{os.getpid()}-{next(_numbers)}"
     switch = f"{prefix}-switch"
@@ -169,6 +177,7 @@ def hosts(count: int, *, ipv6: bool = False) -> Iterator[list[Host]]:
         )
         for k in range(count)
     ]
+    cables = contextlib.ExitStack()
     try:
         _ip("netns", "add", switch)
         _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
@@ -182,8 +191,11 @@ def hosts(count: int, *, ipv6: bool = False) -> Iterator[list[Host]]:
             (folder / f"{host.name}-names").write_text("".join(lines))
             (folder / f"{host.name}-boot").write_text(f"{uuid.uuid4()}\n")
             _ip("netns", "add", host.namespace)
-            cable = ("link", "add", host._port, "type", "veth")
-            _ip("-n", switch, *cable, "peer", "name", INTERFACE, "netns", host.namespace)
+            if way_s:
+                cables.enter_context(_long_cable(switch, host, way_s / 2))
+            else:
+                cable = ("link", "add", host._port, "type", "veth")
+                _ip("-n", switch, *cable, "peer", "name", INTERFACE, "netns", host.namespace)
             _ip("-n", switch, "link", "set", host._port, "master", "bridge", "up")
             address = [f"{host.address}/64", "nodad"] if ipv6 else [f"{host.address}/24"]
             _ip("-n", host.namespace, "addr", "add", *address, "dev", INTERFACE)
@@ -191,6 +203,7 @@ def hosts(count: int, *, ipv6: bool = False) -> Iterator[list[Host]]:
                 _ip("-n", host.namespace, "link", "set", interface, "up")
         yield network
     finally:
+        cables.close()
         for host in network:
             with contextlib.suppress(subprocess.CalledProcessError):  # never came to be
                 host.kill()
@@ -198,6 +211,61 @@ def hosts(count: int, *, ipv6: bool = False) -> Iterator[list[Host]]:
             if namespace.startswith(f"{prefix}-"):
                 _ip("netns", "del", namespace)
         shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def _long_cable(switch: str, host: Host, way_s: float) -> Iterator[None]:
+    """Between the switch and a host, both ends of which are this program's to read and write: not
+    every kernel has netem."""
+    ends = [_tap(switch, host._port), _tap(host.namespace, INTERFACE)]
+    command = [sys.executable, "-S", "-c", _CARRY, *map(str, ends), str(way_s)]
+    with subprocess.Popen(command, pass_fds=ends) as carrier:
+        for end in ends:
+            os.close(end)
+        try:
+            yield
+        finally:
+            carrier.kill()
+
+
+# Carries packets between two descriptors, each after so many seconds.
+_CARRY = """
+import collections, os, select, sys, time
+ends, way_s = [int(end) for end in sys.argv[1:3]], float(sys.argv[3])
+waiting = collections.deque()
+for end in ends:
+    os.set_blocking(end, False)
+while True:
+    left_s = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
+    for end in select.select(ends, [], [], left_s)[0]:
+        try:
+            packet = os.read(end, 2**16)
+        except OSError:  # the device is down
+            continue
+        waiting.append((time.monotonic() + way_s, ends[1 - ends.index(end)], packet))
+    while waiting and waiting[0][0] <= time.monotonic():
+        _, end, packet = waiting.popleft()
+        try:
+            os.write(end, packet)
+        except OSError:
+            pass
+"""
+
+
+def _tap(namespace: str, name: str) -> int:
+    """A network device whose packets are read from and written to this descriptor."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    there = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
+    try:
+        assert libc.setns(there, _CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+        tap = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC)
+        fcntl.ioctl(tap, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _IFF_TAP))
+        return tap
+    finally:
+        assert libc.setns(home, _CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+        os.close(home)
+        os.close(there)
 
 
 @dataclass(repr=False)

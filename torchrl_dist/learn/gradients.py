@@ -196,8 +196,13 @@ class GradientAverage:
                 )
             else:
                 view.copy_(parameter.grad)
+        digest = self.digest()
         self._ranks.all_reduce(
-            buffer, "the averaging of gradients", details=self.digest(), compare=self.compare
+            buffer,
+            "the averaging of gradients",
+            details=digest,
+            compare=self.compare,
+            agreed=digest,
         )
         buffer[count:].div_(self._ranks.size)
         # The flags are read only where this rank lacks a gradient: on a GPU that waits for it.

@@ -431,6 +431,7 @@ def _shared(
         own,
         details=f"{loss._gradients.digest()} {loss._digest_of_likeness()}, {len(own)} means",
         compare=loss._compare_again,
+        agreed=loss._gradients.digest(),
     )
     for reduction, total in zip(call.reductions, sums_of_all, strict=True):
         reduction.share(total, loss.ranks.size)

@@ -37,6 +37,9 @@ from ..runtime.world import is_seen_here, process_stamp
 _SLICE_S = 1.0
 # Numbers that are summed at once.
 _BLOCK = 64
+# By group, what its last meeting agreed on: until the next one, tensors of one size can be summed
+# without a meeting of their own.
+_agreed: dict[str, str] = {}
 # How long a rank whose collective failed waits for the others to say that they wait as well.
 _GRACE_S = 3.0
 _STOPPED = ", stopped"
@@ -117,11 +120,12 @@ class Ranks:
         pid = os.getpid()
         me = Rank(self.index, socket.gethostname(), pid, process_stamp(pid))
         self.members: tuple[Rank, ...] = (me,)
-        self._collectives = self._exchanges = 0
+        self._calls = self._exchanges = 0
         self._device = torch.device("cpu")
         if self.size > 1:
             start_clock()
             assert self.group is not None
+            self._name = self.group.group_name
             if "cpu" not in backends(self.group):
                 self._device = torch.device("cuda", torch.cuda.current_device())
             store, meeting = self.group.get_group_store(), "the meeting of the ranks"
@@ -149,6 +153,7 @@ class Ranks:
         """Every rank's ``value`` (of JSON's types), in rank order."""
         if self.size == 1:
             return [value]
+        self._calls += 1
         self._exchanges += 1
         number = self._exchanges
         keys = [f"exchange/{number}/{index}" for index in range(self.size)]
@@ -172,6 +177,7 @@ class Ranks:
                     with contextlib.suppress(*(() if is_late() else (StoreSilent,))):
                         say_so()
                         self._raise_reported()
+                        self._raise_if_apart(what)
                         # First those, since one that has come may have ended by now.
                         gone = {who for who in self.members if who.state() == "gone"}
                         absent = self._absent(keys)
@@ -186,10 +192,7 @@ class Ranks:
             raise self._lost_error(what, error) from error
         for index, (place, _) in enumerate(told):
             if place != told[0][0]:
-                raise ConfigurationError(
-                    f"rank 0 is at {told[0][0]} while rank {index} is at {place}: all ranks must "
-                    "make the same calls in the same order."
-                )
+                raise ConfigurationError(_apart(0, told[0][0], index, place))
         return [value for _, value in told]
 
     def any(self, flag: bool) -> bool:
@@ -199,8 +202,10 @@ class Ranks:
         the others waiting for its gradients. So does one that skips an update:
         ``if ranks.any(len(buffer) < 1000): continue``.
         """
-        # Not a collective: gloo aborts a process whose peer is at another one, of another size.
-        return any(self.exchange(bool(flag), "the question whether to stop"))
+        what = "the question whether to stop"
+        if self._device.type != "cpu":  # it would wait for all that the GPU has to do
+            return any(self.exchange(bool(flag), what))
+        return self.add_up(what, [bool(flag)])[0] > 0
 
     def on_first(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``function(*args, **kwargs)`` on rank 0, such as one that writes a checkpoint.
@@ -301,13 +306,22 @@ class Ranks:
         *,
         details: str = "",
         compare: Callable[[], None] = lambda: None,
+        agreed: str = "",
     ) -> None:
         """Sum ``tensor`` over the ranks, in place. Arguments and errors are :meth:`add_up`'s; shape
-        and type must be the same on all ranks, too."""
-        if self.size > 1:
+        and type must be the same on all ranks, too.
+
+        Args:
+            agreed: what ``add_up`` was given that stands for this shape and type. If no other
+                meeting came after it, the ranks do not meet again.
+        """
+        if self.size == 1:
+            return
+        if not agreed or _agreed.get(self._name) != agreed:
             # With buffers of different sizes, gloo aborts the process.
             self._meet(what, f"{details} {tensor.numel()} {tensor.dtype}", [], compare)
-            self._sum(tensor, what)
+            _agreed[self._name] = agreed
+        self._sum(tensor, what)
 
     def add_up(
         self,
@@ -316,6 +330,7 @@ class Ranks:
         *,
         details: str = "",
         compare: Callable[[], None] = lambda: None,
+        agreed: str = "",
     ) -> list[float]:
         """The sums of ``values`` over the ranks.
 
@@ -323,6 +338,7 @@ class Ranks:
             what: this is, in errors.
             details: must be the same on all ranks, and the count of values as well.
             compare: called on all ranks if they are not, to raise an error that says more.
+            agreed: a part of ``details``, for ``all_reduce``.
 
         Raises:
             ConfigurationError: the ranks differ in ``what``, ``details`` or the count.
@@ -334,6 +350,7 @@ class Ranks:
         for start in range(0, max(len(values), 1), _BLOCK - 2):
             part = values[start : start + _BLOCK - 2]
             sums += self._meet(what, details, part, compare)
+        _agreed[self._name] = agreed
         return sums
 
     def _meet(
@@ -343,15 +360,19 @@ class Ranks:
         values: Sequence[float],
         compare: Callable[[], None] = lambda: None,
     ) -> list[float]:
-        """Sum a block of a fixed size, which begins with what all ranks must have in common."""
-        code = zlib.crc32(f"{what} {details}".encode()) >> 12  # its square must be exact
-        head = torch.tensor([code, code * code, *values], dtype=torch.float64, device="cpu")
+        """Sum a block of a fixed size, which begins with what all ranks must have in common.
+
+        Each rank sends it to each, since far away it counts how often something is sent, not how
+        much; and in a collective of another kind than ``_sum``'s, since gloo would take one rank's
+        block for a part of the other's tensor.
+        """
+        code = zlib.crc32(f"{what} {details}".encode())
         block = torch.zeros(_BLOCK, dtype=torch.float64, device="cpu")
-        block[: len(head)] = head
-        block = block.to(self._device)
-        self._sum(block, what)
-        total, squares, *sums = block.tolist()
-        if squares * self.size != total * total:
+        block[: 1 + len(values)] = torch.tensor([code, *values], dtype=torch.float64, device="cpu")
+        sent = block.repeat(self.size, 1).to(self._device)
+        _agreed.pop(self._name, None)
+        codes, *sums = self._to_each(sent, what).T.tolist()
+        if any(other != code for other in codes):
             # All ranks see this, and come here.
             told = self.exchange(details, what)
             compare()
@@ -360,24 +381,45 @@ class Ranks:
                 f"at {what} this rank has {details}, and rank {other} {told[other]}: all ranks "
                 "must make the same calls in the same order"
             )
-        return sums[: len(values)]
+        return [sum(each) for each in sums[: len(values)]]
+
+    def _to_each(self, rows: Tensor, what: str) -> Tensor:
+        """What every rank has for this one: row ``i`` of ``rows`` goes to rank ``i``."""
+        assert self.group is not None
+        group, received = self.group, torch.empty_like(rows)
+        if rows.device.type != "cpu":
+            self._calls += 1
+            dist.all_to_all_single(received, rows, group=group)
+        else:
+            options = dist.AllToAllOptions()
+            self._wait_for(
+                lambda: group.alltoall_base(received, rows, [], [], options), options, what
+            )
+        return received
 
     def _sum(self, tensor: Tensor, what: str) -> None:
         assert self.group is not None
-        self._collectives += 1
+        group = self.group
         if tensor.device.type != "cpu":
-            dist.all_reduce(tensor, group=self.group)
-            return
-        options = dist.AllreduceOptions()
+            self._calls += 1
+            dist.all_reduce(tensor, group=group)
+        else:
+            options = dist.AllreduceOptions()
+            self._wait_for(lambda: group.allreduce([tensor], options), options, what)
+
+    def _wait_for(self, begin: Callable[[], dist.Work], options: Any, what: str) -> None:
+        """A collective on the CPU, from its begin to its end."""
+        self._calls += 1
         options.timeout = timedelta(seconds=self.timeout_s)
         start = time.monotonic()  # as gloo's own deadline
         try:
-            work = self.group.allreduce([tensor], options)
-            with self._waiting(what, self._waiting_key(self.index)) as say_so:
+            work = begin()
+            with self._waiting(what) as say_so:
                 while not _done(work):
                     say_so()
                     with contextlib.suppress(dist.DistError):
                         self._raise_reported()
+                        self._raise_if_apart(what)
                 work.wait()
         except TorchRLDistError:  # reported by another rank
             raise
@@ -385,15 +427,22 @@ class Ranks:
             late = time.monotonic() - start >= self.timeout_s
             raise self._explanation(what, error, late=late) from error
 
+    def _raise_if_apart(self, what: str) -> None:
+        """If another rank waits for something else in the same call of these methods."""
+        for index in range(self.size):
+            theirs = self._store.found(self._waiting_key(index))
+            if theirs not in (None, "", what):
+                raise ConfigurationError(_apart(self.index, what, index, str(theirs)))
+
     def _waiting_key(self, index: int) -> str:
-        return f"waiting/{self._collectives}/{index}"
+        return f"waiting/{self._calls}/{index}"
 
     @contextlib.contextmanager
-    def _waiting(self, what: str, *keys: str) -> Iterator[Callable[[], None]]:
+    def _waiting(self, what: str) -> Iterator[Callable[[], None]]:
         """Gives a function that tells the others, until the block is left without an error, that
         this rank waits for ``what``: so that whoever gives up first can tell those who wait from
         those who are missing."""
-        keys = (f"place/{self.index}", *keys)
+        keys = (f"place/{self.index}", self._waiting_key(self.index))
         said = False
 
         def say_so() -> None:
@@ -486,6 +535,15 @@ def backends(group: dist.ProcessGroup) -> dict[str, str]:
     """By device type, such as {"cpu": "gloo", "cuda": "nccl"}."""
     config = str(dist.get_backend_config(group))
     return dict(entry.split(":") for entry in config.split(","))
+
+
+def _apart(index: int, what: str, other: int, theirs: str) -> str:
+    (_, first), (_, second) = places = sorted([(index, what), (other, theirs)])
+    (index, _), (other, _) = places
+    return (
+        f"rank {index} is at {first} while rank {other} is at {second}: all ranks must make the "
+        f"same calls in the same order. Perhaps {_UNEQUAL}"
+    )
 
 
 def _done(work: dist.Work) -> bool:

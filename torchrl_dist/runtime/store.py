@@ -28,6 +28,7 @@ _ANSWER_S = 1.0
 _BACKLOG = 1024
 # Where the operation before has not been answered either.
 _AGAIN_S = 0.1
+_NOTHING = "\0"  # no value
 
 
 class StoreSilent(dist.DistError):
@@ -70,6 +71,12 @@ class AnsweringStore:
 
     def check(self, key: str) -> bool:
         return self._do(self._store.check, [key])
+
+    def found(self, key: str) -> str | None:
+        """What is there, without waiting for it; None if nothing is."""
+        # of a missing key this returns what was expected, and sets nothing
+        value: str = self._do(self._store.compare_set, key, _NOTHING, _NOTHING).decode()
+        return None if value == _NOTHING else value
 
     def delete_key(self, key: str) -> None:
         self._do(self._store.delete_key, key)

@@ -12,6 +12,7 @@ and ``r2`` the row's leaf and its shard's mass in the later reply. So it weighs 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -35,8 +36,16 @@ from torchrl_dist.replay.law.shard_law import (
 from torchrl_dist.replay.parts.sampler import EMPTY
 from torchrl_dist.replay.parts.storage import NoRowsError
 from torchrl_dist.replay.row.spec import RowSpec
+from torchrl_dist.runtime.awake import awake
 
 Uniforms = Callable[[int], np.ndarray]
+
+# A shorter round trip, as of any local network, costs less than older rows would.
+_LONG_ROUND_TRIP_S = 2e-3
+_FEWEST_AHEAD, _MOST_AHEAD, _MOST_BYTES_AHEAD = 2, 256, 2**24
+# A batch is never used sooner than that, and a pause of the learner counts as so many batches.
+_SHORTEST_USE_S, _LONGEST_PAUSE = 1e-4, 4.0
+_USES = 8  # that the learner's pace is known by
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,10 @@ class Batch:
     tensors: list[torch.Tensor]
     mass: torch.Tensor
     minimum: float
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -71,6 +84,10 @@ class BatchSource:
     ``batches_per_call=b`` an operation shows at the latest ``n + b`` batches later; with
     ``prefetch=0`` the next batch reflects all of them.
 
+    Without a number it draws two ahead; where the round trip is long, twice as many as the learner
+    uses during one, since one call at a time is under way, which brings the half. More ahead than
+    that would make rows older and hide nothing. ``batches_ahead`` says how many these are now.
+
     Args:
         uniforms: random numbers for the choice of shards.
     """
@@ -80,14 +97,21 @@ class BatchSource:
         client: ReplayClient,
         *,
         prioritized: bool,
-        prefetch: int,
+        prefetch: int | None,
         batches_per_call: int,
         uniforms: Uniforms,
     ) -> None:
         self._client = client
         self._prioritized = prioritized
         self._prefetch = prefetch
-        self._per_call = min(batches_per_call, max(1, prefetch))
+        fewest = max(_FEWEST_AHEAD, batches_per_call) if prefetch is None else prefetch
+        self.batches_ahead = self._fewest = fewest
+        self._per_call = min(batches_per_call, max(1, fewest))
+        self._uses = 0
+        self._use_s = 0.0
+        """Of a batch, from one call of ``next`` to the other without waiting, on average."""
+        self._returned_at: float | None = None
+        self._waited_s = 0.0
         self._uniforms = uniforms
         self._known = KnownMasses(len(client.links))
         self._batch_size = 0
@@ -118,6 +142,9 @@ class BatchSource:
                 "Have the handler set a flag, and act on it between two uses"
             )
         with self._lock:
+            self._waited_s = 0.0
+            if self._prefetch is None and not self._batch_size:
+                self._client.states()  # a short call to each host tells how far it is
             if batch_size != self._batch_size:
                 self._drop()
                 self._batch_size = batch_size
@@ -137,6 +164,8 @@ class BatchSource:
                     raise NoRowsError(EMPTY)
                 self._ready.extend(batches)
             batch = self._ready.popleft()
+            if self._prefetch is None:
+                self._look_ahead(batch)
             self._top_up(about_to_use=0)
             return batch
 
@@ -156,9 +185,11 @@ class BatchSource:
 
     def _answers(self, futures: list[Any]) -> list[Answer | None]:
         answers: list[Answer | None] = [None] * len(futures)
+        began = awake()
         try:
             answers = self._client.answers(futures)
         finally:
+            self._waited_s += awake() - began
             if self._client.counts_draws:  # what comes too late is given back
                 self._give_up(
                     future if answer is None else None
@@ -198,12 +229,32 @@ class BatchSource:
                 if rows is not None:
                     self._client.return_draws(shard, rows.slot, rows.generation, rows.leaf)
 
+    def _look_ahead(self, batch: Batch) -> None:
+        """See how long the last batch was used and how far the rows are, and choose how many to
+        draw ahead."""
+        now, before = awake(), self._returned_at
+        self._returned_at = now
+        if before is None or self._client.limited:  # a limiter counts what a process has in hand
+            return
+        use_s = max(_SHORTEST_USE_S, now - before - self._waited_s)
+        if self._uses < _USES:
+            self._uses += 1
+            self._use_s += (use_s - self._use_s) / self._uses
+            return
+        self._use_s += (min(use_s, _LONGEST_PAUSE * self._use_s) - self._use_s) / _USES
+        ahead = self._fewest
+        round_trip_s = self._client.round_trip_s
+        if round_trip_s >= _LONG_ROUND_TRIP_S:
+            room = min(_MOST_AHEAD, _MOST_BYTES_AHEAD // max(1, batch.nbytes))
+            ahead = max(ahead, min(room, 2 * math.ceil(round_trip_s / self._use_s)))
+        self.batches_ahead = ahead
+
     def _top_up(self, about_to_use: int) -> None:
         """Ask for more once less than half is left, so that one call brings several batches."""
         ahead = len(self._ready) - about_to_use
         ahead += sum(round_.count for round_ in self._rounds) // self._batch_size
-        if 2 * ahead < self._prefetch:
-            missing = self._prefetch - ahead
+        if 2 * ahead < self.batches_ahead:
+            missing = self.batches_ahead - ahead
             self._rounds.append(self._start(-(-missing // self._per_call) * self._per_call))
 
     # --- one round ---------------------------------------------------------------------------

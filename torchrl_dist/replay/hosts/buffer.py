@@ -81,7 +81,7 @@ def replay_buffer(
     beta: float = 0.4,
     eps: float = 1e-8,
     uniform: bool = False,
-    prefetch: int = 2,
+    prefetch: int | None = None,
     batches_per_call: int = 1,
     scratch_dir: str | os.PathLike[str] | None = None,
     resume: bool = False,

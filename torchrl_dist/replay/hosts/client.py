@@ -92,9 +92,10 @@ class ReplayClient:
         limiter: RateLimiter | None = None,
     ) -> None:
         self.links = tuple(links)
+        self.limited = limiter is not None
         self.counts_draws = limiter is not None and limiter.max_times_sampled is not None
         for link in self.links:
-            link.limited = limiter is not None
+            link.limited = self.limited
         self.shard_capacity = shard_capacity
         self.timeout_s = timeout_s
         self._largest: dict[int, float] = {}
@@ -250,6 +251,11 @@ class ReplayClient:
                 futures.append(None)
                 self.note_trouble(shard, error)
         return futures
+
+    @property
+    def round_trip_s(self) -> float:
+        """To the farthest of the hosts that answer."""
+        return max((link.round_trip_s for link in self.links if link.problem is None), default=0.0)
 
     def answers_now(self, shard: int) -> bool:
         """Whether calls to the shard are worth a try; a single one always is."""

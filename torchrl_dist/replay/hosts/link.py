@@ -73,6 +73,8 @@ class Link(Protocol):
     """How often the host has answered."""
     answered_at: float
     """When it did so last, on ``awake()``."""
+    round_trip_s: float
+    """How long a short call to it took lately, at least; 0 before any."""
 
     limited: bool
     """Whether the buffer has a rate limiter, so that every reply is to tell the host's state."""

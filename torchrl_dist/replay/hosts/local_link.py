@@ -24,6 +24,7 @@ class LocalLink:
     problem: Exception | None = None
     limited = False
     waiting = 0
+    round_trip_s = 0.0
 
     def counts(self) -> Counts:
         return self._host.storage.limiter_counts

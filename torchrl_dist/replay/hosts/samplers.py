@@ -34,13 +34,13 @@ from torchrl_dist.replay.row import _torchrl
 class _SamplerOfOwner:
     """In another process it is made anew there, by RPC or over the directory, as is right there."""
 
-    def _set_owner(self, owner: ReplayOwner, prefetch: int, batches_per_call: int) -> None:
-        if prefetch < 0 or batches_per_call < 1:
+    def _set_owner(self, owner: ReplayOwner, prefetch: int | None, batches_per_call: int) -> None:
+        if (prefetch is not None and prefetch < 0) or batches_per_call < 1:
             raise ConfigurationError(
                 f"prefetch={prefetch}, batches_per_call={batches_per_call}: expected at least 0 "
                 "and 1"
             )
-        if batches_per_call > max(1, prefetch):
+        if prefetch is not None and batches_per_call > max(1, prefetch):
             raise ConfigurationError(
                 f"batches_per_call={batches_per_call} draws ahead of use: prefetch at least as "
                 f"many batches, got prefetch={prefetch}"
@@ -48,6 +48,11 @@ class _SamplerOfOwner:
         self.owner = owner
         self._prefetch = prefetch
         self._batches_per_call = batches_per_call
+
+    @property
+    def batches_ahead(self) -> int:
+        """How many batches are drawn ahead of their use at the moment; see ``prefetch``."""
+        return 0
 
     def _made_from(self) -> tuple[type, tuple[Any, ...]]:
         """The class that is called, with its arguments but for the owner's."""
@@ -81,10 +86,14 @@ class _RPCSampler(_SamplerOfOwner, SharedSampler):
 
     _prioritized: bool
 
-    def _set_owner(self, owner: ReplayOwner, prefetch: int, batches_per_call: int) -> None:
+    def _set_owner(self, owner: ReplayOwner, prefetch: int | None, batches_per_call: int) -> None:
         super()._set_owner(owner, prefetch, batches_per_call)
         self._storage: RemoteStorage | None = None
         self._source: BatchSource | None = None
+
+    @property
+    def batches_ahead(self) -> int:
+        return 0 if self._source is None else self._source.batches_ahead
 
     def attach(self, storage: Storage) -> RemoteStorage:
         """Bind to the storage's client; called when the buffer is built. Idempotent."""
@@ -168,14 +177,18 @@ class RPCRandomSampler(_Random, _RPCSampler, RandomSampler):
 
     _prioritized = False
 
-    def __new__(cls, *, owner: ReplayOwner, prefetch: int = 2, batches_per_call: int = 1) -> Any:
+    def __new__(
+        cls, *, owner: ReplayOwner, prefetch: int | None = None, batches_per_call: int = 1
+    ) -> Any:
         if owner.direct() is not None:
             direct = _DirectRandomSampler()
             direct._set_owner(owner, prefetch, batches_per_call)
             return direct
         return super().__new__(cls)
 
-    def __init__(self, *, owner: ReplayOwner, prefetch: int = 2, batches_per_call: int = 1) -> None:
+    def __init__(
+        self, *, owner: ReplayOwner, prefetch: int | None = None, batches_per_call: int = 1
+    ) -> None:
         super().__init__()
         self._setup()
         self._set_owner(owner, prefetch, batches_per_call)
@@ -209,8 +222,8 @@ class RPCPrioritizedSampler(SharesPriorities, _Prioritized, _RPCSampler, Priorit
 
     One call per batch returns rows, indices and weights, and carries this process's priorities
     along. With ``prefetch=0`` a batch reflects all that this process wrote before; otherwise an
-    operation shows at the latest ``prefetch + batches_per_call`` batches later. Random numbers are
-    drawn at the owner, so that ranks with equal seeds draw different batches.
+    operation shows at the latest ``batches_ahead + batches_per_call`` batches later. Random numbers
+    are drawn at the owner, so that ranks with equal seeds draw different batches.
 
     Args:
         max_capacity: the buffer's capacity in rows, over all shards.
@@ -220,7 +233,9 @@ class RPCPrioritizedSampler(SharesPriorities, _Prioritized, _RPCSampler, Priorit
         eps, dtype, reduction: as in :class:`SharedPrioritizedSampler`.
         owner: the storage's.
         prefetch: batches to draw ahead, which hides the round trip: once less than half of them
-            are left, one call asks for the rest.
+            are left, one call asks for the rest. None: two, and where the round trip is long (2 ms
+            and more) as many as hide it, up to 256 and 16 MiB; with a rate limiter two.
+            ``batches_ahead`` tells how many.
         batches_per_call: the fewest in such a call, at most ``prefetch``: fewer messages, older
             rows.
 
@@ -257,7 +272,7 @@ class RPCPrioritizedSampler(SharesPriorities, _Prioritized, _RPCSampler, Priorit
         reduction: str = "max",
         *,
         owner: ReplayOwner,
-        prefetch: int = 2,
+        prefetch: int | None = None,
         batches_per_call: int = 1,
     ) -> Any:
         if owner.direct() is not None:
@@ -276,7 +291,7 @@ class RPCPrioritizedSampler(SharesPriorities, _Prioritized, _RPCSampler, Priorit
         reduction: str = "max",
         *,
         owner: ReplayOwner,
-        prefetch: int = 2,
+        prefetch: int | None = None,
         batches_per_call: int = 1,
     ) -> None:
         # PrioritizedSampler.__init__ would build process-local trees

@@ -552,9 +552,9 @@ def value_of(data: TensorDictBase, key: Any) -> Any:
 def add_columns(data: TensorDictBase, columns: dict[str, Any]) -> None:
     """Set one value per row under each name, as ``TensorDictReplayBuffer.sample`` does.
 
-    Values of the batch's own shape go into a plain TensorDict without its checks.
+    Values of the batch's own shape and device go into a plain TensorDict without its checks.
     """
-    plain = type(data) is TensorDict and not data.is_locked and data.device is None
+    plain, device = type(data) is TensorDict and not data.is_locked, data.device
     with contextlib.nullcontext() if plain else data.unlock_():
         for key, value in columns.items():
             if (
@@ -562,12 +562,13 @@ def add_columns(data: TensorDictBase, columns: dict[str, Any]) -> None:
                 and isinstance(key, str)
                 and isinstance(value, torch.Tensor)
                 and value.shape == data.batch_size
+                and (device is None or value.device == device)
             ):
                 data._tensordict[key] = value
                 continue
             if isinstance(value, tuple):  # an index per dimension of the storage
                 value = torch.stack(value, -1)
-            value = torch.as_tensor(value, device=data.device)
+            value = torch.as_tensor(value, device=device)
             if value.ndim < data.ndim:
                 value = expand_as_right(value, data)
             data.set(key, value)
