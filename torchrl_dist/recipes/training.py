@@ -455,16 +455,20 @@ class Keeper:
             history=dict(before.extra["history"]) if before else {},
             wandb=config.wandb,
         )
-        self.evaluations = Evaluations(
-            self.session,
-            EvaluatorConfig(training.policy, config.eval_episodes, config.eval_max_steps),
-            self.monitor.say,
-            failed=before.extra["history"].get("failed_evaluations", 0) if before else 0,
-        )
-        for remark in self.learner.remarks:
-            self.monitor.say(remark)
-        self._next_evaluation = self.monitor.frames + config.eval_interval_frames
-        self.save()
+        try:
+            self.evaluations = Evaluations(
+                self.session,
+                EvaluatorConfig(training.policy, config.eval_episodes, config.eval_max_steps),
+                self.monitor.say,
+                failed=before.extra["history"].get("failed_evaluations", 0) if before else 0,
+            )
+            for remark in self.learner.remarks:
+                self.monitor.say(remark)
+            self._next_evaluation = self.monitor.frames + config.eval_interval_frames
+            self.save()
+        except BaseException:
+            self.monitor.discard()
+            raise
 
     def collected(self, turn: Round) -> None:
         """Before the learner learns from it."""
