@@ -48,7 +48,13 @@ _FINAL = 2**20  # numbers the final evaluations apart from those during training
 _EVALUATION = 3  # a stream of seeds; collectors' and buffers' are 1 and 2
 
 # Of TorchRL's losses: buffers in their states that are no weights.
-_SETTINGS = ("entropy_coeff", "critic_coeff", "clip_epsilon", "_value_estimator.gamma")
+_SETTINGS = (
+    "entropy_coeff",
+    "critic_coeff",
+    "clip_epsilon",
+    "_value_estimator.gamma",
+    "_target_entropy",
+)
 
 
 class Learner(ABC):
