@@ -135,7 +135,8 @@ def test_a_program_under_a_low_limit_says_so_and_does_not_abort(
         cwd=work,
         env={
             **{name: value for name, value in os.environ.items() if name != "RANK"},
-            **{"OMP_NUM_THREADS": "1", "HOME": str(work), "PYTHONDONTWRITEBYTECODE": "1"},
+            **{"OMP_NUM_THREADS": "1", "HOME": str(work), "TMPDIR": str(work)},
+            "PYTHONDONTWRITEBYTECODE": "1",
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         },
         capture_output=True,
