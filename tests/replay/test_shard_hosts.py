@@ -160,6 +160,7 @@ def test_the_others_go_on_without_a_host_that_is_cut_off_or_paused_until_it_is_b
 
 def the_job_is_restarted(folder: str) -> None:
     anew = Path(folder, "ready").exists()
+    wait_until_all_are_up(Path(folder), 2 if anew else 3)
     with session(ROLES, timeout_s=RESTARTED_S if anew else LOST_S) as job:
         if not job.is_driver:
             job.serve()
