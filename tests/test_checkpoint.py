@@ -219,9 +219,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize(
-    "room", [4096, 2**18]
-)  # it ends in what torch writes first, or in a tensor
+@pytest.mark.parametrize("room", [4096, 2**18])  # the end is in the header or in a tensor
 def test_a_full_disk_is_an_oserror_and_the_old_file_stays(tmp_path: Path, room: int) -> None:
     save_checkpoint(tmp_path / "c.pt", a_checkpoint(1.0))
     large = dataclasses.replace(a_checkpoint(), policy={"weight": torch.zeros(500, 500)})
