@@ -440,6 +440,19 @@ def test_what_is_no_plain_file_of_a_sane_size_is_not_read(tmp_path: Path) -> Non
             own_files.open_ours(tmp_path / "pipe", flags)
 
 
+def test_no_link_is_followed_and_nothing_that_is_there_is_taken_for_new(tmp_path: Path) -> None:
+    (notes := tmp_path / "notes").write_text("mine")
+    (tmp_path / "link").symlink_to(notes)
+    (tmp_path / "dangling").symlink_to(tmp_path / "none")
+    for flags in (os.O_RDONLY, os.O_RDWR, os.O_WRONLY):
+        with pytest.raises(own_files.NotOurs, match="no plain file"):
+            own_files.open_ours(tmp_path / "link", flags)
+    for name in ("notes", "link", "dangling"):
+        with pytest.raises(FileExistsError):
+            own_files.open_new(tmp_path / name)
+    assert notes.read_text() == "mine" and not (tmp_path / "none").exists()
+
+
 @pytest.mark.parametrize(
     "path", ["a/b", "a/../b", "link/b", "link/../b", "/", "gone/../b", "link", "chain/x"]
 )
