@@ -367,12 +367,20 @@ def wait_for(path: Path, timeout_s: float = 100, job: HostJob | None = None) -> 
         time.sleep(0.05)
 
 
-def wait_until_all_are_up(folder: Path) -> None:
-    """Called by each task of ``run_tasks`` before its session, whose deadline is for what happens
-    to hosts and too short for the imports of three processes on a busy machine."""
-    (folder / f"up{os.environ['SLURM_PROCID']}").touch()
-    for rank in range(int(os.environ["SLURM_NTASKS"])):
-        wait_for(folder / f"up{rank}")
+def wait_until_all_are_up(folder: Path, count: int | None = None) -> None:
+    """Called by each task of ``run_tasks``, or rank of ``run_torchrun``, before its session, whose
+    deadline is for what happens to hosts and too short for the imports of three processes on a
+    busy machine. A round of torchrun that begins with fewer ranks than ``count`` (default: with all
+    that it has) waits here until torchrun ends it, because it takes in the others."""
+    environ = os.environ
+    if "SLURM_PROCID" in environ:
+        rank, world, attempt = environ["SLURM_PROCID"], int(environ["SLURM_NTASKS"]), "0"
+    else:
+        rank, world = environ["RANK"], int(environ["WORLD_SIZE"])
+        attempt = environ["TORCHELASTIC_RESTART_COUNT"]
+    (folder / f"up{attempt}-{world}-{rank}").touch()
+    for other in range(count or world):
+        wait_for(folder / f"up{attempt}-{world}-{other}")
 
 
 def leftovers() -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
 import os
 import pickle
@@ -218,10 +219,12 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_is_an_oserror_and_the_old_file_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize("room", [4096, 2**18])  # the end is in the header or in a tensor
+def test_a_full_disk_is_an_oserror_and_the_old_file_stays(tmp_path: Path, room: int) -> None:
     save_checkpoint(tmp_path / "c.pt", a_checkpoint(1.0))
-    with files_of_at_most(4096), pytest.raises(OSError, match="File too large"):
-        save_checkpoint(tmp_path / "c.pt", a_checkpoint(2.0))
+    large = dataclasses.replace(a_checkpoint(), policy={"weight": torch.zeros(500, 500)})
+    with files_of_at_most(room), pytest.raises(OSError, match="File too large"):
+        save_checkpoint(tmp_path / "c.pt", large)
     assert [path.name for path in tmp_path.iterdir()] == ["c.pt"]
     assert load_checkpoint(tmp_path / "c.pt").policy["weight"][0, 0] == 1.0
 

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import gc
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -295,6 +296,21 @@ def test_a_wrong_configuration_file_gets_one_line_that_names_what_is_wrong(
     line = refused(["train", "apex", "--config", str(tmp_path / "run.yaml")], capsys)
     for name in names:
         assert name in line
+
+
+def test_a_configuration_comes_from_a_plain_file_or_from_a_pipe_that_the_shell_has_opened(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(tmp_path / "pipe")  # nothing writes to it, ever
+    line = refused(["train", "apex", "--config", str(tmp_path / "pipe")], capsys)
+    assert f"{tmp_path / 'pipe'} is no plain file" in line
+    end, write = os.pipe()
+    os.write(write, b"seed: 7")
+    os.close(write)
+    try:
+        assert read_options(f"/dev/fd/{end}", ApexConfig) == {"seed": 7}
+    finally:
+        os.close(end)
 
 
 def test_yaml_reads_numbers_as_the_command_line_does(tmp_path: Path) -> None:

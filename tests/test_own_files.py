@@ -378,6 +378,33 @@ def test_a_second_user_with_all_tricks_against_a_job_and_the_commands(
     assert {n: w for n, w in contents(ground).items() if w[0] == OTHER} == strange
 
 
+def test_results_go_to_a_file_of_this_users_only(ground: Path) -> None:
+    notes = ground / "home" / "notes"
+
+    def prepare() -> None:
+        (ground / "link").symlink_to(notes)
+        os.mkfifo(ground / "pipe", 0o666)
+        (ground / "file").write_text("theirs")
+        (ground / "file").chmod(0o666)
+
+    def use() -> None:
+        signal.alarm(20)
+        for name in ("link", "pipe", "file"):
+            for append in (True, False):
+                with pytest.raises(PermissionError):  # of ours, or the kernel's own
+                    own_files.open_named(ground / name, append=append)
+        (ground / "home" / "mine").symlink_to("results")
+        for append, text in ((True, "a"), (True, "b"), (False, "c")):
+            with own_files.open_named(ground / "home" / "mine", append=append) as file:
+                file.write(text)
+        assert (ground / "home" / "results").read_text() == "c"
+
+    run_as(OTHER, prepare)
+    run_as(VICTIM, use)
+    assert notes.read_text() == "measured for a year"
+    assert (ground / "file").read_text() == "theirs"
+
+
 def test_root_removes_nothing_of_another_user_and_nothing_by_its_name(ground: Path) -> None:
     def leave() -> None:
         storage = SharedMemmapStorage(64, scratch_dir=ground / "left")
@@ -438,6 +465,19 @@ def test_what_is_no_plain_file_of_a_sane_size_is_not_read(tmp_path: Path) -> Non
     for flags in (os.O_RDWR, os.O_WRONLY):
         with pytest.raises(own_files.NotOurs):
             own_files.open_ours(tmp_path / "pipe", flags)
+
+
+def test_no_link_is_followed_and_nothing_that_is_there_is_taken_for_new(tmp_path: Path) -> None:
+    (notes := tmp_path / "notes").write_text("mine")
+    (tmp_path / "link").symlink_to(notes)
+    (tmp_path / "dangling").symlink_to(tmp_path / "none")
+    for flags in (os.O_RDONLY, os.O_RDWR, os.O_WRONLY):
+        with pytest.raises(own_files.NotOurs, match="no plain file"):
+            own_files.open_ours(tmp_path / "link", flags)
+    for name in ("notes", "link", "dangling"):
+        with pytest.raises(FileExistsError):
+            own_files.open_new(tmp_path / name)
+    assert notes.read_text() == "mine" and not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 GROUP = "TORCHRL_DIST_GROUP"
 _MEMORY = "/dev/shm"
@@ -288,6 +288,20 @@ def open_ours(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
         plain = stat.S_ISREG(status.st_mode)
         raise NotOurs(path, f"belongs to {_owner(status)}" if plain else "is no plain file")
     return fd
+
+
+def open_named(path: str | os.PathLike[str], *, append: bool) -> TextIO:
+    """A file that the user has named for results, to write text into; made if there is none.
+
+    Raises:
+        NotOurs: it is another user's, or a link or a pipe that another user may have put there.
+    """
+    if Path(path).is_relative_to("/dev") and not Path(path).is_relative_to(_MEMORY):
+        return open(path, "w")  # /dev/stdout
+    fd = open_ours(resolved(path), os.O_WRONLY | os.O_CREAT | (os.O_APPEND if append else 0))
+    if not append:
+        os.ftruncate(fd, 0)
+    return open(fd, "w")
 
 
 def read_ours(path: str | os.PathLike[str], most: int = _SMALL) -> str:

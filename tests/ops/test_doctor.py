@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import resource
@@ -23,9 +24,10 @@ from torchrl_dist.cli import main
 from torchrl_dist.errors import DeadlineError
 from torchrl_dist.ops import doctor
 from torchrl_dist.ops.doctor import FAIL, OK, WARN, Finding, examine, exit_code
-from torchrl_dist.ops.probe import Cuda, Probe, cpu_quota, memory_limit, probe
+from torchrl_dist.ops.probe import Cuda, Probe, cpu_quota, look_at, memory_limit, probe
 from torchrl_dist.ops.rounds import Rounds
 from torchrl_dist.replay import SharedMemmapStorage
+from torchrl_dist.replay.node import lock
 from torchrl_dist.runtime.world import process_stamp
 
 ROUNDS = Rounds(
@@ -262,6 +264,25 @@ def test_a_planted_fault_is_found(
 
 
 # ---- what cannot be planted here
+
+
+def test_a_folder_is_tried_with_the_buffers_own_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of open files, which a file system may refuse, or another process not see, where it has
+    others."""
+
+    def refuse(fd: int, byte: int) -> bool:
+        raise OSError(errno.EINVAL, "no locks of open files")
+
+    assert look_at(tmp_path).lock_error is None
+    for lock_byte, error in (
+        (refuse, "no locks of open files"),
+        (lambda fd, byte: True, "another process does not see a lock"),
+    ):
+        monkeypatch.setattr(lock, "lock_byte", lock_byte)
+        assert look_at(tmp_path).lock_error == error
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

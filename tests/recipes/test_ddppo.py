@@ -193,6 +193,8 @@ def test_ranks_that_do_not_divide_and_batches_too_small_are_refused() -> None:
         DDPPOConfig().check_launched({"learners": 3}, 4)
     with pytest.raises(ConfigurationError, match="--frames-per-batch: got 16"):
         DDPPOConfig(frames_per_batch=16)
+    with pytest.raises(ConfigurationError, match="--clip: got 1.5, expected at most 1"):
+        DDPPOConfig(clip=1.5)  # its objective is a NaN
 
 
 def test_the_least_batch_follows_what_a_cut_leaves_and_the_launchers_learners() -> None:

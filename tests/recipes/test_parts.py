@@ -16,7 +16,7 @@ from torchrl_dist import SharedMemmapStorage, local_cluster
 from torchrl_dist.checkpoint import Checkpoint, save_checkpoint
 from torchrl_dist.collect.worker.registrations import dump_registrations
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.recipes import environments
+from torchrl_dist.recipes import apex, environments, monitor, training
 from torchrl_dist.recipes.apex_config import ApexConfig
 from torchrl_dist.recipes.environments import for_collectors, look_at, make_env
 from torchrl_dist.recipes.evaluate import evaluate, play_rendered
@@ -396,6 +396,40 @@ def test_a_monitor_goes_on_where_the_resumed_one_stopped(tmp_path: Path) -> None
     assert second.solved == first.evaluations[0]
     assert (tmp_path / "csv/scalars/eval/return.csv").read_text() == "30,11.0\n"
     assert (tmp_path / "csv/scalars/train/loss.csv").read_text() == "30,0.5\n"
+
+
+@pytest.mark.parametrize("mine", ["tensorboard/mine", "csv/mine", "csv/scalars/mine/data", None])
+def test_a_run_that_fails_before_its_first_checkpoint_removes_the_logs_that_it_made_only(
+    mine: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        if mine is not None:
+            (tmp_path / mine).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / mine).write_text("measured for a year")
+        raise OSError("No space left on device")
+
+    config = ApexConfig(env="CartPole-v1", collectors=0, output_dir=str(tmp_path))
+    monkeypatch.setattr(training, "save_checkpoint", fail)
+    claim_in(tmp_path)
+    with local_cluster({"learner": 1}) as session, pytest.raises(OSError, match="No space"):
+        apex.run(config, session)
+    forget(tmp_path, checkpoint=config.checkpoint_path, replay=config.replay_path)
+    left = {str(each.relative_to(tmp_path)) for each in tmp_path.rglob("*") if each.is_file()}
+    assert left == (set() if mine is None else {mine})
+    assert tmp_path.exists() is (mine is not None)
+
+
+def test_logs_go_where_weights_and_biases_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ConfigurationError("--wandb: no")
+
+    monkeypatch.setattr(monitor, "_wandb_logger", refuse)
+    (tmp_path / "tensorboard").mkdir()  # empty, and the user's
+    with pytest.raises(ConfigurationError, match="--wandb"):
+        Monitor(tmp_path, total_frames=100, title="t", threshold=None, wandb="project")
+    assert [each.name for each in tmp_path.rglob("*")] == ["tensorboard"]
 
 
 def test_of_equally_good_policies_the_one_after_a_good_one_ranks_higher(tmp_path: Path) -> None:

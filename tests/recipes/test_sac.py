@@ -100,6 +100,34 @@ def test_how_random_a_policy_is_to_be_does_not_depend_on_the_unit_of_actions() -
     assert above == pytest.approx([above[0]] * 3, abs=1e-3)
 
 
+def test_losses_do_not_depend_on_the_unit_of_actions() -> None:
+    """Nor do rewards: the density of actions in another unit would add a bonus to each step."""
+    scaled = torch.rand(20, 1) * 1.9 - 0.95
+    rows_of = {name: torch.randn(20, 3) for name in ("before", "after")}
+    reward, terminated = torch.randn(20, 1), torch.rand(20, 1) < 0.2
+    found = []
+    for bound in (1.0, 1e-3, 1e3):
+        torch.manual_seed(0)
+        task = dataclasses.replace(TASK, action_low=(-bound,), action_high=(bound,))
+        network = PolicySpec.of(task, "squashed_gaussian", (8,)).network()
+        loss = SACLoss(
+            squashed_gaussian_actor(network, task.action_low, task.action_high),
+            action_values_of(ActionValue(task, (8,))),
+            num_qvalue_nets=2,
+            loss_function="l2",
+            target_entropy=target_entropy(task),
+        )
+        loss.make_value_estimator(gamma=0.99)
+        after = {"observation": rows_of["after"], "reward": reward, "terminated": terminated}
+        batch = {"observation": rows_of["before"], "action": scaled * bound}
+        torch.manual_seed(1)
+        losses = loss(TensorDict({**batch, "next": {**after, "done": terminated}}, [20]))
+        found.append({name: float(value.detach()) for name, value in losses.items()})
+    assert {"loss_qvalue", "loss_actor", "loss_alpha", "entropy"} <= found[0].keys()
+    for other in found[1:]:
+        assert other == pytest.approx(found[0], rel=1e-4, abs=1e-4)
+
+
 def test_values_do_not_depend_on_the_unit_of_actions() -> None:
     seen, scaled = torch.randn(20, 3), torch.rand(20, 1) * 2 - 1
     found = []

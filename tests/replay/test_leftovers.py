@@ -292,8 +292,8 @@ def test_shards_go_on_together_after_a_restart_in_which_one_is_new(
         assert limiter.difference(buffer.storage.limiter_counts) == (96 if counted_at else -32)
         for _ in range(4):  # to both shards
             buffer.extend(rows_of(range(8)))
-            buffer.storage.client.set_priorities(torch.arange(4), None, np.full(4, 50.0))
             for _ in range(4):
-                buffer.sample()
+                buffer.sample()  # from here on the client knows the shards' eras
+            buffer.storage.client.set_priorities(torch.arange(4), None, np.full(4, 50.0))
         shards = [host.storage.directory for host in keeper._hosts.values()]
         assert [each.get_float(Word.MAX_PRIORITY) for each in shards] == [50.0, 50.0]

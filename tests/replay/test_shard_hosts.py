@@ -160,6 +160,7 @@ def test_the_others_go_on_without_a_host_that_is_cut_off_or_paused_until_it_is_b
 
 def the_job_is_restarted(folder: str) -> None:
     anew = Path(folder, "ready").exists()
+    wait_until_all_are_up(Path(folder), 2 if anew else 3)
     with session(ROLES, timeout_s=RESTARTED_S if anew else LOST_S) as job:
         if not job.is_driver:
             job.serve()
@@ -191,7 +192,7 @@ def test_after_a_host_died_torchrun_goes_on_with_all_rows_of_the_others(network,
         nnodes="2:3",
         max_restarts=1,
         rdzv_id=None,  # each machine knows the job by its own agent
-        rdzv_conf="timeout=60,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3",
+        rdzv_conf="timeout=60,last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=3",
     )
     wait_for(tmp_path / "ready", job=job)
     network[1].crash()  # the last host gets its number then, and still finds its rows

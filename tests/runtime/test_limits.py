@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -20,7 +26,7 @@ def set_limits(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[int, int]]:
     monkeypatch.setattr(resource, "getrlimit", found.__getitem__)
     monkeypatch.setattr(resource, "setrlimit", found.__setitem__)
     monkeypatch.setattr(os, "getuid", lambda: 1000)
-    monkeypatch.setattr(limits, "_threads_of", lambda uid: 30)
+    monkeypatch.setattr(limits, "_threads_of", lambda uid, **_: 30)
     return found
 
 
@@ -52,4 +58,97 @@ def test_too_few_threads_are_told(set_limits: dict[int, tuple[int, int]]) -> Non
 
 
 def test_threads_are_counted() -> None:
-    assert limits._threads_of(os.getuid()) >= len(os.listdir("/proc/self/task"))
+    own = len(os.listdir("/proc/self/task"))
+    everything = limits._threads_of(os.getuid())
+    assert everything >= own
+    assert limits._threads_of(os.getuid(), but_children_of=os.getppid()) <= everything - own
+
+
+def test_ranks_of_a_launcher_count_with_what_all_of_them_will_need(
+    set_limits: dict[int, tuple[int, int]],
+) -> None:
+    set_limits[resource.RLIMIT_NPROC] = (70, 70)
+    limits.check_limits(3, one_node=True, starts=1, driver=True)
+    with pytest.raises(ConfigurationError, match="starts about 42"):
+        limits.check_limits(3, one_node=True, starts=3, driver=True, launched=True)
+
+
+def test_a_job_of_one_process_needs_some_too(set_limits: dict[int, tuple[int, int]]) -> None:
+    limits.check_limits(1, one_node=True, starts=1, driver=True)
+    assert set_limits[resource.RLIMIT_NOFILE] == (1024, 1 << 20)  # enough: left alone
+    set_limits[resource.RLIMIT_NOFILE] = (40, 40)
+    with pytest.raises(ConfigurationError, match="a job of one process .*ulimit -n 4096"):
+        limits.check_limits(1, one_node=True, starts=1, driver=True)
+
+
+# ---- real processes
+
+
+USER = 65532  # root has no limit of processes
+LIMITED = [
+    *("setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups"),
+    # the interpreter may lie where only root may look
+    *("--inh-caps=-all,+dac_read_search", "--ambient-caps=-all,+dac_read_search", "--"),
+]
+SESSION = "import torchrl_dist\nwith torchrl_dist.session(): print('up')"
+CLUSTER = "import torchrl_dist\nwith torchrl_dist.local_cluster({'a': 4}): print('up')"
+TRAIN = ["-m", "torchrl_dist", "train", "ddppo", "--learners", "2", "--output-dir", "run"]
+RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+STARTS = {
+    "session": ["-c", SESSION],
+    "torchrun": [*RANKS, "session.py"],
+    "local_cluster": ["-c", CLUSTER],
+    "train": TRAIN,
+}
+
+
+@pytest.fixture
+def work() -> Iterator[Path]:
+    """A folder that other users reach, too."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        (work := Path(folder, "work")).mkdir()
+        yield work
+
+
+@pytest.mark.parametrize(
+    ("start", "limit"),
+    [
+        *(("session", "-n 15"), ("local_cluster", "-n 40"), ("train", "-n 40")),
+        *(("session", "-u 7"), ("torchrun", "-u 30"), ("local_cluster", "-u 45")),
+        ("train", "-u 45"),
+    ],
+)
+def test_a_program_under_a_low_limit_says_so_and_does_not_abort(
+    start: str, limit: str, work: Path
+) -> None:
+    by_user = limit.startswith("-u")
+    if by_user and (os.getuid() != 0 or shutil.which("setpriv") is None):
+        pytest.skip("needs root and setpriv, to become a user whom the limit of processes binds")
+    if by_user:
+        os.chown(work, USER, USER)
+    (work.parent / "session.py").write_text(SESSION)
+    command = [sys.executable, *STARTS[start]]
+    command = [each.replace("session.py", str(work.parent / "session.py")) for each in command]
+    ended = subprocess.run(
+        ["bash", "-c", f'ulimit {limit}; exec "$@"', "-", *(LIMITED if by_user else []), *command],
+        cwd=work,
+        env={
+            **{name: value for name, value in os.environ.items() if name != "RANK"},
+            **{"OMP_NUM_THREADS": "1", "HOME": str(work), "TMPDIR": str(work)},
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        },
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    said = ended.stdout + ended.stderr
+    number = limit.split()[1]
+    told = f"may have {number} " + ("processes and threads" if by_user else "files and sockets")
+    assert told in said and f"ulimit {limit[:2]} 4096" in said, said
+    for sign in ("terminate called", "SIGABRT", "SIGSEGV", "what():", "Errno", "up\n"):
+        assert sign not in said, said
+    if start == "train":
+        assert ended.returncode == 2 and "Traceback" not in said, said
+    assert not (work / "run").exists()

@@ -120,13 +120,19 @@ def test_rank_0_says_that_its_port_is_taken(one_node: bool) -> None:
 def test_a_store_that_cannot_be_made_closes_its_descriptor_once_and_says_why(
     monkeypatch, closes: bool
 ) -> None:
+    others = []
+
     def fail(*args: object, master_listen_fd: int, **options: object) -> None:
         if closes:
             os.close(master_listen_fd)  # as torch does after it has taken it over
+            others.append(os.open(os.devnull, os.O_RDONLY))  # as another thread may, before we look
+            assert others == [master_listen_fd]
         raise dist.DistNetworkError("the cause")
 
     monkeypatch.setattr(dist, "TCPStore", fail)
     before = os.listdir("/proc/self/fd")
     with pytest.raises(DeadlineError, match="the cause"):
         keep_store("127.0.0.1", 0, 5)
+    for fd in others:
+        os.close(fd)
     assert os.listdir("/proc/self/fd") == before

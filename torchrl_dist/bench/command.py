@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from torchrl_dist import own_files
 from torchrl_dist.errors import ConfigurationError, TorchRLDistError
 
 if TYPE_CHECKING:
@@ -248,6 +249,11 @@ def check_folders(lines: Path | None, picture: Path | None = None) -> None:
     for path in (lines, picture):
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigurationError(f"{path}: there is no folder {path.absolute().parent}")
+    if lines is not None and os.path.lexists(lines):
+        try:
+            own_files.open_named(lines, append=True).close()
+        except OSError as error:
+            raise ConfigurationError(f"{lines}: cannot be appended to ({error})") from error
     if picture is not None and picture.is_file() and picture.stat().st_size:
         with picture.open("rb") as file:
             if not file.read(8).startswith((b"\x89PNG", b"%PDF", b"<?xml")):

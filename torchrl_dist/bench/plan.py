@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torchrl_dist import own_files
 from torchrl_dist.bench.command import above_zero, check_folders, folder_in, names, say
 from torchrl_dist.planner import MIN_GAIN, Costs, Layout, predict
 
@@ -271,7 +272,7 @@ def run(options: argparse.Namespace) -> int:
         for name in options.checks:
             print(checks[name](both, options.every), flush=True)
     if options.json is not None:
-        with options.json.open("a") as file:
+        with own_files.open_named(options.json, append=True) as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
     return 0
 

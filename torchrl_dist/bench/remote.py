@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from torchrl_dist import own_files
 from torchrl_dist.bench.command import (
     above_zero,
     add_figures,
@@ -413,7 +414,7 @@ def _append_json(
 ) -> None:
     import json
 
-    with path.open("a") as file:
+    with own_files.open_named(path, append=True) as file:
         for case, result in medians.items():
             line = {"bench": "remote", **asdict(case), **asdict(result), "batch": SAMPLE_BATCH}
             line["rates"] = [each.rate for each in results[case]]

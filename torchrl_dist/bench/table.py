@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchrl_dist import own_files
 from torchrl_dist.recipes.plots import save_figure
 
 
@@ -101,7 +102,7 @@ class Table:
 
 def append_json(path: Path, cells: list[dict[str, Any]], extra: Mapping[str, Any]) -> None:
     """One line per cell, with ``extra`` in each."""
-    with path.open("a") as file:
+    with own_files.open_named(path, append=True) as file:
         for cell in cells:
             file.write(json.dumps({**cell, **extra}) + "\n")
 

@@ -197,7 +197,7 @@ def _limits(probe: Probe) -> Iterator[Finding]:
 
     files = probe.open_files
     needed = descriptors_of(probe.world_size, not probe.several_nodes)
-    few = max(_FEW_FILES, needed // 2)
+    few = max(_FEW_FILES, needed * 2 // 3)
     many = max(_MANY_FILES, needed)
     state = OK if files is None or files >= many else FAIL if files < few else WARN
     yield Finding(

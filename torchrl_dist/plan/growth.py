@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from torchrl_dist import own_files
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.planner import Costs, Layout, predict
 
@@ -184,7 +185,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines = growth(costs)
     print_table(costs, lines)
     if options.json is not None:
-        options.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        with own_files.open_named(options.json, append=False) as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
     return 0
 
 

@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from torchrl_dist import own_files
 from torchrl_dist.planner import MIN_GAIN
 from torchrl_dist.recipes.plots import save_figure
 
@@ -192,7 +193,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines = regimes()
     print_table(lines)
     if options.json is not None:
-        options.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        with own_files.open_named(options.json, append=False) as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
     if options.plot is not None:
         plot(options.plot, lines)
     return 0

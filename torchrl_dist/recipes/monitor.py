@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import math
+import os
 import secrets
 import sys
 import threading
@@ -132,14 +133,23 @@ class Monitor:
         self._turned = time.monotonic()
         # TorchRL's loggers report themselves on stdout, where the result belongs.
         self._stderr: Any = BestEffort(sys.stderr)
+        csv = output / "csv"
+        folders = (*(csv / name for name in ("scalars", "videos", "texts")), csv)
+        folders = (output / "tensorboard", *folders)
+        self._made_folders = [each for each in folders if not each.exists()]
         with contextlib.redirect_stdout(self._stderr):
-            self._loggers = [
-                TensorboardLogger("tensorboard", log_dir=str(output)),
-                CSVLogger("csv", log_dir=str(output)),
-            ]
+            tensorboard = TensorboardLogger("tensorboard", log_dir=str(output))
+            writer = tensorboard.experiment.file_writer.event_writer
+            # its file's name is in no public attribute (seen: tensorboard 2.21)
+            self._event_file: str | None = getattr(writer, "_file_name", None)
+            self._loggers = [tensorboard, CSVLogger("csv", log_dir=str(output))]
             self._wandb_id: str = history.get("wandb_id") or secrets.token_hex(6)
             if wandb is not None:
-                self._loggers.append(_wandb_logger(wandb, self._wandb_id, title, output))
+                try:
+                    self._loggers.append(_wandb_logger(wandb, self._wandb_id, title, output))
+                except BaseException:
+                    self._remove_logs()
+                    raise
         watched = self._stderr.isatty()
 
         class Bar(tqdm):
@@ -319,6 +329,21 @@ class Monitor:
             "training": [list(point) for point in self.training],
             "wandb_id": self._wandb_id,
         }
+
+    def discard(self) -> None:
+        """Close, and remove the file and the folders that the loggers made. Called before anything
+        is logged. A folder in which something else lies stays."""
+        self.close()
+        self._remove_logs()
+
+    def _remove_logs(self) -> None:
+        self._loggers[0].experiment.close()  # idempotent; no file is made anew afterwards
+        if self._event_file is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(self._event_file)
+        for folder in self._made_folders:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
     def close(self) -> None:
         """End the progress line and flush the logs; idempotent."""

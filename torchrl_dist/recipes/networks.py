@@ -128,19 +128,20 @@ def _made(make: str, inputs: int | tuple[int, ...], outputs: int) -> nn.Module:
         )
     for name, module in made.named_modules():
         if _keeps_statistics(module):
-            where = f"{name} ({type(module).__name__})" if name else type(module).__name__
-            raise ConfigurationError(
-                f"--network: {make} returned a module with {where}, whose statistics of a batch "
-                "would differ between learners, collectors and target networks; use LayerNorm or "
-                "GroupNorm"
+            why = (
+                "whose statistics of a batch would differ between learners, collectors and target "
+                "networks; use LayerNorm or GroupNorm"
             )
-        if _computes_its_weights(module):
-            where = f"{name} ({type(module).__name__})" if name else type(module).__name__
-            raise ConfigurationError(
-                f"--network: {make} returned a module with {where}, which computes its weights "
-                "anew before each call (weight_norm, spectral_norm): they cannot be sent to "
-                "collectors or followed by a target network. Use plain layers, or LayerNorm"
+        elif _computes_its_weights(module):
+            why = (
+                "which computes its weights anew before each call (weight_norm, spectral_norm): "
+                "they cannot be sent to collectors or followed by a target network. Use plain "
+                "layers, or LayerNorm"
             )
+        else:
+            continue
+        where = f"{name} ({type(module).__name__})" if name else type(module).__name__
+        raise ConfigurationError(f"--network: {make} returned a module with {where}, {why}")
     rows = torch.zeros(2, inputs) if isinstance(inputs, int) else torch.zeros(2, *inputs)
     try:
         with torch.no_grad():

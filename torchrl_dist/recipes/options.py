@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from .. import own_files
 from ..errors import ConfigurationError
 
 T = TypeVar("T")
@@ -124,7 +125,7 @@ def read_options(path: str | os.PathLike[str], config_class: type) -> dict[str, 
     import yaml
 
     try:
-        text = Path(path).read_text()
+        text = _text_of(path)
         content, node = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigurationError(f"--config: cannot read {path} ({error})") from error
@@ -143,6 +144,14 @@ def read_options(path: str | os.PathLike[str], config_class: type) -> dict[str, 
                 f"--config: {path} names {name!r}, expected some of: {', '.join(names)}"
             )
     return {name: _from_yaml(name, value, types[name]) for name, value in content.items()}
+
+
+def _text_of(path: str | os.PathLike[str]) -> str:
+    """Of a plain file, or of what a shell has opened for this process (``/dev/fd/63``): a pipe that
+    anyone else has made may never have a writer."""
+    if Path(path).is_relative_to("/dev") and not Path(path).is_relative_to("/dev/shm"):
+        return Path(path).read_text()
+    return own_files.read_plain(path)
 
 
 def as_yaml(config: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from tensordict.nn import InteractionType, TensorDictModule
@@ -45,18 +46,35 @@ def critic_of(network: nn.Module) -> ValueOperator:
 
 
 class _Squashed(TanhNormal):
-    """TorchRL's, with bounds that follow the network to another device."""
+    """TorchRL's, with bounds that follow the network to another device, and the density of actions
+    scaled to -1 .. 1. That of actions in the environment's units would add the logarithm of the
+    unit to every step's reward: a bonus for long episodes, or for short ones."""
 
     def __init__(self, loc: Tensor, scale: Tensor, low: Tensor, high: Tensor) -> None:
         bounds = {"low": low.to(loc.device), "high": high.to(loc.device)}
         super().__init__(loc, scale, tanh_loc=False, **bounds)
+        self._of_unit = ((bounds["high"] - bounds["low"]) / 2).log().sum(-1)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """[...] of actions [..., A] in the environment's units."""
+        return super().log_prob(value) + self._of_unit
+
+    def rsample_and_log_prob(self, sample_shape: Any = ()) -> tuple[Tensor, Tensor]:
+        """As TorchRL's: the action in the environment's units, and its density."""
+        action, log_prob = super().rsample_and_log_prob(sample_shape)
+        return action, log_prob + self._of_unit
+
+    def sample_and_log_prob(self, sample_shape: Any = ()) -> tuple[Tensor, Tensor]:
+        """Likewise."""
+        action, log_prob = super().sample_and_log_prob(sample_shape)
+        return action, log_prob + self._of_unit
 
 
 def squashed_gaussian_actor(
     network: nn.Module, low: Sequence[float], high: Sequence[float]
 ) -> ProbabilisticActor:
     """Draws float32 ``action`` ``[..., A]`` between the bounds from the location and scale that
-    ``network`` gives."""
+    ``network`` gives. Its log-probabilities are those of actions scaled to -1 .. 1."""
     return ProbabilisticActor(
         TensorDictModule(network, ["observation"], ["loc", "scale"]),
         in_keys=["loc", "scale"],

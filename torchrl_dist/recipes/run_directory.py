@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import json
 import os
-import shutil
 from pathlib import Path
 
 from .. import own_files
@@ -138,14 +137,13 @@ def _refuse_others(folder: Path, option: str) -> None:
 
 def forget(output: Path, *, checkpoint: Path, replay: Path | None) -> None:
     """Leave nothing of a fresh run that has failed before its first checkpoint: its folder would
-    refuse a new run and a resumed one. What the run did not write stays."""
+    refuse a new run and a resumed one. What the run did not write stays; its monitor has removed
+    its own logs."""
     if checkpoint.is_file():
         return
     found = look(replay) if replay is not None else None
     if found is not None:
         remove(found)
-    for folder in (output / "tensorboard", output / "csv"):
-        shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):
         (output / _NOTE).unlink()
         output.rmdir()

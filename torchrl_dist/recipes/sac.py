@@ -83,11 +83,9 @@ def frames_of_a_batch(config: SACConfig, workers: int) -> int:
 
 
 def target_entropy(task: Task) -> float:
-    """-1 for each dimension of actions that were scaled to -1 .. 1 (Haarnoja et al. 2018,
-    arXiv:1812.05905, appendix D), in the environment's own units, which the policy's density is of:
-    where the bounds are narrower, no policy reaches -1."""
-    bounds = zip(task.action_low, task.action_high, strict=True)
-    return sum(math.log((high - low) / 2) - 1.0 for low, high in bounds)
+    """-1 for each dimension of the actions (Haarnoja et al. 2018, arXiv:1812.05905, appendix D).
+    The policy's density is of actions scaled to -1 .. 1."""
+    return -float(len(task.action_low))
 
 
 def limiter_of(config: SACConfig, workers: int) -> RateLimiter:

@@ -48,7 +48,13 @@ _FINAL = 2**20  # numbers the final evaluations apart from those during training
 _EVALUATION = 3  # a stream of seeds; collectors' and buffers' are 1 and 2
 
 # Of TorchRL's losses: buffers in their states that are no weights.
-_SETTINGS = ("entropy_coeff", "critic_coeff", "clip_epsilon", "_value_estimator.gamma")
+_SETTINGS = (
+    "entropy_coeff",
+    "critic_coeff",
+    "clip_epsilon",
+    "_value_estimator.gamma",
+    "_target_entropy",
+)
 
 
 class Learner(ABC):
@@ -455,16 +461,20 @@ class Keeper:
             history=dict(before.extra["history"]) if before else {},
             wandb=config.wandb,
         )
-        self.evaluations = Evaluations(
-            self.session,
-            EvaluatorConfig(training.policy, config.eval_episodes, config.eval_max_steps),
-            self.monitor.say,
-            failed=before.extra["history"].get("failed_evaluations", 0) if before else 0,
-        )
-        for remark in self.learner.remarks:
-            self.monitor.say(remark)
-        self._next_evaluation = self.monitor.frames + config.eval_interval_frames
-        self.save()
+        try:
+            self.evaluations = Evaluations(
+                self.session,
+                EvaluatorConfig(training.policy, config.eval_episodes, config.eval_max_steps),
+                self.monitor.say,
+                failed=before.extra["history"].get("failed_evaluations", 0) if before else 0,
+            )
+            for remark in self.learner.remarks:
+                self.monitor.say(remark)
+            self._next_evaluation = self.monitor.frames + config.eval_interval_frames
+            self.save()
+        except BaseException:
+            self.monitor.discard()
+            raise
 
     def collected(self, turn: Round) -> None:
         """Before the learner learns from it."""

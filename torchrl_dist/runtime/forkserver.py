@@ -31,6 +31,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -62,6 +63,7 @@ _PR_SET_PDEATHSIG = 1
 _BOOT_TIMEOUT_S = 120.0
 _KILL_TIMEOUT_S = 5.0
 _JOIN_S = 1.0  # until a client that has connected says what it wants
+_FULL_S = 0.01
 # The server that this process was forked by, or the one to use in place of new ones in tests.
 _address: str | None = None
 
@@ -185,7 +187,15 @@ class ForkServer:
         """Be one more client of a server that is there; returns its pid."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
             link.settimeout(_JOIN_S)
-            link.connect(self.address)
+            until = time.monotonic() + _JOIN_S
+            while True:
+                try:
+                    link.connect(self.address)
+                    break
+                except BlockingIOError:  # its queue is full: any user of the machine may fill it
+                    if time.monotonic() > until:
+                        raise
+                    time.sleep(_FULL_S)
             pid, uid = _peer(link)
             if uid != os.getuid():
                 raise ConnectionError("another user's")

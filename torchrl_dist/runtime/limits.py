@@ -1,7 +1,8 @@
 """What a job needs of this process' limits. Beyond them C++ aborts, without a word of the limit.
 
 The figures were measured with torch 2.13: for each process of the job that the driver is connected
-to, and for a session of two. Between hosts TensorPipe opens more connections for large tensors.
+to, and for a session of two, with the files of a recipe's run. Between hosts TensorPipe opens more
+connections for large tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ..errors import ConfigurationError
 
 _OF_ONE_NODE, _OF_SEVERAL = 12, 40
 _SESSION_OF_ONE_NODE, _SESSION_OF_SEVERAL = 60, 160
-_THREADS_OF_ONE_NODE, _THREADS_OF_SEVERAL = 14, 32
+_THREADS_OF_ONE_NODE, _THREADS_OF_SEVERAL, _THREADS_ALONE = 14, 32, 7
 # Some programs close every descriptor below the limit when they start.
 _MOST_RAISED = 1 << 16
 _FAR_AWAY = 1 << 14
@@ -29,40 +30,49 @@ def descriptors_of(world_size: int, one_node: bool) -> int:
     return _SESSION_OF_SEVERAL + _OF_SEVERAL * world_size
 
 
-def check_limits(world_size: int, *, one_node: bool, starts: int, driver: bool) -> None:
+def check_limits(
+    world_size: int, *, one_node: bool, starts: int, driver: bool, launched: bool = False
+) -> None:
     """Raise this process' soft limits to its hard ones, and refuse a job that they cannot hold.
 
     Args:
         starts: how many processes of the job this one starts, itself included.
         driver: this process is connected to all others.
+        launched: the ``starts`` are instead those that a launcher starts on this machine. Each of
+            them looks, at about the same time, so the others count with what they will need.
 
     Raises:
         ConfigurationError: names the limit and the command that raises it.
     """
+    needed = descriptors_of(world_size if driver else 2, one_node)
+    if world_size == 1:
+        needed = descriptors_of(1, one_node)
+    # A third of them is for large tensors and the user's own files, which there may never be.
+    least = len(os.listdir("/proc/self/fd")) + needed * 2 // 3
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_RAISED if hard == resource.RLIM_INFINITY else min(hard, _MOST_RAISED)
-    if soft != resource.RLIM_INFINITY and soft < most:
+    enough = least if world_size == 1 else most
+    if soft != resource.RLIM_INFINITY and soft < min(enough, most):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    needed = descriptors_of(world_size if driver else 2, one_node)
-    # Half of them is for large tensors and the user's own files, which there may never be.
-    least = len(os.listdir("/proc/self/fd")) + needed // 2
     if limit != resource.RLIM_INFINITY and limit < least:
+        job = "a job of one process" if world_size == 1 else f"a job of {world_size} processes"
         raise ConfigurationError(
-            f"this process may have {limit} files and sockets open, and in a job of {world_size} "
-            f"processes it needs up to {needed}: raise the limit before the start (ulimit -n "
-            f"{max(4096, needed)}; where that is refused, the administrator's hard limit)"
+            f"this process may have {limit} files and sockets open, and in {job} it needs up to "
+            f"{needed}: raise the limit before the start (ulimit -n {max(4096, needed)}; where "
+            "that is refused, the administrator's hard limit)"
         )
-    _check_threads(starts * (_THREADS_OF_ONE_NODE if one_node else _THREADS_OF_SEVERAL))
+    of_each = _THREADS_OF_ONE_NODE if one_node else _THREADS_OF_SEVERAL
+    _check_threads(_THREADS_ALONE if world_size == 1 else starts * of_each, launched=launched)
 
 
-def _check_threads(needed: int) -> None:
+def _check_threads(needed: int, *, launched: bool) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
     if soft != hard and soft != resource.RLIM_INFINITY:
         resource.setrlimit(resource.RLIMIT_NPROC, (hard, hard))
     if os.getuid() == 0 or hard == resource.RLIM_INFINITY or hard > needed + _FAR_AWAY:
         return
-    running = _threads_of(os.getuid())
+    running = _threads_of(os.getuid(), but_children_of=os.getppid() if launched else None)
     if running + needed > hard:
         raise ConfigurationError(
             f"this user may have {hard} processes and threads, {running} are there, and this job "
@@ -71,13 +81,22 @@ def _check_threads(needed: int) -> None:
         )
 
 
-def _threads_of(uid: int) -> int:
+def _threads_of(uid: int, *, but_children_of: int | None = None) -> int:
+    """Of all processes of the user, without those with this parent."""
     count = 0
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
             try:
-                if process.stat().st_uid == uid:
-                    count += len(os.listdir(process / "task"))
+                if process.stat().st_uid != uid:
+                    continue
+                if but_children_of is not None and _parent_of(process) == but_children_of:
+                    continue
+                count += len(os.listdir(process / "task"))
             except OSError:  # it ended meanwhile
                 continue
     return count
+
+
+def _parent_of(process: Path) -> int:
+    # the name in parentheses may have any character in it
+    return int((process / "stat").read_bytes().rpartition(b")")[2].split()[1])

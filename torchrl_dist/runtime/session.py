@@ -921,9 +921,14 @@ def joined(
     supervised: bool = False,
 ) -> Iterator[Session]:
     """``session`` over a given store; for the launchers of this package."""
-    if world.world_size > 1 and not supervised:  # local_cluster has looked already
+    if not supervised:  # local_cluster has looked already
+        launched = world.launcher != "local" and world.local_world_size > 1
         check_limits(
-            world.world_size, one_node=world.one_node, starts=1, driver=world.global_rank == 0
+            world.world_size,
+            one_node=world.one_node,
+            starts=world.local_world_size if launched else 1,
+            driver=world.global_rank == 0,
+            launched=launched,
         )
     member = rendezvous.meet(world, roles, store, timeout_s)
     me = Session(member, timeout_s=timeout_s, supervised=supervised)

@@ -1,0 +1,486 @@
+"""Another user of the machine with all tricks, against jobs as users start them: nothing of ours
+changes, no row can be read, nothing hangs, and bytes that reach a port of ours do nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import json
+import os
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.recipes.jobs import ENDLESS, TORCHRUN, Job, progress
+from tests.replay.faults import forked, run_forked
+from tests.spawn import run_job
+from tests.test_own_files import OTHER, PREPARED, VICTIM, become, contents, litter, run_as
+from torchrl_dist import DeadlineError, local_cluster, own_files, session
+from torchrl_dist.checkpoint import load_checkpoint
+from torchrl_dist.cli import main as cli
+from torchrl_dist.runtime import forkserver
+from torchrl_dist.runtime.signs import SignPost, give_sign
+from torchrl_dist.runtime.store import connect_store
+
+JUNK = {
+    "nothing": b"",
+    "a half": b"\x10",
+    "zeros": bytes(64),
+    "TLS": bytes.fromhex("16030100fa010000f60303") + bytes(range(240)),
+    "HTTP": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "much": b"\xff" * (1 << 20),
+}
+AS_VICTIM = [
+    *("setpriv", f"--reuid={VICTIM}", f"--regid={VICTIM}", "--clear-groups"),
+    # the interpreter may lie where only root may look
+    *("--inh-caps=-all,+dac_read_search", "--ambient-caps=-all,+dac_read_search", "--"),
+]
+needs_two_users = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("setpriv") is None,
+    reason="needs root and setpriv, to become two other users",
+)
+
+
+# ---- junk
+
+
+@contextlib.contextmanager
+def junk(connect: Callable[[], socket.socket], each: int = 60) -> Iterator[None]:
+    """Connections that send what they should not; a third of them stays open and silent, a third
+    closes, and a third resets."""
+    stay = []
+    for number in range(each):
+        for sent in JUNK.values():
+            connection = connect()
+            connection.settimeout(0.2)
+            with contextlib.suppress(OSError):
+                connection.sendall(sent)
+            if number % 3 == 0:
+                stay.append(connection)
+                continue
+            if number % 3 == 1 and connection.family != socket.AF_UNIX:
+                linger = struct.pack("ii", 1, 0)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            connection.close()
+    try:
+        yield
+    finally:
+        for connection in stay:
+            connection.close()
+
+
+def test_junk_at_the_port_for_signs_of_life_is_no_sign() -> None:
+    post, heard = SignPost("127.0.0.1", 2), []
+    _, port, *_ = json.loads(post.card)
+    thread = threading.Thread(target=post.serve, args=(60.0, lambda rank: heard.append(rank)))
+    thread.start()
+    try:
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(2):
+            with junk(lambda: socket.create_connection(("127.0.0.1", port), 5)):
+                assert give_sign(post.card, 1, 5.0) is None
+        assert heard == [1, 1]
+        give_sign(post.card, 1, 5.0)
+        deadline = time.monotonic() + 10
+        while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert len(os.listdir("/proc/self/fd")) <= before
+    finally:
+        post.close()
+        thread.join(10)
+        post.release()
+    assert not thread.is_alive()
+
+
+def _over_hosts(folder: str) -> None:
+    """In each of two ranks, as if each were alone on its node."""
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=os.environ["RANK"])
+    with session({"driver": 1, "worker": 1}, timeout_s=6.0) as me:
+        if not me.is_driver:
+            me.serve()
+            return
+        post = me._sign_post
+        assert post is not None
+        Path(folder, "card").write_text(post.card)
+        until = time.monotonic() + 60
+        while not Path(folder, "stop").exists():
+            assert time.monotonic() < until
+            me.call(me.peers[1], os.getpid)
+            time.sleep(0.05)
+        assert not me.lost()
+
+
+def test_junk_at_the_port_for_signs_does_not_end_a_job_over_hosts(tmp_path: Path) -> None:
+    def disturb(_: Any) -> None:
+        deadline = time.monotonic() + 60
+        while not (card := tmp_path / "card").exists() or not card.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        address, port, *_ = json.loads(card.read_text())
+        until = time.monotonic() + 8  # longer than the session's deadline
+        while time.monotonic() < until:
+            with junk(lambda: socket.create_connection((address, port), 5), each=20):
+                time.sleep(0.2)
+        (tmp_path / "stop").touch()
+
+    job = run_job(_over_hosts, {"folder": str(tmp_path)}, nproc=2, on_start=disturb)
+    assert job.returncode == 0, str(job)
+
+
+@contextlib.contextmanager
+def says(answer: bytes, then_silent: bool) -> Iterator[int]:
+    """The port of a program that answers with this, whatever it is asked."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        stay = []
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                    with contextlib.suppress(OSError):
+                        connection.sendall(answer)
+                except OSError:
+                    return
+                if then_silent:
+                    stay.append(connection)
+                else:
+                    connection.close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join(10)
+            for connection in stay:
+                connection.close()
+
+
+@pytest.mark.parametrize("then_silent", [True, False])
+@pytest.mark.parametrize("answer", ["nothing", "a half", "zeros", "TLS", "HTTP"])
+def test_whatever_answers_in_the_place_of_the_store_or_the_driver_is_told(
+    answer: str, then_silent: bool
+) -> None:
+    with says(JUNK[answer], then_silent) as port:
+        start = time.monotonic()
+        with pytest.raises(DeadlineError, match=f"127.0.0.1:{port}"):
+            connect_store("127.0.0.1", port, 1.0)
+        with pytest.raises(OSError):
+            give_sign(f'["127.0.0.1", {port}, "{"00" * 16}", "{"11" * 16}"]', 1, 1.0)
+        assert time.monotonic() - start < 20
+
+
+@needs_two_users
+def test_junk_of_another_user_at_the_fork_server_keeps_no_client_of_ours_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with forkserver.ForkServer() as server:
+
+        def flood() -> None:
+            become(OTHER)
+            until = time.monotonic() + 60
+            while time.monotonic() < until:
+                with junk(lambda: knock(server.address), each=100):
+                    pass
+
+        with local_cluster({"a": 2}, fork_server=server):
+            pass  # now it listens
+        monkeypatch.setattr(forkserver, "_address", server.address)
+        with forked(flood):
+            time.sleep(0.5)
+            for _ in range(5):
+                with forkserver.ForkServer() as client:
+                    assert client.pid == server.pid
+                    with local_cluster({"a": 2}, fork_server=client) as me:
+                        assert me.call(me.peers[1], os.getuid) == os.getuid()
+
+
+# ---- real jobs
+
+
+@pytest.fixture
+def ground(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder where everybody can make files, with all that another user can put there; that user
+    has also taken the name of our folder in memory."""
+    path = Path(tempfile.mkdtemp(prefix="torchrl_dist-test-", dir="/dev/shm"))
+    path.chmod(0o1777)
+    (path / "home").mkdir(0o755)
+    (path / "home" / "notes").write_text("measured for a year")
+    (path / "tmp").mkdir(0o700)
+    for each in (path / "home", path / "home" / "notes", path / "tmp"):
+        os.chown(each, VICTIM, VICTIM)
+    taken = Path(own_files._MEMORY) / f"torchrl_dist-{VICTIM}"
+    run_as(OTHER, taken.mkdir)
+    run_as(OTHER, litter, path)
+    for name, prepare in PREPARED.items():
+        place = path / f"prepared-{name.replace(' ', '-')}"
+        run_as(OTHER, prepare, place / "run" if name == "above" else place, path / "home/notes")
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+    shutil.rmtree(taken, ignore_errors=True)
+
+
+def variables_of(ground: Path) -> dict[str, str]:
+    """The environment of the victim's programs; other packages' files lie in ``ground/tmp``."""
+    own = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "RANK"))}
+    own |= dict.fromkeys(("TMPDIR", "XDG_CACHE_HOME", "MPLCONFIGDIR"), str(ground / "tmp"))
+    own |= {"HOME": str(ground / "home"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    return own | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+@contextlib.contextmanager
+def started_as_victim(launcher: Sequence[str], ground: Path) -> Iterator[Job]:
+    """An endless run in ``home/run``."""
+    home = ground / "home"
+    command = [*launcher, "-m", "torchrl_dist", "train", "apex", *ENDLESS, "--output-dir", "run"]
+    if launcher == [sys.executable]:
+        command += ["--collectors", "2"]
+    out, err = ground / "stdout.txt", ground / "stderr.txt"
+    out.touch(0o600)
+    err.touch(0o600)
+    with open(out, "w") as stdout, open(err, "w") as stderr:
+        process = subprocess.Popen(
+            [*AS_VICTIM, *command],
+            cwd=home,
+            env=variables_of(ground),
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+        )
+    job = Job(process, out, err)  # type: ignore[arg-type]
+    known: list[psutil.Process] = []
+    try:
+        yield job
+    finally:
+        known = job.descendants()
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        for left in known:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left.kill()
+
+
+def attack(ground: Path, pids: list[int], sockets: list[str]) -> None:
+    """What a user can try with another's running processes, files and sockets."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    buffer = ctypes.create_string_buffer(8)
+    for pid in pids:
+        at = Path(f"/proc/{pid}")
+        for name in ("mem", "environ", "maps", "smaps", "auxv", "syscall", "stack", "pagemap"):
+            with pytest.raises(PermissionError):
+                (at / name).read_bytes()[:1]
+        for name in ("fd", "map_files", "fdinfo"):
+            with pytest.raises(PermissionError):
+                os.listdir(at / name)
+        for name in ("cwd", "root", "exe"):
+            with pytest.raises(PermissionError):
+                os.listdir(at / name)
+        for number in (signal.SIGSTOP, signal.SIGTERM, 0):
+            with pytest.raises(PermissionError):
+                os.kill(pid, number)
+        assert libc.ptrace(16, pid, None, None) == -1  # PTRACE_ATTACH
+        assert ctypes.get_errno() == 1
+        pidfd = os.pidfd_open(pid)
+        for fd in range(20):
+            assert libc.syscall(438, pidfd, fd, 0) == -1  # pidfd_getfd
+        os.close(pidfd)
+        iov = struct.pack("PN", ctypes.addressof(buffer), 8)
+        assert libc.process_vm_readv(pid, iov, 1, struct.pack("PN", 4096, 8), 1, 0) == -1
+    run = ground / "home" / "run"
+    for attempt in (
+        lambda: os.listdir(run),
+        lambda: (run / "checkpoint.pt").read_bytes(),
+        lambda: (run / "replay" / "data" / "observation.bin").read_bytes(),
+        lambda: os.link(run / "checkpoint.pt", ground / "hard"),
+        lambda: os.rename(run, ground / "taken"),
+        lambda: os.rename(ground / "home", ground / "taken"),
+        lambda: (run / "checkpoint.pt").symlink_to(ground / "mine"),
+    ):
+        with pytest.raises(PermissionError):
+            attempt()
+    # Nothing of the victim's that lies where everybody can put files can be read, except what was
+    # left open to all before the job.
+    for place in (Path("/dev/shm"), Path(tempfile.gettempdir()), ground):
+        for each in place.iterdir():
+            status = each.lstat()
+            if status.st_uid == VICTIM and each != ground / "home":
+                assert not os.access(each, os.R_OK), each
+                assert not os.access(each, os.W_OK), each
+    for name in sockets:
+        with junk(lambda name=name: knock(name)):  # type: ignore[misc]
+            with knock(name) as link, contextlib.suppress(OSError), open("/dev/null") as null:
+                socket.send_fds(link, [b"client"], [null.fileno(), null.fileno()])
+
+
+def knock(address: str) -> socket.socket:
+    """A connection to a fork server's socket, whose queue may be full."""
+    deadline = time.monotonic() + 20
+    while True:
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            link.connect(address)
+            return link
+        except BlockingIOError:
+            link.close()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def sockets_of(pids: list[int]) -> list[str]:
+    """The abstract addresses at which these processes listen."""
+    inodes = set()
+    for pid in pids:
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                inodes.add(os.readlink(fd).removeprefix("socket:[").rstrip("]"))
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    named = [line for line in lines if len(line) == 8 and line[6] in inodes]
+    return sorted({"\0" + line[7][1:] for line in named if line[7].startswith("@torchrl_dist-")})
+
+
+def listening(pids: list[int]) -> set[tuple[int, str]]:
+    found = set()
+    for connection in psutil.net_connections("inet"):
+        if connection.status == psutil.CONN_LISTEN and connection.pid in pids:
+            found.add((connection.pid, connection.laddr.ip))
+    return found
+
+
+def ours_said(limit_s: int, *arguments: str) -> tuple[int, str]:
+    """What a command prints; it has so many seconds."""
+    signal.alarm(limit_s)
+    printed, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
+        try:
+            code = cli(arguments)
+        except SystemExit as error:
+            code = int(error.code or 0)
+    signal.alarm(0)
+    said = printed.getvalue() + errors.getvalue()
+    assert code in (0, 1, 2), said
+    assert "\x1b" not in said and "\x07" not in said, said
+    assert "Traceback" not in said, said
+    return code, said
+
+
+def all_commands(ground: Path) -> None:
+    """Each command, at each place that the other user has prepared."""
+    os.chdir(ground / "work")
+    home, small = ground / "home", ["--env", "CartPole-v1", "--total-frames", "64"]
+    toy = ["train", "apex", *small, "--collectors", "0", "--timeout-s", "10"]
+    run = home / "run"
+    places = sorted(
+        each for each in ground.iterdir() if each.is_dir() and each != home and each.name != "tmp"
+    )
+    places += sorted((ground / "work" / "runs").iterdir())
+    places += [ground / "prepared-above" / "run", Path("/dev/shm") / f"torchrl_dist-{VICTIM}"]
+    for number, place in enumerate(places):
+        for arguments in (
+            ["top", str(place), "--once", "--interval", "0.05"],
+            ["clean", str(place)],
+            ["clean", "--remove", str(place)],
+        ):
+            ours_said(30, *arguments)
+        for arguments in (
+            ["inspect", str(place)],
+            [*toy, "--resume", "--output-dir", str(place)],
+            [*toy, "--output-dir", str(home / f"new-{number}"), "--replay-dir", str(place)],
+            ["play", str(place)],
+            ["play", str(place / "checkpoint.pt")],
+            [*toy, "--config", str(place / "run.json")],
+        ):
+            code, said = ours_said(30, *arguments)
+            assert code in (1, 2), (arguments, said)
+    for arguments in (
+        ["top", "--once", "--interval", "0.1"],
+        ["top", str(run), "--once", "--interval", "0.1"],
+        ["inspect", str(run / "replay")],
+        ["play", str(run), "--episodes", "1"],
+    ):
+        code, said = ours_said(60, *arguments)
+        assert code == 0, (arguments, said)
+    code, said = ours_said(30, *toy, "--resume", "--output-dir", str(run))
+    assert code == 2 and "another run is going on" in said, said
+    for arguments in (
+        ["clean", "--remove"],
+        ["clean", "--remove", str(ground)],
+        ["clean", "--remove", str(home)],
+    ):
+        ours_said(100, *arguments)
+
+
+@needs_two_users
+@pytest.mark.parametrize("launcher", ["torchrun", "one command"])
+def test_another_user_with_all_tricks_against_a_recipe_and_every_command(
+    launcher: str, ground: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*TORCHRUN, "--nproc-per-node", "3"] if launcher == "torchrun" else [sys.executable]
+    run = ground / "home" / "run"
+    strange = {name: what for name, what in contents(ground).items() if what[0] == OTHER}
+    assert len(strange) > 60
+    with started_as_victim(words, ground) as job:
+        job.until(progress(run), "progress")
+        pids = [each.pid for each in job.descendants()]
+        ranks = {
+            pid for pid in pids if "torch.distributed.run" not in psutil.Process(pid).cmdline()
+        }
+        ports = listening([job.process.pid, *ranks] if launcher != "torchrun" else sorted(ranks))
+        assert ports and {address for _, address in ports} <= {"127.0.0.1", "::1"}, ports
+        before = others_than_run(ground / "home")
+        sockets = sockets_of([job.process.pid, *pids])
+        assert len(sockets) == (launcher != "torchrun")  # the fork server's
+        run_as(OTHER, attack, ground, pids, sockets)
+        if launcher != "torchrun":  # the commands' answers do not depend on it
+            assert run_forked(_commands_of(ground)) == 0
+            # it starts processes
+            command = [*AS_VICTIM, sys.executable, "-m", "torchrl_dist", "doctor", "--clean"]
+            done = subprocess.run(
+                [*command, "--no-round-trips", "--folder", str(ground)],
+                cwd=ground / "work",
+                env=variables_of(ground),
+                timeout=100,
+                capture_output=True,
+                text=True,
+            )
+            said = done.stdout + done.stderr
+            assert done.returncode in (0, 1) and "leftovers" in said, said
+            assert "\x1b" not in said and "Traceback" not in said, said
+        updates = load_checkpoint(run / "checkpoint.pt").counters["updates"]
+        job.until(progress(run, more_than=updates), "progress after it")
+        assert sorted(each.pid for each in job.descendants()) == sorted(pids), job.said()
+        os.kill(job.process.pid, signal.SIGINT)
+        job.wait()
+        assert job.result["stopped_by"] == "SIGINT" and not job.result["lost_collectors"]
+    assert others_than_run(ground / "home") == before
+    assert {n: w for n, w in contents(ground).items() if w[0] == OTHER} == strange
+    assert {each.lstat().st_uid for each in run.rglob("*")} == {VICTIM}
+    left = [n for n in os.listdir("/dev/shm") if os.lstat(f"/dev/shm/{n}").st_uid == VICTIM]
+    assert not left
+
+
+def others_than_run(home: Path) -> dict[str, Any]:
+    """What lies there, but for the run that goes on."""
+    return {name: what for name, what in contents(home).items() if name.partition("/")[0] != "run"}
+
+
+def _commands_of(ground: Path) -> Callable[[], None]:
+    def body() -> None:
+        become(VICTIM)
+        all_commands(ground)
+
+    return body
