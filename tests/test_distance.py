@@ -1,9 +1,8 @@
-"""What work costs over a long way: 40 ms to and fro between two hosts, each a network namespace."""
+"""What work costs over a long way: 100 ms to and fro between two hosts, each a network namespace."""
 
 from __future__ import annotations
 
 import json
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,18 +20,18 @@ pytestmark = [
     pytest.mark.timeout(150),
     pytest.mark.skipif(netns.missing() is not None, reason=f"no hosts here: {netns.missing()}"),
 ]
-WAY_S = 0.02
-BATCHES, STEPS = 150, 12
+WAY_S = 0.05
+BATCHES, STEPS = 120, 10
 
 
-def median_s(function: Callable[[], object], count: int) -> float:
-    """How long a call takes. The first two are not counted, which open connections."""
+def least_s(function: Callable[[], object], count: int) -> float:
+    """How long a call takes at least: beyond the way, what else the machine does counts."""
     times = []
-    for _ in range(count + 2):
+    for _ in range(count):
         began = time.perf_counter()
         function()
         times.append(time.perf_counter() - began)
-    return statistics.median(times[2:])
+    return min(times)
 
 
 def seconds_per_batch(buffer: HostedReplayBuffer) -> float:
@@ -59,7 +58,7 @@ def take_steps() -> list[float]:
             assert not loss.ranks.any(False)
             step()
 
-        return [median_s(step, STEPS), median_s(ask_and_step, STEPS)]
+        return [least_s(step, STEPS), least_s(ask_and_step, STEPS)]
 
 
 def far_apart(folder: str) -> None:
@@ -69,7 +68,7 @@ def far_apart(folder: str) -> None:
             job.serve()
             return
         far = job.peers[1]
-        facts = {"call": median_s(lambda: job.call(far, abs, -1), 9)}
+        facts = {"call": least_s(lambda: job.call(far, abs, -1), 9)}
         for ahead in (4, None):
             with replay_buffer(
                 job, f"ahead {ahead}", capacity=4096, batch_size=64, hosts=[far], prefetch=ahead
@@ -95,5 +94,5 @@ def test_far_hosts_cost_neither_the_draw_its_rate_nor_an_update_more_than_two_ro
     # what the user has chosen stays; chosen by us, it hides the way
     assert facts["of 4"] == 4 and facts["of None"] > 16, facts
     assert facts["None ahead"] < facts["4 ahead"] / 3, facts
-    assert facts["step"] < 2.6 * 2 * WAY_S, facts
-    assert facts["ask and step"] < 3.7 * 2 * WAY_S, facts
+    assert facts["step"] < 2.8 * 2 * WAY_S, facts
+    assert facts["ask and step"] < 3.8 * 2 * WAY_S, facts

@@ -40,6 +40,10 @@ _BLOCK = 64
 # By group, what its last meeting agreed on: until the next one, tensors of one size can be summed
 # without a meeting of their own.
 _agreed: dict[str, str] = {}
+# By group of ranks on several hosts.
+_groups_of_sums: dict[str, dist.ProcessGroup] = {}
+# Each rank sends the whole tensor to each while that is so much more than its share at most.
+_DIRECT_BYTES = 2**20
 # How long a rank whose collective failed waits for the others to say that they wait as well.
 _GRACE_S = 3.0
 _STOPPED = ", stopped"
@@ -369,9 +373,8 @@ class Ranks:
         code = zlib.crc32(f"{what} {details}".encode())
         block = torch.zeros(_BLOCK, dtype=torch.float64, device="cpu")
         block[: 1 + len(values)] = torch.tensor([code, *values], dtype=torch.float64, device="cpu")
-        sent = block.repeat(self.size, 1).to(self._device)
         _agreed.pop(self._name, None)
-        codes, *sums = self._to_each(sent, what).T.tolist()
+        codes, *sums = self._from_each(block, what).T.tolist()
         if any(other != code for other in codes):
             # All ranks see this, and come here.
             told = self.exchange(details, what)
@@ -383,18 +386,21 @@ class Ranks:
             )
         return [sum(each) for each in sums[: len(values)]]
 
-    def _to_each(self, rows: Tensor, what: str) -> Tensor:
-        """What every rank has for this one: row ``i`` of ``rows`` goes to rank ``i``."""
+    def _from_each(self, block: Tensor, what: str) -> Tensor:
+        """Every rank's block, [size, len(block)]."""
         assert self.group is not None
-        group, received = self.group, torch.empty_like(rows)
-        if rows.device.type != "cpu":
-            self._calls += 1
-            dist.all_to_all_single(received, rows, group=group)
-        else:
-            options = dist.AllToAllOptions()
-            self._wait_for(
-                lambda: group.alltoall_base(received, rows, [], [], options), options, what
-            )
+        blocks = block.repeat(self.size, 1)
+        if self._device.type == "cpu":
+            return self._to_each(blocks, what, self.group)
+        self._calls += 1
+        received = blocks.to(self._device)
+        dist.all_gather_into_tensor(received, received[self.index].clone(), group=self.group)
+        return received
+
+    def _to_each(self, rows: Tensor, what: str, group: dist.ProcessGroup) -> Tensor:
+        """What every rank has for this one: row ``i`` of ``rows`` goes to rank ``i``."""
+        received, options = torch.empty_like(rows), dist.AllToAllOptions()
+        self._wait_for(lambda: group.alltoall_base(received, rows, [], [], options), options, what)
         return received
 
     def _sum(self, tensor: Tensor, what: str) -> None:
@@ -403,9 +409,37 @@ class Ranks:
         if tensor.device.type != "cpu":
             self._calls += 1
             dist.all_reduce(tensor, group=group)
+        elif len({who.host for who in self.members}) > 1:
+            self._sum_from_afar(tensor.view(-1), what)
         else:
             options = dist.AllreduceOptions()
             self._wait_for(lambda: group.allreduce([tensor], options), options, what)
+
+    def _sum_from_afar(self, tensor: Tensor, what: str) -> None:
+        """In one round trip, or two for a large tensor, where gloo's ring takes two per rank."""
+        group, size = self._group_of_sums(), self.size
+        if (size - 2) * tensor.nbytes <= _DIRECT_BYTES:
+            received = self._to_each(tensor.expand(size, -1).contiguous(), what, group)
+            torch.sum(received, 0, out=tensor)
+            return
+        parts = tensor.new_zeros(size, -(-tensor.numel() // size))
+        parts.view(-1)[: tensor.numel()] = tensor
+        own = self._to_each(parts, what, group).sum(0)
+        received = self._to_each(own.expand(size, -1).contiguous(), what, group)
+        tensor.copy_(received.view(-1)[: tensor.numel()])
+
+    def _group_of_sums(self) -> dist.ProcessGroup:
+        """Of the same ranks: in the group itself gloo would take the block of a rank that meets for
+        a part of another rank's tensor, and abort."""
+        assert self.group is not None
+        if self._name not in _groups_of_sums:
+            _groups_of_sums[self._name] = dist.new_group(
+                dist.get_process_group_ranks(self.group),
+                timeout=timedelta(seconds=self.timeout_s),
+                backend="gloo",
+                use_local_synchronization=True,
+            )
+        return _groups_of_sums[self._name]
 
     def _wait_for(self, begin: Callable[[], dist.Work], options: Any, what: str) -> None:
         """A collective on the CPU, from its begin to its end."""
