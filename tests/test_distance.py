@@ -1,4 +1,4 @@
-"""What work costs over a long way: 100 ms to and fro between two hosts, each a network namespace."""
+"""What work costs over a long way: 100 ms to and fro between two hosts (network namespaces)."""
 
 from __future__ import annotations
 

@@ -218,13 +218,9 @@ def stop_after_different_updates() -> tuple[str, str, float]:
 
 def test_a_rank_with_fewer_backward_passes_is_named_with_its_place(two_ranks) -> None:
     first, second = two_ranks.run(stop_after_different_updates)
-    places = {
-        "which waits at a call of forward, did not come to the question whether to stop",
-        "which waits at the question whether to stop, did not come to a call of forward",
-    }
     for kind, text, seconds in (first, second):
-        assert kind == "DeadlineError" and 2.5 < seconds < 15
-        assert any(place in text for place in places), text
+        assert kind == "ConfigurationError" and seconds < 15
+        assert "rank 0 is at the question whether to stop while rank 1 is at a call of" in text
         assert "loss.ranks.any(len(buffer) < 1000)" in text
 
 

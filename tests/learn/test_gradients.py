@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,6 +35,7 @@ from tests.learn.losses import (
 )
 from tests.learn.ranks import LearningRanks
 from torchrl_dist import ConfigurationError, DistributedLoss, DriftError
+from torchrl_dist.learn import ranks as ranks_module
 
 ROWS = 12
 SPLITS = {"equal": [(0, 6), (6, 12)], "unequal": [(0, 3), (3, 12)]}
@@ -47,6 +49,10 @@ def part_of(batch: TensorDict, split: str) -> TensorDict:
 def distributed(name: str, **kwargs: Any) -> LossModule:
     """Each rank starts from other parameters; rank 0's are those of ``make_loss(name)``."""
     return DistributedLoss(make_loss(name, seed=dist.get_rank()), timeout_s=20, **kwargs)
+
+
+def collectives(loss: Any) -> int:
+    return int(loss.ranks._calls - loss.ranks._exchanges)
 
 
 def assert_close(
@@ -292,7 +298,7 @@ def after_updates(style: str) -> tuple[dict[str, Tensor], int, str]:
     update = Updates(loss, style)
     for seed in range(5):
         update(part_of(make_batch("td3", ROWS, seed), "unequal"))
-    return dict(loss.state_dict()), loss.ranks._collectives, loss.check_drift()
+    return dict(loss.state_dict()), collectives(loss), loss.check_drift()
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -303,14 +309,41 @@ def test_every_style_of_update_gives_one_process_parameters(
     update = Updates(alone, style)
     for seed in range(5):
         update(make_batch("td3", ROWS, seed))
-    (first, collectives, checksum), (second, _, same) = two_ranks.run(after_updates, style)
+    (first, count, checksum), (second, _, same) = two_ranks.run(after_updates, style)
     assert checksum == same
     assert_close(first, second, atol=0)
     assert_close(first, dict(alone.state_dict()), atol=2e-5)
     calls = {"methods": 5 + 3, "accumulated": 5 * 3}.get(style, 5)
     passes = 5 + 3 if style in ("methods", "two_passes") else 5
-    # The copy of the parameters and each averaging take two: first ranks see that they are there.
-    assert collectives == 2 + calls + 2 * passes
+    # The copy of the parameters takes two: first the ranks see that they are there. After a call of
+    # the loss they know.
+    assert count == 2 + calls + passes
+
+
+def from_afar(direct_bytes: int) -> dict[str, Tensor]:
+    ranks_module._DIRECT_BYTES, before = direct_bytes, ranks_module._DIRECT_BYTES
+    try:
+        loss = distributed("td3")
+        loss.ranks.members = tuple(
+            dataclasses.replace(who, host=f"host{who.index}") for who in loss.ranks.members
+        )
+        for seed in range(2):
+            total(loss(part_of(make_batch("td3", ROWS, seed), "unequal"))).backward()
+        return gradients(loss)
+    finally:
+        ranks_module._DIRECT_BYTES = before
+
+
+@pytest.mark.parametrize("direct_bytes", [2**20, -1], ids=["one way", "two ways"])
+def test_ranks_on_several_hosts_average_as_those_of_one(
+    two_ranks: LearningRanks, direct_bytes: int
+) -> None:
+    alone = make_loss("td3")
+    for seed in range(2):
+        total(alone(make_batch("td3", ROWS, seed))).backward()
+    first, second = two_ranks.run(from_afar, direct_bytes)
+    assert_close(first, second, atol=0, rtol=0)
+    assert_close(first, gradients(alone), atol=2e-6)
 
 
 def reached_by_one_rank() -> list[dict[str, Tensor]]:
@@ -606,17 +639,17 @@ def sharing_a_network() -> tuple[str, dict[str, Tensor], dict[str, Tensor], int]
     loss.zero_grad()
     other = DistributedLoss(other, timeout_s=20)
     other(batch.clone())["loss"].backward()
-    return refused, before, gradients(other), other.ranks._collectives
+    return refused, before, gradients(other), collectives(other)
 
 
 def test_a_network_is_averaged_by_one_loss_at_a_time(two_ranks: LearningRanks) -> None:
     alone = make_loss("dqn")
     alone(make_batch("dqn", ROWS))["loss"].backward()
-    for refused, before, after, collectives in two_ranks.run(sharing_a_network):
+    for refused, before, after, count in two_ranks.run(sharing_a_network):
         assert "value_network_params" in refused and "another distributed loss" in refused
         assert_close(before, gradients(alone))
         assert_close(after, gradients(alone))
-        assert collectives == 2 + 1 + 2  # the copy of the parameters, one call, one average
+        assert count == 2 + 1 + 1  # the copy of the parameters, one call, one average
 
 
 def of_a_nested_loss() -> dict[str, Tensor]:

@@ -180,8 +180,7 @@ class Ranks:
                 while not self._store.wait(keys, _SLICE_S):
                     with contextlib.suppress(*(() if is_late() else (StoreSilent,))):
                         say_so()
-                        self._raise_reported()
-                        self._raise_if_apart(what)
+                        self._raise_reported(what)
                         # First those, since one that has come may have ended by now.
                         gone = {who for who in self.members if who.state() == "gone"}
                         absent = self._absent(keys)
@@ -297,8 +296,16 @@ class Ranks:
                 return kind(f"{message} (says {who})")
         return RemoteError(message, peer=f"rank {index}", host=who.host, remote_traceback=trace)
 
-    def _raise_reported(self) -> None:
-        if self._store.check("failure"):
+    def _raise_reported(self, what: str = "") -> None:
+        """What another rank has reported, or, while this one waits for ``what``, that the next rank
+        waits for something else in the same call of these methods. Where some ranks do, one of them
+        is next to one that does not."""
+        reported = self._store.check("failure")
+        other = (self.index + 1) % self.size
+        theirs = self._store.found(self._waiting_key(other)) if what else None
+        if theirs not in (None, "", what):
+            raise ConfigurationError(_apart(self.index, what, other, str(theirs)))
+        if reported:
             raise self._remote_error(json.loads(self._store.get("failure")))
 
     # ---- collectives
@@ -452,21 +459,13 @@ class Ranks:
                 while not _done(work):
                     say_so()
                     with contextlib.suppress(dist.DistError):
-                        self._raise_reported()
-                        self._raise_if_apart(what)
+                        self._raise_reported(what)
                 work.wait()
         except TorchRLDistError:  # reported by another rank
             raise
         except RuntimeError as error:
             late = time.monotonic() - start >= self.timeout_s
             raise self._explanation(what, error, late=late) from error
-
-    def _raise_if_apart(self, what: str) -> None:
-        """If another rank waits for something else in the same call of these methods."""
-        for index in range(self.size):
-            theirs = self._store.found(self._waiting_key(index))
-            if theirs not in (None, "", what):
-                raise ConfigurationError(_apart(self.index, what, index, str(theirs)))
 
     def _waiting_key(self, index: int) -> str:
         return f"waiting/{self._calls}/{index}"
@@ -572,10 +571,9 @@ def backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def _apart(index: int, what: str, other: int, theirs: str) -> str:
-    (_, first), (_, second) = places = sorted([(index, what), (other, theirs)])
-    (index, _), (other, _) = places
+    (index, what), (other, theirs) = sorted([(index, what), (other, theirs)])
     return (
-        f"rank {index} is at {first} while rank {other} is at {second}: all ranks must make the "
+        f"rank {index} is at {what} while rank {other} is at {theirs}: all ranks must make the "
         f"same calls in the same order. Perhaps {_UNEQUAL}"
     )
 
