@@ -390,14 +390,16 @@ def leftovers() -> list[str]:
 
 
 @functools.cache
-def missing() -> str | None:
-    """Why there can be no hosts here; None if there can."""
+def missing(*, way_s: float = 0.0) -> str | None:
+    """Why there can be no hosts here, so far from one another; None if there can."""
     try:
-        with hosts(1) as network:
+        with hosts(1, way_s=way_s) as network:
             network[0].start(["true"]).wait(10)
             return None if network[0]._started[0].returncode == 0 else "no mount namespaces"
     except FileNotFoundError as error:
-        return f"{error.filename} is not installed"
+        return f"there is no {error.filename}"
+    except OSError as error:
+        return f"no network devices of programs: {error}"
     except subprocess.CalledProcessError as error:
         return f"no network namespaces: {error.stderr.strip()}"
 

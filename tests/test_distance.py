@@ -18,7 +18,10 @@ from torchrl_dist import DistributedLoss, HostedReplayBuffer, replay_buffer, ses
 
 pytestmark = [
     pytest.mark.timeout(150),
-    pytest.mark.skipif(netns.missing() is not None, reason=f"no hosts here: {netns.missing()}"),
+    pytest.mark.skipif(
+        netns.missing(way_s=1e-3) is not None,
+        reason=f"no far hosts here: {netns.missing(way_s=1e-3)}",
+    ),
 ]
 WAY_S = 0.05
 BATCHES, STEPS = 120, 10
@@ -94,5 +97,6 @@ def test_far_hosts_cost_neither_the_draw_its_rate_nor_an_update_more_than_two_ro
     # what the user has chosen stays; chosen by us, it hides the way
     assert facts["of 4"] == 4 and facts["of None"] > 16, facts
     assert facts["None ahead"] < facts["4 ahead"] / 3, facts
-    assert facts["step"] < 2.8 * 2 * WAY_S, facts
-    assert facts["ask and step"] < 3.8 * 2 * WAY_S, facts
+    # two round trips, three with the question, and the computation
+    assert facts["step"] < 3.5 * 2 * WAY_S, facts
+    assert facts["ask and step"] < 4.5 * 2 * WAY_S, facts

@@ -434,6 +434,7 @@ def test_who_is_not_taken_in_is_told(
     fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
     monkeypatch.setattr(module, "_address", fork_server.address)
+    fork_server.wait_up()
     before = os.listdir(f"/proc/{fork_server.pid}/fd")
     with room_for(room, fork_server.pid), ForkServer() as client:
         with pytest.raises(PeerLostError, match="is gone: closed"):

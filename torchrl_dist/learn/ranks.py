@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -39,11 +40,12 @@ _SLICE_S = 1.0
 _BLOCK = 64
 # By group, what its last meeting agreed on: until the next one, tensors of one size can be summed
 # without a meeting of their own.
-_agreed: dict[str, str] = {}
+_agreed: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 # By group of ranks on several hosts.
-_groups_of_sums: dict[str, dist.ProcessGroup] = {}
-# Each rank sends the whole tensor to each while that is so much more than its share at most.
-_DIRECT_BYTES = 2**20
+_groups_of_sums: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+# The whole tensor goes from each rank to each if that is not more in all than so many bytes beyond
+# its parts, and a tensor not larger than that.
+_DIRECT_BYTES, _MOST_DIRECT_BYTES = 2**18, 2**24
 # How long a rank whose collective failed waits for the others to say that they wait as well.
 _GRACE_S = 3.0
 _STOPPED = ", stopped"
@@ -129,7 +131,6 @@ class Ranks:
         if self.size > 1:
             start_clock()
             assert self.group is not None
-            self._name = self.group.group_name
             if "cpu" not in backends(self.group):
                 self._device = torch.device("cuda", torch.cuda.current_device())
             store, meeting = self.group.get_group_store(), "the meeting of the ranks"
@@ -326,12 +327,12 @@ class Ranks:
             agreed: what ``add_up`` was given that stands for this shape and type. If no other
                 meeting came after it, the ranks do not meet again.
         """
-        if self.size == 1:
+        if self.group is None or self.size == 1:
             return
-        if not agreed or _agreed.get(self._name) != agreed:
+        if not agreed or _agreed.get(self.group) != agreed:
             # With buffers of different sizes, gloo aborts the process.
             self._meet(what, f"{details} {tensor.numel()} {tensor.dtype}", [], compare)
-            _agreed[self._name] = agreed
+            _agreed[self.group] = agreed
         self._sum(tensor, what)
 
     def add_up(
@@ -354,14 +355,14 @@ class Ranks:
         Raises:
             ConfigurationError: the ranks differ in ``what``, ``details`` or the count.
         """
-        if self.size == 1:
+        if self.group is None or self.size == 1:
             return list(values)
         sums: list[float] = []
         details += f" {len(values)}"
-        for start in range(0, max(len(values), 1), _BLOCK - 2):
-            part = values[start : start + _BLOCK - 2]
+        for start in range(0, max(len(values), 1), _BLOCK - 1):
+            part = values[start : start + _BLOCK - 1]
             sums += self._meet(what, details, part, compare)
-        _agreed[self._name] = agreed
+        _agreed[self.group] = agreed
         return sums
 
     def _meet(
@@ -377,10 +378,11 @@ class Ranks:
         much; and in a collective of another kind than ``_sum``'s, since gloo would take one rank's
         block for a part of the other's tensor.
         """
+        assert self.group is not None
         code = zlib.crc32(f"{what} {details}".encode())
         block = torch.zeros(_BLOCK, dtype=torch.float64, device="cpu")
         block[: 1 + len(values)] = torch.tensor([code, *values], dtype=torch.float64, device="cpu")
-        _agreed.pop(self._name, None)
+        _agreed.pop(self.group, None)
         codes, *sums = self._from_each(block, what).T.tolist()
         if any(other != code for other in codes):
             # All ranks see this, and come here.
@@ -425,13 +427,14 @@ class Ranks:
     def _sum_from_afar(self, tensor: Tensor, what: str) -> None:
         """In one round trip, or two for a large tensor, where gloo's ring takes two per rank."""
         group, size = self._group_of_sums(), self.size
-        if (size - 2) * tensor.nbytes <= _DIRECT_BYTES:
+        more_bytes = (size - 2) * tensor.nbytes
+        if more_bytes <= _DIRECT_BYTES and tensor.nbytes <= _MOST_DIRECT_BYTES:
             received = self._to_each(tensor.expand(size, -1).contiguous(), what, group)
             torch.sum(received, 0, out=tensor)
             return
         parts = tensor.new_zeros(size, -(-tensor.numel() // size))
         parts.view(-1)[: tensor.numel()] = tensor
-        own = self._to_each(parts, what, group).sum(0)
+        own = self._to_each(parts, what, group).sum(0, dtype=tensor.dtype)
         received = self._to_each(own.expand(size, -1).contiguous(), what, group)
         tensor.copy_(received.view(-1)[: tensor.numel()])
 
@@ -439,14 +442,14 @@ class Ranks:
         """Of the same ranks: in the group itself gloo would take the block of a rank that meets for
         a part of another rank's tensor, and abort."""
         assert self.group is not None
-        if self._name not in _groups_of_sums:
-            _groups_of_sums[self._name] = dist.new_group(
+        if self.group not in _groups_of_sums:
+            _groups_of_sums[self.group] = dist.new_group(
                 dist.get_process_group_ranks(self.group),
                 timeout=timedelta(seconds=self.timeout_s),
                 backend="gloo",
                 use_local_synchronization=True,
             )
-        return _groups_of_sums[self._name]
+        return _groups_of_sums[self.group]
 
     def _wait_for(self, begin: Callable[[], dist.Work], options: Any, what: str) -> None:
         """A collective on the CPU, from its begin to its end."""
