@@ -426,7 +426,7 @@ class Ranks:
 
     def _sum_from_afar(self, tensor: Tensor, what: str) -> None:
         """In one round trip, or two for a large tensor, where gloo's ring takes two per rank."""
-        group, size = self._group_of_sums(), self.size
+        group, size = self._group_of_sums(what), self.size
         more_bytes = (size - 2) * tensor.nbytes
         if more_bytes <= _DIRECT_BYTES and tensor.nbytes <= _MOST_DIRECT_BYTES:
             received = self._to_each(tensor.expand(size, -1).contiguous(), what, group)
@@ -438,17 +438,20 @@ class Ranks:
         received = self._to_each(own.expand(size, -1).contiguous(), what, group)
         tensor.copy_(received.view(-1)[: tensor.numel()])
 
-    def _group_of_sums(self) -> dist.ProcessGroup:
+    def _group_of_sums(self, what: str) -> dist.ProcessGroup:
         """Of the same ranks: in the group itself gloo would take the block of a rank that meets for
         a part of another rank's tensor, and abort."""
         assert self.group is not None
         if self.group not in _groups_of_sums:
-            _groups_of_sums[self.group] = dist.new_group(
-                dist.get_process_group_ranks(self.group),
-                timeout=timedelta(seconds=self.timeout_s),
-                backend="gloo",
-                use_local_synchronization=True,
-            )
+            try:
+                _groups_of_sums[self.group] = dist.new_group(
+                    dist.get_process_group_ranks(self.group),
+                    timeout=timedelta(seconds=self.timeout_s),
+                    backend="gloo",
+                    use_local_synchronization=True,
+                )
+            except RuntimeError as error:  # a rank has died or stopped since they met
+                raise self._explanation(what, error, late=True) from error
         return _groups_of_sums[self.group]
 
     def _wait_for(self, begin: Callable[[], dist.Work], options: Any, what: str) -> None:
