@@ -90,7 +90,7 @@ def far_apart(folder: str) -> None:
 def test_far_hosts_cost_neither_the_draw_its_rate_nor_an_update_more_than_two_round_trips(tmp_path):
     with netns.hosts(2, way_s=WAY_S) as network:
         job = run_tasks(network, far_apart, {"folder": str(tmp_path)}, tmp_path)
-        assert job.wait(120) == [0, 0], job
+        assert job.wait(120) == [0, 0], str(job)
     assert netns.leftovers() == []
     facts = json.loads((tmp_path / "facts").read_text())
     assert facts["call"] > 2 * WAY_S, facts  # the way is as long as it should be

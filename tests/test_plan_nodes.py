@@ -63,7 +63,7 @@ def test_two_nodes_collect_as_predicted(tmp_path: Path) -> None:
 
     with netns.hosts(3) as network:  # the learner has a host of its own
         job = netns.run_tasks(network, collect_over_nodes, {"folder": str(tmp_path)}, tmp_path)
-        assert job.wait(150) == [0, 0, 0], job
+        assert job.wait(150) == [0, 0, 0], str(job)
     measured = json.loads((tmp_path / "rate").read_text())
     costs = replace(COSTS, idle_s=STEP_S, spread=0.0)
     one, two = (

@@ -72,7 +72,7 @@ def left_beside(program: Path) -> set[str]:
 def test_a_program_for_torchrun_prints_what_its_page_says(program: Path) -> None:
     ranks, _ = PROGRAMS[program.name]
     job = run_job([str(program)], nproc=ranks, cold=True)  # as users start it
-    assert job.returncode == 0, job
+    assert job.returncode == 0, str(job)
     lines = [job.log(rank).splitlines()[-1] + "\n" for rank in range(ranks)]
     assert all(re.fullmatch(PRINTS[program.name], line) for line in lines), lines
     if program.name == "learn.py":

@@ -99,7 +99,7 @@ def test_torchruns_ranks_are_children_of_its_agent_which_restarts_them(tmp_path:
     agents = []
     folder = {"folder": str(tmp_path)}
     job = run_job(one_rank_is_killed_once, folder, nproc=2, max_restarts=1, on_start=agents.append)
-    assert job.returncode == 0, job
+    assert job.returncode == 0, str(job)
     ranks = [path.read_text().split() for path in tmp_path.iterdir()]
     assert len({pid for pid, _ in ranks}) == 4 and {p for _, p in ranks} == {str(agents[0].pid)}
 

@@ -79,9 +79,9 @@ def test_after_sigterm_the_learner_ends_in_order_and_nothing_is_left(
         on_start=when_it_collects,
     )  # it also fails where a process is left
     frames = int((tmp_path / "stopped").read_text())
-    assert frames >= FRAMES and frames % FRAMES == 0, job
+    assert frames >= FRAMES and frames % FRAMES == 0, str(job)
     for text in job.logs[0].values():
-        assert "Traceback" not in text and "Warning: " not in text, job
+        assert "Traceback" not in text and "Warning: " not in text, str(job)
 
 
 INTERRUPTED = """

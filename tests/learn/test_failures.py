@@ -311,7 +311,7 @@ def test_ctrl_c_stops_all_ranks_after_the_same_update(tmp_path: Path, whom: str)
 
     job = run_job(learn_until_stopped, {"folder": str(tmp_path)}, nproc=2, on_start=interrupt)
     stopped = [(tmp_path / f"stopped{index}").read_text() for index in range(2)]
-    assert stopped[0] == stopped[1] == (tmp_path / "checkpoint").read_text(), job
+    assert stopped[0] == stopped[1] == (tmp_path / "checkpoint").read_text(), str(job)
     assert int(stopped[0]) >= 5 and job.seconds < 45
 
 

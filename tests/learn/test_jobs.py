@@ -51,7 +51,7 @@ ROWS, BATCH, DRAWS, UPDATES = 64, 128, 150, 5
 def test_ranks_with_one_buffer_learn_cartpole(tmp_path: Path) -> None:
     command = ["-m", "torchrl_dist.recipes.ddp_dqn", "--updates", "500", "--output", str(tmp_path)]
     job = run_job(command, nproc=2, timeout_s=160)
-    assert job.returncode == 0, job
+    assert job.returncode == 0, str(job)
     result = json.loads(job.log(0).splitlines()[-1])
     # 1,000 rows before the first update, then 8 per update, by all ranks together.
     assert result["ranks"] == 2 and result["updates"] == 500
@@ -228,7 +228,7 @@ def test_lightning_fabric(tmp_path: Path) -> None:
     script.write_text(FABRIC)
     folder = str(tmp_path / "replay")
     job = run_job([str(script), folder], nproc=2)
-    assert job.returncode == 0, job
+    assert job.returncode == 0, str(job)
     for rank in range(2):
         assert Path(f"{folder}.rank{rank}").read_text() == "2 ranks 200 rows True"
 

@@ -94,7 +94,7 @@ def run_case(
 def test_a_killed_or_stopped_rank_is_named_under_each_launcher(tmp_path: Path) -> None:
     ports = [reserved_port() for _ in CASES]
     job = run_job(in_a_rank, {"folder": str(tmp_path), "ports": ports}, nproc=2, timeout_s=100)
-    assert job.returncode == 0, job
+    assert job.returncode == 0, str(job)
     for launcher, name, whom in CASES:
         case = f"{launcher} {name} {whom}"
         told = tmp_path / f"{case}.json"

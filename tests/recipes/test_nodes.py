@@ -73,7 +73,7 @@ def test_every_recipe_runs_on_two_nodes_under_torchrun(network, tmp_path: Path) 
     job = run_torchrun(
         network[:2], each_recipe_in_turn, {"folder": str(tmp_path)}, tmp_path, nproc=[2, 2]
     )
-    assert job.wait(200) == [0, 0], job
+    assert job.wait(200) == [0, 0], str(job)
     results = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
     counted = {name: (r["learners"], r["collectors"]) for name, r in results.items()}
     assert counted == {
@@ -111,7 +111,7 @@ def test_training_goes_on_without_a_node_that_was_killed(network, tmp_path: Path
     def until(condition: Callable[[], bool]) -> None:
         give_up = time.monotonic() + 120
         while not condition():
-            assert job.processes[0].poll() is None and time.monotonic() < give_up, job
+            assert job.processes[0].poll() is None and time.monotonic() < give_up, str(job)
             time.sleep(0.1)
 
     until(progress(run))
@@ -119,7 +119,7 @@ def test_training_goes_on_without_a_node_that_was_killed(network, tmp_path: Path
     until(lambda: "collector1 is lost (" in job.log(0))
     until(progress(run, more_than=load_checkpoint(run / "checkpoint.pt").counters["updates"]))
     job.processes[0].send_signal(signal.SIGTERM)
-    assert job.wait(60, hosts=[0, 1]) == [128 + signal.SIGTERM, 0], job
+    assert job.wait(60, hosts=[0, 1]) == [128 + signal.SIGTERM, 0], str(job)
     result = json.loads(job.log(0).splitlines()[-1])
     assert result["lost_collectors"] == ["collector1"]
-    assert result["stopped_by"] == "SIGTERM" and "Traceback" not in job.log(0), job
+    assert result["stopped_by"] == "SIGTERM" and "Traceback" not in job.log(0), str(job)

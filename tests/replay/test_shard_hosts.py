@@ -154,7 +154,7 @@ def test_the_others_go_on_without_a_host_that_is_cut_off_or_paused_until_it_is_b
     disturb(job, tmp_path, "paused", network[2].pause)
     network[2].resume()
     disturb(job, tmp_path, "killed", network[2].kill)
-    assert job.wait(60) == [0, 0, -9], job
+    assert job.wait(60) == [0, 0, -9], str(job)
     assert [list(host.shm.iterdir()) for host in network[:2]] == [[], []]
 
 
@@ -196,7 +196,7 @@ def test_after_a_host_died_torchrun_goes_on_with_all_rows_of_the_others(network,
     )
     wait_for(tmp_path / "ready", job=job)
     network[1].crash()  # the last host gets its number then, and still finds its rows
-    assert job.wait(150, [0, 2]) == [0, 0], job
+    assert job.wait(150, [0, 2]) == [0, 0], str(job)
     length, hosts, rows = json.loads((tmp_path / "resumed").read_text())
     assert length == 2 * ROWS and hosts == ["host0", "host2"]
     assert rows == [[1000 * k + i for i in range(ROWS)] for k in (0, 2)]
@@ -289,4 +289,4 @@ def test_calls_outlive_a_cut_and_end_with_a_host_that_vanishes(network, tmp_path
     wait_for(tmp_path / "ready to be gone", job=job)
     network[2].unplug()
     (tmp_path / "gone").touch()
-    assert job.wait(60)[:2] == [0, 0], job
+    assert job.wait(60)[:2] == [0, 0], str(job)

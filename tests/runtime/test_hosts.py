@@ -43,7 +43,7 @@ def everybody_calls_everybody(folder: str) -> None:
 def test_ranks_on_three_hosts_know_their_nodes_and_call_each_other(network, tmp_path):
     job = run_torchrun(network, everybody_calls_everybody, {"folder": str(tmp_path)}, tmp_path,
                        nproc=[2, 1, 1])  # fmt: skip
-    assert job.wait(90) == [0, 0, 0], job
+    assert job.wait(90) == [0, 0, 0], str(job)
     facts = [json.loads((tmp_path / f"facts{rank}").read_text()) for rank in range(4)]
     places = [(0, 0), (0, 1), (1, 0), (2, 0)]
     assert facts == [[node, local, f"host{node}", "torchrun", False] for node, local in places]
@@ -61,7 +61,7 @@ def the_driver_calls(folder: str) -> None:
 def test_hosts_without_ipv4_whose_own_names_are_on_loopback_meet(tmp_path):
     with netns.hosts(2, ipv6=True) as network:
         job = run_tasks(network, the_driver_calls, {"folder": str(tmp_path)}, tmp_path)
-        assert job.wait(90) == [0, 0], job
+        assert job.wait(90) == [0, 0], str(job)
 
 
 # Long enough for two busy cores to answer; what waits longer than this must have failed.
@@ -114,27 +114,27 @@ def start_and_disturb(network, folder: Path, while_away: str, disturb) -> HostJo
 def test_when_a_cable_is_pulled_both_sides_know_and_the_others_go_on(network, tmp_path):
     job = start_and_disturb(network, tmp_path, "silent", network[2].unplug)
     assert "no sign of life" in (tmp_path / "report").read_text()
-    assert job.wait(30, [2]) == [1], job
+    assert job.wait(30, [2]) == [1], str(job)
     assert "PeerLostError: the job has ended: learner0 on host0 is lost: no sign" in job.log(2)
     (tmp_path / "go on").touch()
-    assert job.wait(30, [0, 1]) == [0, 0], job
+    assert job.wait(30, [0, 1]) == [0, 0], str(job)
 
 
 def test_a_host_that_was_paused_too_long_is_told_that_the_job_goes_on_without_it(network, tmp_path):
     job = start_and_disturb(network, tmp_path, "silent", network[2].pause)
     assert "no sign of life" in (tmp_path / "report").read_text()
     network[2].resume()
-    assert job.wait(30, [2]) == [1], job
-    assert "counts collector1 as lost" in job.log(2), job
+    assert job.wait(30, [2]) == [1], str(job)
+    assert "counts collector1 as lost" in job.log(2), str(job)
     (tmp_path / "go on").touch()
-    assert job.wait(30, [0, 1]) == [0, 0], job
+    assert job.wait(30, [0, 1]) == [0, 0], str(job)
 
 
 def test_when_a_host_is_killed_its_connections_break_at_once(network, tmp_path):
     job = start_and_disturb(network, tmp_path, "gone", network[2].kill)
     assert "connection failed" in (tmp_path / "report").read_text()
     (tmp_path / "go on").touch()
-    assert job.wait(30) == [0, 0, -9], job
+    assert job.wait(30) == [0, 0, -9], str(job)
 
 
 # TCP sends again 0.2, 0.6, 1.4, 3 and 6.2 s after the first time. What is sent in the first 2 s of
@@ -172,7 +172,7 @@ def test_neither_a_long_message_nor_a_cut_below_the_deadline_loses_a_host(networ
     time.sleep(0.66 * PATIENT_S)  # the cut itself
     network[1].plug_in()
     (tmp_path / "plugged in").touch()
-    assert job.wait(60) == [0, 0], job
+    assert job.wait(60) == [0, 0], str(job)
 
 
 def the_driver_only_starts(folder: str) -> None:
@@ -189,6 +189,6 @@ def test_when_the_drivers_host_vanishes_the_others_end_with_an_error(network, tm
     job = run_tasks(network, the_driver_only_starts, {"folder": str(tmp_path)}, tmp_path)
     wait_for(tmp_path / "ready", job=job)
     network[0].crash()
-    assert job.wait(4 * TIMEOUT_S, [1, 2]) == [1, 1], job
+    assert job.wait(4 * TIMEOUT_S, [1, 2]) == [1, 1], str(job)
     for host in (1, 2):
         assert "the job has ended: learner0 on host0 is lost: no sign of life" in job.log(host)

@@ -115,9 +115,9 @@ def test_after_a_lost_rank_torchrun_restarts_all_and_they_meet_again(tmp_path):
     folder = tmp_path / "replay"
     arguments = {"folder": str(folder)}
     job = run_job(a_peer_is_killed_once, arguments, nproc=3, max_restarts=1)
-    assert job.returncode == 0, job
-    assert "stopping ['collector1']" in job.log(0, restart=0), job
-    assert "finished with 8 rows" in job.log(0, restart=1), job
+    assert job.returncode == 0, str(job)
+    assert "stopping ['collector1']" in job.log(0, restart=0), str(job)
+    assert "finished with 8 rows" in job.log(0, restart=1), str(job)
     assert not folder.exists()  # the second end was in order
 
 
@@ -155,7 +155,7 @@ def test_a_signal_to_torchrun_lets_the_driver_finish_through_the_others(tmp_path
 
     job = run_job(the_driver_waits_for_a_stop, {"folder": str(tmp_path)}, nproc=2,
                   on_start=interrupt)  # fmt: skip
-    assert (tmp_path / "answer").read_text() == "True", job
+    assert (tmp_path / "answer").read_text() == "True", str(job)
     assert job.seconds < 40
 
 

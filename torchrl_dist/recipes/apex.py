@@ -78,7 +78,9 @@ class Apex(Learner):
         config, buffer = self.config, self.buffer
         new, self._frames = frames - self._frames, frames
         if not self._has_enough:
-            mine = [len(buffer) >= config.learning_starts, self.collector.frames_per_batch]
+            # A full ring is shorter for as long as a collector rewrites rows.
+            has_enough = len(buffer) >= config.learning_starts or buffer.storage._is_full
+            mine = [has_enough, self.collector.frames_per_batch]
             enough, full = zip(
                 *self.ranks.exchange(mine, "the question whether to learn"), strict=True
             )
