@@ -289,7 +289,7 @@ class HostJob:
 
     def __repr__(self) -> str:
         codes = [process.poll() for process in self.processes]
-        parts = [f"--- host {k}: {codes[k]} ---\n{self.log(k)[-6000:]}" for k in range(len(codes))]
+        parts = [f"--- host {k}: {codes[k]} ---\n{self.log(k)[-20_000:]}" for k in range(len(codes))]
         return "\n".join(parts)
 
 
