@@ -38,6 +38,7 @@ LAYERS = {
 FOLDERS = {
     "replay": ["law", "row", "node", "saving", "parts", "hosts"],
     "collect": ["loop", "worker", "node", "learner"],
+    "recipes": ["parts", "training", "apex", "ddppo", "impala", "sac"],
 }
 PUBLIC_NAMES = """
     CheckpointError CollectReport ConfigurationError DeadlineError DirectoryError DistributedLoss

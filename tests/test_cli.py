@@ -17,10 +17,10 @@ import torch
 from torchrl_dist.checkpoint import Checkpoint, save_checkpoint
 from torchrl_dist.cli import _check_shape, _delivered, _print_result, _unsearched_imports, main
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.recipes.apex_config import ApexConfig
+from torchrl_dist.recipes.apex.config import ApexConfig
 from torchrl_dist.recipes.catalog import RECIPES
-from torchrl_dist.recipes.networks import QNetwork
-from torchrl_dist.recipes.options import flag, from_plain, read_options
+from torchrl_dist.recipes.parts.networks import QNetwork
+from torchrl_dist.recipes.training.options import flag, from_plain, read_options
 
 
 def a_policy(path: Path, env: str = "CartPole-v1") -> Path:

@@ -26,8 +26,8 @@ from torchrl_dist.checkpoint import Checkpoint, save_checkpoint
 from torchrl_dist.cli import main as cli
 from torchrl_dist.errors import CheckpointError, ConfigurationError, DirectoryError
 from torchrl_dist.ops import probe
-from torchrl_dist.recipes.plots import draw_learning_curve
-from torchrl_dist.recipes.run_directory import check_rows, claim, claim_rows
+from torchrl_dist.recipes.parts.plots import draw_learning_curve
+from torchrl_dist.recipes.training.run_directory import check_rows, claim, claim_rows
 from torchrl_dist.replay import SharedMemmapStorage, SharedReplayBuffer
 from torchrl_dist.runtime import pulse
 from torchrl_dist.runtime.world import process_stamp

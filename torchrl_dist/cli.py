@@ -228,7 +228,7 @@ def _parser(command: Sequence[str] = ()) -> argparse.ArgumentParser:
 
 def _add_train(commands: argparse._SubParsersAction) -> None:
     from .recipes.catalog import RECIPES
-    from .recipes.options import add_options
+    from .recipes.training.options import add_options
 
     train = commands.add_parser("train", help="train a recipe", description="Train a recipe.")
     recipes = train.add_subparsers(title="recipes", metavar="RECIPE", required=True)
@@ -264,8 +264,8 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from .recipes.config import config_to_resume
-    from .recipes.options import as_yaml, given_options, read_options
+    from .recipes.training.config import config_to_resume
+    from .recipes.training.options import as_yaml, given_options, read_options
 
     recipe = options.recipe
     given = given_options(options, recipe.config)
@@ -302,8 +302,8 @@ def _train(options: argparse.Namespace) -> int:
     for_roles = config
     with contextlib.ExitStack() as stack:
         with _unsearched_imports():
-            from .recipes.environments import look_at
-            from .recipes.run_directory import check_rows, claim, forget
+            from .recipes.parts.environments import look_at
+            from .recipes.training.run_directory import check_rows, claim, forget
             from .runtime import ForkServer, local_cluster, session
 
             server = None
@@ -436,7 +436,7 @@ def _play(options: argparse.Namespace) -> int:
         raise ConfigurationError(f"--episodes: got {options.episodes}, expected at least 1")
     if not 0 <= options.seed < 2**31:
         raise ConfigurationError(f"--seed: got {options.seed}, expected 0 to 2147483647")
-    from .recipes.play import play
+    from .recipes.parts.play import play
 
     return _print_result(
         play(

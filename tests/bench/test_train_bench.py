@@ -32,9 +32,9 @@ from torchrl_dist.bench.train_plan import (
 )
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.recipes.catalog import RECIPES
-from torchrl_dist.recipes.environments import look_at
-from torchrl_dist.recipes.networks import PolicySpec
-from torchrl_dist.recipes.training import Start
+from torchrl_dist.recipes.parts.environments import look_at
+from torchrl_dist.recipes.parts.networks import PolicySpec
+from torchrl_dist.recipes.training.loop import Start
 from torchrl_dist.runtime import session
 
 ENVS = {"apex": "CartPole-v1", "ddppo": "CartPole-v1", "impala": "CartPole-v1"} | {
@@ -154,7 +154,7 @@ def both(tmp_path: Path, monkeypatch) -> Iterator[Callable[..., tuple[Any, Any]]
             )
             task = look_at(config.env, discrete=config.discrete)
             policy = PolicySpec.of(task, config.policy_kind, config.hidden, config.network)
-            recipe = importlib.import_module(f"torchrl_dist.recipes.{algorithm}")
+            recipe = importlib.import_module(f"torchrl_dist.recipes.{algorithm}.recipe")
             torch.manual_seed(0)
             made.append(recipe.build(config, task, policy, job, Start()))
             torch.manual_seed(0)

@@ -9,10 +9,10 @@ import torch
 from tensordict import TensorDict
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from torchrl_dist.recipes.apex_actor import EpsilonGreedy, RowsWithPriority, actor_epsilons
-from torchrl_dist.recipes.dqn_learner import DQNLearner
-from torchrl_dist.recipes.environments import Images
-from torchrl_dist.recipes.networks import QNetwork
+from torchrl_dist.recipes.apex.actor import EpsilonGreedy, RowsWithPriority, actor_epsilons
+from torchrl_dist.recipes.apex.dqn_learner import DQNLearner
+from torchrl_dist.recipes.parts.environments import Images
+from torchrl_dist.recipes.parts.networks import QNetwork
 
 GAMMA = 0.9
 N_STEPS = 3

@@ -13,7 +13,7 @@ import pytest
 from torchrl_dist.checkpoint import load_checkpoint
 from torchrl_dist.cli import main
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.recipes.monitor import check_wandb
+from torchrl_dist.recipes.training.monitor import check_wandb
 from torchrl_dist.runtime import ForkServer
 
 from .jobs import (

@@ -16,14 +16,14 @@ from torchrl.objectives import ClipPPOLoss
 from tests.spawn import spawn
 from torchrl_dist import session
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.recipes import apex
-from torchrl_dist.recipes.apex_config import ApexConfig
-from torchrl_dist.recipes.ddppo import DDPPO, build, normalized
-from torchrl_dist.recipes.ddppo_config import DDPPOConfig
-from torchrl_dist.recipes.environments import look_at
-from torchrl_dist.recipes.networks import PolicySpec
-from torchrl_dist.recipes.policies import categorical_actor, critic_of
-from torchrl_dist.recipes.training import Start
+from torchrl_dist.recipes.apex import recipe as apex
+from torchrl_dist.recipes.apex.config import ApexConfig
+from torchrl_dist.recipes.ddppo.config import DDPPOConfig
+from torchrl_dist.recipes.ddppo.recipe import DDPPO, build, normalized
+from torchrl_dist.recipes.parts.environments import look_at
+from torchrl_dist.recipes.parts.networks import PolicySpec
+from torchrl_dist.recipes.parts.policies import categorical_actor, critic_of
+from torchrl_dist.recipes.training.loop import Start
 
 TASK = look_at("CartPole-v1", discrete=True)
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from torchrl_dist import local_cluster
-from torchrl_dist.recipes.evaluate import evaluate
-from torchrl_dist.recipes.evaluator import Evaluations, Evaluator, EvaluatorConfig
-from torchrl_dist.recipes.networks import PolicySpec, QNetwork
+from torchrl_dist.recipes.parts.evaluate import evaluate
+from torchrl_dist.recipes.parts.networks import PolicySpec, QNetwork
+from torchrl_dist.recipes.training.evaluator import Evaluations, Evaluator, EvaluatorConfig
 
 ENDLESS = "torchrl_dist_test/Endless-v0"
 CONFIG = EvaluatorConfig(
@@ -151,7 +151,7 @@ def test_a_process_that_plays_itself_waits_for_itself_with_a_deadline_and_outliv
     free = threading.Event()
     fault = free.wait if how == "hangs" else functools.partial(sys.exit, 3)
     monkeypatch.setattr(Endless, "step", lambda self, action: fault())
-    monkeypatch.setattr("torchrl_dist.recipes.evaluator._LATE_S", 0.0)
+    monkeypatch.setattr("torchrl_dist.recipes.training.evaluator._LATE_S", 0.0)
     endless = EvaluatorConfig(PolicySpec(ENDLESS, 4, (8,), num_actions=2), 2, 10)
     with local_cluster({"learner": 1}, timeout_s=0.5) as session:
         evaluations = Evaluations(session, endless, said.append)

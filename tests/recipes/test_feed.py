@@ -12,13 +12,14 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from torchrl_dist import local_cluster
-from torchrl_dist.recipes import apex, sac
-from torchrl_dist.recipes.apex_config import ApexConfig
-from torchrl_dist.recipes.environments import look_at
-from torchrl_dist.recipes.feed import Feed, moved
-from torchrl_dist.recipes.networks import PolicySpec
-from torchrl_dist.recipes.sac_config import SACConfig
-from torchrl_dist.recipes.training import Start
+from torchrl_dist.recipes.apex import recipe as apex
+from torchrl_dist.recipes.apex.config import ApexConfig
+from torchrl_dist.recipes.parts.environments import look_at
+from torchrl_dist.recipes.parts.networks import PolicySpec
+from torchrl_dist.recipes.sac import recipe as sac
+from torchrl_dist.recipes.sac.config import SACConfig
+from torchrl_dist.recipes.training.feed import Feed, moved
+from torchrl_dist.recipes.training.loop import Start
 
 CPU = torch.device("cpu")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -15,9 +15,9 @@ from tensordict import TensorDict
 from torchrl_dist.checkpoint import load_checkpoint
 from torchrl_dist.cli import main
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.recipes.apex_actor import RowsWithPriority
-from torchrl_dist.recipes.environments import Images, look_at, make_env
-from torchrl_dist.recipes.networks import PolicySpec, QNetwork, ValueNetwork
+from torchrl_dist.recipes.apex.actor import RowsWithPriority
+from torchrl_dist.recipes.parts.environments import Images, look_at, make_env
+from torchrl_dist.recipes.parts.networks import PolicySpec, QNetwork, ValueNetwork
 
 ATARI, GRID = "ALE/Pong-v5", "MiniGrid-Empty-5x5-v0"
 for package in ("ale_py", "cv2", "minigrid"):

@@ -8,9 +8,9 @@ from tensordict import TensorDict
 from torch.distributions import Categorical
 from torchrl.objectives.value.functional import generalized_advantage_estimate
 
-from torchrl_dist.recipes.impala import vtrace
-from torchrl_dist.recipes.networks import CategoricalNetwork, ValueNetwork
-from torchrl_dist.recipes.policies import categorical_actor
+from torchrl_dist.recipes.impala.recipe import vtrace
+from torchrl_dist.recipes.parts.networks import CategoricalNetwork, ValueNetwork
+from torchrl_dist.recipes.parts.policies import categorical_actor
 
 GAMMA = 0.9
 

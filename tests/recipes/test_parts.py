@@ -16,17 +16,20 @@ from torchrl_dist import SharedMemmapStorage, local_cluster
 from torchrl_dist.checkpoint import Checkpoint, save_checkpoint
 from torchrl_dist.collect.worker.registrations import dump_registrations
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.recipes import apex, environments, monitor, training
-from torchrl_dist.recipes.apex_config import ApexConfig
-from torchrl_dist.recipes.environments import for_collectors, look_at, make_env
-from torchrl_dist.recipes.evaluate import evaluate, play_rendered
-from torchrl_dist.recipes.evaluator import Evaluator, EvaluatorConfig
-from torchrl_dist.recipes.monitor import Bound, Monitor
-from torchrl_dist.recipes.networks import PolicySpec
-from torchrl_dist.recipes.play import play
-from torchrl_dist.recipes.plots import Evaluation, draw_learning_curve
-from torchrl_dist.recipes.run_directory import claim, forget
-from torchrl_dist.recipes.training import choose_device
+from torchrl_dist.recipes.apex import recipe as apex
+from torchrl_dist.recipes.apex.config import ApexConfig
+from torchrl_dist.recipes.parts import environments
+from torchrl_dist.recipes.parts.environments import for_collectors, look_at, make_env
+from torchrl_dist.recipes.parts.evaluate import evaluate, play_rendered
+from torchrl_dist.recipes.parts.networks import PolicySpec
+from torchrl_dist.recipes.parts.play import play
+from torchrl_dist.recipes.parts.plots import Evaluation, draw_learning_curve
+from torchrl_dist.recipes.training import loop as training
+from torchrl_dist.recipes.training import monitor
+from torchrl_dist.recipes.training.evaluator import Evaluator, EvaluatorConfig
+from torchrl_dist.recipes.training.loop import choose_device
+from torchrl_dist.recipes.training.monitor import Bound, Monitor
+from torchrl_dist.recipes.training.run_directory import claim, forget
 
 
 def claim_in(

@@ -11,11 +11,13 @@ import torch
 
 from torchrl_dist import local_cluster
 from torchrl_dist.checkpoint import load_checkpoint
-from torchrl_dist.recipes import ddppo, impala, sac
-from torchrl_dist.recipes.environments import look_at
-from torchrl_dist.recipes.networks import PolicySpec
-from torchrl_dist.recipes.play import play
-from torchrl_dist.recipes.training import Start
+from torchrl_dist.recipes.ddppo import recipe as ddppo
+from torchrl_dist.recipes.impala import recipe as impala
+from torchrl_dist.recipes.parts.environments import look_at
+from torchrl_dist.recipes.parts.networks import PolicySpec
+from torchrl_dist.recipes.parts.play import play
+from torchrl_dist.recipes.sac import recipe as sac
+from torchrl_dist.recipes.training.loop import Start
 from torchrl_dist.runtime import ForkServer
 
 from .jobs import (

@@ -15,11 +15,12 @@ from torchrl.objectives import SACLoss
 
 from torchrl_dist import RPCBatchedCollector, local_cluster
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.recipes import environments
-from torchrl_dist.recipes.environments import look_at
-from torchrl_dist.recipes.networks import PolicySpec
-from torchrl_dist.recipes.policies import action_values_of, squashed_gaussian_actor
-from torchrl_dist.recipes.sac import (
+from torchrl_dist.recipes.parts import environments
+from torchrl_dist.recipes.parts.environments import look_at
+from torchrl_dist.recipes.parts.networks import PolicySpec
+from torchrl_dist.recipes.parts.policies import action_values_of, squashed_gaussian_actor
+from torchrl_dist.recipes.sac.config import SACConfig
+from torchrl_dist.recipes.sac.recipe import (
     ActionValue,
     frames_of_a_batch,
     limiter_of,
@@ -27,7 +28,6 @@ from torchrl_dist.recipes.sac import (
     run,
     target_entropy,
 )
-from torchrl_dist.recipes.sac_config import SACConfig
 
 TASK = look_at("Pendulum-v1", discrete=False)
 

@@ -23,16 +23,20 @@ from torchrl_dist.errors import (
     RemoteError,
     TorchRLDistError,
 )
-from torchrl_dist.recipes import apex, ddppo, impala, sac, training
-from torchrl_dist.recipes.apex_config import ApexConfig
-from torchrl_dist.recipes.config import RecipeConfig, config_to_resume
-from torchrl_dist.recipes.ddppo_config import DDPPOConfig
-from torchrl_dist.recipes.environments import look_at
-from torchrl_dist.recipes.impala_config import ImpalaConfig
-from torchrl_dist.recipes.networks import PolicySpec
-from torchrl_dist.recipes.sac_config import SACConfig
-from torchrl_dist.recipes.shared_rows import shared_buffer
-from torchrl_dist.recipes.training import Start, choose_device, stream_seed, train
+from torchrl_dist.recipes.apex import recipe as apex
+from torchrl_dist.recipes.apex.config import ApexConfig
+from torchrl_dist.recipes.ddppo import recipe as ddppo
+from torchrl_dist.recipes.ddppo.config import DDPPOConfig
+from torchrl_dist.recipes.impala import recipe as impala
+from torchrl_dist.recipes.impala.config import ImpalaConfig
+from torchrl_dist.recipes.parts.environments import look_at
+from torchrl_dist.recipes.parts.networks import PolicySpec
+from torchrl_dist.recipes.sac import recipe as sac
+from torchrl_dist.recipes.sac.config import SACConfig
+from torchrl_dist.recipes.training import loop as training
+from torchrl_dist.recipes.training.config import RecipeConfig, config_to_resume
+from torchrl_dist.recipes.training.loop import Start, choose_device, stream_seed, train
+from torchrl_dist.recipes.training.shared_rows import shared_buffer
 from torchrl_dist.runtime import Session
 
 SMALL: dict[str, Any] = {

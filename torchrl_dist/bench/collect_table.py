@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torchrl_dist.recipes.plots import save_figure
+from torchrl_dist.recipes.parts.plots import save_figure
 
 _LINE = ("env", "workers", "envs", "step_s", "steps_per_message")
 

@@ -51,7 +51,7 @@ from torchrl_dist.bench.command import (
     until_stopped,
 )
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.recipes.plots import save_figure
+from torchrl_dist.recipes.parts.plots import save_figure
 
 ALONE, THREADS, OURS, TORCH = "one process", "threads", "ours", "torch ddp"
 PEERS = {"threads": THREADS, "ours": OURS, "torch": TORCH}

@@ -41,7 +41,7 @@ import numpy as np
 
 from torchrl_dist.bench.command import add_figures, check_folders, describe
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.recipes.plots import save_figure
+from torchrl_dist.recipes.parts.plots import save_figure
 
 WAYS = ("single", "per worker", "stale", "sharded")
 CASES = ("alike", "equal", "unequal rows", "unequal priorities")

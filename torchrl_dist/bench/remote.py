@@ -54,7 +54,7 @@ from torchrl_dist.bench.replay_peers import (
     versions,
 )
 from torchrl_dist.bench.workloads import make_rows
-from torchrl_dist.recipes.plots import save_figure
+from torchrl_dist.recipes.parts.plots import save_figure
 
 _CALL_S = 60.0
 _FILL_BATCH = 4096

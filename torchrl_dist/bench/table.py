@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_dist import own_files
-from torchrl_dist.recipes.plots import save_figure
+from torchrl_dist.recipes.parts.plots import save_figure
 
 
 @dataclass(frozen=True)

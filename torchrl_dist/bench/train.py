@@ -60,10 +60,10 @@ from torchrl_dist.bench.train_plan import (
 )
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.recipes.catalog import RECIPES
-from torchrl_dist.recipes.plots import save_figure
+from torchrl_dist.recipes.parts.plots import save_figure
 
 if TYPE_CHECKING:
-    from torchrl_dist.recipes.environments import Task
+    from torchrl_dist.recipes.parts.environments import Task
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -168,7 +168,7 @@ def plan(options: argparse.Namespace) -> list[list[Case]]:
 
 def _fitting(env: str, algorithms: Sequence[str] | None) -> dict[str, Task]:
     """What each algorithm would learn; of all, where none is named, those that can."""
-    from torchrl_dist.recipes.environments import look_at
+    from torchrl_dist.recipes.parts.environments import look_at
 
     tasks, refused = {}, None
     for algorithm in algorithms or RECIPES:

@@ -34,10 +34,10 @@ from torchrl_dist.bench.train_plan import (
     up_to,
 )
 from torchrl_dist.checkpoint import load_checkpoint
-from torchrl_dist.recipes.environments import look_at, make_env
-from torchrl_dist.recipes.evaluate import Act, evaluate
-from torchrl_dist.recipes.networks import PolicySpec
-from torchrl_dist.recipes.plots import Evaluation
+from torchrl_dist.recipes.parts.environments import look_at, make_env
+from torchrl_dist.recipes.parts.evaluate import Act, evaluate
+from torchrl_dist.recipes.parts.networks import PolicySpec
+from torchrl_dist.recipes.parts.plots import Evaluation
 
 GRACE_S = 120.0
 """For starting and ending a run, beside its limit."""

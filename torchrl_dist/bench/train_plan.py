@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from torchrl_dist.recipes.catalog import RECIPES
-from torchrl_dist.recipes.config import RecipeConfig
-from torchrl_dist.recipes.ddppo_config import DDPPOConfig
-from torchrl_dist.recipes.impala_config import ImpalaConfig
+from torchrl_dist.recipes.ddppo.config import DDPPOConfig
+from torchrl_dist.recipes.impala.config import ImpalaConfig
+from torchrl_dist.recipes.training.config import RecipeConfig
 
 OURS = {f"ours-{n}": n for n in (0, 1, 2, 4)}
 """How many processes collect."""

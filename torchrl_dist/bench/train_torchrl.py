@@ -31,16 +31,16 @@ from torchrl.modules import QValueActor
 from torchrl.objectives import A2CLoss, ClipPPOLoss, DQNLoss, SACLoss, SoftUpdate
 from torchrl.objectives.value import GAE
 
-from torchrl_dist.recipes.apex_actor import EpsilonGreedy, actor_epsilons, n_step
-from torchrl_dist.recipes.apex_config import ApexConfig
-from torchrl_dist.recipes.ddppo_config import DDPPOConfig
-from torchrl_dist.recipes.environments import Task, make_env
-from torchrl_dist.recipes.impala_config import ImpalaConfig
-from torchrl_dist.recipes.networks import PolicySpec, ValueNetwork
-from torchrl_dist.recipes.policies import action_values_of, categorical_actor, critic_of
-from torchrl_dist.recipes.policies import squashed_gaussian_actor as gaussian_actor
-from torchrl_dist.recipes.sac import ActionValue, target_entropy
-from torchrl_dist.recipes.sac_config import SACConfig
+from torchrl_dist.recipes.apex.actor import EpsilonGreedy, actor_epsilons, n_step
+from torchrl_dist.recipes.apex.config import ApexConfig
+from torchrl_dist.recipes.ddppo.config import DDPPOConfig
+from torchrl_dist.recipes.impala.config import ImpalaConfig
+from torchrl_dist.recipes.parts.environments import Task, make_env
+from torchrl_dist.recipes.parts.networks import PolicySpec, ValueNetwork
+from torchrl_dist.recipes.parts.policies import action_values_of, categorical_actor, critic_of
+from torchrl_dist.recipes.parts.policies import squashed_gaussian_actor as gaussian_actor
+from torchrl_dist.recipes.sac.config import SACConfig
+from torchrl_dist.recipes.sac.recipe import ActionValue, target_entropy
 
 _TRANSITION = (
     "observation",

@@ -20,9 +20,9 @@ from typing import Any, NoReturn
 
 from ..errors import ConfigurationError
 from ..recipes.catalog import RECIPES
-from ..recipes.config import RecipeConfig, ReplayConfig
-from ..recipes.options import add_options as add_fields
-from ..recipes.options import given_options, read_options
+from ..recipes.training.config import RecipeConfig, ReplayConfig
+from ..recipes.training.options import add_options as add_fields
+from ..recipes.training.options import given_options, read_options
 
 STOPPED_BY_USR1, STOPPED_BY_TERM = 138, 143
 """Exit codes of ``torchrl-dist train`` after these signals: its checkpoint is written, go on."""

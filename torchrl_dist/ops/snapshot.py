@@ -21,7 +21,7 @@ import numpy as np
 
 from .. import own_files
 from ..errors import ConfigurationError, DirectoryError
-from ..recipes.run_directory import job_of
+from ..recipes.training.run_directory import job_of
 from ..replay.inspection import limiter_in
 from ..replay.law.limiter import Counts, RateLimiter
 from ..replay.node import files, leftovers

@@ -142,7 +142,7 @@ def run(options: argparse.Namespace) -> int:
     from .measure import Subject, envs_of, measure, named, small_policy, usable_cores
 
     if options.recipe is not None:  # what train would refuse is not worth a minute
-        from torchrl_dist.recipes.environments import look_at
+        from torchrl_dist.recipes.parts.environments import look_at
 
         look_at(env, discrete=RECIPES[options.recipe].config.discrete)
     make_env, native = envs_of(env)

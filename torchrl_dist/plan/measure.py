@@ -27,7 +27,7 @@ from torch import nn
 from torchrl_dist.collect import FirstReady, RPCBatchedCollector
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.planner import Costs
-from torchrl_dist.recipes.environments import image_factory
+from torchrl_dist.recipes.parts.environments import image_factory
 from torchrl_dist.runtime import ForkServer, local_cluster
 
 ENVS, NATIVE_ENVS = (1, 8, 64), (1, 8, 64, 512)

@@ -31,7 +31,7 @@ import numpy as np
 
 from torchrl_dist import own_files
 from torchrl_dist.planner import MIN_GAIN
-from torchrl_dist.recipes.plots import save_figure
+from torchrl_dist.recipes.parts.plots import save_figure
 
 SPREADS = (0.01, 0.03, 0.1, 0.3, 1.0, 1.5)
 WORKERS = (2, 4, 8, 16, 32, 128)

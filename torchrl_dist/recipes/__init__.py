@@ -1,0 +1,1 @@
+"""Whole programs: a folder for each algorithm; what they share is in ``training``, ``parts``."""

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .apex_config import ApexConfig
-from .config import RecipeConfig
-from .ddppo_config import DDPPOConfig
-from .impala_config import ImpalaConfig
-from .sac_config import SACConfig
+from .apex.config import ApexConfig
+from .ddppo.config import DDPPOConfig
+from .impala.config import ImpalaConfig
+from .sac.config import SACConfig
+from .training.config import RecipeConfig
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Recipe:
 
     def load_run(self) -> Callable[..., dict[str, Any]]:
         """``run(config, session, resume=)``; imports torch."""
-        return importlib.import_module(f".{self.config.recipe}", __package__).run
+        return importlib.import_module(f".{self.config.recipe}.recipe", __package__).run
 
 
 RECIPES: dict[str, Recipe] = {

@@ -28,8 +28,8 @@ from ..replay import (
     anneal_beta,
 )
 from ..runtime import Session, session
-from .evaluate import evaluate
-from .networks import QNetwork
+from .parts.evaluate import evaluate
+from .parts.networks import QNetwork
 
 CAPACITY, BATCH, FRAMES_PER_UPDATE, LEARNING_STARTS = 50_000, 128, 8, 1_000
 

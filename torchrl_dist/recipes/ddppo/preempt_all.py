@@ -8,9 +8,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from ..collect.learner.readiness import Readiness
-from ..learn.ranks import Ranks
-from ..runtime import Remote, Session
+from ...collect.learner.readiness import Readiness
+from ...learn.ranks import Ranks
+from ...runtime import Remote, Session
 
 _LOOK_S = 0.01  # how late a rollout may hear that it is to end
 

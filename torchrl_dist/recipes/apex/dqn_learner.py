@@ -12,7 +12,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 from torchrl.objectives import DQNLoss, SoftUpdate
 
-from .networks import QNetwork
+from ..parts.networks import QNetwork
 
 
 class ActionValues(TensorDictModuleBase):

@@ -17,15 +17,14 @@ from torchrl.modules import ProbabilisticActor
 from torchrl.objectives import A2CLoss
 from torchrl.objectives.value.functional import vtrace_advantage_estimate
 
-from ..collect import FirstReady, RPCBatchedCollector
-from ..learn.ranks import Ranks
-from ..runtime import Session
-from .environments import Task, for_collectors
-from .feed import moved
-from .impala_config import ImpalaConfig
-from .networks import PolicySpec, ValueNetwork
-from .policies import categorical_actor, critic_of
-from .training import (
+from ...collect import FirstReady, RPCBatchedCollector
+from ...learn.ranks import Ranks
+from ...runtime import Session
+from ..parts.environments import Task, for_collectors
+from ..parts.networks import PolicySpec, ValueNetwork
+from ..parts.policies import categorical_actor, critic_of
+from ..training.feed import moved
+from ..training.loop import (
     LossLearner,
     Start,
     choose_device,
@@ -35,6 +34,7 @@ from .training import (
     sum_of_losses,
     train,
 )
+from .config import ImpalaConfig
 
 __all__ = ["Impala", "ImpalaConfig", "VTrace", "build", "run", "vtrace"]
 
@@ -189,5 +189,5 @@ def build(
 
 
 def run(config: ImpalaConfig, session: Session, *, resume: bool = False) -> dict[str, Any]:
-    """Train; see :func:`~torchrl_dist.recipes.training.train`."""
+    """Train; see :func:`~torchrl_dist.recipes.training.loop.train`."""
     return train(build, config, session, resume=resume)

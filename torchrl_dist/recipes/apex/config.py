@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..errors import ConfigurationError
-from .config import JOB, LEARNING, REPLAY, RecipeConfig, ReplayConfig
-from .options import flag, option
+from ...errors import ConfigurationError
+from ..training.config import JOB, LEARNING, REPLAY, RecipeConfig, ReplayConfig
+from ..training.options import flag, option
 
 EXPLORATION = "exploration"
 

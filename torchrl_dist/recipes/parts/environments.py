@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigurationError, TorchRLDistError
+from ...errors import ConfigurationError, TorchRLDistError
 
 if TYPE_CHECKING:
     import gymnasium

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import ConfigurationError
+from ...errors import ConfigurationError
 from .environments import MAX_EPISODE_STEPS, as_number, for_collectors, make_env
 
 Act = Callable[[Tensor], Tensor]

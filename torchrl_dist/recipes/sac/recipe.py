@@ -19,17 +19,17 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torchrl.objectives import SACLoss, SoftUpdate
 
-from ..collect import CollectReport, RPCBatchedCollector
-from ..learn.ranks import Ranks
-from ..replay import RateLimiter, SharedReplayBuffer
-from ..runtime import Session
-from .environments import Task, check_finite, for_collectors
-from .feed import Feed
-from .networks import PolicySpec, layers
-from .policies import action_values_of, squashed_gaussian_actor
-from .sac_config import SACConfig
-from .shared_rows import remarks_on_resume, shared_buffer
-from .training import LossLearner, Start, choose_device, my_collectors, stream_seed, train
+from ...collect import CollectReport, RPCBatchedCollector
+from ...learn.ranks import Ranks
+from ...replay import RateLimiter, SharedReplayBuffer
+from ...runtime import Session
+from ..parts.environments import Task, check_finite, for_collectors
+from ..parts.networks import PolicySpec, layers
+from ..parts.policies import action_values_of, squashed_gaussian_actor
+from ..training.feed import Feed
+from ..training.loop import LossLearner, Start, choose_device, my_collectors, stream_seed, train
+from ..training.shared_rows import remarks_on_resume, shared_buffer
+from .config import SACConfig
 
 __all__ = ["SAC", "SACConfig", "build", "rows", "run"]
 
@@ -206,6 +206,6 @@ def build(config: SACConfig, task: Task, policy: PolicySpec, session: Session, s
 
 
 def run(config: SACConfig, session: Session, *, resume: bool = False) -> dict[str, Any]:
-    """Train; see :func:`~torchrl_dist.recipes.training.train`. The buffer's rows stay in
+    """Train; see :func:`~torchrl_dist.recipes.training.loop.train`. The buffer's rows stay in
     ``config.replay_path``."""
     return train(build, config, session, resume=resume)

@@ -10,9 +10,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from .. import own_files
-from ..checkpoint import load_checkpoint
-from ..errors import CheckpointError, ConfigurationError
+from ... import own_files
+from ...checkpoint import load_checkpoint
+from ...errors import CheckpointError, ConfigurationError
 from .evaluate import evaluate, play_rendered
 from .networks import PolicySpec
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from ..errors import ConfigurationError
-from .environments import MAX_EPISODE_STEPS
+from ...errors import ConfigurationError
+from ..parts.environments import MAX_EPISODE_STEPS
 from .options import check_options, flag, from_plain, option
 
 JOB = "job"
@@ -203,7 +203,7 @@ def config_to_resume(config_class: type[Config], path: Path, given: dict[str, An
         CheckpointError: the checkpoint is missing or damaged.
         ConfigurationError: a given field would not fit the weights or rows on disk.
     """
-    from ..checkpoint import load_checkpoint  # needs torch
+    from ...checkpoint import load_checkpoint  # needs torch
 
     saved = load_checkpoint(path, recipe=config_class.recipe).config
     before = from_plain(config_class, saved)

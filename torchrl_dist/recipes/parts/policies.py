@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical
 from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
 
-from ..errors import TorchRLDistError
+from ...errors import TorchRLDistError
 
 
 class _Categorical(Categorical):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .. import own_files
+from ... import own_files
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

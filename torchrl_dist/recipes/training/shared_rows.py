@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..replay import (
+from ...replay import (
     RateLimiter,
     SharedMemmapStorage,
     SharedPrioritizedSampler,
@@ -10,10 +10,10 @@ from ..replay import (
     SharedReplayBuffer,
     replay_buffer,
 )
-from ..runtime import Peer, Session
+from ...runtime import Peer, Session
 from .config import ReplayConfig
+from .loop import Start
 from .run_directory import claim_rows
-from .training import Start
 
 
 def shared_buffer(

@@ -22,18 +22,16 @@ from torchrl.objectives.value.functional import (
     vec_generalized_advantage_estimate,
 )
 
-from ..collect import Preempt, RPCBatchedCollector, WaitAll
-from ..collect.learner.readiness import Readiness
-from ..learn import DistributedLoss
-from ..learn.ranks import Ranks
-from ..runtime import Session
-from .ddppo_config import DDPPOConfig
-from .environments import Task, for_collectors
-from .feed import moved
-from .networks import PolicySpec, ValueNetwork
-from .policies import categorical_actor, critic_of
-from .preempt_all import PreemptAll, tally_of_all
-from .training import (
+from ...collect import Preempt, RPCBatchedCollector, WaitAll
+from ...collect.learner.readiness import Readiness
+from ...learn import DistributedLoss
+from ...learn.ranks import Ranks
+from ...runtime import Session
+from ..parts.environments import Task, for_collectors
+from ..parts.networks import PolicySpec, ValueNetwork
+from ..parts.policies import categorical_actor, critic_of
+from ..training.feed import moved
+from ..training.loop import (
     LossLearner,
     Start,
     choose_device,
@@ -43,6 +41,8 @@ from .training import (
     sum_of_losses,
     train,
 )
+from .config import DDPPOConfig
+from .preempt_all import PreemptAll, tally_of_all
 
 __all__ = ["DDPPO", "DDPPOConfig", "build", "run"]
 
@@ -221,6 +221,6 @@ def build(
 
 
 def run(config: DDPPOConfig, session: Session, *, resume: bool = False) -> dict[str, Any]:
-    """Train; see :func:`~torchrl_dist.recipes.training.train`. Called by the first learner; the
-    others serve."""
+    """Train; see :func:`~torchrl_dist.recipes.training.loop.train`. The first learner calls it,
+    the others serve."""
     return train(build, config, session, resume=resume)

@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .. import own_files
-from ..errors import ConfigurationError
+from ... import own_files
+from ...errors import ConfigurationError
 
 T = TypeVar("T")
 

@@ -8,10 +8,10 @@ import json
 import os
 from pathlib import Path
 
-from .. import own_files
-from ..errors import ConfigurationError
-from ..replay.node.files import CLAIM
-from ..replay.node.leftovers import look, remove
+from ... import own_files
+from ...errors import ConfigurationError
+from ...replay.node.files import CLAIM
+from ...replay.node.leftovers import look, remove
 
 _NOTE = "run.json"
 

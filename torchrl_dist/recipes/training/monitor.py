@@ -17,9 +17,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ..errors import ConfigurationError
-from ..runtime.outputs import BestEffort
-from .plots import Evaluation, draw_learning_curve
+from ...errors import ConfigurationError
+from ...runtime.outputs import BestEffort
+from ..parts.plots import Evaluation, draw_learning_curve
 
 _LOG_INTERVAL_S = 1.0
 _EVEN = 0.1  # shares of time that differ less say nothing

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from ..errors import ConfigurationError
+from ...errors import ConfigurationError
 from .environments import Images, Task, named_function
 
 

@@ -15,20 +15,20 @@ from typing import Any
 
 import torch
 
-from ..collect import CollectReport, RPCBatchedCollector
-from ..errors import TorchRLDistError
-from ..learn import DistributedLoss
-from ..learn.ranks import Ranks
-from ..replay import SharedReplayBuffer, anneal_beta
-from ..runtime import Session
-from .apex_actor import EpsilonGreedy, RowsWithPriority, actor_epsilons
-from .apex_config import ApexConfig
+from ...collect import CollectReport, RPCBatchedCollector
+from ...errors import TorchRLDistError
+from ...learn import DistributedLoss
+from ...learn.ranks import Ranks
+from ...replay import SharedReplayBuffer, anneal_beta
+from ...runtime import Session
+from ..parts.environments import Task, for_collectors
+from ..parts.networks import PolicySpec, QNetwork
+from ..training.feed import Feed
+from ..training.loop import Learner, Start, choose_device, my_collectors, stream_seed, train
+from ..training.shared_rows import remarks_on_resume, shared_buffer, stale_priorities
+from .actor import EpsilonGreedy, RowsWithPriority, actor_epsilons
+from .config import ApexConfig
 from .dqn_learner import DQNLearner
-from .environments import Task, for_collectors
-from .feed import Feed
-from .networks import PolicySpec, QNetwork
-from .shared_rows import remarks_on_resume, shared_buffer, stale_priorities
-from .training import Learner, Start, choose_device, my_collectors, stream_seed, train
 
 __all__ = ["Apex", "ApexConfig", "build", "run"]
 
@@ -223,6 +223,6 @@ def build(
 
 
 def run(config: ApexConfig, session: Session, *, resume: bool = False) -> dict[str, Any]:
-    """Train; see :func:`~torchrl_dist.recipes.training.train`. The buffer's rows stay in
+    """Train; see :func:`~torchrl_dist.recipes.training.loop.train`. The buffer's rows stay in
     ``config.replay_path``."""
     return train(build, config, session, resume=resume)

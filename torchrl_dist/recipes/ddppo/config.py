@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..errors import ConfigurationError
-from .config import JOB, LEARNING, RecipeConfig
-from .options import option
+from ...errors import ConfigurationError
+from ..training.config import JOB, LEARNING, RecipeConfig
+from ..training.options import option
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..collect.worker.registrations import Registrations, adopt_registrations, dump_registrations
-from ..errors import DeadlineError, PeerLostError, RemoteError, TorchRLDistError
-from ..runtime import Peer, Remote, Session
-from .evaluate import GreedyEpisodes
-from .networks import PolicySpec
+from ...collect.worker.registrations import Registrations, adopt_registrations, dump_registrations
+from ...errors import DeadlineError, PeerLostError, RemoteError, TorchRLDistError
+from ...runtime import Peer, Remote, Session
+from ..parts.evaluate import GreedyEpisodes
+from ..parts.networks import PolicySpec
 
 _CALL_S = 0.5  # of playing in one call
 _GLANCE_S = 0.1
@@ -33,7 +33,7 @@ _LATE_S = 5.0  # later than the deadline of a call to another process, which say
 
 @dataclass(frozen=True)
 class EvaluatorConfig:
-    """What is played: see :class:`~torchrl_dist.recipes.evaluate.GreedyEpisodes`."""
+    """What is played: see :class:`~torchrl_dist.recipes.parts.evaluate.GreedyEpisodes`."""
 
     policy: PolicySpec
     episodes: int

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .config import JOB, LEARNING, REPLAY, WATCHING, RecipeConfig, ReplayConfig
-from .options import option
+from ..training.config import JOB, LEARNING, REPLAY, WATCHING, RecipeConfig, ReplayConfig
+from ..training.options import option
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from ..checkpoint import Checkpoint, load_checkpoint, rng_state, save_checkpoint, set_rng_state
-from ..collect import RPCBatchedCollector
-from ..errors import (
+from ...checkpoint import Checkpoint, load_checkpoint, rng_state, save_checkpoint, set_rng_state
+from ...collect import RPCBatchedCollector
+from ...errors import (
     CheckpointError,
     ConfigurationError,
     DeadlineError,
@@ -35,14 +35,14 @@ from ..errors import (
     RemoteError,
     TorchRLDistError,
 )
-from ..learn.ranks import Ranks
-from ..runtime import Peer, Session, current_session
+from ...learn.ranks import Ranks
+from ...runtime import Peer, Session, current_session
+from ..parts.environments import Task, look_at
+from ..parts.networks import PolicySpec
+from ..parts.plots import Evaluation
 from .config import RecipeConfig
-from .environments import Task, look_at
 from .evaluator import Evaluations, EvaluatorConfig
 from .monitor import Monitor, check_wandb
-from .networks import PolicySpec
-from .plots import Evaluation
 
 _FINAL = 2**20  # numbers the final evaluations apart from those during training
 _EVALUATION = 3  # a stream of seeds; collectors' and buffers' are 1 and 2

@@ -12,8 +12,8 @@ from torch import Tensor
 from torchrl.data.postprocs import MultiStep
 from torchrl.envs.utils import ExplorationType, exploration_type
 
-from .environments import check_finite
-from .networks import QNetwork
+from ..parts.environments import check_finite
+from ..parts.networks import QNetwork
 
 
 def actor_epsilons(num_actors: int, epsilon: float, alpha: float) -> Tensor:

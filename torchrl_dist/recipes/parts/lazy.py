@@ -1,0 +1,19 @@
+"""Packages whose configuration is read without torch."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+
+def lazily(package: str) -> Callable[[str], Any]:
+    """``__getattr__`` of an algorithm's package. Its configuration is read without torch;
+    ``build`` and ``run`` import it."""
+
+    def named(name: str) -> Any:
+        if name not in ("build", "run"):
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{package}.recipe"), name)
+
+    return named
