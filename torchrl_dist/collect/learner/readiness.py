@@ -1,5 +1,5 @@
 """When is a batch complete? Rules over sets of workers. Those here are pure: no waiting, no
-processes; DD-PPO's, which asks other learners, is ``recipes/preempt_all.py``.
+processes; DD-PPO's, which asks other learners, is ``recipes/ddppo/preempt_all.py``.
 
 The collector asks its rule whenever a rollout has arrived, and once more when the rule's own
 deadline has passed. The deadline counts from the beginning of the call for a batch and bounds the
