@@ -33,9 +33,8 @@ NOT_YET = (
     "torchrl_dist/recipes",
     "torchrl_dist/replay",
     "torchrl_dist/runtime",
-    "tutorials",
 )
-PERSONS = "users?|people|persons?|readers?|contributors?|maintainers?|authors?|colleagues?"
+PERSONS = "users?|anyone|people|persons?|readers?|contributors?|maintainers?|authors?|colleagues?"
 # Before "is to": what an instruction is, not what a thing must do.
 STEPS = (
     "aim|goal|purpose|idea|point|way|cure|remedy|fix|solution|alternative|choice|step|trick|rule"
