@@ -90,7 +90,7 @@ def test_a_process_killed_between_mark_and_leaf_leaves_a_tree_that_repairs_itsel
     tree = PriorityTree(5000, buffer)
     tree.set_range(0, 5000, 1.0)
     tree.refresh()
-    tree._marks[10] = 1  # the mark was set, the process died after half of its leaves
+    tree.marks[10] = 1  # the mark was set, the process died after half of its leaves
     tree.leaves[320:330] = 3.0
     survivor = PriorityTree(5000, buffer)
     survivor.refresh()
@@ -103,23 +103,6 @@ def test_drawing_from_an_empty_tree_is_an_error() -> None:
         tree.draw(np.array([0.5]))
     with pytest.raises(ValueError, match="capacity"):
         PriorityTree(0)
-
-
-def test_both_kernels_select_the_same_slots(monkeypatch) -> None:
-    random = np.random.default_rng(3)
-    leaves = random.integers(0, 5, 70_000).astype(float)  # sums of integers are exact
-    uniforms = random.random(5000)
-    answers = []
-    for wanted in ("numpy", ""):
-        monkeypatch.setenv("TORCHRL_DIST_KERNEL", wanted)
-        tree = PriorityTree(70_000)
-        tree.set_range(0, 70_000, leaves)
-        tree.refresh()
-        tree.set(np.arange(100, 40_000, 77), 9.0)
-        tree.refresh()
-        answers.append((*tree.draw(uniforms), tree.total, tree.minimum))
-    for one, other in zip(*answers, strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 def test_a_kernel_that_cannot_be_had_is_an_error(monkeypatch) -> None:

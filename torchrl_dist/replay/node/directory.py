@@ -55,6 +55,7 @@ from torchrl_dist.replay.law.limiter import Admission
 from torchrl_dist.replay.law.tree import PriorityTree, tree_bytes
 from torchrl_dist.replay.node import files
 from torchrl_dist.replay.node.files import damaged
+from torchrl_dist.replay.node.kernel import kernel_of
 from torchrl_dist.replay.node.lock import (
     MEMBER_BYTES,
     FairLock,
@@ -121,6 +122,7 @@ class ReplayDirectory:
         versions: int64 [capacity].
         claims: int64 [MAX_CLAIMS, 4].
         tree: the priority tree.
+        kernel: changes the tables, see ``kernel``.
         member: id of this process, ``serial * MAX_MEMBERS + index``; unique in the directory.
         sharers: storages of this process that share the view.
         pid: of the process whose member this is: after a fork, of the parent until it is used.
@@ -480,13 +482,7 @@ class ReplayDirectory:
             self.capacity, map_file(self.path / "tree.bin", tree_bytes(self.capacity))
         )
         self.words_address = address(np.frombuffer(control, dtype=np.int64))
-        self.versions_address = address(self.versions)
-        if self.tree.kernel is not None:
-            leaves, marks, capacity = self.tree.update_arguments
-            self.kernel_arguments = (
-                self.words_address, address(self.claims), self.versions_address,
-                leaves, marks, capacity,
-            )  # fmt: skip
+        self.kernel = kernel_of(self.words, self.floats, self.claims, self.versions, self.tree)
         if self.words[Word.LIMITED] == 1:
             self.map_limiter_tables()
 

@@ -76,7 +76,7 @@ class Word(enum.IntEnum):
     MAX_TIMES_SAMPLED = 44
     SAMPLED = 45  # rows returned by samples
     INSERT_BASE = 46  # the write count at which inserts are counted from 0
-    AVAILABLE = 47  # with MAX_TIMES_SAMPLED: published rows that may be sampled
+    AVAILABLE = 47  # published rows that may be sampled, all but with MAX_TIMES_SAMPLED
     BELL_WAITED = 48
     BELL_RUNG = 49
     LIMITER_WAITS = 50  # a counter
