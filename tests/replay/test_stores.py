@@ -321,8 +321,6 @@ def test_killed_between_any_two_stores(
     def victim(store: int) -> None:
         with directory.lock():
             pass  # joins
-        if directory.gate is not None:
-            directory.gate._this_thread()
         stores.watch(directory)
         with stores.dying_at(store):
             make(rb)

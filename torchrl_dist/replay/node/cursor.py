@@ -101,7 +101,6 @@ class SharedCursor:
                 reservation = self.try_reserve(count)
             if reservation is not None:
                 return reservation
-            directory.check_wait()
             if time.monotonic() > deadline:
                 raise DeadlineError(
                     f"no {count} free slots in {directory.path} within "
@@ -233,8 +232,6 @@ class SharedCursor:
                     if reservation is not None:
                         taken.append(reservation)
                         break
-                    if not taken:
-                        directory.check_wait()
                     self._await_slots(run[0], run[-1], deadline)
         except BaseException:
             for reservation in taken:
@@ -290,7 +287,6 @@ class SharedCursor:
                 }
             if not writers:
                 return False
-            directory.check_wait()
             if time.monotonic() > deadline:
                 raise DeadlineError(
                     f"waited {directory.timeout_s:g} s for {least} published rows of "

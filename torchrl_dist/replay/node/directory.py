@@ -327,24 +327,6 @@ class ReplayDirectory:
             if held.thread == thread and not is_on_stack(held.frame, top)
         ]
 
-    def check_wait(self) -> None:
-        """To be called before waiting for slots or rows that others are writing, by who has no
-        write of his own under way.
-
-        Raises:
-            DirectoryError: this thread has, so this is a signal handler that interrupted it.
-        """
-        thread, top = threading.get_ident(), sys._getframe()
-        if any(
-            held.thread == thread and is_on_stack(held.frame, top)
-            for held in list(self._held.values())
-        ):
-            raise DirectoryError(
-                f"a signal handler that interrupted a write to {self.path} would wait for rows "
-                "that are being written, perhaps by the very thread. Have the handler set a flag, "
-                "and act on it between two uses"
-            )
-
     def _threads_that_write(self) -> set[int]:
         """Of this process. What was interrupted for good is none."""
         tops = sys._current_frames()
@@ -602,7 +584,8 @@ class ReplayDirectory:
         none begins meanwhile.
 
         Raises:
-            DeadlineError: some write of another thread did not end within ``timeout_s``.
+            DeadlineError: some write of another thread did not end within ``timeout_s``, or the
+                lock could not be had.
             DirectoryError: this thread is inside a write itself.
         """
         if self.fair_lock.closed or self.pid != os.getpid():
@@ -621,19 +604,12 @@ class ReplayDirectory:
         deadline = time.monotonic() + self.timeout_s
         while True:
             self.fair_lock.check_entry()
-            try:
-                with self.lock():
-                    writing = self._threads_that_write()
-                    if not writing:
-                        doomed = self._give_up_membership(clean)
-                        self.fair_lock.close()
-                        return doomed
-            except OSError:  # among them DeadlineError: somebody who has the lock is stopped
+            with self.lock():
                 writing = self._threads_that_write()
                 if not writing:
-                    if not self.fair_lock.close_from_outside():
-                        raise
-                    return None
+                    doomed = self._give_up_membership(clean)
+                    self.fair_lock.close()
+                    return doomed
             if threading.get_ident() in writing:
                 raise DirectoryError(
                     f"replay directory {self.path} cannot be closed by a signal handler that "

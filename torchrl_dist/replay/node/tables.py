@@ -18,10 +18,9 @@ CONTROL_WORDS = 64
 # columns of the claim table, int64 [MAX_CLAIMS, 4]
 CLAIM_COUNT, CLAIM_FIRST, CLAIM_MEMBER, CLAIM_STATE = range(4)
 CLAIM_WRITING, CLAIM_PUBLISHING, CLAIM_DISCARDED = 1, 2, 3
-# columns of the user table, int64 [MAX_MEMBERS, 5], see ``gate``: whose row it is, threads that
-# write or sample, how many of them found at this ring of the bell that they must wait, and rows of
-# samples that are admitted, and counted, but not returned yet
-USER_MEMBER, USER_THREADS, USER_STUCK, USER_RUNG, USER_UNRETURNED = range(5)
+# columns of the user table, int64 [MAX_MEMBERS, 5], see ``gate``: whose row it is, and rows of
+# samples that are admitted, and counted, but not returned yet; those between are not used
+USER_MEMBER, USER_UNRETURNED = 0, 4
 USER_COLUMNS = 5
 # columns of the member table, int64 [MAX_MEMBERS, 2]
 MEMBER_PID, MEMBER_SERIAL = range(2)
