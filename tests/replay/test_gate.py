@@ -39,12 +39,6 @@ from torchrl_dist.replay.parts import storage
 KINDS = [TensorDictReplayBuffer, SharedReplayBuffer]
 
 
-@pytest.fixture(params=["c", "numpy"])
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("TORCHRL_DIST_KERNEL", request.param)
-    return request.param
-
-
 def attach(folder: Path, capacity: int, limiter: RateLimiter | None, **kwargs: Any):
     uniform, batch_size = kwargs.pop("uniform", False), kwargs.pop("batch_size", 16)
     return SharedReplayBuffer(
@@ -321,7 +315,7 @@ def _sample(folder: Path, limiter: RateLimiter, kwargs: dict) -> None:
         rb.sample()
 
 
-def test_processes_keep_to_the_range(folder: Path, kernel: str) -> None:
+def test_processes_keep_to_the_range(folder: Path) -> None:
     limiter = RateLimiter(64, samples_per_insert=2.0, error_buffer=40)
     rb = attach(folder, 512, limiter)
     lower, upper = limiter.range
@@ -491,9 +485,7 @@ def test_a_batch_that_could_wait_for_ever_is_refused(make_buffer: Callable) -> N
 
 
 @pytest.mark.parametrize("uniform", [False, True])
-def test_no_row_is_sampled_more_often_than_allowed(
-    make_buffer: Callable, uniform: bool, kernel: str
-) -> None:
+def test_no_row_is_sampled_more_often_than_allowed(make_buffer: Callable, uniform: bool) -> None:
     limiter = RateLimiter(16, max_times_sampled=3)
     rb = make_buffer(uniform=uniform, limiter=limiter, timeout_s=0.1)
     rb.extend(make_rows(range(48)))
@@ -519,7 +511,7 @@ def test_no_row_is_sampled_more_often_than_allowed(
     assert rb.storage.limiter_counts.size >= 64 - 16 // 3
 
 
-def test_rows_stay_used_up_after_a_repair_and_a_restore(make_buffer: Callable, kernel: str) -> None:
+def test_rows_stay_used_up_after_a_repair_and_a_restore(make_buffer: Callable) -> None:
     limiter = RateLimiter(8, max_times_sampled=1)
     rb = make_buffer(limiter=limiter, timeout_s=0.1, batch_size=8)
     rb.extend(make_rows(range(32)))
@@ -616,7 +608,7 @@ def test_slices_wait_too(folder: Path) -> None:
     "new", [RateLimiter(4, max_times_sampled=3), RateLimiter(4, None), RateLimiter(4, 50.0, 900.0)]
 )
 def test_rows_that_were_used_up_may_be_sampled_under_another_limiter(
-    folder: Path, tmp_path: Path, kernel: str, uniform: bool, new: RateLimiter, by: str
+    folder: Path, tmp_path: Path, uniform: bool, new: RateLimiter, by: str
 ) -> None:
     rb = attach(folder, 16, RateLimiter(4, max_times_sampled=1), uniform=uniform, batch_size=4)
     rb.extend(make_rows(range(16)))

@@ -55,7 +55,7 @@ from torchrl_dist.replay.law.limiter import Admission
 from torchrl_dist.replay.law.tree import PriorityTree, tree_bytes
 from torchrl_dist.replay.node import files
 from torchrl_dist.replay.node.files import damaged
-from torchrl_dist.replay.node.kernel import kernel_of
+from torchrl_dist.replay.node.kernel import Tables, kernel_of
 from torchrl_dist.replay.node.lock import (
     MEMBER_BYTES,
     FairLock,
@@ -464,7 +464,8 @@ class ReplayDirectory:
             self.capacity, map_file(self.path / "tree.bin", tree_bytes(self.capacity))
         )
         self.words_address = address(np.frombuffer(control, dtype=np.int64))
-        self.kernel = kernel_of(self.words, self.floats, self.claims, self.versions, self.tree)
+        tables = Tables(self.words, self.floats, self.claims, self.versions, self.tree)
+        self.kernel = kernel_of(tables)
         if self.words[Word.LIMITED] == 1:
             self.map_limiter_tables()
 

@@ -47,27 +47,21 @@ class Stored(NamedTuple):
     moved: int
 
 
+class Tables(NamedTuple):
+    """Of one directory, each as in ``ReplayDirectory``; ``floats``: the words as float64."""
+
+    words: memoryview
+    floats: memoryview[float]
+    claims: np.ndarray
+    versions: np.ndarray
+    tree: PriorityTree
+
+
 class NumpyKernel:
-    """The changes to one directory's tables.
+    """The changes to one directory's tables."""
 
-    Args:
-        words, claims, versions, tree: as in ``ReplayDirectory``.
-        floats: the words as float64.
-    """
-
-    def __init__(
-        self,
-        words: memoryview,
-        floats: memoryview[float],
-        claims: np.ndarray,
-        versions: np.ndarray,
-        tree: PriorityTree,
-    ) -> None:
-        self._words = words
-        self._floats = floats
-        self._claims = claims
-        self._versions = versions
-        self._tree = tree
+    def __init__(self, tables: Tables) -> None:
+        self._words, self._floats, self._claims, self._versions, self._tree = tables
 
     def reserve(
         self, row: int, first: int, count: int, member: int, word: Word, value: int
@@ -182,22 +176,16 @@ class NumpyKernel:
 class CKernel(NumpyKernel):
     """The same in C."""
 
-    def __init__(
-        self,
-        words: memoryview,
-        floats: memoryview[float],
-        claims: np.ndarray,
-        versions: np.ndarray,
-        tree: PriorityTree,
-    ) -> None:
-        super().__init__(words, floats, claims, versions, tree)
+    def __init__(self, tables: Tables) -> None:
+        super().__init__(tables)
         library = find_kernel()
         assert library is not None
         self._reserve = library.replay_reserve
         self._publish = library.replay_publish
         self._update = library.replay_update
-        tables = (np.frombuffer(words, dtype=np.int64), claims, versions, tree.leaves, tree.marks)
-        self._record = np.array([*map(address, tables), tree.capacity])
+        words, tree = np.frombuffer(tables.words, dtype=np.int64), tables.tree
+        arrays = (words, tables.claims, tables.versions, tree.leaves, tree.marks)
+        self._record = np.array([*map(address, arrays), tree.capacity])
         self._at = address(self._record)
 
     def reserve(
@@ -231,13 +219,6 @@ class CKernel(NumpyKernel):
         return Stored(wrong, *result.tolist())
 
 
-def kernel_of(
-    words: memoryview,
-    floats: memoryview[float],
-    claims: np.ndarray,
-    versions: np.ndarray,
-    tree: PriorityTree,
-) -> NumpyKernel:
+def kernel_of(tables: Tables) -> NumpyKernel:
     """The kernel of a directory's tables, in C where that was built."""
-    kind = NumpyKernel if find_kernel() is None else CKernel
-    return kind(words, floats, claims, versions, tree)
+    return NumpyKernel(tables) if find_kernel() is None else CKernel(tables)
