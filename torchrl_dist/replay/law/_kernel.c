@@ -14,6 +14,7 @@
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
+#include <string.h>
 
 enum { FANOUT = 32, SHIFT = 5, TOP = 1024 };
 
@@ -150,6 +151,12 @@ int64_t replay_sample(const Tree *tree, const double *uniforms, int64_t n, void 
     return replay_draw(tree, uniforms, n, out);
 }
 
+static double number(int64_t bits) {
+    double value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
 /* New priorities for the rows whose slot still holds the generation they were computed for (or, with
  * generations == NULL, any published row); slots below 0 are skipped. Everything is checked before
  * DIRTY is set and the first leaf stored; the caller clears it.
@@ -160,7 +167,7 @@ int replay_update(const Tables *tables, const int64_t *slots, const double *raw,
                         const int64_t *generations, int64_t n, double largest, double *leaves,
                         int64_t *result) {
     volatile int64_t *words = tables->words;
-    double alpha = ((volatile double *)words)[ALPHA], eps = ((volatile double *)words)[EPS];
+    double alpha = number(words[ALPHA]), eps = number(words[EPS]);
     int64_t stale = 0, best = -1, moved = 0, where = words[MAX_SLOT];
     for (int64_t i = 0; i < n; i++) {
         result[1] = i;

@@ -59,6 +59,7 @@ class PriorityTree:
     """
 
     def __new__(cls, *_: object, **__: object) -> PriorityTree:
+        # chosen once, here: each method below is for NumPy, and written in C in ``_CTree``
         return super().__new__(cls if find_kernel() is None else _CTree)
 
     def __init__(self, capacity: int, buffer: memoryview | bytearray | mmap | None = None) -> None:

@@ -281,7 +281,7 @@ def read_dump(
         check_rows: read the rows once, to compare their checksums.
 
     Raises:
-        CheckpointError: there is none, of a newer format, or damaged.
+        CheckpointError: there is none, of another format, or damaged.
     """
     for _ in range(10):
         manifest = read_manifest(path)
@@ -310,7 +310,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """What :data:`MANIFEST` in the folder says.
 
     Raises:
-        CheckpointError: there is none, of a newer format, or damaged.
+        CheckpointError: there is none, of another format, or damaged.
     """
     file = Path(path, MANIFEST)
     try:
@@ -324,10 +324,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{file} was not written by a replay buffer of torchrl_dist")
     version = manifest.get("format_version")
-    if type(version) is int and version > FORMAT_VERSION:
+    if type(version) is int and version != FORMAT_VERSION:
         raise CheckpointError(
-            f"{path} has format version {version}, this torchrl_dist reads {FORMAT_VERSION}; "
-            "update torchrl_dist"
+            f"{path} has format version {version}, this torchrl_dist reads {FORMAT_VERSION}: use "
+            "the version that wrote it"
         )
     sound = (
         version == FORMAT_VERSION
