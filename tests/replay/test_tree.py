@@ -1,28 +1,15 @@
-from __future__ import annotations
+"""The tree, with the kernel that is there; ``test_kernel`` shows that the other does the same."""
 
-from collections.abc import Iterator
+from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.replay.law.kernel import find_kernel
 from torchrl_dist.replay.law.tree import FANOUT, PriorityTree, tree_bytes
-
-
-@pytest.fixture(params=["numpy", "c"], autouse=True)
-def kernel(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test here runs with both implementations."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHRL_DIST_KERNEL", "numpy")
-        if request.param == "c":
-            patch.delenv("TORCHRL_DIST_KERNEL")
-            if find_kernel() is None:
-                pytest.skip("the C kernel was not built: no compiler at installation")
-        yield
 
 
 def brute_force(tree: PriorityTree) -> tuple[float, float]:
@@ -30,9 +17,7 @@ def brute_force(tree: PriorityTree) -> tuple[float, float]:
     return tree.leaves.sum(), positive.min() if positive.size else np.inf
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 40_000), st.integers(0, 2**32 - 1))
 def test_sum_and_minimum_equal_the_leaves_after_any_writes(capacity: int, seed: int) -> None:
     random = np.random.default_rng(seed)
