@@ -187,8 +187,8 @@ def test_c_and_python_agree_on_the_numbers_of_shared_tables() -> None:
     text = (ROOT / "replay" / "law" / "_kernel.c").read_text()
     said = re.search(r"/\* tables\.Word.*?\*/(.*?)\n\n", text, re.DOTALL)
     assert said is not None
-    words, columns, states = re.findall(r"enum \{(.*?)\};", said[1])
-    numbers = dict(pair.split(" = ") for pair in words.strip().split(", "))
+    words, columns, states = re.findall(r"enum \{(.*?)\};", said[1], re.DOTALL)
+    numbers = dict(pair.split(" = ") for pair in re.split(r",\s+", words.strip()))
     assert {name: int(number) for name, number in numbers.items()} == {
         name: int(tables.Word[name]) for name in numbers
     }

@@ -50,7 +50,6 @@ from torchrl_dist.replay import (
     SharedSliceSampler,
     anneal_beta,
 )
-from torchrl_dist.replay.law.kernel import find_kernel
 from torchrl_dist.replay.node.cursor import Reservation
 from torchrl_dist.replay.parts.sampler import RecentGenerations
 
@@ -763,14 +762,7 @@ def test_a_batch_is_remembered_and_not_kept_alive(count: int) -> None:
     assert recent.recall(copy + 2) is None or not count
 
 
-@pytest.fixture(params=["numpy", "c"])
-def kernel(request, monkeypatch) -> None:
-    if request.param == "c" and find_kernel() is None:
-        pytest.skip("the C kernel was not built: no compiler at installation")
-    monkeypatch.setenv("TORCHRL_DIST_KERNEL", request.param)
-
-
-def test_a_slot_without_a_row_takes_no_priority_for_generation_zero(kernel, make_buffer) -> None:
+def test_a_slot_without_a_row_takes_no_priority_for_generation_zero(make_buffer) -> None:
     rb = make_buffer()
     rb.extend(make_rows(range(10)))
     directory = rb.storage.directory
@@ -781,7 +773,7 @@ def test_a_slot_without_a_row_takes_no_priority_for_generation_zero(kernel, make
     assert directory.counters["stale_updates"] == 20
 
 
-def test_a_row_stays_visible_however_small_its_priority_becomes(kernel, make_buffer) -> None:
+def test_a_row_stays_visible_however_small_its_priority_becomes(make_buffer) -> None:
     rb = make_buffer(alpha=50.0)
     index = rb.extend(make_rows(range(10)))
     rb.update_priority(index, torch.zeros(10))

@@ -28,7 +28,6 @@ from torchrl_dist.replay import (
     SharedRandomSampler,
 )
 from torchrl_dist.replay.node.tables import Word
-from torchrl_dist.replay.parts import sampler as sampler_module
 
 _FORK = multiprocessing.get_context("fork")
 
@@ -305,93 +304,6 @@ def test_a_running_job_keeps_others_out(folder: Path) -> None:
 
 # --- kill -9 -------------------------------------------------------------------------------------
 
-FAULT_POINTS = (
-    "reserve: after begin",
-    "reserve: before commit",
-    "copy",
-    "publish: after begin",
-    "publish: before commit",
-    "update: after begin",
-    "update: before commit",
-    "tree refresh",
-)
-
-
-def die_at(point: str, rb: TensorDictReplayBuffer) -> None:
-    """Arrange that this process kills itself at a point inside the protocol."""
-    directory = rb.storage.directory
-    step, _, moment = point.partition(": ")
-
-    def die(*_: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def during(owner: Any, name: str) -> None:
-        function = getattr(owner, name)
-
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            begin = directory.begin
-            if moment == "after begin":
-                directory.begin = lambda: (begin(), die())
-            elif moment == "before commit":
-                directory.commit = die
-            return function(*args, **kwargs)
-
-        setattr(owner, name, wrapped)
-
-    directory.tree.kernel = None  # the C kernel has no points between: test_kills stops inside
-    if step == "reserve":
-        during(rb.storage._cursor, "try_reserve")
-    elif step == "publish":
-        during(rb.storage._cursor, "publish")
-    elif step == "update":
-        during(sampler_module, "update")
-    elif step == "copy":
-        arrays = directory.arrays
-
-        class Half(list):
-            def __iter__(self) -> Iterator[np.ndarray]:
-                yield arrays[0]
-                die()
-
-        directory._arrays = Half(arrays)
-    else:
-        marks = directory.tree._sums
-
-        class Killer(list):
-            def __getitem__(self, at: int) -> np.ndarray:
-                if at == 1:
-                    die()
-                return list.__getitem__(self, at)
-
-        directory.tree._sums = Killer(marks)
-
-
-@pytest.mark.parametrize("point", FAULT_POINTS)
-def test_killed_at_any_point_the_others_go_on(folder: Path, point: str) -> None:
-    capacity = 80
-    rb = attach(folder, capacity, timeout_s=20)
-    rb.extend(make_rows(range(capacity)))
-    for round_ in range(3):
-
-        def victim(seed: int) -> None:
-            mine = attach(folder, capacity)
-            random.seed(seed)
-            die_at(point, mine)
-            for first in range(10**6, 10**9, 10):
-                mine.extend(make_rows(range(first, first + 10)))
-                batch = mine.sample()
-                batch["td_error"] = torch.rand(64)
-                mine.update_tensordict_priority(batch)
-
-        with child(victim, round_) as process:
-            process.join(30)
-            assert process.exitcode == -signal.SIGKILL
-        assert torn(rb.sample()) == 0
-        assert_consistent(rb)
-        rb.extend(make_rows(range(100, 100 + capacity)))  # one lap: no slot is lost
-        assert len(rb) == capacity
-        assert_consistent(rb)
-
 
 def test_random_kills_leave_whole_rows_and_free_locks(folder: Path) -> None:
     capacity = 256
@@ -448,12 +360,12 @@ def test_all_killed_and_restarted_finds_every_published_row(folder: Path) -> Non
 def test_an_exception_inside_a_critical_section_is_repaired_by_the_next(
     folder: Path, monkeypatch
 ) -> None:
+    monkeypatch.setenv("TORCHRL_DIST_KERNEL", "numpy")
     rb = attach(folder, 80)
     rb.extend(make_rows(range(80)))
     repairs = rb.storage.directory.counters["repairs"]
 
     tree = rb.storage.directory.tree
-    tree.kernel = None
     set_range = tree.set_range
 
     def interrupted(start: int, stop: int, values: float) -> None:

@@ -27,7 +27,7 @@ the earlier checkpoint, or the new one     one rename, ``disk``; the ring's     
 any of these, in any order of calls        a plain model                         fuzz
 =========================================  ====================================  ================
 
-.. [1] Where C was built, ``torchrl_dist_update`` in ``law/_kernel.c`` asks. Over hosts the client
+.. [1] Where C was built, ``replay_update`` in ``law/_kernel.c`` asks. Over hosts the client
    sends the generation along, and the same function asks. A call that names slots alone is looked
    up among the rows this process drew or wrote (``sampler.RecentGenerations``); slots that are not
    among them are set as they are, and counted as ``unverified_updates``.

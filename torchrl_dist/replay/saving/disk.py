@@ -41,7 +41,6 @@ from torchrl_dist.tensors import array_of
 MANIFEST = "checkpoint.json"
 FORMAT = "torchrl_dist.replay"
 FORMAT_VERSION = 2
-"""2: with checksums. Checkpoints of version 1 are read without."""
 _FOLDER = "rows-"
 _MADE_HERE = ".torchrl_dist-rows"
 _PRIORITY, _RUNS = "priority.bin", "runs.bin"
@@ -282,7 +281,7 @@ def read_dump(
         check_rows: read the rows once, to compare their checksums.
 
     Raises:
-        CheckpointError: there is none, of a newer format, or damaged.
+        CheckpointError: there is none, of another format, or damaged.
     """
     for _ in range(10):
         manifest = read_manifest(path)
@@ -311,7 +310,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """What :data:`MANIFEST` in the folder says.
 
     Raises:
-        CheckpointError: there is none, of a newer format, or damaged.
+        CheckpointError: there is none, of another format, or damaged.
     """
     file = Path(path, MANIFEST)
     try:
@@ -325,14 +324,14 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{file} was not written by a replay buffer of torchrl_dist")
     version = manifest.get("format_version")
-    if type(version) is int and version > FORMAT_VERSION:
+    if type(version) is int and version != FORMAT_VERSION:
         raise CheckpointError(
-            f"{path} has format version {version}, this torchrl_dist reads up "
-            f"to {FORMAT_VERSION}; update torchrl_dist"
+            f"{path} has format version {version}, this torchrl_dist reads {FORMAT_VERSION}: use "
+            "the version that wrote it"
         )
     sound = (
-        version in (1, FORMAT_VERSION)
-        and (version == 1 or manifest.pop("checksum", None) == _sum_of(manifest))
+        version == FORMAT_VERSION
+        and manifest.pop("checksum", None) == _sum_of(manifest)
         and all(isinstance(manifest.get(name), list) for name in ("shards", "tensors"))
         and isinstance(manifest.get("extra"), dict)
         and _is_our_name(manifest.get("folder"))
@@ -353,12 +352,11 @@ def _read_shard(folder: Path, entry: dict[str, Any], check_rows: bool) -> SavedS
         for each in columns
     ]
     shard = SavedShard(head, runs, leaf, arrays)
-    sums = entry.get("checksums")  # not in version 1
-    if sums is not None:
-        _compare(folder / _RUNS, runs, sums["runs"])
-        _compare(folder / _PRIORITY, leaf, sums["priority"])
+    sums = entry["checksums"]
+    _compare(folder / _RUNS, runs, sums["runs"])
+    _compare(folder / _PRIORITY, leaf, sums["priority"])
     shard.check()
-    if sums is not None and check_rows:
+    if check_rows:
         row = 0
         for size, *of_columns in sums["rows"]:
             for each, array, wanted in zip(columns, arrays, of_columns, strict=True):
@@ -382,8 +380,7 @@ def _read_tensors(folder: Path, entries: list[dict[str, Any]]) -> list[torch.Ten
     for entry in entries:
         column = ColumnSpec.from_json(entry)
         array = _read(folder / column.file_name, column.shape, _seen_as(column.dtype))
-        if "checksum" in entry:
-            _compare(folder / column.file_name, array, entry["checksum"])
+        _compare(folder / column.file_name, array, entry["checksum"])
         tensor = torch.from_numpy(array.copy())
         found.append(tensor if tensor.dtype == column.dtype else tensor.view(column.dtype))
     return found
