@@ -20,6 +20,7 @@ LAYERS = {
     "own_files": 0,
     "stopping": 0,
     "tensors": 0,
+    "ui": 0,
     "runtime": 1,
     "weights": 2,
     "checkpoint": 2,

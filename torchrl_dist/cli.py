@@ -543,24 +543,19 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     from .bench import checkpoint, collect, ddp, law, limiter, plan, remote, replay, train
 
     questions = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
-    summary = "the shared replay buffer beside other buffers"
-    replay.add_options(questions.add_parser("replay", help=summary))
-    summary = "how busy collectors keep the cores, beside other collectors"
-    collect.add_options(questions.add_parser("collect", help=summary))
-    summary = "a replay buffer in other processes, when every row travels by RPC"
-    remote.add_options(questions.add_parser("remote", help=summary))
-    summary = "the sampling law of a buffer spread over workers beside a single buffer's"
-    law.add_options(questions.add_parser("law", help=summary))
-    summary = "from which batch and network on it pays to learn on several ranks"
-    ddp.add_options(questions.add_parser("ddp", help=summary))
-    summary = "how long a checkpoint of a replay buffer takes, beside a plain copy"
-    checkpoint.add_options(questions.add_parser("checkpoint", help=summary))
-    summary = "what the planner predicts, beside what is measured"
-    plan.add_options(questions.add_parser("plan", help=summary))
-    summary = "how soon a sample returns that waits for the rate limiter"
-    limiter.add_options(questions.add_parser("limiter", help=summary))
-    summary = "how soon recipes reach a good policy, beside other libraries"
-    train.add_options(questions.add_parser("train", help=summary))
+    for module, summary in (
+        (replay, "the shared replay buffer beside other buffers"),
+        (collect, "how busy collectors keep the cores, beside other collectors"),
+        (remote, "a replay buffer in other processes, when every row travels by RPC"),
+        (law, "the sampling law of a buffer spread over workers beside a single buffer's"),
+        (ddp, "from which batch and network on it pays to learn on several ranks"),
+        (checkpoint, "how long a checkpoint of a replay buffer takes, beside a plain copy"),
+        (plan, "what the planner predicts, beside what is measured"),
+        (limiter, "how soon a sample returns that waits for the rate limiter"),
+        (train, "how soon recipes reach a good policy, beside other libraries"),
+    ):
+        name = module.__name__.rpartition(".")[2]
+        module.add_options(questions.add_parser(name, help=summary))
 
 
 # ---- before, beside and after a job

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import functools
 import grp
 import os
@@ -113,6 +114,18 @@ def check_folder(path: str | os.PathLike[str]) -> None:
     folder = resolved(path)
     _check_above(folder)
     _check_folder(folder)
+
+
+def lock_folder(fd: int) -> bool:
+    """Whether nothing else had locked the folder; it stays locked until all copies of ``fd`` are
+    closed. Some network file systems lock no folders: there the answer is always True."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def is_ours(folder: Path) -> bool:

@@ -41,61 +41,6 @@ thing to start, to watch and to lose. The planner's figures are no better than a
 _POINTS = 1024  # of the integral for the slowest; 4096 change it by less than 0.1 %
 
 
-# ---- one head and its workers in lockstep: the table of tianshou#1172
-
-
-@dataclass(frozen=True)
-class Lockstep:
-    """Constants of a head that sends every worker an action and gathers every worker's step.
-
-    Attributes:
-        fixed_s: of a round, beside the step.
-        send_s: per worker; workers step as soon as they have theirs.
-        receive_s: per worker.
-    """
-
-    fixed_s: float
-    send_s: float
-    receive_s: float
-
-    def round_s(self, workers: int, step_s: float) -> float:
-        """Sending to all hides the steps of those who were served first, or the other way round."""
-        return max(workers * self.send_s, step_s + self.fixed_s) + workers * self.receive_s
-
-    def sps(self, workers: int, step_s: float) -> float:
-        """Steps per second; ``N / (d + a + N c)`` where steps take longer than sending."""
-        return workers / self.round_s(workers, step_s)
-
-
-def fit_lockstep(rows: Sequence[tuple[int, float, float]]) -> Lockstep:
-    """The constants that fit measured ``(workers, step_s, steps per second)`` best.
-
-    Least squares of the relative errors of a round. The model is linear once it is known in which
-    rows the head is still sending when the first step is done, and that is found by repetition.
-
-    Raises:
-        ConfigurationError: rows that cannot tell three constants apart.
-    """
-    table = np.asarray(rows, float)
-    if table.ndim != 2 or len(table) < 3 or (table <= 0).any():
-        raise ConfigurationError(
-            f"got {len(rows)} rows, expected three or more of (workers, step_s, sps) above 0"
-        )
-    workers, step_s, sps = table.T
-    round_s = workers / sps
-    sending = step_s < np.median(step_s)
-    found = np.zeros(3)
-    for _ in range(len(rows)):
-        columns = np.stack([~sending, sending * workers, workers], 1) / round_s[:, None]
-        target = (round_s - ~sending * step_s) / round_s
-        found = np.clip(np.linalg.lstsq(columns, target, rcond=None)[0], 0.0, None)
-        again = workers * found[1] > step_s + found[0]
-        if (again == sending).all():
-            break
-        sending = again
-    return Lockstep(*map(float, found))
-
-
 # ---- what was measured
 
 

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 from unittest import mock
 
 import psutil
@@ -13,9 +15,17 @@ from tests.conftest import unmarked
 from tests.spawn import end_marked
 from torchrl_dist.bench import processes
 from torchrl_dist.bench.processes import Launcher
+from torchrl_dist.runtime import forkserver
 
 PREFIX = "torchrl-bench-"
 _MARK, _VALUE = "TORCHRL_DIST_TEST_LAUNCHER", uuid.uuid4().hex
+
+
+def run_bench(module: Any, argv: Sequence[str]) -> int:
+    """As ``torchrl-dist bench`` does, but that errors are raised."""
+    parser = argparse.ArgumentParser()
+    module.add_options(parser)
+    return module.run(parser.parse_args(argv))
 
 
 @pytest.fixture(scope="session")
@@ -24,14 +34,15 @@ def launchers() -> Iterator[Callable[[], Launcher]]:
     running: list[Launcher] = []
 
     def one() -> Launcher:
-        if not running or running[-1]._process.poll() is not None:
-            with unmarked(), mock.patch.dict(os.environ, {_MARK: _VALUE}):
+        if not running or running[-1]._server._process.poll() is not None:
+            own = mock.patch.object(forkserver, "_address", None)
+            with unmarked(), own, mock.patch.dict(os.environ, {_MARK: _VALUE}):
                 running.append(Launcher())
         return running[-1]
 
     yield one
     for each in running:
-        each.close()
+        each._server.close()
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +57,7 @@ def one_launcher(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(processes, "Launcher", shared)
     yield
     if used:
-        known = frozenset({used[-1]._process.pid})
+        known = frozenset({used[-1]._server.pid})
         left = end_marked(_MARK, _VALUE, grace_s=5.0, known=known)
         assert not left, f"processes outlived the measurement: {left}"
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench.conftest import run_bench
 from torchrl_dist.bench import ddp
 from torchrl_dist.errors import ConfigurationError
 
@@ -17,7 +18,7 @@ TOY = ["--ranks", "2", "--batches", "16,64", "--widths", "8", "--rounds", "1", "
 def test_updates_are_split_where_their_time_goes(tmp_path: Path, capsys) -> None:
     json_file, png = tmp_path / "ddp.jsonl", tmp_path / "ddp.png"
     options = ["--no-imports", "--json", str(json_file), "--plot", str(png)]
-    assert ddp.main([*TOY, *options]) == 0
+    assert run_bench(ddp, [*TOY, *options]) == 0
     lines = [json.loads(line) for line in json_file.read_text().splitlines()]
     found = {(line["peer"], line["ranks"], line["batch"]) for line in lines}
     alone = {(ddp.ALONE, 1, batch) for batch in (8, 16, 32, 64)}
@@ -72,10 +73,10 @@ def test_the_point_from_which_ranks_pay() -> None:
 def test_a_gpu_per_rank_is_required(monkeypatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(ConfigurationError, match="expected a GPU per rank, found 1"):
-        ddp.main([*TOY, "--device", "cuda"])
+        run_bench(ddp, [*TOY, "--device", "cuda"])
 
 
 def test_batches_must_divide_among_ranks() -> None:
     for options in (["--ranks", "3", "--batches", "128"], ["--ranks", "1"]):
         with pytest.raises(ConfigurationError, match="divide among them"):
-            ddp.main(options)
+            run_bench(ddp, options)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench.conftest import run_bench
 from torchrl_dist.bench import processes, replay
 from torchrl_dist.bench.processes import MeasurementError
 from torchrl_dist.bench.replay_peers import PEERS
@@ -30,7 +31,7 @@ def test_two_peers_give_cells_with_sane_content(tmp_path: Path, capsys) -> None:
     json_file, png = tmp_path / "cells.jsonl", tmp_path / "rates.png"
     options = ["--peers", "ours-numpy,floor", "--ops", "write,sample+update,mixed,lock,cursor"]
     options += ["--writers", "2", "--batches", "32", "--json", str(json_file), "--plot", str(png)]
-    assert replay.main([*TOY, *options]) == 0
+    assert run_bench(replay, [*TOY, *options]) == 0
 
     latencies = {cell["op"]: cell for cell in read(json_file) if cell["unit"] == "calls/s"}
     cells = [cell for cell in read(json_file) if cell["unit"] != "calls/s"]
@@ -63,7 +64,7 @@ def test_two_peers_give_cells_with_sane_content(tmp_path: Path, capsys) -> None:
 
 def test_a_capacity_too_small_for_the_batches_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="--capacity: got 100, expected at least"):
-        replay.main(["--capacity", "100"])
+        run_bench(replay, ["--capacity", "100"])
 
 
 def test_what_cannot_be_measured_is_named_with_the_reason(

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torchrl.data import RandomSampler
 
+from tests.bench.conftest import run_bench
 from torchrl_dist.bench import train, train_peers, train_torchrl
 from torchrl_dist.bench.train_plan import (
     OURS,
@@ -207,7 +208,7 @@ def test_torchrls_dqn_learns_what_ours_does(both) -> None:
     assert data["steps_to_next_obs"].max() == ours.config.n_steps == 5
     epsilons = theirs.actor.epsilons
     assert len(epsilons) == 32 and epsilons[0] == pytest.approx(ours.config.epsilon)
-    drawn = data.select(*train_torchrl._TRANSITION, "steps_to_next_obs").reshape(-1)[:64]
+    drawn = data.select(*train_torchrl.TRANSITION, "steps_to_next_obs").reshape(-1)[:64]
     drawn["td_error"] = torch.rand(64, 1)
     ours.buffer.extend(drawn)
     drawn["priority_weight"] = torch.rand(64)
@@ -230,7 +231,7 @@ def test_torchrls_dqn_learns_what_ours_does(both) -> None:
 def test_torchrls_sac_learns_what_ours_does(both) -> None:
     ours, theirs = both("sac", frames_per_batch=16, learning_starts=8)
     data = next(iter(theirs.collector))
-    drawn = data.select(*train_torchrl._TRANSITION).reshape(-1)
+    drawn = data.select(*train_torchrl.TRANSITION).reshape(-1)
     turns = iter([True] * 16 + [False])
     ours.buffer.can_sample = lambda: next(turns)
     for learner in (ours, theirs):
@@ -325,7 +326,7 @@ def test_ours_is_stopped_at_the_threshold(in_this_process, tmp_path: Path, capsy
     json_file, png = tmp_path / "train.jsonl", tmp_path / "train.png"
     options = ["--peers", "ours-0", "--threshold", "5", "--seeds", "1", "--frames", "1000000"]
     files = ["--json", str(json_file), "--plot", str(png)]
-    assert train.main(["--algorithms", "apex", *options, *files]) == 0
+    assert run_bench(train, ["--algorithms", "apex", *options, *files]) == 0
     (line,) = [json.loads(text) for text in json_file.read_text().splitlines()]
     assert line["peer"] == "ours-0" and line["reached"] and line["ended"] == "threshold"
     assert 2000 <= line["frames"] < 1_000_000 and line["seconds"] > 0
@@ -356,7 +357,7 @@ class TestWithRunsThatAreTold:
         monkeypatch.setattr(train_peers, "measure", measure)
 
     def run(self, *options: str) -> int:
-        return train.main(["--algorithms", "impala", "--threshold", "100", *options])
+        return run_bench(train, ["--algorithms", "impala", "--threshold", "100", *options])
 
     def test_peers_take_turns_and_what_never_reaches_is_shown(self, tmp_path: Path, capsys) -> None:
         lines, png = tmp_path / "train.jsonl", tmp_path / "train.png"
@@ -400,18 +401,18 @@ class TestWithRunsThatAreTold:
 def test_the_algorithms_are_those_that_fit_the_environment(monkeypatch) -> None:
     asked: list[list[Case]] = []
     monkeypatch.setattr(train, "_measure_all", lambda options, groups, _: asked.extend(groups) or 0)
-    assert train.main(["--env", "Pendulum-v1", "--peers", "ours-0,ours-1"]) == 0
+    assert run_bench(train, ["--env", "Pendulum-v1", "--peers", "ours-0,ours-1"]) == 0
     assert [c.algorithm for group in asked for c in group] == ["sac", "sac"]
     assert {c.threshold for group in asked for c in group} == {-200.0}
     asked.clear()
-    assert train.main(["--peers", "ours-0,ours-1"]) == 0
+    assert run_bench(train, ["--peers", "ours-0,ours-1"]) == 0
     assert [[c.peer for c in group] for group in asked] == [
         ["ours-0", "ours-1"], ["ours-1"], ["ours-0", "ours-1"]
     ]  # fmt: skip
     with pytest.raises(ConfigurationError, match="Discrete"):
-        train.main(["--algorithms", "apex", "--env", "Pendulum-v1"])
+        run_bench(train, ["--algorithms", "apex", "--env", "Pendulum-v1"])
     with pytest.raises(ConfigurationError, match="--threshold"):
-        train.main(["--env", "gymnasium.envs.classic_control:CartPoleEnv"])
+        run_bench(train, ["--env", "gymnasium.envs.classic_control:CartPoleEnv"])
 
 
 def test_a_line_says_what_became_of_a_run() -> None:

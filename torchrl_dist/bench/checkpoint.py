@@ -27,7 +27,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from torchrl_dist.bench.command import (
 )
 from torchrl_dist.bench.workloads import KINDS, make_rows
 from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.ui import show_table
 
 CASES = ("cp", "ours", "ours, written", "ours by RPC", "ours by RPC, sent", "torchrl")
 _MEMORY = Path("/dev/shm")
@@ -68,13 +69,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="on the disk to write to (default: the one for temporary files)",
     )
     add_figures(parser, rounds=5)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse ``argv`` and :func:`run`."""
-    parser = argparse.ArgumentParser(prog="torchrl-dist bench checkpoint")
-    add_options(parser)
-    return run(parser.parse_args(argv))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -297,28 +291,20 @@ def _cell(line: Line, lines: list[Line]) -> dict[str, Any]:
 
 
 def _print(lines: list[Line]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="saving a full buffer, everything synced")
-    for column in ("rows", "case"):
-        table.add_column(column)
-    for column in ("MiB", "seconds", "MiB/s", "of cp", "longest extend"):
-        table.add_column(column, justify="right")
+    rows = []
     for line in lines:
         cell = _cell(line, lines)
         longest = cell["longest_extend_ms"]
-        table.add_row(
-            line.kind,
-            line.case,
-            f"{statistics.median(line.size_bytes) / 2**20:.0f}",
-            f"{statistics.median(line.seconds):.2f}",
-            f"{line.rate:.0f}",
-            f"{cell['of_cp']:.2f}",
-            "" if longest is None else f"{longest:.1f} ms",
+        rows.append(
+            (
+                line.kind,
+                line.case,
+                f"{statistics.median(line.size_bytes) / 2**20:.0f}",
+                f"{statistics.median(line.seconds):.2f}",
+                f"{line.rate:.0f}",
+                f"{cell['of_cp']:.2f}",
+                "" if longest is None else f"{longest:.1f} ms",
+            )
         )
-    Console(width=100).print(table)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    columns = ("rows", "case", "MiB", "seconds", "MiB/s", "of cp", "longest extend")
+    show_table("saving a full buffer, everything synced", columns, rows, left=("rows", "case"))

@@ -21,7 +21,6 @@ import itertools
 import math
 import os
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -135,13 +134,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def _steps(text: str) -> list[int]:
     return [AUTO if part == "auto" else counts(part)[0] for part in text.split(",")]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse ``argv`` and :func:`run`."""
-    parser = argparse.ArgumentParser(prog="torchrl-dist bench collect")
-    add_options(parser)
-    return run(parser.parse_args(argv))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -344,7 +336,3 @@ def to_cells(found: dict[Cell, Figures]) -> list[dict[str, Any]]:
             }
         )
     return cells
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

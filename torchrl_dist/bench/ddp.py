@@ -34,7 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -52,6 +52,7 @@ from torchrl_dist.bench.command import (
 )
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.recipes.parts.plots import save_figure
+from torchrl_dist.ui import show_table
 
 ALONE, THREADS, OURS, TORCH = "one process", "threads", "ours", "torch ddp"
 PEERS = {"threads": THREADS, "ours": OURS, "torch": TORCH}
@@ -122,13 +123,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_figures(
         parser, rounds=3, seconds=1.0, timeout_s=120.0, timed="one measurement", plot="speed-ups"
     )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse ``argv`` and :func:`run`."""
-    parser = argparse.ArgumentParser(prog="torchrl-dist bench ddp")
-    add_options(parser)
-    return run(parser.parse_args(argv))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -486,27 +480,21 @@ def verdict(line: dict[str, Any], cpus: int) -> str:
 
 def _print(lines: list[dict[str, Any]], rounds: Rounds, imports: dict[int, float]) -> None:
     from rich.console import Console
-    from rich.table import Table
 
-    console = Console(width=150)
-    table = Table(title="one update, ms")
-    for column in ("width", "batch", "peer", "ranks"):
-        table.add_column(column)
-    for column in ("update", *PARTS, "speed-up", "saved"):
-        table.add_column(column, justify="right")
-    table.add_column("verdict")
-    for line in lines:
-        table.add_row(
-            *(str(line[name]) for name in ("width", "batch", "peer", "ranks")),
+    left = ("width", "batch", "peer", "ranks")
+    rows = [
+        [
+            *(str(line[name]) for name in left),
             f"{line['update_ms']:.2f}",
             *(f"{line['parts_ms'][part]:.2f}" for part in PARTS),
-            *(
-                "" if line[name] is None else f"{line[name]:.2f}"
-                for name in ("speed_up", "saved_ms")
-            ),
+            *("" if line[x] is None else f"{line[x]:.2f}" for x in ("speed_up", "saved_ms")),
             line["verdict"],
-        )
-    console.print(table)
+        ]
+        for line in lines
+    ]
+    columns = (*left, "update", *PARTS, "speed-up", "saved", "verdict")
+    show_table("one update, ms", columns, rows, left=(*left, "verdict"), width=150)
+    console = Console(width=150)
     for ranks in sorted({line["ranks"] for line in lines if line["peer"] == OURS}):
         console.print(_summary([x for x in lines if x["peer"] == OURS and x["ranks"] == ranks]))
     if imports:
@@ -535,11 +523,9 @@ def _summary(lines: list[dict[str, Any]]) -> str:
 
 
 def _plot(path: Path, lines: list[dict[str, Any]]) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     axis = figure.subplots()
     drawn = [line for line in lines if line["peer"] == OURS and line["speed_up"]]
     for ranks, width in sorted({(line["ranks"], line["width"]) for line in drawn}):
@@ -557,7 +543,3 @@ def _plot(path: Path, lines: list[dict[str, Any]]) -> None:
     if drawn:
         axis.legend(fontsize=8)
     save_figure(figure, path)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

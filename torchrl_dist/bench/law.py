@@ -32,7 +32,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ import numpy as np
 from torchrl_dist.bench.command import add_figures, check_folders, describe
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.recipes.parts.plots import save_figure
+from torchrl_dist.ui import show_table
 
 WAYS = ("single", "per worker", "stale", "sharded")
 CASES = ("alike", "equal", "unequal rows", "unequal priorities")
@@ -61,13 +62,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(option, type=int, default=default, help=f"{text} (default: {default})")
     add_figures(parser, plot="distances")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse ``argv`` and :func:`run`."""
-    parser = argparse.ArgumentParser(prog="torchrl-dist bench law")
-    add_options(parser)
-    return run(parser.parse_args(argv))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -231,26 +225,20 @@ def _priorities(case: str, workers: int, rows: int) -> list[np.ndarray]:
 
 
 def _print(lines: list[Line]) -> None:
-    from rich.console import Console
-    from rich.table import Table as RichTable
-
-    table = RichTable(title="total variation distance to the law of a single buffer")
-    for column in ("priorities", "shards"):
-        table.add_column(column)
-    for column in ("single\n(chance)", *WAYS[1:], "per worker,\nexact"):
-        table.add_column(column, justify="right")
-    for line in lines:
-        distances = [f"{line.distance(way):.4f}" for way in WAYS]
-        table.add_row(line.kind, line.case, *distances, f"{line.exact:.4f}")
-    Console(width=100).print(table)
+    left = ("priorities", "shards")
+    columns = (*left, "single\n(chance)", *WAYS[1:], "per worker,\nexact")
+    rows = [
+        [x.kind, x.case, *(f"{x.distance(way):.4f}" for way in WAYS), f"{x.exact:.4f}"]
+        for x in lines
+    ]
+    title = "total variation distance to the law of a single buffer"
+    show_table(title, columns, rows, left=left)
 
 
 def _plot(path: Path, lines: list[Line], options: argparse.Namespace) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.5 * len(ALPHAS), 3.4), layout="constrained")
-    FigureCanvasAgg(figure)
     colors = ("tab:gray", "tab:orange", "tab:red", "tab:blue")
     for axis, kind in zip(figure.subplots(1, len(ALPHAS), sharey=True), ALPHAS, strict=True):
         of_kind = [line for line in lines if line.kind == kind]
@@ -269,7 +257,3 @@ def _plot(path: Path, lines: list[Line], options: argparse.Namespace) -> None:
         fontsize=10,
     )
     save_figure(figure, path)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

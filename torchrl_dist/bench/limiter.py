@@ -22,7 +22,7 @@ import mmap
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from torchrl_dist.bench.command import (
 )
 from torchrl_dist.bench.workloads import make_rows
 from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.ui import show_table
 
 CASES = {"futex": 0, "one node": 0, "by RPC": 1, "by RPC, 3 shards": 3}
 """How many processes keep the rows."""
@@ -55,13 +56,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--wakes", type=above_zero(int), default=60, help="measured per case (default: 60)"
     )
     add_figures(parser)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse ``argv`` and :func:`run`."""
-    parser = argparse.ArgumentParser(prog="torchrl-dist bench limiter")
-    add_options(parser)
-    return run(parser.parse_args(argv))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -180,18 +174,8 @@ def _open_bell(path: str) -> Any:
 
 
 def _print(lines: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="from the insert to the return of the sample that waits for it")
-    table.add_column("case")
-    for column in ("p50, us", "p99, us", "CPU, ms per s of waiting"):
-        table.add_column(column, justify="right")
-    for line in lines:
-        figures = (line["p50_us"], line["p99_us"], line["cpu_ms_per_s"])
-        table.add_row(line["case"], *(f"{figure:,.1f}" for figure in figures))
-    Console(width=100).print(table)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    title = "from the insert to the return of the sample that waits for it"
+    figures = ("p50_us", "p99_us", "cpu_ms_per_s")
+    rows = [[line["case"], *(f"{line[name]:,.1f}" for name in figures)] for line in lines]
+    columns = ("case", "p50, us", "p99, us", "CPU, ms per s of waiting")
+    show_table(title, columns, rows, left=("case",))

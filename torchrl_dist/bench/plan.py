@@ -21,7 +21,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -323,14 +323,3 @@ def check_bounds(both: Both, every: int = 1) -> str:
             f"(predicted {easier_guess / guess:.2f})"
         )
     return "bounds: " + "; ".join(says)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse ``argv`` and :func:`run`."""
-    parser = argparse.ArgumentParser(prog="torchrl-dist bench plan")
-    add_options(parser)
-    return run(parser.parse_args(argv))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -23,7 +23,6 @@ import contextlib
 import os
 import statistics
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -55,6 +54,7 @@ from torchrl_dist.bench.replay_peers import (
 )
 from torchrl_dist.bench.workloads import make_rows
 from torchrl_dist.recipes.parts.plots import save_figure
+from torchrl_dist.ui import show_table
 
 _CALL_S = 60.0
 _FILL_BATCH = 4096
@@ -272,13 +272,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse ``argv`` and :func:`run`."""
-    parser = argparse.ArgumentParser(prog="torchrl-dist bench remote")
-    add_options(parser)
-    return run(parser.parse_args(argv))
-
-
 def run(options: argparse.Namespace) -> int:
     """Measure, print tables. Blocks for minutes; Ctrl-C ends it in order and prints what is there.
 
@@ -359,51 +352,45 @@ def extrapolated_ms(times_ms: dict[int, float], nodes: int) -> float:
 
 
 def _print_rates(medians: dict[Case, Result], options: argparse.Namespace) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(width=100)
-
     def number(value: float | None, digits: int = 2) -> str:
         return "-" if value is None else f"{value:,.{digits}f}"
 
-    table = Table(title="sample + update of 256 rows by RPC, one owner")
-    for column in ("peer", "learners", "batches/s", "of torchrl-rpc", "messages", "KiB"):
-        table.add_column(column, justify="left" if column == "peer" else "right")
+    def sent(result: Result) -> list[str]:
+        kib = None if result.bytes is None else result.bytes / 1024
+        return [number(result.messages), number(kib, 1)]
+
+    rows = []
     for case, result in medians.items():
         if case.shards != 1:
             continue
         base = medians.get(Case("torchrl-rpc", case.learners, 1, case.capacity, case.seconds))
-        table.add_row(
-            case.peer,
-            str(case.learners),
-            number(result.rate, 0),
-            number(None if base is None else result.rate / base.rate),
-            number(result.messages),
-            number(None if result.bytes is None else result.bytes / 1024, 1),
+        rows.append(
+            [
+                case.peer,
+                str(case.learners),
+                number(result.rate, 0),
+                number(None if base is None else result.rate / base.rate),
+                *sent(result),
+            ]
         )
-    console.print(table)
+    columns = ["peer", "learners", "batches/s", "of torchrl-rpc", "messages", "KiB"]
+    show_table("sample + update of 256 rows by RPC, one owner", columns, rows, left=("peer",))
     times = {
         case.shards: result
         for case, result in sorted(medians.items(), key=lambda item: item[0].shards)
         if case.peer == "ours" and case.learners == 1
     }
     if 1 in times and len(times) > 1:
-        table = Table(title="ours over several owners, one learner")
-        for column in ("shards", "ms per batch", "bound ms", "messages", "KiB"):
-            table.add_column(column, justify="right")
-        for shards, result in times.items():
-            table.add_row(
-                str(shards),
-                number(result.batch_ms),
-                number(shard_bound_ms(times[1], shards)),
-                number(result.messages),
-                number(None if result.bytes is None else result.bytes / 1024, 1),
-            )
+        bounds = {shards: number(shard_bound_ms(times[1], shards)) for shards in times}
+        rows = [
+            [str(shards), number(result.batch_ms), bounds[shards], *sent(result)]
+            for shards, result in times.items()
+        ]
         beyond = extrapolated_ms({s: result.batch_ms for s, result in times.items()}, _NODES)
-        table.add_row(f"{_NODES} nodes", number(beyond), "", "", "")
-        console.print(table)
-        console.print(f"cost of an empty call: {times[1].empty_call_ms:.3f} ms")
+        rows.append([f"{_NODES} nodes", number(beyond), "", "", ""])
+        columns = ["shards", "ms per batch", "bound ms", "messages", "KiB"]
+        show_table("ours over several owners, one learner", columns, rows)
+        print(f"cost of an empty call: {times[1].empty_call_ms:.3f} ms")
 
 
 def _append_json(
@@ -423,11 +410,9 @@ def _append_json(
 
 
 def _plot(path: Path, medians: dict[Case, Result]) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.2), layout="constrained")
-    FigureCanvasAgg(figure)
     rates, shards = figure.subplots(1, 2)
     one = {case: result for case, result in medians.items() if case.shards == 1}
     labels = [f"{case.peer}, {case.learners}" for case in one]
@@ -446,7 +431,3 @@ def _plot(path: Path, medians: dict[Case, Result]) -> None:
     shards.set_ylabel("ms per batch")
     shards.set_title("ours, one learner", fontsize=9)
     save_figure(figure, path)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,13 +80,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         plot="rates",
         scratch=True,
     )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse ``argv`` and :func:`run`."""
-    parser = argparse.ArgumentParser(prog="torchrl-dist bench replay")
-    add_options(parser)
-    return run(parser.parse_args(argv))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -191,7 +183,3 @@ def _measure_all(options: argparse.Namespace, peers: list[str], table: Any) -> i
 
     groups = plan(options, peers)
     return in_rounds(options.rounds, groups, options.scratch_dir, run_one, label, take)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

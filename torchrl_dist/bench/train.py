@@ -61,6 +61,7 @@ from torchrl_dist.bench.train_plan import (
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.recipes.catalog import RECIPES
 from torchrl_dist.recipes.parts.plots import save_figure
+from torchrl_dist.ui import show_table
 
 if TYPE_CHECKING:
     from torchrl_dist.recipes.parts.environments import Task
@@ -109,13 +110,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         line_per="run",
         plot="returns over frames and over seconds",
     )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse ``argv`` and :func:`run`."""
-    parser = argparse.ArgumentParser(prog="torchrl-dist bench train")
-    add_options(parser)
-    return run(parser.parse_args(argv))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -234,33 +228,26 @@ def _measure_all(
 
 
 def _print(table: list[Row]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     if not table:
         return
-    console = Console(width=120)
-    shown = Table(title="to the threshold: medians, and seconds of ours by those of a peer")
-    for column in ("algorithm", "env", "peer"):
-        shown.add_column(column)
-    figures = ("reached", "frames", "seconds", "frames/s", *(f"x {name}" for name in OTHERS))
-    for column in (*figures, "start, s"):
-        shown.add_column(column, justify="right")
-    for row in table:
-        shown.add_row(
-            row.algorithm,
-            row.env,
-            row.peer,
+    rows = [
+        [
+            *(row.algorithm, row.env, row.peer),
             f"{row.reached} of {row.runs}",
             _figure(row.frames, ",.0f"),
             _figure(row.seconds, ".1f"),
             f"{row.frames_per_s:,.0f}",
             *(_ratio(row.ratios.get(name)) for name in OTHERS),
             f"{row.start_s:.1f}",
-        )
-    console.print(shown)
+        ]
+        for row in table
+    ]
+    left = ("algorithm", "env", "peer")
+    figures = ("reached", "frames", "seconds", "frames/s", *(f"x {name}" for name in OTHERS))
+    title = "to the threshold: medians, and seconds of ours by those of a peer"
+    show_table(title, (*left, *figures, "start, s"), rows, left=left, width=120)
     if found := gains(table):
-        console.print(_what_it_brings(found))
+        _print_gains(found)
 
 
 def _figure(value: float, form: str) -> str:
@@ -275,26 +262,20 @@ def _ratio(value: float | None) -> str:
     return f"{value:.2f}" if value else "only ours"
 
 
-def _what_it_brings(found: list[Gain]) -> Any:
-    from rich.table import Table
-
-    table = Table(title="what more processes bring: the fastest of ours by the smallest")
-    for column in ("algorithm", "env", "of", "speed-up", "frames", "frames/s", "learner waits"):
-        table.add_column(column, no_wrap=True)
-    table.add_column("because")
-    for gain in found:
-        waits = gain.best.learner_waits
-        table.add_row(
-            gain.best.algorithm,
-            gain.best.env,
-            f"{gain.best.peer} by {gain.fewest.peer}",
-            f"{gain.speed_up:.2f}",
-            f"{gain.frames:.2f}",
-            f"{gain.pace:.2f}",
-            "-" if waits is None else f"{waits:.0%}",
+def _print_gains(found: list[Gain]) -> None:
+    rows = [
+        [
+            *(gain.best.algorithm, gain.best.env, f"{gain.best.peer} by {gain.fewest.peer}"),
+            *(f"{figure:.2f}" for figure in (gain.speed_up, gain.frames, gain.pace)),
+            "-" if gain.best.learner_waits is None else f"{gain.best.learner_waits:.0%}",
             REASONS[gain.best.algorithm],
-        )
-    return table
+        ]
+        for gain in found
+    ]
+    left = ("algorithm", "env", "of")
+    columns = (*left, "speed-up", "frames", "frames/s", "learner waits", "because")
+    title = "what more processes bring: the fastest of ours by the smallest"
+    show_table(title, columns, rows, left=(*left, "because"), width=120)
 
 
 _LINES = {  # told apart without colour by their strokes and marks
@@ -309,7 +290,6 @@ _LINES = {  # told apart without colour by their strokes and marks
 
 def _plot(path: Path, results: Mapping[Case, list[Run]]) -> None:
     """A row of two panels per algorithm: returns over frames, and over seconds."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -317,7 +297,6 @@ def _plot(path: Path, results: Mapping[Case, list[Run]]) -> None:
     for case in results:
         groups.setdefault(case.group, []).append(case)
     figure = Figure(figsize=(11, 3.6 * len(groups)), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(len(groups), 2, squeeze=False)
     for ((algorithm, env), cases), pair in zip(groups.items(), panels, strict=True):
         for axis, over in zip(pair, ("frames", "seconds"), strict=True):
@@ -350,7 +329,3 @@ def _draw(axis: Any, case: Case, runs: list[Run], over: str) -> None:
     axis.plot(
         x, middle, stroke, color=color, marker=mark, markevery=0.15, markersize=5, label=case.peer
     )
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -35,21 +35,12 @@ from torchrl_dist.recipes.apex.actor import EpsilonGreedy, actor_epsilons, n_ste
 from torchrl_dist.recipes.apex.config import ApexConfig
 from torchrl_dist.recipes.ddppo.config import DDPPOConfig
 from torchrl_dist.recipes.impala.config import ImpalaConfig
-from torchrl_dist.recipes.parts.environments import Task, make_env
+from torchrl_dist.recipes.parts.environments import TRANSITION, Task, make_env
 from torchrl_dist.recipes.parts.networks import PolicySpec, ValueNetwork
 from torchrl_dist.recipes.parts.policies import action_values_of, categorical_actor, critic_of
 from torchrl_dist.recipes.parts.policies import squashed_gaussian_actor as gaussian_actor
 from torchrl_dist.recipes.sac.config import SACConfig
 from torchrl_dist.recipes.sac.recipe import ActionValue, target_entropy
-
-_TRANSITION = (
-    "observation",
-    "action",
-    ("next", "observation"),
-    ("next", "reward"),
-    ("next", "done"),
-    ("next", "terminated"),
-)
 
 
 class Alone(ABC):
@@ -132,7 +123,7 @@ class DQN(Alone):
 
     def learn(self, data: TensorDictBase, frames: int) -> None:
         config = self.config
-        self.buffer.extend(data.select(*_TRANSITION, "steps_to_next_obs").reshape(-1))
+        self.buffer.extend(data.select(*TRANSITION, "steps_to_next_obs").reshape(-1))
         if len(self.buffer) < config.learning_starts:
             return
         share = min(1.0, frames / config.total_frames)
@@ -172,7 +163,7 @@ class SAC(Alone):
         self._owed = 0.0
 
     def learn(self, data: TensorDictBase, frames: int) -> None:
-        self.buffer.extend(data.select(*_TRANSITION).reshape(-1))
+        self.buffer.extend(data.select(*TRANSITION).reshape(-1))
         if frames < self.config.learning_starts:
             return
         self._owed += data.numel() * self.config.updates_per_frame

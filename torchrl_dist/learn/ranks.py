@@ -13,7 +13,6 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -29,7 +28,7 @@ from ..errors import (
     RemoteError,
     TorchRLDistError,
 )
-from ..runtime import World, current_session
+from ..runtime import World, current_session, proc
 from ..runtime.awake import awake, check_timeout, start_clock
 from ..runtime.store import AnsweringStore, StoreSilent
 from ..runtime.world import is_seen_here, process_stamp
@@ -81,10 +80,8 @@ class Rank:
             return "unknown"
         if process_stamp(self.pid) != self.stamp:
             return "gone"
-        with contextlib.suppress(OSError):
-            text = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
-            return {"T": "stopped", "t": "stopped", "Z": "gone"}.get(text, "running")
-        return "gone"
+        letter = proc.state(self.pid) or "Z"
+        return {"T": "stopped", "t": "stopped", "Z": "gone"}.get(letter, "running")
 
 
 class Ranks:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import own_files
 from ..errors import ConfigurationError, TorchRLDistError
+from ..ui import show_table
 
 if TYPE_CHECKING:
     from .probe import Probe
@@ -409,18 +410,14 @@ def show(findings: Sequence[Finding]) -> None:
     """Print a row per check, then what to do."""
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
     def shown(text: str) -> str:
         return escape(own_files.printable(text, lines=True))
 
-    table = Table(box=None, pad_edge=False)
-    for column in ("check", "", "found"):
-        table.add_column(column, overflow="fold")
-    for each in findings:
-        table.add_row(each.check, _MARKS[each.state], shown(each.found))
+    columns = ("check", "", "found")
+    rows = [(each.check, _MARKS[each.state], shown(each.found)) for each in findings]
+    show_table(None, columns, rows, folded=columns, width=None)
     console = Console()
-    console.print(table)
     for each in findings:
         if each.state != OK and each.cure:
             console.print(f"{_MARKS[each.state]} {each.check}: {shown(each.cure)}")

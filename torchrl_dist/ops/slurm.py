@@ -14,7 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -23,6 +23,7 @@ from ..recipes.catalog import RECIPES
 from ..recipes.training.config import RecipeConfig, ReplayConfig
 from ..recipes.training.options import add_options as add_fields
 from ..recipes.training.options import given_options, read_options
+from ..ui import at_least
 
 STOPPED_BY_USR1, STOPPED_BY_TERM = 138, 143
 """Exit codes of ``torchrl-dist train`` after these signals: its checkpoint is written, go on."""
@@ -415,23 +416,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--collector-partition cpu -- python train.py"
     )
     first = parser.add_argument_group("nodes")
-    first.add_argument("--nodes", type=_count, default=1, metavar="N", help="(default: 1)")
+    first.add_argument("--nodes", type=at_least(1), default=1, metavar="N", help="(default: 1)")
     first.add_argument(
-        "--tasks-per-node", type=_count, metavar="N",
+        "--tasks-per-node", type=at_least(1), metavar="N",
         help="ranks on each (default: 1; for a recipe on one node all its processes)",
     )  # fmt: skip
-    first.add_argument("--cpus-per-task", type=_count, default=1, metavar="N", help="(default: 1)")
     first.add_argument(
-        "--gpus", type=_count_or_0, default=0, metavar="N", help="per node (default: 0)"
+        "--cpus-per-task", type=at_least(1), default=1, metavar="N", help="(default: 1)"
+    )
+    first.add_argument(
+        "--gpus", type=at_least(0), default=0, metavar="N", help="per node (default: 0)"
     )
     first.add_argument("--partition", metavar="NAME")
     first.add_argument("--mem", metavar="SIZE", help="per node, with what lies in /dev/shm")
     second = parser.add_argument_group(
         "nodes of another kind for the collectors", "Makes a heterogeneous job, the learner first."
     )
-    second.add_argument("--collector-nodes", type=_count, metavar="N")
-    second.add_argument("--collector-tasks-per-node", type=_count, metavar="N")
-    second.add_argument("--collector-cpus-per-task", type=_count, metavar="N")
+    second.add_argument("--collector-nodes", type=at_least(1), metavar="N")
+    second.add_argument("--collector-tasks-per-node", type=at_least(1), metavar="N")
+    second.add_argument("--collector-cpus-per-task", type=at_least(1), metavar="N")
     second.add_argument("--collector-partition", metavar="NAME")
     second.add_argument("--collector-mem", metavar="SIZE")
     job = parser.add_argument_group("job")
@@ -441,11 +444,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="limit, as Slurm takes it: minutes, 08:00:00, 2-12 (default: 04:00:00)",
     )  # fmt: skip
     job.add_argument(
-        "--requeues", type=_count_or_0, default=3, metavar="N",
+        "--requeues", type=at_least(0), default=3, metavar="N",
         help="how often it goes on after the limit or a preemption (default: 3)",
     )  # fmt: skip
     job.add_argument(
-        "--signal-s", type=_count, default=120, metavar="S",
+        "--signal-s", type=at_least(1), default=120, metavar="S",
         help="it is stopped so long before the limit (default: 120)",
     )  # fmt: skip
     job.add_argument("--seeds", metavar="LIST", help="a job for each, such as 0-4; gives --seed")
@@ -454,7 +457,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--container", default="", metavar="WORDS", help="e.g. 'apptainer exec --nv image.sif'"
     )
     job.add_argument(
-        "--torchrun", type=_count, metavar="N", help="torchrun starts N ranks on each node"
+        "--torchrun", type=at_least(1), metavar="N", help="torchrun starts N ranks on each node"
     )
     job.add_argument(
         "--setup", action="append", default=[], metavar="LINE",
@@ -467,24 +470,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--submit", action="store_true", help="submit it, and print the job's id")
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND")
     parser.set_defaults(command=run)
-
-
-def _whole(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if value < least:
-            raise argparse.ArgumentTypeError(
-                f"got {text!r}, expected a whole number, at least {least}"
-            )
-        return value
-
-    return number
-
-
-_count, _count_or_0 = _whole(1), _whole(0)
 
 
 def job_of(options: argparse.Namespace) -> Job:

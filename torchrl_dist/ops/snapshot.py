@@ -26,7 +26,7 @@ from ..replay.inspection import limiter_in
 from ..replay.law.limiter import Counts, RateLimiter
 from ..replay.node import files, leftovers
 from ..replay.node.tables import Word, control_bytes, control_tables, counters_in
-from ..runtime import pulse
+from ..runtime import proc, pulse
 from ..runtime.world import has_ended
 
 DEAD, ELSEWHERE = "dead", "elsewhere"
@@ -250,12 +250,12 @@ def _process(told: Mapping[str, Any], here: str) -> Process:
 
 
 def _stat(pid: int) -> tuple[str, float | None]:
-    try:
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    words = proc.stat(pid)
+    if words is None:
         return DEAD, None
-    ticks = int(words[11]) + int(words[12])
-    return _STATES.get(words[0], words[0]), ticks / os.sysconf("SC_CLK_TCK")
+    ticks = int(words[proc.USER]) + int(words[proc.SYSTEM])
+    letter = words[proc.STATE]
+    return _STATES.get(letter, letter), ticks / os.sysconf("SC_CLK_TCK")
 
 
 def read_buffer(folder: Path) -> Buffer | None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.planner import MIN_GAIN, Costs, Layout, Prediction, decide, predict, rank, time_to
 from torchrl_dist.recipes.catalog import RECIPES
+from torchrl_dist.ui import at_least, show_table
 
 if TYPE_CHECKING:
     from .measure import Measured, Subject
@@ -84,22 +85,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--policy", metavar="PACKAGE:MAKE",
         help="returns the policy's module (default: two layers of 64, or random actions)",
     )  # fmt: skip
-    parser.add_argument("--cores", type=_count, metavar="N", help="per node (default: those here)")
-    parser.add_argument("--nodes", type=_count, default=1, metavar="N", help="at most (default: 1)")
+    parser.add_argument(
+        "--cores", type=at_least(1), metavar="N", help="per node (default: those here)"
+    )
+    parser.add_argument(
+        "--nodes", type=at_least(1), default=1, metavar="N", help="at most (default: 1)"
+    )
     parser.add_argument(
         "--frames", type=float, default=1e6, metavar="N", help="length of the job (default: 1e6)"
     )
     parser.add_argument(
-        "--updates-per-frame", type=_not_negative, metavar="X",
+        "--updates-per-frame", type=at_least(0, float), metavar="X",
         help="of the learner (default: the recipe's, or 1/32, four epochs of minibatches of 128)",
     )  # fmt: skip
     parser.add_argument(
-        "--update-s", type=_not_negative, metavar="S",
+        "--update-s", type=at_least(0, float), metavar="S",
         help="of one update (default: measured, of the recipe's networks, or one of two layers of "
         "64)",
     )  # fmt: skip
     parser.add_argument(
-        "--batch-size", type=_count, metavar="N",
+        "--batch-size", type=at_least(1), metavar="N",
         help="of an update (default: the recipe's, or 128)",
     )  # fmt: skip
     parser.add_argument(
@@ -114,18 +119,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(command=run)
-
-
-def _count(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text}, expected at least 1")
-    return int(text)
-
-
-def _not_negative(text: str) -> float:
-    if not 0 <= float(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"got {text}, expected a number of at least 0")
-    return float(text)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -379,7 +372,6 @@ def show(found: dict[str, Any]) -> None:
     """Verdict, the best three, what was measured."""
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
     console = Console(width=max(100, Console().width))
     console.print(f"[bold]{found['verdict']}[/]: {escape(found['reason'])}")
@@ -402,18 +394,15 @@ def show(found: dict[str, Any]) -> None:
             f"{deadline['layout']} (a rollout varies by {deadline['spread']:.1%})",
             highlight=False,
         )
-    table = Table(box=None, pad_edge=False)
-    frames = found["settings"]["frames"]
-    for column in ("layout", "frames/s", "interval", "efficiency", f"{frames:,.0f} frames",
-                   "bound by"):  # fmt: skip
-        table.add_column(column, justify="left" if column in ("layout", "bound by") else "right")
-    for each in found["predicted"]:
-        low, high = each["interval"]
-        table.add_row(
-            each["name"], f"{each['frames_per_s']:,.0f}", f"{low:,.0f} - {high:,.0f}",
-            f"{each['efficiency']:.0%}", f"{each['seconds_to_frames']:,.0f} s", each["bound_by"],
-        )  # fmt: skip
-    console.print(table)
+    length = f"{found['settings']['frames']:,.0f} frames"
+    rows = [
+        (each["name"], f"{each['frames_per_s']:,.0f}",
+         f"{each['interval'][0]:,.0f} - {each['interval'][1]:,.0f}", f"{each['efficiency']:.0%}",
+         f"{each['seconds_to_frames']:,.0f} s", each["bound_by"])
+        for each in found["predicted"]
+    ]  # fmt: skip
+    columns = ("layout", "frames/s", "interval", "efficiency", length, "bound by")
+    show_table(None, columns, rows, left=("layout", "bound by"), width=console.width)
     for number, each in enumerate(found["predicted"], 1):
         console.print(f"{number}. {escape(each['start'])}", highlight=False, soft_wrap=True)
     measured = found["measured"]

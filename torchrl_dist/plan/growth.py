@@ -24,6 +24,7 @@ import numpy as np
 from torchrl_dist import own_files
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.planner import Costs, Layout, predict
+from torchrl_dist.ui import show_table
 
 CORES, NODES, STEPS_S = 48, (2, 4, 8, 16, 32), (1.0, 0.1, 0.01, 0.001)
 RAY = {
@@ -147,13 +148,9 @@ def intake_rate(
 def print_table(costs: Costs, lines: Sequence[dict[str, Any]]) -> None:
     """Efficiencies side by side, then where the learner is full."""
     from rich.console import Console
-    from rich.table import Table
 
     console = Console(width=110)
-    table = Table(title=f"efficiency on nodes of {CORES} cores, model (simulation)")
-    for column in ("nodes", "step s", "Ray, published", "a rank per core", "bound by",
-                   "a node worker", "bound by"):  # fmt: skip
-        table.add_column(column, justify="right")
+    rows = []
     for ranks, node in zip(lines[::2], lines[1::2], strict=True):
         cells = [
             cell
@@ -161,8 +158,12 @@ def print_table(costs: Costs, lines: Sequence[dict[str, Any]]) -> None:
             for cell in (f"{line['efficiency']:.0%} ({line['simulated']:.0%})", line["bound_by"])
         ]
         published = f"{ranks['ray_efficiency']:.0%}"
-        table.add_row(str(ranks["nodes"]), f"{ranks['step_s']:g}", published, *cells)
-    console.print(table)
+        rows.append((str(ranks["nodes"]), f"{ranks['step_s']:g}", published, *cells))
+    show_table(
+        f"efficiency on nodes of {CORES} cores, model (simulation)",
+        ("nodes", "step s", "Ray, published", "a rank per core", "bound by", "a node worker",
+         "bound by"), rows, width=110,
+    )  # fmt: skip
     for step_s in STEPS_S:
         by_rank, by_node = (full_at(costs, step_s, joined) for joined in (False, True))
         console.print(

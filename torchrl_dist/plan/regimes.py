@@ -32,6 +32,7 @@ import numpy as np
 from torchrl_dist import own_files
 from torchrl_dist.planner import MIN_GAIN
 from torchrl_dist.recipes.parts.plots import save_figure
+from torchrl_dist.ui import show_table
 
 SPREADS = (0.01, 0.03, 0.1, 0.3, 1.0, 1.5)
 WORKERS = (2, 4, 8, 16, 32, 128)
@@ -135,18 +136,14 @@ def regimes() -> list[dict[str, Any]]:
 
 def print_table(lines: Sequence[dict[str, Any]]) -> None:
     """Per network, the gain by workers and spread, with the best deadline in mean rollouts."""
-    from rich.console import Console
-    from rich.table import Table
-
     for name in dict.fromkeys(line["network"] for line in lines):
-        table = Table(title=f"gain of the best deadline (and that deadline); learner: {name}")
-        table.add_column("workers", justify="right")
-        for spread in SPREADS:
-            table.add_column(f"spread {spread:g}", justify="right")
-        for workers in WORKERS:
-            row = [line for line in lines if (line["network"], line["workers"]) == (name, workers)]
-            table.add_row(str(workers), *[_cell(line) for line in row])
-        Console(width=100).print(table)
+        title = f"gain of the best deadline (and that deadline); learner: {name}"
+        rows = [
+            [str(workers)]
+            + [_cell(x) for x in lines if (x["network"], x["workers"]) == (name, workers)]
+            for workers in WORKERS
+        ]
+        show_table(title, ("workers", *(f"spread {spread:g}" for spread in SPREADS)), rows)
 
 
 def _cell(line: dict[str, Any]) -> str:
@@ -158,11 +155,9 @@ def _cell(line: dict[str, Any]) -> str:
 def plot(path: Path, lines: Sequence[dict[str, Any]]) -> None:
     """A panel per network: gain over spread and workers; the line is where deadlines begin to
     pay."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(3.4 * len(NETWORKS), 3.4), layout="constrained")
-    FigureCanvasAgg(figure)
     for axis, name in zip(figure.subplots(1, len(NETWORKS)), NETWORKS, strict=True):
         gains = np.array([line["gain"] for line in lines if line["network"] == name])
         gains = gains.reshape(len(WORKERS), len(SPREADS))

@@ -12,6 +12,7 @@ import resource
 from pathlib import Path
 
 from ..errors import ConfigurationError
+from . import proc
 
 _OF_ONE_NODE, _OF_SEVERAL = 12, 40
 _SESSION_OF_ONE_NODE, _SESSION_OF_SEVERAL = 60, 160
@@ -89,14 +90,11 @@ def _threads_of(uid: int, *, but_children_of: int | None = None) -> int:
             try:
                 if process.stat().st_uid != uid:
                     continue
-                if but_children_of is not None and _parent_of(process) == but_children_of:
-                    continue
+                if but_children_of is not None:
+                    words = proc.stat(int(process.name))
+                    if words is None or int(words[proc.PARENT]) == but_children_of:
+                        continue
                 count += len(os.listdir(process / "task"))
             except OSError:  # it ended meanwhile
                 continue
     return count
-
-
-def _parent_of(process: Path) -> int:
-    # the name in parentheses may have any character in it
-    return int((process / "stat").read_bytes().rpartition(b")")[2].split()[1])

@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Any
 
 from .. import own_files
+from . import proc
 from .peer import Peer
 from .session import Session
 from .world import has_ended, is_stamp, process_stamp
@@ -219,7 +220,9 @@ class Pulse:
         try:
             return f"{told}: {asked.result(2 * _ANSWER_S)}"
         except Exception as error:
-            state = _stopped(session.pid_of(peer)) if peer.host == session.me.host else ""
+            pid, state = session.pid_of(peer), ""
+            if peer.host == session.me.host and proc.state(pid) in ("T", "t"):
+                state = f", because it is stopped; kill -CONT {pid} lets it go on"
             return f"{told}: it does not answer{state} ({type(error).__name__})"
 
 
@@ -257,14 +260,6 @@ def _place(frame: FrameType) -> str:
         for each in frames[known : known + _FRAMES]
     ]
     return "it is in " + " < ".join(told)
-
-
-def _stopped(pid: int) -> str:
-    with contextlib.suppress(OSError, IndexError):
-        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        if letter in "Tt":
-            return f", because it is stopped; kill -CONT {pid} lets it go on"
-    return ""
 
 
 def remove_pulses_of_the_dead() -> None:

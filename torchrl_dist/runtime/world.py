@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigurationError
+from . import proc
 
 # Set in the children of local_cluster, and so in what they start: the job of their driver.
 JOB_ID_VARIABLE = "TORCHRL_DIST_JOB_ID"
@@ -118,8 +119,8 @@ def process_stamp(pid: int) -> str:
     The namespace is in it because containers that share a ``/dev/shm`` have equal pids, and equal
     start times where they share a ``/proc``.
     """
-    stat = _stat(pid)
-    return f"{pid}-{stat[_START] if stat else 0}-{_namespace()}-{_boot()}"
+    stat = proc.stat(pid)
+    return f"{pid}-{stat[proc.START] if stat else 0}-{_namespace()}-{_boot()}"
 
 
 def has_ended(stamp: str) -> bool:
@@ -133,17 +134,17 @@ def has_ended(stamp: str) -> bool:
         return False
     if boot != _boot():
         return True
-    own = _stat(os.getpid())
+    own = proc.stat(os.getpid())
     if namespace != str(_namespace()) or own is None or own[0] != str(os.getpid()):
         return False  # what ``/proc`` calls by this pid is not that process
-    stat = _stat(int(pid))
-    return stat is None or stat[_STATE] == "Z" or process_stamp(int(pid)) != stamp
+    stat = proc.stat(int(pid))
+    return stat is None or stat[proc.STATE] == "Z" or process_stamp(int(pid)) != stamp
 
 
 def is_seen_here(stamp: str) -> bool:
     """Whether the pid of a :func:`process_stamp` means the same process in this one's ``/proc``:
     same machine, same pid namespace."""
-    own = _stat(os.getpid())
+    own = proc.stat(os.getpid())
     place = [str(_namespace()), _boot()]
     return own is not None and own[0] == str(os.getpid()) and stamp.split("-")[2:] == place
 
@@ -156,28 +157,6 @@ def is_stamp(text: str) -> bool:
 def is_of_this_boot(stamp: str) -> bool:
     """Whether a :func:`process_stamp` was made on this machine since it was started."""
     return stamp.rpartition("-")[2] == _boot()
-
-
-_STATE, _PARENT, _START = 2, 3, 21  # places in what :func:`_stat` gives
-
-
-def _stat(pid: int) -> list[str] | None:
-    """The words of ``/proc/PID/stat``, None if there is no such process.
-
-    Our own and our parent's are found where ``/proc`` is that of another pid namespace, too.
-    """
-    name = str(pid)
-    if pid == os.getpid():
-        name = "self"
-    elif pid == os.getppid():
-        own = _stat(os.getpid())
-        name = own[_PARENT] if own else name
-    try:
-        # The second word is the command in parentheses and may hold anything.
-        head, _, tail = Path(f"/proc/{name}/stat").read_text().rpartition(")")
-        return [head.split()[0], "", *tail.split()]
-    except (OSError, IndexError):
-        return None
 
 
 def _namespace() -> int:

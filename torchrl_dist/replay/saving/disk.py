@@ -17,7 +17,6 @@ nothing is pickled, reading runs no code.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -504,15 +503,11 @@ def _only_writer(path: Path) -> Iterator[None]:
     # a folder; and not for forked children
     fd = open_lock_file(path, os.O_DIRECTORY, access=os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        if not own_files.lock_folder(fd):
             raise CheckpointError(
                 f"another process or thread is writing a checkpoint to {path}: write to another "
                 "folder, or one after the other"
-            ) from error
-        except OSError:
-            pass  # some network file systems lock no folders
+            )
         yield
     finally:
         close_lock_file(fd)
