@@ -172,7 +172,7 @@ def test_a_hostile_file_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_tensor_file_of_somebody_else_is_refused(tmp_path: Path) -> None:
     torch.save({"weight": torch.zeros(3)}, tmp_path / "c.pt")
-    with pytest.raises(CheckpointError, match="no checkpoint of torchrl_dist"):
+    with pytest.raises(CheckpointError, match="is not a torchrl_dist checkpoint"):
         load_checkpoint(tmp_path / "c.pt")
 
 

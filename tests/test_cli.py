@@ -303,7 +303,7 @@ def test_a_configuration_comes_from_a_plain_file_or_from_a_pipe_that_the_shell_h
 ) -> None:
     os.mkfifo(tmp_path / "pipe")  # nothing writes to it, ever
     line = refused(["train", "apex", "--config", str(tmp_path / "pipe")], capsys)
-    assert f"{tmp_path / 'pipe'} is no plain file" in line
+    assert f"{tmp_path / 'pipe'} is not a plain file" in line
     end, write = os.pipe()
     os.write(write, b"seed: 7")
     os.close(write)

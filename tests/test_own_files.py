@@ -472,7 +472,7 @@ def test_no_link_is_followed_and_nothing_that_is_there_is_taken_for_new(tmp_path
     (tmp_path / "link").symlink_to(notes)
     (tmp_path / "dangling").symlink_to(tmp_path / "none")
     for flags in (os.O_RDONLY, os.O_RDWR, os.O_WRONLY):
-        with pytest.raises(own_files.NotOurs, match="no plain file"):
+        with pytest.raises(own_files.NotOurs, match="not a plain file"):
             own_files.open_ours(tmp_path / "link", flags)
     for name in ("notes", "link", "dangling"):
         with pytest.raises(FileExistsError):

@@ -139,7 +139,7 @@ def test_tied_tensors_reach_a_module_that_has_them_apart(shared: bool) -> None:
             assert torch.equal(ours, theirs), name
     unpack(pack(worker), learner)
     worker.second.weight.data = worker.second.weight.detach() + 1
-    with pytest.raises(ConfigurationError, match="are one tensor in the policy, and have diff"):
+    with pytest.raises(ConfigurationError, match="are one tensor in the policy but have diff"):
         unpack(pack(worker), learner)
 
 
