@@ -376,7 +376,7 @@ def _check_shape(saved: Any, here: Any, launched: int) -> None:
 
 @contextlib.contextmanager
 def _unsearched_imports() -> Iterator[None]:
-    """Turn garbage collection off for imports: they leave none, and it takes a quarter of the time."""
+    """Turn garbage collection off for imports: they leave none, and it takes 1/4 of their time."""
     was = gc.isenabled()
     gc.disable()
     try:
