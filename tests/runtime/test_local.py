@@ -493,7 +493,7 @@ def test_of_two_clusters_in_two_threads_one_is_refused_and_the_other_works(fork_
     for thread in threads:
         thread.join(90)
     refused, worked = outcomes
-    assert worked == "worked" and "leave that one first. Two at a time, in two threads" in refused
+    assert worked == "worked" and "leave that one first. Two sessions at a time" in refused
     with session() as alone:  # and it is over
         assert alone.peers == (alone.me,)
 

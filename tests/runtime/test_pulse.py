@@ -121,7 +121,7 @@ def test_a_worker_in_a_slow_step_is_named_with_its_place(
             asleep = [r.getMessage() for r in caplog.records if r.name == "torchrl_dist"]
             # both sleep; each is told once
             assert len(asleep) == 2 and "step (test_pulse.py:" in asleep[0], asleep
-            assert "no progress of collector0 for 1 s (pid" in " ".join(asleep)
+            assert "collector0 made no progress for 1 s (pid" in " ".join(asleep)
             assert json.loads(path.read_text())["frames"] <= 1000
         assert pulses() == []
 
@@ -145,7 +145,7 @@ def test_a_stopped_worker_and_a_learner_that_does_something_else_are_told_apart(
             batches = iter(collector)
             next(batches)
             until(said, "a word about the learner")  # which waits here
-            assert said()[0].startswith("no progress of learner0 for 0.5 s: it is in until (test_p")
+            assert said()[0].startswith("learner0 made no progress for 0.5 s: it is in until (")
             assert len(said()) == 1
             caplog.clear()
             os.kill(pid, signal.SIGSTOP)

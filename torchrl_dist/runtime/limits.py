@@ -59,7 +59,7 @@ def check_limits(
     if limit != resource.RLIM_INFINITY and limit < least:
         job = "a job of one process" if world_size == 1 else f"a job of {world_size} processes"
         raise ConfigurationError(
-            f"this process may open {limit} files and sockets, but in {job} it needs up to "
+            f"this process may have {limit} files and sockets open, but in {job} it needs up to "
             f"{needed}: raise the limit before the start (ulimit -n {max(4096, needed)}; if "
             "that is refused, the administrator must raise the hard limit)"
         )
