@@ -284,8 +284,7 @@ def _train(options: argparse.Namespace) -> int:
         print(as_yaml(config), end="")
         return 0
     # The server that starts the job's processes is best forked from this one. The imports below
-    # must
-    # then be safe to fork. Under a launcher nothing is forked, and libraries use the user's
+    # must then be safe to fork. Under a launcher nothing is forked, and libraries use the user's
     # settings.
     forks = _is_fresh and not {"RANK", "SLURM_PROCID"} & os.environ.keys()
     with _unsearched_imports(), imports_to_be_forked() if forks else contextlib.nullcontext():
