@@ -476,7 +476,7 @@ def test_a_process_that_was_forked_meanwhile_ends_nobodys_children(client: ForkS
         code = 1
         try:
             client.kill_children()
-            with pytest.raises(ConfigurationError, match="this one is a fork"):
+            with pytest.raises(ConfigurationError, match="this one is a fork of it"):
                 client._send(None)
             client.close()
             code = 0
