@@ -170,7 +170,7 @@ class Host:
 
 
 class Process:
-    """The part of ``subprocess.Popen`` that tests and torchrun use, for a child forked elsewhere."""
+    """The part of ``subprocess.Popen`` that tests and torchrun use, for another process's fork."""
 
     def __init__(self, args: Sequence[str], pid: int) -> None:
         self.args = list(args)
