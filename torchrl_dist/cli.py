@@ -192,7 +192,7 @@ def _say(text: str) -> None:
     """Print a line to stderr, with this process's rank if a launcher gave it one."""
     rank = os.environ.get("RANK")
     for name in _RANKS:
-        if not rank and os.environ.get(name, "0") != "0":  # 0 may be the batch script
+        if not rank and os.environ.get(name, "0") != "0":  # a batch script has rank 0 too
             rank = os.environ[name]
     kind, _, rest = text.partition(": ")
     if rank:

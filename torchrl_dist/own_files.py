@@ -4,8 +4,8 @@ Several users share ``/tmp`` and ``/dev/shm``. Any of them can create a folder t
 user is about to use, and put links, pipes or huge files into it. So this module uses a folder only
 if this process made it, with mode 0700, or if it belongs to this user and no other user can write
 to it. It opens a file only if it is a plain file of this user. It refuses everything else with a
-reason (:class:`NotOurs`). The parents of a folder are checked as well, from the first one that
-everybody can write to, because another user could replace the folder there later.
+reason (:class:`NotOurs`). It also checks the parents of a folder, starting at the topmost one that
+everybody can write to, because another user could replace what is in it later.
 
 ``TORCHRL_DIST_GROUP`` names a Unix group whose members this user trusts. Folders of that group may
 belong to any of its members and be writable by all of them.

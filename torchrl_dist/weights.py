@@ -70,8 +70,8 @@ class PackedWeights:
 def named_tensors(source: nn.Module | TensorDictBase | Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors of a module, a TensorDict or a state dict by name.
 
-    Names of nested tensors are joined by dots. Of a module, parameters and buffers are returned; a
-    shared (tied) parameter appears once; other state is left out.
+    Names of nested tensors are joined by dots. A module's tensors are its parameters and buffers. A
+    shared (tied) parameter appears once.
 
     Raises:
         ConfigurationError: a parameter of a lazy layer has no shape yet, or a TensorDict or dict

@@ -69,7 +69,7 @@ class _Clock:
 
     def _run(self) -> None:
         while True:
-            self._next_look = self.now() + _TICK_S  # before looking: call_at compares with it
+            self._next_look = self.now() + _TICK_S  # set first, because call_at reads it
             soonest = min((due for due, _ in list(self._due.values())), default=self._next_look)
             self._next_look = min(self._next_look, soonest)
             self._sooner.wait(max(0.0, self._next_look - self.now()))

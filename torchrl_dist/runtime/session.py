@@ -135,8 +135,8 @@ class Session:
         if os.getpid() != self._pid:
             raise ConfigurationError(
                 f"process {os.getpid()} was forked from {self._pid}, {self.me.name} of a session, "
-                "but is not a member of it, because its connections stay with that process. Start "
-                "processes that call others with local_cluster, torchrun or Slurm"
+                "but is not a member of it, because its connections stay with that process. Use "
+                "local_cluster, torchrun or Slurm to start processes that call one another"
             )
 
     # ---- members
@@ -565,9 +565,9 @@ class Session:
 
         True once the driver has ended the job, torchrun's process has died, or SIGINT, SIGTERM,
         SIGHUP, SIGUSR1 or SIGUSR2 came. :attr:`stop_signal` is the first of these signals, for
-        which the driver prints a line. A further SIGINT, SIGTERM or SIGHUP after one of the same
-        three raises KeyboardInterrupt or SystemExit in the main thread of a process that does not
-        serve. SIGUSR1 and SIGUSR2 announce SIGTERM (``sbatch --signal=USR1@60``) and never raise.
+        which the driver prints a line. If SIGINT, SIGTERM or SIGHUP comes after another of these
+        three, it raises KeyboardInterrupt or SystemExit in the main thread, unless the process
+        serves. SIGUSR1 and SIGUSR2 announce SIGTERM (``sbatch --signal=USR1@60``) and never raise.
         If the program handles these two itself, they are not a request to stop.
         """
         return self._stop.is_set()

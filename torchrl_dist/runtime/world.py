@@ -59,8 +59,7 @@ class World:
 
     @property
     def starter(self) -> str | None:
-        """Stamp of the process on this machine whose end means that the job cannot be started
-        again.
+        """Stamp of a process on this machine: once it ends, this job cannot be started again.
 
         None if there may be no such process: SLURM may start a job with the same id again, and so
         may a user who gave torchrun an id.
@@ -94,7 +93,7 @@ class World:
         return world
 
 
-# Variables with the rank and the number of ranks, of launchers that a World is not read from.
+# Launchers that ``from_env`` does not read: their variables for the rank and the number of ranks.
 _OTHER_LAUNCHERS = {
     "SLURM": ("SLURM_PROCID", "SLURM_NTASKS"),
     "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
