@@ -59,7 +59,7 @@ def console() -> NoReturn:
         reader = select.poll()
         reader.register(sys.stdout, 0)
         if not reader.poll(0):
-            raise  # another pipe
+            raise  # another pipe broke
         # stdout has no reader any more, as in "torchrl-dist ... | head"
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 128 + signal.SIGPIPE
@@ -118,8 +118,8 @@ def _end_in_time(code: int) -> None:
             place = f" at {frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
             left.append(f"thread {thread.name!r}{place}")
         _say(
-            f"{_END_S:g} s after the end {', '.join(left) or 'a function of atexit'} still runs; "
-            "this process ends without it"
+            f"{_END_S:g} s after the command ended, {', '.join(left) or 'an atexit function'} "
+            "still runs; this process exits anyway"
         )
         _leave(code)
 

@@ -71,7 +71,7 @@ def named_tensors(source: nn.Module | TensorDictBase | Mapping[str, Any]) -> dic
     """Return the tensors of a module, a TensorDict or a state dict by name.
 
     Names of nested tensors are joined by dots. A module's tensors are its parameters and buffers. A
-    shared (tied) parameter appears once.
+    shared (tied) parameter appears once. Other state of a module is left out.
 
     Raises:
         ConfigurationError: a parameter of a lazy layer has no shape yet, or a TensorDict or dict

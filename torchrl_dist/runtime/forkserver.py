@@ -378,7 +378,7 @@ class ForkServer:
 
     def _hang_up(self) -> None:
         if os.getpid() == self._owner:
-            with contextlib.suppress(OSError):  # closed before, or by the server
+            with contextlib.suppress(OSError):  # closed already, or by the server
                 # closing is not enough, because processes forked meanwhile have copies
                 self._link.shutdown(socket.SHUT_RDWR)
         self._commands.close()

@@ -95,7 +95,7 @@ class Session:
         self._suspects: set[int] = set()
         self._watchers: dict[
             int, Callable[[tuple[Any, ...]], None]
-        ] = {}  # by the rank that watches us
+        ] = {}  # keyed by the rank that watches this one
         self._stop = Latch()
         self._end = Latch()  # the driver has ended the job, or is lost
         self._end_reason: str | None = None
@@ -112,7 +112,7 @@ class Session:
         self._signs: threading.Thread | None = None
         self._asked: set[int] = set()  # ranks with an unanswered "beat" message
         self._heard: dict[int, float] = {}  # the last sign of each watched rank, on awake()
-        if supervised:  # by local_cluster, whose children do nothing but serve
+        if supervised:  # by local_cluster, whose children only serve
             for peer in self.peers[1:]:
                 self._members.serve(peer.global_rank)
 
@@ -424,7 +424,7 @@ class Session:
             self._pool.submit(self._run_for_peer, body, tensors, answer)
             return
         args = wire.loads(body, tensors)
-        if kind == "watch":  # answered when this process leaves; fails when it dies
+        if kind == "watch":  # answered when this process leaves, fails when it dies
             with self._lock:
                 if not self._ending:
                     self._watchers[args[0]] = answer
