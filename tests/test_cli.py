@@ -37,7 +37,7 @@ def a_policy(path: Path, env: str = "CartPole-v1") -> Path:
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line with which the command refuses these arguments."""
+    """Return the one line with which the command refuses these arguments."""
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -105,7 +105,7 @@ def test_a_wrong_command_gets_one_line(
         ({"SLURM_PROCID": "2", "SLURM_NTASKS": "4"}, ["rank 2", "SLURM", "srun"]),
     ],
 )
-def test_a_rank_that_refuses_says_so_with_its_number(
+def test_a_rank_that_refuses_prints_its_number(
     variables: dict[str, str],
     names: list[str],
     capsys: pytest.CaptureFixture[str],
@@ -121,7 +121,7 @@ def test_a_rank_that_refuses_says_so_with_its_number(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_command_in_which_something_exits_has_failed_and_says_so(
+def test_a_command_in_which_something_calls_exit_fails_with_a_message(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torchrl_dist.cli._inspect", lambda options: sys.exit(0))
@@ -159,7 +159,7 @@ cli.console()
         (OSError(errno.ENOSPC, "No space left on device"), {0: 1, 1: 1}),
     ],
 )
-def test_a_result_that_reached_nobody_is_no_success(
+def test_a_result_that_no_reader_got_is_a_failure(
     problem: OSError | None,
     codes: dict[int, int],
     capsys: pytest.CaptureFixture[str],
@@ -170,7 +170,7 @@ def test_a_result_that_reached_nobody_is_no_success(
     assert ("No space left" in capsys.readouterr().err) == (codes[0] == 1)
 
 
-def test_nothing_to_resume_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_to_resume_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = refused(["train", "apex", "--resume", "--output-dir", str(tmp_path / "run")], capsys)
     assert "there is no" in line
     assert not (tmp_path / "run").exists()
@@ -201,7 +201,7 @@ def test_a_copied_run_goes_on_in_the_copy(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config = ApexConfig(output_dir="original")
-    copy = ApexConfig().checkpoint_path  # in the folder that is looked for by itself
+    copy = ApexConfig().checkpoint_path  # in the default folder
     for path in (config.checkpoint_path, copy):
         save_checkpoint(path, Checkpoint("apex", config.as_plain(), {}))
     assert main(["train", "apex", "--resume", "--print-config"]) == 0
@@ -258,7 +258,7 @@ def test_help_names_every_field_of_the_configuration(
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_printed_configuration_is_one_that_can_be_given(
+def test_a_printed_configuration_can_be_read_back(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wanted = ["--seed", "3", "--hidden", "8", "4", "--learning-rate", "1e-3"]
@@ -301,9 +301,9 @@ def test_a_wrong_configuration_file_gets_one_line_that_names_what_is_wrong(
 def test_a_configuration_comes_from_a_plain_file_or_from_a_pipe_that_the_shell_has_opened(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    os.mkfifo(tmp_path / "pipe")  # nothing writes to it, ever
+    os.mkfifo(tmp_path / "pipe")  # nothing ever writes to it
     line = refused(["train", "apex", "--config", str(tmp_path / "pipe")], capsys)
-    assert f"{tmp_path / 'pipe'} is no plain file" in line
+    assert f"{tmp_path / 'pipe'} is not a plain file" in line
     end, write = os.pipe()
     os.write(write, b"seed: 7")
     os.close(write)
@@ -318,7 +318,7 @@ def test_yaml_reads_numbers_as_the_command_line_does(tmp_path: Path) -> None:
     path.write_text("learning_rate: 5e-4\ntotal_frames: 2e5\nhidden: [8, 4]\n")
     read = read_options(path, ApexConfig)
     assert read == {"learning_rate": 5e-4, "total_frames": 200_000, "hidden": (8, 4)}
-    path.write_text("total_frames: 2.0e+5")  # to YAML a number, and no whole one
+    path.write_text("total_frames: 2.0e+5")  # to YAML a number, but not an integer
     assert ApexConfig(**read_options(path, ApexConfig)).total_frames == 200_000
 
 
@@ -423,7 +423,7 @@ def test_a_plot_takes_the_place_of_pictures_only(tmp_path: Path) -> None:
         check_folders(tmp_path / "none" / "a.jsonl")
 
 
-def test_a_reader_that_has_enough_ends_a_command_quietly_and_no_other_pipe_does() -> None:
+def test_a_closed_stdout_ends_a_command_quietly_but_no_other_pipe_does() -> None:
     command = [sys.executable, "-m", "torchrl_dist", "slurm", "--", "train", "apex"]
     for close_early in (True, False):
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

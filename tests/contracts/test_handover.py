@@ -157,7 +157,7 @@ class Subject:
 
 _CLOSED = "DirectoryError: the storage over .* was closed in this process"
 _FORKED = "ConfigurationError: process .* was forked from"
-_NOT_IN = "ConfigurationError: This process is in no session"
+_NOT_IN = "ConfigurationError: This process is not in a session"
 _WAS_CLOSED = "ConfigurationError: this buffer was closed in this process"
 
 

@@ -26,7 +26,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> awake._Clock:
 
 
 def jump(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """What a stop of so long looks like afterwards."""
+    """Simulate the state after a stop of this length."""
     now = time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: now() + seconds)
 
@@ -41,7 +41,7 @@ def test_a_stop_does_not_count(clock: awake._Clock, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, math.nan, math.inf, 1e300])
-def test_what_is_no_deadline_is_refused(timeout_s: float) -> None:
+def test_an_invalid_deadline_is_refused(timeout_s: float) -> None:
     for enter in (
         lambda: session(timeout_s=timeout_s).__enter__(),
         lambda: local_cluster({"learner": 2}, timeout_s=timeout_s).__enter__(),

@@ -1,4 +1,4 @@
-"""World.from_env: which process is this, from what torchrun, SLURM or nobody says."""
+"""World.from_env reads which process this is from torchrun's or SLURM's variables, if any."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_an_sbatch_script_is_a_single_process_though_it_has_slurm_variables():
     assert World.from_env(batch).launcher == "single"
 
 
-def test_a_process_that_nobody_launched_is_a_world_of_one():
+def test_a_process_without_a_launcher_is_a_world_of_one():
     world = World.from_env({})
     assert (world.world_size, world.global_rank, world.master_port) == (1, 0, None)
     assert world.launcher == "single" and world.one_node
@@ -153,7 +153,7 @@ def test_a_process_that_nobody_launched_is_a_world_of_one():
 
 
 UNLAUNCHED = [
-    # what is left of Slurm's variables in a container, say
+    # for example, the rest of Slurm's variables in a container
     {"SLURM_PROCID": "{rank}", "SLURM_NTASKS": "3", "SLURM_JOB_ID": "7"},
     {"OMPI_COMM_WORLD_RANK": "{rank}", "OMPI_COMM_WORLD_SIZE": "3"},
     {"PMI_RANK": "{rank}", "PMI_SIZE": "3"},
@@ -161,7 +161,7 @@ UNLAUNCHED = [
 
 
 @pytest.mark.parametrize("env", UNLAUNCHED, ids=["slurm", "open-mpi", "mpi"])
-def test_ranks_that_would_each_be_a_job_of_their_own_are_told(env, monkeypatch):
+def test_ranks_that_would_each_be_a_separate_job_are_told(env, monkeypatch):
     for rank, told in (
         (0, pytest.warns(UserWarning, match="task 0 of 3 .*srun")),
         (2, pytest.raises(ConfigurationError, match="task 2 of 3 .*SLURM_STEP_ID")),
@@ -170,7 +170,7 @@ def test_ranks_that_would_each_be_a_job_of_their_own_are_told(env, monkeypatch):
             monkeypatch.setenv(name, value.format(rank=rank))
         with told, session({"learner": 1, "collector": -1}) as alone:
             assert alone.peers == (alone.me,)
-    with session({"learner": 1}, world=World.from_env({})):  # meant: no warning would be an error
+    with session({"learner": 1}, world=World.from_env({})):  # intended, so no warning
         pass
 
 
@@ -201,7 +201,7 @@ def test_a_half_set_torchrun_environment_is_refused_by_name(name):
     "change",
     [{"RANK": "8"}, {"RANK": "x"}, {"LOCAL_RANK": "4"}, {"WORLD_SIZE": "0"}, {"MASTER_PORT": "0"}],
 )
-def test_a_torchrun_environment_that_cannot_be_right_is_refused(change):
+def test_an_invalid_torchrun_environment_is_refused(change):
     with pytest.raises(ConfigurationError):
         World.from_env({**TORCHRUN, **change})
 
@@ -263,7 +263,7 @@ def test_a_stamp_says_when_its_process_has_ended() -> None:
     pid, started, namespace, boot = process_stamp(os.getpid()).split("-")
     assert has_ended(f"{pid}-{int(started) - 1}-{namespace}-{boot}")
     assert has_ended(f"{pid}-{started}-{namespace}-00000000")
-    assert not has_ended(f"{pid}-{started}-1-{boot}")  # who knows
+    assert not has_ended(f"{pid}-{started}-1-{boot}")  # unknown
     assert not has_ended(f"{pid}-{started}-{namespace}-")
 
 
