@@ -161,7 +161,7 @@ def test_what_limits_the_job_is_said_with_the_reason() -> None:
         now = dataclasses.replace(at(20), buffers=[limited(inserts, samples)])
         assert says is None or verdict(at(10), now) == says, verdict(at(10), now)
         assert (says is None) == (snapshot.who_waits(now.buffers[0]) is None)
-    assert verdict(at(0), at(0)) == "nothing yet: no batch has come"
+    assert verdict(at(0), at(0)) == "nothing yet: no batch has arrived"
 
 
 def test_the_picture_has_every_figure() -> None:
@@ -199,7 +199,7 @@ def test_who_collects_in_the_background_is_not_waited_for() -> None:
     per = rates(before, now)
     assert per.learner_waits is None
     assert bound_by(now, per) == (
-        "neither side by the other: they collect in the background and work 80% of the time, the "
+        "neither side: rollouts come in the background, collectors work 80% of the time, the "
         "learner's process runs 50%"
     )
     said = " ".join(text_of(top.render(now, per)).split())
@@ -293,7 +293,7 @@ def test_of_a_job_whose_learner_is_not_there_it_says_what_slurm_does(
     said = " ".join(capsys.readouterr().out.split())
     assert "no learner of it runs on this machine; Slurm says PENDING (BeginTime)" in said
     assert main(["top", "77", "--once"]) == 2
-    assert "Slurm says PENDING (BeginTime) of job 77" in capsys.readouterr().err
+    assert "Slurm says PENDING (BeginTime) for job 77" in capsys.readouterr().err
     fake(tmp_path, "squeue", 'echo "slurm_load_jobs error: Invalid job id" >&2; exit 1')
     fake(tmp_path, "sacct", 'echo "FAILED|1:0"')
     top._slurm_state.cache_clear()
