@@ -308,9 +308,9 @@ def _learn(_: Any, cell: Cell, folder: str, rank: int) -> Result:
             for _ in range(_UPDATES_AT_ONCE):
                 update()
         times, wrap_s = update.times, update.wrap_s
-        # DistributedDataParallel keeps the process group alive. If it were destroyed last, the
-        # group's threads would be joined under the GIL, for which one of them may wait (torch
-        # 2.13).
+        # DistributedDataParallel keeps the process group alive. If it held the last
+        # reference, the group's threads would be joined under the GIL, for which one of them may
+        # wait (torch 2.13).
         del update
         gc.collect()
     finally:
