@@ -71,7 +71,7 @@ def test_the_point_from_which_ranks_pay() -> None:
 
 def test_a_gpu_per_rank_is_required(monkeypatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    with pytest.raises(ConfigurationError, match="expected a GPU per rank, found 1"):
+    with pytest.raises(ConfigurationError, match="found 1 GPUs, expected one GPU per rank"):
         ddp.main([*TOY, "--device", "cuda"])
 
 

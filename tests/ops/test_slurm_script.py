@@ -316,7 +316,7 @@ def test_it_is_not_requeued_beyond_the_limit_nor_when_it_was_cancelled(run, tmp_
     job.until(lambda: (tmp_path / "up0-1").exists(), "second start")
     job.signal("USR1")
     job.until(lambda: job.state() == "FAILED", "end")
-    assert "was requeued 1 times already" in job.said()
+    assert "was already requeued 1 times" in job.said()
     (tmp_path / "tasks").unlink()
     (tmp_path / "up0-0").unlink()
     ended = Submitted(run, tmp_path, ["--", "bash", "task.sh", "9"])
