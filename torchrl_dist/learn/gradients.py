@@ -115,7 +115,7 @@ class GradientAverage:
             return _owners.get(parameter, lambda: None)() not in (None, self)
 
         if is_taken():
-            gc.collect()  # so that on no rank an unreferenced loss owns them
+            gc.collect()  # frees losses without references, on every rank alike
         return is_taken()
 
     def _release(self, name: str) -> None:

@@ -6,7 +6,7 @@
 Prints the efficiencies that tianshou#1172 measured with Ray on nodes of 48 cores, for steps that
 sleep 1, 0.1, 0.01 and 0.001 s. Next to them are predictions from the cost of messages on this
 machine, for one rank per core and for one node worker per node. The table names what binds first.
-Below it is the number of nodes from which on one learner cannot take in more frames.
+Below it is the number of nodes at which one learner is full.
 """
 
 from __future__ import annotations
