@@ -415,7 +415,7 @@ def test_a_plot_takes_the_place_of_pictures_only(tmp_path: Path) -> None:
     (tmp_path / "notes.png").write_text("mine")
     (tmp_path / "old.png").write_bytes(b"\x89PNG\r\n\x1a\n...")
     (tmp_path / "empty.png").touch()
-    with pytest.raises(ConfigurationError, match="is there and no picture"):
+    with pytest.raises(ConfigurationError, match="exists and is not a picture"):
         check_folders(None, tmp_path / "notes.png")
     for name in ("old.png", "empty.png", "new.png"):
         check_folders(tmp_path / "notes.png", tmp_path / name)  # lines are appended

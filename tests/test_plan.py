@@ -230,7 +230,7 @@ def test_an_environment_that_the_recipe_refuses_is_not_planned_for(capsys) -> No
     assert "CartPole-v1" in capsys.readouterr().err
 
 
-def test_a_vector_env_is_asked_for_one_by_one() -> None:
+def test_a_vector_env_of_several_envs_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="expected a single env"):
         envs_of("tests.test_plan:make_eight")
 
@@ -239,7 +239,7 @@ def make_eight() -> gymnasium.vector.VectorEnv:
     return gymnasium.vector.SyncVectorEnv([Sleepy] * 8)
 
 
-def test_commands_name_what_is_to_be_started() -> None:
+def test_commands_start_the_planned_layout() -> None:
     def start(**fields: Any) -> str:
         return command.start_of(Layout(**fields), "CartPole-v1")
 

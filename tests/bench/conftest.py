@@ -30,7 +30,7 @@ def run_bench(module: Any, argv: Sequence[str]) -> int:
 
 @pytest.fixture(scope="session")
 def launchers() -> Iterator[Callable[[], Launcher]]:
-    """One for all benchmarks: importing costs seconds, and each measurement has its own fork."""
+    """One launcher for all benchmarks, because importing takes seconds. Each measurement forks."""
     running: list[Launcher] = []
 
     def one() -> Launcher:
@@ -47,7 +47,7 @@ def launchers() -> Iterator[Callable[[], Launcher]]:
 
 @pytest.fixture(autouse=True)
 def one_launcher(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Benchmarks use the shared one, and leave none of its processes behind."""
+    """Make benchmarks use the shared launcher, and check that none of its processes is left."""
     used = []
 
     def shared() -> contextlib.AbstractContextManager[Launcher]:
@@ -64,7 +64,7 @@ def one_launcher(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_in_memory() -> Iterator[None]:
-    """Folders are named after the process that made them: other benchmarks may run meanwhile."""
+    """Check folders by the name of this process, because other benchmarks may run meanwhile."""
 
     def left() -> set[str]:
         folders = {name for name in os.listdir("/dev/shm") if name.startswith(PREFIX)}

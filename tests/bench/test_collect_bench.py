@@ -153,7 +153,7 @@ def test_one_learner_takes_in_prepared_rows(fork_server: ForkServer) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_deadlines_change_who_is_in_a_receive(tmp_path: Path) -> None:
+def test_deadlines_change_which_workers_are_in_a_receive(tmp_path: Path) -> None:
     json_file, png = tmp_path / "cells.jsonl", tmp_path / "deadlines.png"
     options = ["--question", "deadlines", "--workers", "3", "--envs", "20", "--rounds", "1"]
     options += ["--durations", "slow", "--networks", "small", "--deadlines", "0.0001,none"]

@@ -49,11 +49,11 @@ def test_the_verdict_names_the_main_reason() -> None:
         return ddp.verdict(line, cpus=2)
 
     assert of(6, 5, 1) == "pays"
-    assert of(12, 0.5, 1) == "too small: of 10.00 ms, 0.50 depend on the batch"
+    assert of(12, 0.5, 1) == "too small: only 0.50 of 10.00 ms depend on the batch"
     assert of(12, 4, 6) == "averaging (6.00 ms) costs more than is saved (4.00)"
-    assert of(12, 4, 1) == "what takes 6.00 ms alone takes 11.00 beside other ranks"
+    assert of(12, 4, 1) == "work of 6.00 ms takes 11.00 ms next to other ranks"
     assert of(12, 4, 3.9, ranks=4) == "4 ranks share 2 cores"
-    assert "more than the 4.00 ms" in of(12, 4, 3.9)
+    assert "more time than the 4.00 ms" in of(12, 4, 3.9)
 
 
 def test_the_point_from_which_ranks_pay() -> None:
@@ -72,11 +72,11 @@ def test_the_point_from_which_ranks_pay() -> None:
 
 def test_a_gpu_per_rank_is_required(monkeypatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    with pytest.raises(ConfigurationError, match="expected a GPU per rank, found 1"):
+    with pytest.raises(ConfigurationError, match="found 1 GPUs, expected one GPU per rank"):
         run_bench(ddp, [*TOY, "--device", "cuda"])
 
 
 def test_batches_must_divide_among_ranks() -> None:
     for options in (["--ranks", "3", "--batches", "128"], ["--ranks", "1"]):
-        with pytest.raises(ConfigurationError, match="divide among them"):
+        with pytest.raises(ConfigurationError, match="divided among them"):
             run_bench(ddp, options)

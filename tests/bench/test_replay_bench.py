@@ -51,7 +51,7 @@ def test_two_peers_give_cells_with_sane_content(tmp_path: Path, capsys) -> None:
         assert cell["unit"] == ("rows/s" if "write" in cell["op"] else "batches/s")
         assert cell["floor_rate"] > 0 and cell["ratio_to_ours"] > 0
         assert (cell["page_faults_per_call"] is None) == ("write" in cell["op"])
-        # rate and p50 describe the same calls: half of them take at least p50
+        # The rate and p50 describe the same calls: half of them take at least p50.
         calls = cell["rate"] / (cell["batch"] if cell["unit"] == "rows/s" else 1)
         assert calls * cell["p50_ms"] / 1e3 < 2.5 * cell["processes"]
     p50 = {op: cell["p50_ms"] for op, cell in latencies.items()}
@@ -126,7 +126,7 @@ def test_a_measurement_that_fails_or_hangs_is_reported_and_ended(tmp_path: Path)
         with pytest.raises(DeadlineError):
             launcher.run(hang_with_a_child, folder=tmp_path / "b", timeout_s=0.5)
         assert launcher.run(answer, folder=tmp_path / "c", timeout_s=20) == 42
-    # that the forked child of the hanging one is gone is checked for every test, by conftest
+    # conftest checks after every test that the forked child of the hanging one is gone.
 
 
 @pytest.mark.timeout(60)

@@ -57,7 +57,7 @@ def of(*points: tuple[int, float, float], seed: int = 0, waits: float | None = N
 # ---- arithmetic
 
 
-def test_a_run_that_never_reaches_the_threshold_counts_as_one_that_takes_for_ever() -> None:
+def test_a_run_that_never_reaches_the_threshold_counts_as_infinitely_long() -> None:
     soon, late, never = of((10, 1.0, 100.0)), of((20, 4.0, 5.0), (40, 8.0, 120.0)), of((50, 9.0, 9))
     for runs, reached, frames, seconds in (
         ([soon, late, never], 2, 40, 8.0),
@@ -111,7 +111,7 @@ def test_a_curve_keeps_its_last_value_after_its_end() -> None:
 
 
 @pytest.mark.parametrize("algorithm", RECIPES)
-def test_the_job_is_the_same_whoever_collects(algorithm: str) -> None:
+def test_the_job_is_the_same_for_any_number_of_collectors(algorithm: str) -> None:
     jobs = {peer: config_of(case(peer, algorithm), 3) for peer in (*OURS, "torchrl")}
     assert jobs["torchrl"] == jobs["ours-1"]
     layout = ("collectors", "envs_per_collector", "learners")
@@ -133,7 +133,7 @@ def test_the_job_is_the_same_whoever_collects(algorithm: str) -> None:
 
 
 class Uniform(RandomSampler):
-    """In place of TorchRL's prioritized one, which is not there with every torch."""
+    """Replaces TorchRL's prioritized sampler, which does not work with every torch."""
 
     def __init__(self, capacity: int, alpha: float, beta: float) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class Uniform(RandomSampler):
 
 @pytest.fixture
 def both(tmp_path: Path, monkeypatch) -> Iterator[Callable[..., tuple[Any, Any]]]:
-    """Ours and TorchRL's learner of an algorithm, as they are built."""
+    """Build our learner and TorchRL's for an algorithm."""
     monkeypatch.setattr(train_torchrl, "PrioritizedSampler", Uniform)
     with session({"learner": 1}) as job:
         made: list[Any] = []
@@ -176,7 +176,7 @@ def weights(learner: Any) -> dict[str, torch.Tensor]:
 
 
 def assert_learn_alike(ours: Any, theirs: Any, data: Any, frames: tuple[int, ...]) -> None:
-    """The same weights come of the same data."""
+    """Check that the same data lead to the same weights."""
     begun = weights(ours)
     torch.testing.assert_close(weights(theirs), begun, rtol=0, atol=0)
     data["policy_version"] = torch.zeros(data.shape, dtype=torch.int64)
@@ -193,7 +193,7 @@ def test_torchrls_impala_learns_what_ours_does(both) -> None:
     ours, theirs = both("impala", frames_per_batch=320)
     data = next(iter(theirs.collector))
     assert data.shape == (16, 20)
-    assert_learn_alike(ours, theirs, data, (320,))  # only then are they of the current policy
+    assert_learn_alike(ours, theirs, data, (320,))  # only then does the current policy make them
 
 
 def test_torchrls_ppo_learns_what_ours_does(both) -> None:
@@ -269,7 +269,7 @@ def pendulum_in_float64() -> gymnasium.Env:
 
 
 def test_torchrl_learns_from_observations_in_double_precision(tmp_path: Path) -> None:
-    """As MuJoCo's are."""
+    """Like MuJoCo's."""
     doubles = case(
         algorithm="sac", env=f"{__name__}:pendulum_in_float64", threshold=1e9, frames=1040
     )
@@ -340,7 +340,7 @@ def test_ours_is_stopped_at_the_threshold(in_this_process, tmp_path: Path, capsy
 
 @pytest.mark.usefixtures("in_this_process")
 class TestWithRunsThatAreTold:
-    """The command, with what runs would give."""
+    """The command, with given results of the runs."""
 
     @pytest.fixture(autouse=True)
     def told(self, monkeypatch) -> None:

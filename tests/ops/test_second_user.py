@@ -172,7 +172,7 @@ def says(answer: bytes, then_silent: bool) -> Iterator[int]:
 
 @pytest.mark.parametrize("then_silent", [True, False])
 @pytest.mark.parametrize("answer", ["nothing", "a half", "zeros", "TLS", "HTTP"])
-def test_whatever_answers_in_the_place_of_the_store_or_the_driver_is_told(
+def test_a_wrong_program_in_place_of_the_store_or_the_driver_is_reported(
     answer: str, then_silent: bool
 ) -> None:
     with says(JUNK[answer], then_silent) as port:

@@ -20,7 +20,7 @@ def _lines(cells: list[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, dict[
 
 
 def print_table(cells: list[dict[str, Any]]) -> None:
-    """A column per peer: steps/s, efficiency, the part of the floor."""
+    """Print a column per peer: steps/s, efficiency, and the fraction of the floor."""
     peers = list(dict.fromkeys(cell["peer"] for cell in cells))
     left = ("env", "workers", "envs", "step s", "steps")
     rows = [
@@ -42,7 +42,7 @@ def _figures(cell: dict[str, Any] | None) -> str:
 
 
 def plot(path: Path, cells: list[dict[str, Any]], title: str) -> None:
-    """One panel of bars (efficiency) per line of the table, as a PNG."""
+    """Plot one panel of bars (efficiency) per line of the table, as a PNG."""
     from matplotlib.figure import Figure
 
     panels = _lines([cell for cell in cells if cell["efficiency"] is not None])
@@ -74,7 +74,7 @@ _CELL = ("peer", "env", "workers", "envs", "steps_per_message", "durations", "ne
 
 
 def print_plain(cells: list[dict[str, Any]]) -> None:
-    """A line per cell, with the columns that differ or were measured."""
+    """Print a line per cell, with the columns that differ or were measured."""
     shown = [
         name
         for name in _CELL
@@ -93,8 +93,10 @@ def _plain(value: Any) -> str:
 
 
 def plot_deadlines(path: Path, cells: list[dict[str, Any]]) -> None:
-    """Workers per receive and the time for 100,000 frames over the deadline, a line per law,
-    network and number of envs."""
+    """Plot the workers per receive and the time for 100,000 frames over the deadline.
+
+    There is one line per distribution of step times, network and number of envs.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")

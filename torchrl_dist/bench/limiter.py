@@ -2,16 +2,16 @@
 
     torchrl-dist bench limiter --json limiter.jsonl
 
-A process samples 64 rows at a time, and the limiter lets it have them only after as many new ones
-were written. Another process extends the buffer by 64 rows while it waits; a figure is the time
-from the call of ``extend`` to the return of ``sample``, with drawing and copying the rows.
+One process samples 64 rows at a time, and the limiter allows each sample only after 64 new rows
+were written. While it waits, another process extends the buffer by 64 rows. Figures are the times
+from the call of ``extend`` to the return of ``sample``, including drawing and copying the rows.
 
 - ``futex``: a bare wake-up of one process by another, as the limiter of one node uses it.
 - ``one node``: both processes use the directory that one of them keeps.
-- ``by RPC``, ``by RPC, 3 shards``: the rows lie at other processes, which are asked again and
-  again, with pauses that grow to 50 ms.
+- ``by RPC``, ``by RPC, 3 shards``: other processes keep the rows. The sampling process polls them,
+  with pauses that grow to 50 ms.
 
-``CPU`` is what the waiting process used while it waited for one second.
+``CPU`` is the CPU time that the waiting process used per second of waiting.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.ui import show_table
 
 CASES = {"futex": 0, "one node": 0, "by RPC": 1, "by RPC, 3 shards": 3}
-"""How many processes keep the rows."""
+"""By case, the number of processes that keep the rows."""
 _BATCH = 64
-_PAUSE_S = 0.12  # until the other one surely waits, also with the longest pause between two looks
+_PAUSE_S = 0.12  # until the other process surely waits, even with the longest pause between polls
 _READY_S, _IDLE_S = 1.0, 1.0
 _MEMORY = Path("/dev/shm")
 
 Wakes = list[tuple[int, float]]
-"""When a wait ended, in ``time.monotonic_ns``, and seconds of CPU since the one before."""
+"""When a wait ended, in ``time.monotonic_ns``, and the seconds of CPU since the previous one."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and its options."""
+    """Add the command's description and options to ``parser``."""
     describe(parser, __doc__, run)
     parser.add_argument(
-        "--wakes", type=above_zero(int), default=60, help="measured per case (default: 60)"
+        "--wakes", type=above_zero(int), default=60, help="wake-ups per case (default: 60)"
     )
     add_figures(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print a table. Blocks for a minute.
+    """Measure, and print a table. Blocks for a minute.
 
     Returns:
         0, or 130 or 143 if a signal ended it.
@@ -100,12 +100,12 @@ def _measure(job: Any, case: str, name: str, folder: Path, wakes: int) -> dict[s
         buffer = _buffer(job, CASES[case], name, folder)
         rows = make_rows("S", _BATCH)
         wake = functools.partial(buffer.extend, rows)
-        wake()  # the first two make one sample possible
+        wake()  # the first two calls make one sample possible
         calls = job.submit(reader, wait_for_rows, buffer, wakes + 2, timeout_s=limit_s)
     begun = _wake_often(wake, wakes)
     found = calls.result(limit_s)
     delays = [1e-3 * (ended - at) for (ended, _), at in zip(found, begun, strict=True)]
-    ordered = sorted(delays[1:-1])  # without the first, which finds everything cold
+    ordered = sorted(delays[1:-1])  # without the first one, which finds cold caches
     return {
         "bench": "limiter",
         "case": case,
@@ -117,8 +117,10 @@ def _measure(job: Any, case: str, name: str, folder: Path, wakes: int) -> dict[s
 
 
 def _wake_often(wake: Callable[[], Any], wakes: int) -> list[int]:
-    """When each began, in ``time.monotonic_ns``. The first leaves the reader time to get ready, the
-    last comes after a longer pause."""
+    """Wake ``wakes`` times, and return when each wake-up began, in ``time.monotonic_ns``.
+
+    Before the first one, the reader gets time to start. The last one follows a longer pause.
+    """
     begun = []
     for pause_s in [_READY_S, *[_PAUSE_S] * wakes, _IDLE_S]:
         time.sleep(pause_s)
@@ -144,12 +146,12 @@ def _buffer(job: Any, shards: int, name: str, folder: Path) -> Any:
 
 
 def wait_for_rows(buffer: Any, times: int) -> Wakes:
-    """Runs in the reader: sample as often as that."""
+    """Run in the reader: sample ``times`` times."""
     return _note_wakes(buffer.sample, times)
 
 
 def wait_at_bell(path: str, times: int) -> Wakes:
-    """Runs in the reader: wait at the futex as often as that."""
+    """Run in the reader: wait at the futex ``times`` times."""
     bell = _open_bell(path)
     return _note_wakes(lambda: bell.wait(bell.arm(), 60.0), times)
 

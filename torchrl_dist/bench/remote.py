@@ -1,17 +1,18 @@
-"""What does a replay buffer in other processes cost, when every row travels by RPC?
+"""What does a replay buffer in other processes cost, if every row is sent by RPC?
 
     torchrl-dist bench remote --json remote.jsonl --plot remote.png
 
-1,000,000 rows of 45 B; learners sample batches of 256 (alpha 0.6) and send new priorities back.
-Each measurement runs in fresh processes with one torch thread each, all on this machine and without
-the shortcut through its memory; rounds go over all cases in turn, and the table shows medians.
+The buffer has 1,000,000 rows of 45 B. Learners sample batches of 256 (alpha 0.6) and send new
+priorities back. Each measurement runs in new processes with one torch thread each, all on this
+machine but without the shortcut through its memory. Rounds go over all cases in turn, and the table
+shows medians.
 
-- ``ours``: one owner, two batches drawn ahead, the default. ``ours-4`` and ``ours-8``: at least
-  that many batches per call.
+- ``ours``: one owner, two batches drawn ahead, which is the default. ``ours-4`` and ``ours-8``: at
+  least that many batches per call.
 - ``torchrl-rpc``: TorchRL's RemoteTensorDictReplayBuffer. ``ray``: its RayReplayBuffer.
-- ``shards``: ours over 1, 2, 4 and 8 owners, one learner, which asks all of them for each batch.
-  ``cost``: the time of an empty call; with it, ``bound`` is ``t(1) + (shards - 1) * cost``, and
-  the line ``32 nodes`` extends the measured times by a straight line.
+- ``shards``: ours over 1, 2, 4 and 8 owners, with one learner that asks all of them for each batch.
+  ``cost`` is the time of an empty call, and ``bound`` is ``t(1) + (shards - 1) * cost``. The line
+  ``32 nodes`` extrapolates the measured times linearly.
 
 ``messages`` and ``KiB`` are calls and payload per batch, in both directions together.
 """
@@ -64,7 +65,7 @@ _NODES = 32
 
 
 class Ours(TorchRLBuffer):
-    """A buffer of ``shards`` owners, each a process of its own, without the shortcut."""
+    """A buffer of ``shards`` owners, each in its own process, without the shortcut."""
 
     name = "ours"
     ahead: ClassVar[tuple[int, int]] = (2, 1)
@@ -103,7 +104,7 @@ class Ours(TorchRLBuffer):
         )
 
     def traffic(self) -> tuple[int, int]:
-        """Messages and bytes since the buffer was built."""
+        """Return the messages and bytes since the buffer was built."""
         links = self.buffer.storage.client.links
         return (
             sum(link.messages for link in links),
@@ -111,7 +112,7 @@ class Ours(TorchRLBuffer):
         )
 
     def empty_call_s(self) -> float:
-        """Median duration of a call that does nothing."""
+        """Return the median duration of a call that does nothing."""
         owner = self.session.of_role("owner")[0]
         durations = []
         for _ in range(_EMPTY_CALLS):
@@ -160,8 +161,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """``rate``: batches/s of all learners; per batch: milliseconds of one learner, messages and
-    bytes where the peer counts them; ``empty_call_ms`` where it can be measured."""
+    """``rate``: batches/s of all learners. Per batch: milliseconds of one learner, and messages and
+    bytes if the peer counts them. ``empty_call_ms``, if it can be measured."""
 
     rate: float
     batch_ms: float
@@ -171,7 +172,7 @@ class Result:
 
 
 def measure(case: Case, folder: str) -> Result:
-    """Run one case, in a fresh process; blocks for about the filling and ``seconds``."""
+    """Measure one case, in a new process. Blocks for the filling and about ``seconds``."""
     import torch
 
     torch.set_num_threads(1)
@@ -214,7 +215,7 @@ class Learned:
 
 
 def learn(peer: Peer, window: Window) -> Learned:
-    """A learner's loop, after a few calls that do not count."""
+    """Run a learner's loop, after a few calls that do not count."""
     import torch
 
     priorities = [torch.rand(SAMPLE_BATCH) for _ in range(16)]
@@ -243,7 +244,7 @@ def learn(peer: Peer, window: Window) -> Learned:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and its options."""
+    """Add the command's description and options to ``parser``."""
     describe(parser, __doc__, run)
     parser.add_argument(
         "--peers",
@@ -253,12 +254,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"some of {','.join(PEERS)} (default: all)",
     )
     for option, default, text in (
-        ("--learners", [1, 4], "learners at a time, one owner (1,4)"),
-        ("--shards", [1, 2, 4, 8], "owners, one learner (1,2,4,8)"),
+        ("--learners", [1, 4], "concurrent learners, with one owner (default: 1,4)"),
+        ("--shards", [1, 2, 4, 8], "owners, with one learner (default: 1,2,4,8)"),
     ):
         parser.add_argument(option, type=counts, default=default, metavar="N,M", help=text)
     parser.add_argument(
-        "--capacity", type=above_zero(int), default=1_000_000, help="in rows (default: 1000000)"
+        "--capacity",
+        type=above_zero(int),
+        default=1_000_000,
+        help="rows of the buffer (default: 1000000)",
     )
     add_figures(
         parser,
@@ -273,7 +277,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print tables. Blocks for minutes; Ctrl-C ends it in order and prints what is there.
+    """Measure, and print tables. Blocks for minutes. Ctrl-C prints what was found and ends.
 
     Returns:
         0; 1 if a measurement failed; 130 or 143 after SIGINT or SIGTERM.
@@ -294,7 +298,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def plan(options: argparse.Namespace) -> list[Case]:
-    """What one round measures."""
+    """Return what one round measures."""
     cases = []
     for peer in options.peers:
         reason = PEERS[peer].missing()
@@ -338,13 +342,13 @@ def _median(results: list[Result]) -> Result:
 
 
 def shard_bound_ms(one: Result, shards: int) -> float:
-    """``t(1) + (shards - 1) * cost`` of one message, milliseconds per batch."""
+    """Return ``t(1) + (shards - 1) * cost`` of one message, in milliseconds per batch."""
     assert one.empty_call_ms is not None
     return one.batch_ms + (shards - 1) * one.empty_call_ms
 
 
 def extrapolated_ms(times_ms: dict[int, float], nodes: int) -> float:
-    """Milliseconds per batch at ``nodes`` shards, by least squares of ``a + b * shards``."""
+    """Return the milliseconds per batch at ``nodes`` shards, by a fit of ``a + b * shards``."""
     import numpy as np
 
     slope, start = np.polyfit(list(times_ms), list(times_ms.values()), 1)

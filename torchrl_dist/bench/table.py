@@ -1,4 +1,4 @@
-"""What becomes of measurements: medians over rounds, a table, JSON lines, a plot."""
+"""Turns measurements into medians over rounds, a table, JSON lines and a plot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchrl_dist.ui import show_table
 
 @dataclass(frozen=True)
 class Key:
-    """What a line of the table is about; ``peer`` is its column."""
+    """What a line of the table is about. ``peer`` is its column."""
 
     kind: str
     op: str
@@ -27,7 +27,7 @@ class Key:
 
 @dataclass
 class Entry:
-    """One peer's figures for one line, a list entry per round."""
+    """One peer's figures for one line. Lists have one entry per round."""
 
     unit: str
     rates: list[float] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Table:
         self.entries: dict[Key, Entry] = {}
 
     def add(self, kind: str, peer: str, result: Any) -> None:
-        """Take in one ``replay_cells.Result``."""
+        """Add one ``replay_cells.Result``."""
         key = Key(kind, result.op, result.batch, result.processes, peer)
         entry = self.entries.setdefault(key, Entry(result.unit))
         entry.rates.append(result.rate)
@@ -57,18 +57,18 @@ class Table:
             entry.page_faults_per_call.append(result.page_faults_per_call)
 
     def of(self, key: Key, peer: str) -> Entry | None:
-        """The entry of another peer in the same line."""
+        """Return the entry of another peer in the same line."""
         return self.entries.get(Key(key.kind, key.op, key.batch, key.processes, peer))
 
     def lines(self) -> list[Key]:
-        """One key per line, in the order in which they were measured."""
+        """Return one key per line, in the order of the measurements."""
         found: dict[tuple[Any, ...], Key] = {}
         for key in self.entries:
             found.setdefault((key.kind, key.op, key.batch, key.processes), key)
         return list(found.values())
 
     def cells(self, bench: str, ours: Iterable[str], floor: str) -> list[dict[str, Any]]:
-        """One JSON object per entry; ratios are to the first of ``ours`` that was measured."""
+        """Return one JSON object per entry. Ratios refer to the first measured one of ``ours``."""
         preferred = list(ours)
         cells = []
         for key, entry in self.entries.items():
@@ -102,14 +102,14 @@ class Table:
 
 
 def append_json(path: Path, cells: list[dict[str, Any]], extra: Mapping[str, Any]) -> None:
-    """One line per cell, with ``extra`` in each."""
+    """Append one line per cell, with ``extra`` in each."""
     with own_files.open_named(path, append=True) as file:
         for cell in cells:
             file.write(json.dumps({**cell, **extra}) + "\n")
 
 
 def print_rates(cells: list[dict[str, Any]], peers: list[str]) -> None:
-    """A table with a column per peer: its rate, and that as a multiple of ours."""
+    """Print a table with a column per peer: its rate, also as a multiple of ours."""
     throughput = [cell for cell in cells if not is_latency(cell)]
     width = max(100, 40 + 17 * len(peers))
     left = ("kind", "operation", "batch", "processes")
@@ -172,7 +172,7 @@ def _short(number: float) -> str:
 
 
 def plot(path: Path, cells: list[dict[str, Any]], title: str) -> None:
-    """One panel of bars per line of the table, as a PNG."""
+    """Plot one panel of bars per line of the table, as a PNG."""
     from matplotlib.figure import Figure
 
     panels = _by_line([cell for cell in cells if not is_latency(cell)])
