@@ -326,22 +326,28 @@ _REPLAY = (
         "largest-priority-of-shards",
         _LAW,
         "return float(known.max()) if known.size else",
-        "return float(known[-1]) if known.size else",
+        "return float(known.min()) if known.size else",
         "test_shard_law.py::test_the_largest_priority_travels_past_shards_that_have_none",
     ),
     _replay(
         "pass-counter",
         _PASS,
         "        self._head[_PASSED] = passed\n",
-        "",
+        "        self._head[_PASSED] = max(passed - 1, self._head[_PASSED] + 1)\n",
         "test_passes.py::test_a_pass_visits_each_row_once_and_the_next_in_another_order",
     ),
-    _replay(
+    Guard(
         "pass-leaves-out-new-rows",
         _PASS,
-        "            there = self._directory.versions[slots] == versions\n",
-        "            there = np.ones(slots.size, bool)\n",
-        "test_passes.py::test_overwritten_rows_are_left_out_and_new_ones_wait_for_the_next_pass",
+        "replay",
+        {
+            "            there = self._directory.versions[slots] == versions\n": (
+                "            there = np.ones(slots.size, bool)\n"
+            ),
+            "whole = directory.versions[slots] == versions": "whole = np.ones(slots.size, bool)",
+        },
+        "tests/replay/test_passes.py::"
+        "test_overwritten_rows_are_left_out_and_new_ones_wait_for_the_next_pass",
     ),
     Guard(
         "one-call-under-way",
@@ -368,7 +374,7 @@ _REPLAY = (
         _ORDER,
         "queued.append(item)\n",
         "queued.insert(0, item)\n",
-        "test_hosted.py::test_a_sample_reads_what_the_process_wrote_before",
+        "test_hosted.py::test_nothing_but_a_sample_waits_for_a_slow_owner",
     ),
     _replay(
         "limiter-of-samples",
@@ -413,11 +419,13 @@ _REPLAY = (
         "test_gate.py::test_no_row_is_sampled_more_often_than_allowed",
     ),
     _replay(
-        "manifest-is-renamed",
+        "earlier-one-stays",
         _CHECKPOINT,
-        "        if self._earlier is not None:\n            _remove_folder(self._path",
-        "        if False:\n            _remove_folder(self._path",
-        "test_checkpoint.py::test_the_size_is_that_of_the_rows_and_their_priorities",
+        '        manifest["checksum"] = _sum_of(manifest)\n',
+        '        manifest["checksum"] = _sum_of(manifest)\n'
+        "        if self._earlier is not None:\n"
+        "            _remove_folder(self._path / self._earlier)\n",
+        "test_checkpoint.py::test_killed_anywhere_the_earlier_or_the_new_checkpoint_is_whole",
     ),
     _replay(
         "files-before-the-manifest",

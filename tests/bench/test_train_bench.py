@@ -267,8 +267,9 @@ def pendulum_in_float64() -> gymnasium.Env:
     )
 
 
-def test_torchrl_learns_from_observations_in_double_precision(tmp_path: Path) -> None:
+def test_torchrl_learns_from_observations_in_double_precision(tmp_path: Path, monkeypatch) -> None:
     """As MuJoCo's are."""
+    monkeypatch.setattr(train_peers, "EPISODES", 2)
     doubles = case(
         algorithm="sac", env=f"{__name__}:pendulum_in_float64", threshold=1e9, frames=1040
     )

@@ -176,6 +176,7 @@ def test_law_and_weights_are_those_of_the_paper(make_buffer, alpha, beta) -> Non
     capacity = 50
     rb = make_buffer(capacity, alpha=alpha, beta=beta)
     rb.extend(make_rows(range(120)))
+    rb.sample()  # the tree has the sums of these from here on
     priority = np.random.default_rng(0).exponential(size=capacity)
     rb.update_priority(torch.arange(capacity), torch.from_numpy(priority))
     p = (priority + 1e-8) ** alpha
