@@ -228,6 +228,13 @@ _REPLAY = (
         "numpy",
     ),
     _replay(
+        "in-place-mark-ends",
+        _PUBLISHED,
+        "words[Word.IN_PLACE] = 0",
+        "pass",
+        "test_edges.py::test_a_row_in_place_far_ahead_leaves_a_gap_that_is_told_of_at_once",
+    ),
+    _replay(
         "repair",
         _KILLED,
         "if self.words[Word.DIRTY]:",
@@ -451,7 +458,7 @@ _REPLAY = (
     _replay(
         "model",
         "any of these, in any order of calls",
-        "words[Word.IN_PLACE] = 0",
+        "directory.words[Word.IN_PLACE] = start + count",
         "pass",
         "test_fuzz.py::test_two_buffers_of_one_process_do_as_the_model",
     ),
@@ -563,7 +570,7 @@ _COLLECT = (
         "an env's seed is that of its number in the job",
         "first = self.num_envs * self.config.worker_index\n            self._rollout.seed(",
         "first = 0\n            self._rollout.seed(",
-        "test_collector.py::test_seeds_are_those_of_torchrls_batched_envs",
+        "test_collector_cluster.py::test_the_same_envs_give_the_same_data_however_they_are_split",
     ),
 )
 
@@ -601,7 +608,7 @@ _LEARN = (
         "a loss that is no sum of means is refused",
         '                return f"it is no sum of means over rows',
         '                continue\n                return f"it is no sum of means over rows',
-        "test_gradients.py::test_what_would_train_ranks_apart_is_noticed_and_named",
+        "test_classes.py::test_every_class_that_is_known_is_exact",
     ),
     _learn(
         "estimators",
