@@ -228,6 +228,13 @@ _REPLAY = (
         "numpy",
     ),
     _replay(
+        "in-place-mark",
+        _PUBLISHED,
+        "directory.words[Word.IN_PLACE] = start + count",
+        "pass",
+        "test_edges.py::test_a_row_in_place_far_ahead_leaves_a_gap_that_is_told_of_at_once",
+    ),
+    _replay(
         "in-place-mark-ends",
         _PUBLISHED,
         "words[Word.IN_PLACE] = 0",
@@ -458,7 +465,7 @@ _REPLAY = (
     _replay(
         "model",
         "any of these, in any order of calls",
-        "directory.words[Word.IN_PLACE] = start + count",
+        "words[Word.CURSOR] += lap  # the next row goes to slot 0",
         "pass",
         "test_fuzz.py::test_two_buffers_of_one_process_do_as_the_model",
     ),

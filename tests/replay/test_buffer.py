@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import pickle
 import shutil
-import signal
 import threading
 import weakref
 from collections.abc import Callable
@@ -810,34 +809,6 @@ def test_an_alpha_that_makes_leaves_too_large_is_refused(make_buffer) -> None:
     rb.storage.restore(snapshot)  # with its alpha
     assert len(rb) == 10 and rb.sampler.alpha == 1.0
     assert (rb.storage.directory.tree.leaves == leaves).all()
-
-
-def test_interrupts_do_not_leave_the_lock_taken(make_buffer) -> None:
-    rb = make_buffer(64, timeout_s=5)
-    rb.extend(make_rows(range(64)))
-    rows = make_rows(range(4))
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    random = np.random.default_rng(0)
-    interrupts = 0
-    try:
-        for _ in range(200):
-            try:
-                signal.setitimer(signal.ITIMER_REAL, random.uniform(5e-5, 1e-3))
-                while True:
-                    rb.storage.append(rows)
-            except KeyboardInterrupt:
-                interrupts += 1
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert interrupts == 200
-    for _ in range(20):
-        rb.extend(make_rows(range(8)))
-        assert len(rb.sample()) == 16
 
 
 def test_a_process_that_was_left_behind_does_not_remove_the_directory_of_others(folder) -> None:
