@@ -30,7 +30,7 @@ def test_guards_have_names_of_their_own_and_every_promise_of_replay_has_one() ->
 
 def test_a_text_that_is_missing_or_there_twice_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "replay").mkdir()
-    guard = Guard("name", "promise", "replay", {"x = 1": "x = 2"}, "tests/test_guards.py")
+    guard = Guard("name", "promise", "replay", "any", {"x = 1": "x = 2"}, "tests/test_guards.py")
     for text in ("y = 1", "x = 1\nx = 1"):
         (tmp_path / "replay" / "part.py").write_text(text)
         with pytest.raises(RottenError, match=r"found it in \[.*\]; adapt"):
