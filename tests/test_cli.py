@@ -47,7 +47,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "names"),
+    ("given", "names"),
     [
         ("--env NoSuchEnv-v0", ["--env", "NoSuchEnv-v0"]),
         ("--env CartPol-v1", ["--env", "CartPol-v1", "did you mean CartPole-v1?"]),
@@ -74,17 +74,31 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("--output-dir /proc/nowhere", ["--output-dir", "/proc/nowhere"]),
         ("--output-dir runs/x --replay-dir /proc/no/where", ["--replay-dir", "/proc/no"]),
         ("--output-dir runs/x --replay-dir /dev/null", ["--replay-dir", "/dev/null"]),
+        ("gama: 0.9", ["gama", "gamma"]),
+        ("gamma: 1e3", ["--gamma", "1000", "at most 1"]),
+        ("gamma: [0.9]", ["--gamma"]),
+        ("hidden: 64", ["--hidden"]),
+        ("total_frames: many", ["--total-frames", "many"]),
+        ("- gamma", ["mapping"]),
+        ("{", ["cannot read"]),
+        ("output_dir: 2024-13-45", ["cannot read", "month"]),
+        ("gamma: 0.9\nseed: 1\ngamma: 0.8", ["'gamma' twice"]),
+        ("total_frames: 2.5", ["--total-frames", "2.5"]),
+        ("gamma: " + "9" * 400, ["--gamma", "at most 1"]),
+        ("hidden: &a [*a]", ["--hidden", "a list in a list"]),
     ],
 )
-def test_a_wrong_argument_gets_one_line_that_names_it(
-    arguments: str,
+def test_what_is_wrong_in_arguments_or_a_configuration_file_gets_one_line_that_names_it(
+    given: str,
     names: list[str],
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    line = refused(["train", "apex", *arguments.split()], capsys)
+    Path("run.yaml").write_text(given)
+    arguments = given.split() if given.startswith("--") else ["--config", "run.yaml"]
+    line = refused(["train", "apex", *arguments], capsys)
     for name in names:
         assert name in line
 
@@ -272,32 +286,6 @@ def test_a_printed_configuration_can_be_read_back(
     assert capsys.readouterr().out == printed.replace("seed: 3", "seed: 5")
 
 
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        ("gama: 0.9", ["gama", "gamma"]),
-        ("gamma: 1e3", ["--gamma", "1000", "at most 1"]),
-        ("gamma: [0.9]", ["--gamma"]),
-        ("hidden: 64", ["--hidden"]),
-        ("total_frames: many", ["--total-frames", "many"]),
-        ("- gamma", ["mapping"]),
-        ("{", ["cannot read"]),
-        ("output_dir: 2024-13-45", ["cannot read", "month"]),
-        ("gamma: 0.9\nseed: 1\ngamma: 0.8", ["'gamma' twice"]),
-        ("total_frames: 2.5", ["--total-frames", "2.5"]),
-        ("gamma: " + "9" * 400, ["--gamma", "at most 1"]),
-        ("hidden: &a [*a]", ["--hidden", "a list in a list"]),
-    ],
-)
-def test_a_wrong_configuration_file_gets_one_line_that_names_what_is_wrong(
-    text: str, names: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "run.yaml").write_text(text)
-    line = refused(["train", "apex", "--config", str(tmp_path / "run.yaml")], capsys)
-    for name in names:
-        assert name in line
-
-
 def test_a_configuration_comes_from_a_plain_file_or_from_a_pipe_that_the_shell_has_opened(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -338,6 +326,10 @@ assert main(["train", "apex", "--help"]) == 0
 assert main(["train", "apex", "--gamma", "7"]) == 2
 assert "torch" not in sys.modules
 """
+    in_a_new_python(script)
+
+
+def in_a_new_python(script: str) -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
     assert done.returncode == 0, done.stderr.decode()
 
@@ -369,8 +361,7 @@ assert main(["play", {str(path)!r}, "--episodes", "1"]) == 0
 heavy = {{"torchrl", "tensordict", "matplotlib", "torchrl_dist.runtime"}}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
-    assert done.returncode == 0, done.stderr.decode()
+    in_a_new_python(script)
 
 
 def test_play_refuses_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

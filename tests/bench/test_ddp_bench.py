@@ -11,7 +11,7 @@ from tests.bench.conftest import run_bench
 from torchrl_dist.bench import ddp
 from torchrl_dist.errors import ConfigurationError
 
-TOY = ["--ranks", "2", "--batches", "16,64", "--widths", "8", "--rounds", "1", "--seconds", "0.1"]
+TOY = ["--ranks", "2", "--batches", "16", "--widths", "8", "--rounds", "1", "--seconds", "0.1"]
 
 
 @pytest.mark.timeout(90)
@@ -21,8 +21,8 @@ def test_updates_are_split_where_their_time_goes(tmp_path: Path, capsys) -> None
     assert run_bench(ddp, [*TOY, *options]) == 0
     lines = [json.loads(line) for line in json_file.read_text().splitlines()]
     found = {(line["peer"], line["ranks"], line["batch"]) for line in lines}
-    alone = {(ddp.ALONE, 1, batch) for batch in (8, 16, 32, 64)}
-    peers = {(p, 2, batch) for p in ddp.PEERS.values() for batch in (16, 64)}
+    alone = {(ddp.ALONE, 1, batch) for batch in (8, 16)}
+    peers = {(p, 2, 16) for p in ddp.PEERS.values()}
     assert found == alone | peers
     for line in lines:
         parts = line["parts_ms"]

@@ -268,10 +268,15 @@ def pendulum_in_float64() -> gymnasium.Env:
     )
 
 
-def test_torchrl_learns_from_observations_in_double_precision(tmp_path: Path) -> None:
+def test_torchrl_learns_from_observations_in_double_precision(tmp_path: Path, monkeypatch) -> None:
     """Like MuJoCo's."""
+    monkeypatch.setattr(train_peers, "EPISODES", 2)
     doubles = case(
-        algorithm="sac", env=f"{__name__}:pendulum_in_float64", threshold=1e9, frames=1040
+        algorithm="sac",
+        env=f"{__name__}:pendulum_in_float64",
+        threshold=1e9,
+        frames=1040,
+        limit_s=250.0,
     )
     run = train_peers.measure(doubles, 0, str(tmp_path))
     assert run.ended == "frames" and run.points[-1].frames >= 1040

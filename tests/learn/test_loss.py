@@ -233,59 +233,34 @@ def sac_loss(bound: float) -> LossModule:
     return loss
 
 
-# For each attribute, two losses with the same tensors.
-UNLIKE: dict[str, tuple[Callable[[], LossModule], Callable[[], LossModule], str]] = {
+# By attribute: how a loss is made with one of two values (the tensors are the same), and how the
+# error shows these.
+UNLIKE: dict[str, tuple[Callable[[Any], LossModule], tuple[Any, Any], Callable[[Any], str]]] = {
     "the class": (
-        lambda: A2CLoss(categorical_actor(), state_value()),
-        lambda: PPOLoss(categorical_actor(), state_value()),
-        "A2CLoss on rank 0 and torchrl.objectives.ppo.PPOLoss on rank 1",
+        lambda kind: kind(categorical_actor(), state_value()),
+        (A2CLoss, PPOLoss),
+        lambda kind: f"torchrl.objectives.{kind.__name__[:3].lower()}.{kind.__name__}",
     ),
-    "loss_function": (
-        lambda: dqn_loss(loss_function="l2"),
-        lambda: dqn_loss(loss_function="l1"),
-        "'l2' on rank 0 and 'l1' on rank 1",
-    ),
+    "loss_function": (lambda how: dqn_loss(loss_function=how), ("l2", "l1"), repr),
     "double_dqn": (
-        lambda: dqn_loss(double_dqn=False, delay_value=True),
-        lambda: dqn_loss(double_dqn=True, delay_value=True),
-        "False on rank 0 and True on rank 1",
+        lambda double: dqn_loss(double_dqn=double, delay_value=True), (False, True), repr,
     ),
-    "reduction": (
-        lambda: dqn_loss(reduction="mean"),
-        lambda: dqn_loss(reduction="sum"),
-        "'mean' on rank 0 and 'sum' on rank 1",
-    ),
-    "value_type": (
-        lambda: with_estimator(ValueEstimators.TD0),
-        lambda: with_estimator(ValueEstimators.TD1),
-        "ValueEstimators.TD0 on rank 0 and ValueEstimators.TD1 on rank 1",
-    ),
-    "the key 'reward'": (
-        lambda: with_keys(reward="reward"),
-        lambda: with_keys(reward="shaped"),
-        "'reward' on rank 0 and 'shaped' on rank 1",
-    ),
+    "reduction": (lambda how: dqn_loss(reduction=how), ("mean", "sum"), repr),
+    "value_type": (with_estimator, (ValueEstimators.TD0, ValueEstimators.TD1), str),
+    "the key 'reward'": (lambda key: with_keys(reward=key), ("reward", "shaped"), repr),
     "value_network.module.0.module.1": (
-        lambda: dqn_loss(nn.Tanh),
-        lambda: dqn_loss(nn.ReLU),
-        "Tanh on rank 0 and torch.nn.modules.activation.ReLU on rank 1",
+        dqn_loss, (nn.Tanh, nn.ReLU), lambda kind: f"{kind.__module__}.{kind.__name__}",
     ),
     "value_network.module.0.module.1.negative_slope": (
-        lambda: dqn_loss(lambda: nn.LeakyReLU(0.1)),
-        lambda: dqn_loss(lambda: nn.LeakyReLU(0.2)),
-        "0.1 on rank 0 and 0.2 on rank 1",
+        lambda slope: dqn_loss(lambda: nn.LeakyReLU(slope)), (0.1, 0.2), repr,
     ),
     "value_network.module.0.module.1.scale": (
-        lambda: dqn_loss(lambda: Scaled(1.0, "cpu")),
-        lambda: dqn_loss(lambda: Scaled(2.0, "cpu")),
-        "1.0 on rank 0 and 2.0 on rank 1",
+        lambda scale: dqn_loss(lambda: Scaled(scale, "cpu")), (1.0, 2.0), repr,
     ),
     "actor_network.module.1.distribution_kwargs": (
-        lambda: sac_loss(1.0),
-        lambda: sac_loss(2.0),
-        "[2] [-2.0, 0.0]} on rank 1",
+        sac_loss, (1.0, 2.0), lambda bound: f"[2] [{-bound}, 0.0]}}",
     ),
-}
+}  # fmt: skip
 
 
 def told(function: Callable[[], Any]) -> str:
@@ -300,8 +275,8 @@ def with_unlike_losses() -> dict[str, str]:
     """Return the error of each case. A new estimator and new keys raise at the next call."""
     index = dist.get_rank()
     found = {
-        name: told(lambda pair=pair: DistributedLoss(pair[index](), timeout_s=20))
-        for name, pair in UNLIKE.items()
+        name: told(lambda m=make, v=values[index]: DistributedLoss(m(v), timeout_s=20))
+        for name, (make, values, _) in UNLIKE.items()
     }
     for name, change in {
         "value_type later": lambda: loss.make_value_estimator(
@@ -327,7 +302,10 @@ def test_ranks_whose_losses_were_built_differently_are_told(two_ranks: LearningR
     assert first == second and first.pop("alike") == ""
     for name, text in first.items():
         kind = name.removesuffix(" later")
-        assert text.startswith(f"{kind} is ") and UNLIKE[kind][2] in text, (name, text)
+        _, values, shown = UNLIKE[kind]
+        here, there = map(shown, values)
+        assert text.startswith(f"{kind} is ") and f"{there} on rank 1" in text, (name, text)
+        assert f"{here} on rank 0" in text, (name, text)
         assert "expected the same loss on every rank" in text
 
 

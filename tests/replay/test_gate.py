@@ -111,6 +111,16 @@ def test_a_write_waits_until_enough_was_sampled(make_buffer: Callable, kind: typ
     assert rb.storage.limiter_counts == (40, 32, 40)
 
 
+def test_rows_that_others_are_writing_count_before_the_next_write(make_buffer) -> None:
+    rb = make_buffer(256, limiter=RateLimiter(1, 1.0, 20.0), timeout_s=0.2)
+    rb.extend(make_rows(range(16)))
+    writing = rb.storage._cursor.reserve(8)
+    with pytest.raises(RateLimitError, match="3 more rows to be sampled before the next write"):
+        rb.extend(make_rows(range(4)))
+    rb.storage._cursor.abandon(writing)
+    assert len(rb.extend(make_rows(range(4)))) == 4
+
+
 def test_a_waiting_thread_of_the_stock_buffer_holds_no_lock_of_it(make_buffer: Callable) -> None:
     limiter = RateLimiter(8, samples_per_insert=1.0, error_buffer=16)
     rb = make_buffer(prefetch=3, limiter=limiter, timeout_s=20.0)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import random
 import signal
@@ -401,20 +400,28 @@ def test_all_killed_and_restarted_every_published_row_is_back(folder: Path, requ
 
 def test_a_child_of_a_killed_holder_does_not_keep_the_lock(rb) -> None:
     directory = rb.storage.directory
+    directory.fair_lock.timeout_s = 15.0
+    told, tell = os.pipe()
 
     def holder() -> None:
         with directory.lock():
             if os.fork() == 0:
-                libc = ctypes.CDLL(None)
-                libc.prctl(1, signal.SIGKILL)  # ends with the test at the latest
-                time.sleep(20)
+                os.write(tell, os.getpid().to_bytes(8, "little"))
+                time.sleep(60)  # outlives the holder, and its parent's wait for the lock
                 os._exit(0)
             directory.begin()
             kill_self()
 
     assert run_forked(holder) == -signal.SIGKILL
-    with directory.lock():  # waits until the child has begun to run, and let go of its copies
-        pass
+    child = int.from_bytes(os.read(told, 8), "little")
+    try:
+        with directory.lock():  # waits until the child has begun to run, and let go of its copies
+            pass
+        os.kill(child, 0)  # it lives
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.close(told)
+        os.close(tell)
     assert_sound(rb)
 
 

@@ -1,11 +1,11 @@
-"""Several processes on one replay directory: exact under load, safe under kill -9 and SIGSTOP."""
+"""Several processes on one replay directory: exact under load, safe under SIGSTOP. Torn rows are in
+test_torn.py, kill -9 in test_kills.py and test_stores.py."""
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
 import os
-import random
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -141,58 +141,6 @@ def test_four_ranks_that_extend_2500_rows_each_see_10000_rows_and_2500_with_torc
 # --- concurrency ---------------------------------------------------------------------------------
 
 
-def write_for_ever(folder: Path, capacity: int, batch: int, width: int, first: int) -> None:
-    rb = attach(folder, capacity)
-    while True:
-        rb.extend(make_rows(range(first, first + batch), width))
-        first += batch
-
-
-@pytest.mark.parametrize("uniform", [False, True])
-def test_no_sampled_row_is_torn_while_writers_lap_the_ring(folder: Path, uniform: bool) -> None:
-    capacity, width = 128, 512
-    rb = attach(folder, capacity, uniform=uniform)
-    rb.extend(make_rows(range(capacity), width))
-    bad = seen = 0
-    with (
-        child(write_for_ever, folder, capacity, 8, width, 10**6),
-        child(write_for_ever, folder, capacity, 16, width, 2 * 10**6),
-    ):
-        wait_until(lambda: rb.write_count > 2 * capacity)
-        laps = rb.write_count
-        deadline = time.monotonic() + 60
-        while seen < 5_000 or rb.write_count < laps + 10 * capacity:
-            assert time.monotonic() < deadline, (seen, rb.write_count - laps)
-            batch = rb.sample()
-            bad += torn(batch) + torn(rb[torch.arange(0, capacity, 5)]) + torn(rb[:])
-            seen += 64
-            batch["td_error"] = torch.rand(64)
-            rb.update_tensordict_priority(batch)
-    assert bad == 0
-    assert rb.storage.directory.counters["reread_rows"] > 0
-    rb.extend(make_rows(range(capacity), width))  # takes over what the killed writers held
-    assert_consistent(rb)
-
-
-def test_torchrls_storage_gives_torn_rows_in_the_same_situation(tmp_path: Path) -> None:
-    def storage() -> LazyMemmapStorage:
-        return LazyMemmapStorage(64, scratch_dir=tmp_path / "peer", existsok=True)
-
-    rb = TensorDictReplayBuffer(storage=storage(), batch_size=64)
-    rb.extend(make_rows(range(64), 4096))
-
-    def write() -> None:
-        for first in range(0, 10**9, 16):
-            rb.extend(make_rows(range(first, first + 16), 4096))
-
-    with child(write):
-        deadline = time.monotonic() + 20
-        bad = 0
-        while not bad and time.monotonic() < deadline:
-            bad += torn(rb.sample())
-    assert bad > 0
-
-
 def test_priorities_stay_exact_under_concurrent_extends_and_updates(folder: Path) -> None:
     capacity = 4096
     rb = attach(folder, capacity)
@@ -300,61 +248,6 @@ def test_a_running_job_keeps_others_out(folder: Path) -> None:
         assert ready.wait(20)
         with pytest.raises(DirectoryError, match=f"job 'other' .processes .{process.pid}"):
             SharedMemmapStorage(64, scratch_dir=folder, job_id="test", resume=True)
-
-
-# --- kill -9 -------------------------------------------------------------------------------------
-
-
-def test_random_kills_leave_whole_rows_and_free_locks(folder: Path) -> None:
-    capacity = 256
-    rb = attach(folder, capacity, timeout_s=20)
-    rb.extend(make_rows(range(capacity)))
-
-    def work(first: int) -> None:
-        mine = attach(folder, capacity)
-        for at in range(first, first + 10**6, 20):
-            mine.extend(make_rows(range(at, at + 20)))
-            batch = mine.sample()
-            batch["td_error"] = torch.rand(64)
-            mine.update_tensordict_priority(batch)
-
-    randomness = random.Random(0)
-    for kill in range(12):
-        before = rb.write_count
-        with (
-            child(work, 10**7 * (2 * kill + 1)) as one,
-            child(work, 10**7 * (2 * kill + 2)) as two,
-        ):
-            wait_until(lambda before=before: rb.write_count > before + 100)
-            time.sleep(randomness.random() * 0.05)
-            one.kill()
-            one.join(10)
-            after = rb.write_count
-            wait_until(lambda after=after: rb.write_count > after + 40)  # the other goes on
-            two.kill()
-        assert torn(rb.sample()) == 0
-    rb.extend(make_rows(range(capacity)))
-    assert len(rb) == capacity
-    assert_consistent(rb)
-
-
-def test_all_killed_and_restarted_finds_every_published_row(folder: Path) -> None:
-    def first_life() -> None:
-        rb = attach(folder, 64)
-        rb.extend(make_rows(range(40)))
-        rb.update_priority(torch.arange(40), torch.arange(1.0, 41.0))
-        rb.storage._cursor.reserve(5)  # never published
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    with child(first_life) as process:
-        process.join(20)
-    rb = attach(folder, 64)
-    assert len(rb) == 40 and rb[:]["id"].tolist() == list(range(40))
-    np.testing.assert_allclose(
-        rb.storage.directory.tree.leaves[:40], (np.arange(1, 41) + 1e-8) ** 0.6
-    )
-    assert rb.extend(make_rows(range(40, 50))).tolist() == [45, 46, 47, 48, 49, 50, 51, 52, 53, 54]
-    assert_consistent(rb)
 
 
 def test_an_exception_inside_a_critical_section_is_repaired_by_the_next(

@@ -75,8 +75,17 @@ def test_a_process_killed_between_mark_and_leaf_leaves_a_tree_that_repairs_itsel
     tree = PriorityTree(5000, buffer)
     tree.set_range(0, 5000, 1.0)
     tree.refresh()
-    tree.marks[10] = 1  # the mark was set, the process died after half of its leaves
-    tree.leaves[320:330] = 3.0
+
+    class Deadly(np.ndarray):
+        """Half of what is stored arrives, then the process dies."""
+
+        def __setitem__(self, slots: np.ndarray, values: float) -> None:
+            super().__setitem__(slots[: slots.size // 2], values)
+            raise KeyboardInterrupt
+
+    tree.leaves = tree.leaves.view(Deadly)
+    with pytest.raises(KeyboardInterrupt):
+        tree.set(np.arange(320, 340), 3.0)
     survivor = PriorityTree(5000, buffer)
     survivor.refresh()
     assert survivor.total == survivor.leaves.sum() == 5000 + 20

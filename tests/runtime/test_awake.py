@@ -83,7 +83,7 @@ def test_a_forked_child_has_a_clock_of_its_own(clock: awake._Clock) -> None:
 def test_a_caller_that_was_stopped_gets_its_answer(fork_server) -> None:
     def stop(process: int) -> None:  # for longer than the caller's deadline
         os.kill(process, signal.SIGSTOP)
-        time.sleep(3.0)
+        time.sleep(2.0)
         os.kill(process, signal.SIGCONT)
         time.sleep(0.1)
 
@@ -91,9 +91,9 @@ def test_a_caller_that_was_stopped_gets_its_answer(fork_server) -> None:
         caller, other = job.peers[1:]
 
         def call() -> None:
-            current_session().call(other, stop, os.getpid(), timeout_s=2.5)
+            current_session().call(other, stop, os.getpid(), timeout_s=1.5)
 
         assert job.call(other, abs, -1) == 1
         job.call(caller, call)
         with pytest.raises(DeadlineError, match=r"did not answer sleep within 0.2 s"):
-            job.call(other, time.sleep, 1.0, timeout_s=0.2)
+            job.call(other, time.sleep, 0.4, timeout_s=0.2)

@@ -190,25 +190,26 @@ def test_what_a_child_of_local_cluster_starts_belongs_to_its_job():
     assert World.from_env({"TORCHRL_DIST_JOB_ID": "12-34"}).job_id == "12-34"
 
 
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
-def test_a_half_set_torchrun_environment_is_refused_by_name(name):
-    env = {key: value for key, value in TORCHRUN.items() if key != name}
-    with pytest.raises(ConfigurationError, match=name):
-        World.from_env(env)
-
-
 @pytest.mark.parametrize(
-    "change",
-    [{"RANK": "8"}, {"RANK": "x"}, {"LOCAL_RANK": "4"}, {"WORLD_SIZE": "0"}, {"MASTER_PORT": "0"}],
+    ("env", "named"),
+    [
+        *(
+            ({name: value for name, value in TORCHRUN.items() if name != missing}, missing)
+            for missing in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        ),
+        (
+            {name: value for name, value in SLURM.items() if name != "SLURM_LOCALID"},
+            "SLURM_LOCALID",
+        ),
+        ({**TORCHRUN, "RANK": "8"}, ""),
+        ({**TORCHRUN, "RANK": "x"}, ""),
+        ({**TORCHRUN, "LOCAL_RANK": "4"}, ""),
+        ({**TORCHRUN, "WORLD_SIZE": "0"}, ""),
+        ({**TORCHRUN, "MASTER_PORT": "0"}, ""),
+    ],
 )
-def test_an_invalid_torchrun_environment_is_refused(change):
-    with pytest.raises(ConfigurationError):
-        World.from_env({**TORCHRUN, **change})
-
-
-def test_a_half_set_slurm_environment_is_refused_by_name():
-    env = {key: value for key, value in SLURM.items() if key != "SLURM_LOCALID"}
-    with pytest.raises(ConfigurationError, match="SLURM_LOCALID"):
+def test_an_environment_that_is_half_set_or_cannot_be_right_is_refused(env, named):
+    with pytest.raises(ConfigurationError, match=named):
         World.from_env(env)
 
 
