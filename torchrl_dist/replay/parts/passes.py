@@ -18,7 +18,7 @@ So a process may be killed anywhere in here.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -28,9 +28,8 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.node.directory import ReplayDirectory
-from torchrl_dist.replay.node.tables import ORDERED_LOADS
 from torchrl_dist.replay.parts.sampler import EMPTY, Drawn, SharedSampler
-from torchrl_dist.replay.parts.storage import REDRAWS, NoRowsError, SharedMemmapStorage
+from torchrl_dist.replay.parts.storage import NoRowsError, SharedMemmapStorage
 from torchrl_dist.replay.row import rows
 
 # the first words of pass.bin: the pass, counted from 1; entries of its order that were passed, and
@@ -201,15 +200,15 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
         limiter; ``mass`` is the number of rows."""
         directory = self.attach(storage)
         assert isinstance(storage, SharedMemmapStorage)
-        slots, versions, columns = storage.once_rows_are_published(
+        slots, generation, leaf, columns = storage.once_rows_are_published(
             lambda: self._draw_rows(storage, count)
         )
         spec = directory.rows
         assert spec is not None  # of the rows just read
         return Drawn(
             torch.from_numpy(slots),
-            torch.from_numpy(versions >> 1),
-            np.ones(slots.size),
+            torch.from_numpy(generation),
+            leaf,
             rows.tensors(columns, spec),
             1.0,
             float(directory.length),
@@ -217,45 +216,33 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
 
     def _draw_rows(
         self, storage: SharedMemmapStorage, count: int
-    ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-        """Slots, versions and copied rows of one pass, at least one."""
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
+        """Slots, generations, masses and copied rows of one pass, at least one."""
         directory, passes = storage.directory, self._passes
         assert passes is not None
         if count < 1:  # of no pass
             if not directory.length:
                 raise NoRowsError(EMPTY)
             nothing = np.empty(count, np.int64)  # refuses a count below 0
-            return nothing, nothing, storage.copy_arrays(nothing)
+            return storage.read_rows(lambda *_: (nothing, nothing, np.empty(0)), 0)
         self._batch_size = count
-        parts: list[tuple[np.ndarray, np.ndarray, list[np.ndarray]]] = []
-        missing, number = count, None
-        for attempt in range(REDRAWS + 1):
-            with directory.lock():
-                if number is None:
-                    slots, versions = self._begin(directory, passes, count)
-                    self._pass = number = passes.number
-                elif passes.number == number:
-                    slots, versions = passes.take(missing)
-                else:  # others went on to the next one
-                    break
-                locked = not ORDERED_LOADS or attempt == REDRAWS
-                columns = storage.copy_arrays(slots) if locked else []
-            columns = columns or storage.copy_arrays(slots)
-            whole = directory.versions[slots] == versions
-            if locked or whole.all():
-                parts.append((slots, versions, columns))
-            else:  # overwritten during the copy
-                parts.append((slots[whole], versions[whole], [column[whole] for column in columns]))
-            missing -= parts[-1][0].size
-            if not missing or slots.size == 0 or (whole.all() and slots.size < count):
-                break
-        if missing == count or (self.drop_last and missing):
-            return self._draw_rows(storage, count)  # all of them were overwritten meanwhile
-        if len(parts) == 1:
-            return parts[0]
-        slots, versions, copies = zip(*parts, strict=True)
-        columns = [np.concatenate(column) for column in zip(*copies, strict=True)]
-        return np.concatenate(slots), np.concatenate(versions), columns
+        while True:
+            number: int | None = None
+
+            def take(more: int, locked: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+                nonlocal number
+                with nullcontext() if locked else directory.lock():
+                    if number is None:
+                        found = self._begin(directory, passes, count)
+                        self._pass = number = passes.number
+                    else:  # of none, if others went on to the next one
+                        found = passes.take(more if passes.number == number else 0)
+                return *found, np.ones(found[0].size)
+
+            slots, generation, leaf, columns = storage.read_rows(take, count)
+            # else all, or a part of a batch, were overwritten meanwhile
+            if slots.size == count or (slots.size and not self.drop_last):
+                return slots, generation, leaf, columns
 
     def _begin(
         self, directory: ReplayDirectory, passes: Passes, count: int

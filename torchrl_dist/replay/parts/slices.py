@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NestedKey, TensorDict, unravel_key
+from tensordict import NestedKey, TensorDictBase, unravel_key
 from torchrl.data.replay_buffers.samplers import PrioritizedSliceSampler, SliceSampler
 from torchrl.data.replay_buffers.storages import Storage
 
@@ -21,6 +21,7 @@ from torchrl_dist.replay.node.directory import ReplayDirectory
 from torchrl_dist.replay.node.tables import ORDERED_LOADS, Word
 from torchrl_dist.replay.parts.sampler import EMPTY, SharedPrioritizedSampler, SharedSampler
 from torchrl_dist.replay.parts.storage import REDRAWS, NoRowsError, SharedMemmapStorage
+from torchrl_dist.replay.row import rows
 from torchrl_dist.replay.row.spec import STREAM
 
 _USUAL_KEYS = (("collector", "traj_ids"), ("episode",))
@@ -167,22 +168,54 @@ class _View:
 
     ndim = 1
 
-    def __init__(self, storage: SharedMemmapStorage, runs: _Runs) -> None:
-        self._storage = storage
-        self._slots = runs.slots
+    def __init__(self, capacity: int, runs: _Runs) -> None:
+        self.slots = runs.slots
         self.boundaries = runs.boundaries
-        self.shape = torch.Size([storage.max_size if runs.slots is None else len(runs.slots)])
-        self.slots: torch.Tensor = torch.empty(0, dtype=torch.int64)
-        self.columns: list[torch.Tensor] = []
+        self.shape = torch.Size([capacity if runs.slots is None else len(runs.slots)])
 
     def __len__(self) -> int:
         return len(self.boundaries[0])
 
-    def __getitem__(self, positions: tuple[torch.Tensor, ...]) -> TensorDict:
-        """The rows of a draw; they are copied once and kept for the buffer."""
-        self.slots = positions[0] if self._slots is None else self._slots[positions[0]]
-        self.columns = self._storage.copy_rows(self.slots.numpy())
-        return self._storage.as_rows(self.columns, raw=True)  # not known to be whole yet
+
+class _Rows:
+    """Drawn rows, for ``SliceSampler`` to look at their flags."""
+
+    def __init__(self, rows: TensorDictBase) -> None:
+        self._rows = rows
+
+    def __getitem__(self, index: Any) -> TensorDictBase:
+        return self._rows
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Slices that were chosen, as TorchRL's sampler describes them.
+
+    Attributes:
+        shape: ``num_slices``, ``seq_length``, ``target_seq_length`` and ``mask_flat`` of
+            ``SliceSampler._finalize_index``.
+        leaf: float64 [num_slices], of the first rows: ``p ** alpha``; None: all alike.
+        minimum: the smallest leaf in the directory.
+        mass: of all slices that could be drawn, if it was asked for.
+    """
+
+    shape: dict[str, Any]
+    leaf: np.ndarray | None = None
+    minimum: float = 1.0
+    mass: float = 0.0
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Rows of each, int64 [num_slices]."""
+        length = self.shape["seq_length"]
+        if isinstance(length, torch.Tensor):
+            return length
+        return torch.full((self.shape["num_slices"],), length)
+
+    def per_row(self, values: np.ndarray) -> np.ndarray:
+        """One for each slice, as one for each row."""
+        length = self.shape["seq_length"]
+        return np.repeat(values, length.numpy() if isinstance(length, torch.Tensor) else length)
 
 
 class SharedSliceSampler(SharedSampler, SliceSampler):
@@ -299,16 +332,57 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         gate = self.attach(storage).gate
         assert isinstance(storage, SharedMemmapStorage)
 
-        def draw() -> tuple[tuple[torch.Tensor, ...], dict[NestedKey, torch.Tensor]]:
-            return storage.once_rows_are_published(lambda: self._sample(storage, batch_size))
+        def draw() -> tuple[np.ndarray, np.ndarray, Slices, list[np.ndarray]]:
+            return self._read(storage, batch_size)
 
-        if gate is None:
-            return draw()
-        index, info = gate.draw(batch_size, draw, storage)
-        returned = index[0].numel()
-        if returned != batch_size:  # slices that were cut short
-            gate.count_samples(returned - batch_size)
-        return index, info
+        slots, generation, slices, columns = (
+            draw() if gate is None else gate.draw(batch_size, draw, storage)
+        )
+        if gate is not None and slots.size != batch_size:  # slices that were cut short
+            gate.count_samples(slots.size - batch_size)
+        index, spec = torch.from_numpy(slots), storage.directory.rows
+        assert spec is not None  # of the rows just read
+        tensors = rows.tensors(columns, spec)
+        storage.hand_over(index, torch.from_numpy(generation), tensors)
+        return (index,), self._flags(slices, storage.as_rows(tensors, raw=True))
+
+    def _flags(self, slices: Slices, found: TensorDictBase) -> dict[NestedKey, torch.Tensor]:
+        """What TorchRL's sampler tells about slices with these rows, beside their index."""
+        index = torch.empty(found.shape[0], 1, dtype=torch.int64)  # it only asks how many
+        return SliceSampler._finalize_index(
+            self, index=index, storage=_Rows(found), **slices.shape
+        )[1]
+
+    def _read(
+        self, storage: SharedMemmapStorage, batch_size: int, with_mass: bool = False
+    ) -> tuple[np.ndarray, np.ndarray, Slices, list[np.ndarray]]:
+        """Slots, generations, slices and copied rows: all of them whole, at one moment."""
+        directory, fresh = storage.directory, False
+
+        def draw(count: int, locked: bool) -> tuple[np.ndarray, np.ndarray, Slices]:
+            nonlocal fresh
+            try:
+                runs = self._read_runs(directory, fresh=fresh, locked=locked)
+                fresh = True
+                with nullcontext() if locked else self._lock_of(directory):
+                    slots, slices = self._choose(directory, runs, count, with_mass)
+            except NoRowsError:
+                raise
+            except RuntimeError:  # too few rows, perhaps for this moment only
+                if locked:
+                    raise
+                with directory.lock():
+                    return draw(count, True)
+            assert self._columns is not None
+            return slots, self._columns.versions[slots], slices
+
+        return storage.once_rows_are_published(
+            lambda: storage.read_rows(draw, batch_size, whole=True)
+        )
+
+    def _lock_of(self, directory: ReplayDirectory) -> Any:
+        """What a choice of slices needs."""
+        return nullcontext()
 
     def attach(self, storage: Storage) -> ReplayDirectory:
         here: Any = getattr(storage, "directory", None)
@@ -329,24 +403,6 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
             )
         return directory
 
-    def _sample(
-        self, storage: SharedMemmapStorage, batch_size: int
-    ) -> tuple[tuple[torch.Tensor, ...], dict[NestedKey, torch.Tensor]]:
-        directory = storage.directory
-        if ORDERED_LOADS:
-            for attempt in range(REDRAWS):
-                try:
-                    drawn = self._draw(storage, batch_size, fresh=attempt > 0, locked=False)
-                except RuntimeError:
-                    break  # too few rows, perhaps for this moment only
-                if drawn is not None:
-                    return drawn
-            directory.count(Word.LOCKED_READS)
-        with directory.lock():
-            drawn = self._draw(storage, batch_size, fresh=True, locked=True)
-        assert drawn is not None, "rows changed under the lock"
-        return drawn
-
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Whether a run is long enough."""
         directory = self.attach(storage)
@@ -355,34 +411,22 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
             return False
         with nullcontext() if ORDERED_LOADS else directory.lock():
             runs = self._read_runs(directory, fresh=False, locked=not ORDERED_LOADS)
-        view = _View(storage, runs)
-        return SliceSampler.can_sample(self, view, batch_size)
+        return SliceSampler.can_sample(self, _View(directory.capacity, runs), batch_size)
 
-    def _draw(
-        self, storage: SharedMemmapStorage, batch_size: int, *, fresh: bool, locked: bool
-    ) -> tuple[tuple[torch.Tensor, ...], dict[NestedKey, torch.Tensor]] | None:
-        """One batch, or None if one of its rows was rewritten before it was copied."""
-        directory = storage.directory
-        runs = self._read_runs(directory, fresh=fresh, locked=locked)
-        view = _View(storage, runs)
+    def _choose(
+        self, directory: ReplayDirectory, runs: _Runs, batch_size: int, with_mass: bool
+    ) -> tuple[np.ndarray, Slices]:
+        """The slots of a batch, int64 [n], by TorchRL's draw."""
+        view = _View(directory.capacity, runs)
         if not len(view):
             raise NoRowsError(EMPTY)
-        _, info = self._draw_slices(view, runs, batch_size, locked=locked)
-        slots = view.slots.numpy()
-        assert self._columns is not None
-        versions = self._columns.versions[slots]
-        changed = int(np.count_nonzero(directory.versions[slots] != versions))
-        if changed:
-            directory.count(Word.REREAD_ROWS, changed)
-            return None
-        storage.hand_over(view.slots, torch.from_numpy(versions // 2), view.columns)
-        return (view.slots,), info
-
-    def _draw_slices(
-        self, view: _View, runs: _Runs, batch_size: int, *, locked: bool
-    ) -> tuple[Any, dict[NestedKey, torch.Tensor]]:
-        """TorchRL's draw; the view keeps its slots and rows."""
         return SliceSampler.sample(self, view, batch_size)
+
+    def _finalize_index(self, *, index: torch.Tensor, storage: _View, **shape: Any) -> Any:
+        """Where TorchRL's draw ends: what it looks up in the rows, it gets once they are here."""
+        positions = index[:, 0]
+        slots = positions if storage.slots is None else storage.slots[positions]
+        return slots.numpy(), Slices(shape)
 
     def _get_stop_and_length(
         self, storage: _View, fallback: bool = True
@@ -520,32 +564,36 @@ class SharedPrioritizedSliceSampler(
         self._recent.remember(index[0], generation, written=False)
         return index, info
 
-    def _draw_slices(
-        self, view: _View, runs: _Runs, batch_size: int, *, locked: bool
-    ) -> tuple[Any, dict[NestedKey, torch.Tensor]]:
+    def _flags(self, slices: Slices, found: TensorDictBase) -> dict[NestedKey, torch.Tensor]:
+        assert slices.leaf is not None
+        weight = ((slices.leaf / slices.minimum) ** -float(self._beta)).astype(np.float32)
+        weights = {"priority_weight": torch.from_numpy(slices.per_row(weight))}
+        return super()._flags(slices, found) | weights
+
+    def _lock_of(self, directory: ReplayDirectory) -> Any:
+        return directory.lock()
+
+    def _choose(
+        self, directory: ReplayDirectory, runs: _Runs, batch_size: int, with_mass: bool
+    ) -> tuple[np.ndarray, Slices]:
         length, count = self._adjusted_batch_size(batch_size)
-        directory = self._directory
-        assert directory is not None
-        with nullcontext() if locked else directory.lock():
-            starts, leaves, minimum = self._draw_starts(directory, runs, length, count)
-        weight = ((leaves / minimum) ** -float(self._beta)).astype(np.float32)
+        starts, leaves, minimum = self._draw_starts(directory, runs, length, count)
         left, position, _ = self._may_start(directory, runs, length)[1]
         # slices that end early have lengths of their own
         lengths = np.minimum(left[starts], length)
         within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         index = np.repeat(position[starts], lengths) + within
         if runs.slots is None:
-            index %= directory.capacity
-        index, info = self._finalize_index(
-            index=torch.from_numpy(index)[:, None],
-            num_slices=count,
-            seq_length=length if (lengths == length).all() else torch.from_numpy(lengths),
-            target_seq_length=None,
-            mask_flat=None,
-            storage=view,
-        )
-        info["priority_weight"] = torch.from_numpy(np.repeat(weight, lengths))
-        return index, info
+            slots = index % directory.capacity
+        else:
+            slots = runs.slots.numpy()[index]
+        shape = {
+            "num_slices": count,
+            "seq_length": length if (lengths == length).all() else torch.from_numpy(lengths),
+            "target_seq_length": None,
+            "mask_flat": None,
+        }
+        return slots, Slices(shape, leaves, minimum)
 
     def _may_start(
         self, directory: ReplayDirectory, runs: _Runs, length: int
