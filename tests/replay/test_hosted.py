@@ -30,6 +30,7 @@ from tests.replay.hosted_helpers import (
     written_here,
 )
 from tests.replay.test_processes import wait_until
+from tests.replay.test_slices import assert_slices, trajectory
 from torchrl_dist import (
     ConfigurationError,
     DeadlineError,
@@ -54,6 +55,7 @@ from torchrl_dist.replay.hosts import keeper
 from torchrl_dist.replay.hosts.batches import BatchSource
 from torchrl_dist.replay.hosts.host import Empty
 from torchrl_dist.replay.hosts.keeper import HostAddress
+from torchrl_dist.replay.hosts.messages import PRIORITIZED
 from torchrl_dist.replay.node.leftovers import find
 
 pytestmark = pytest.mark.timeout(90)
@@ -458,7 +460,7 @@ def test_batches_have_the_law_of_one_buffer(cluster, folder, shards: int, alike:
     for _ in range(40):  # each begins without knowing a mass
         source = BatchSource(
             buffer.storage.client,
-            prioritized=True,
+            law=lambda size: (PRIORITIZED, size),
             prefetch=0,
             batches_per_call=1,
             uniforms=rng.random,
@@ -631,6 +633,29 @@ def test_a_lost_owner_is_an_error_soon_and_the_session_ends(make, cluster) -> No
         with pytest.raises(PeerLostError, match="owner0"):
             call()
     assert time.monotonic() - begin < 10
+
+
+@pytest.mark.parametrize("uniform", [False, True])
+def test_a_lost_shard_is_reported_once_and_the_other_gives_slices(make, cluster, uniform) -> None:
+    slices = {"slice_len": 4, "traj_key": ("collector", "traj_ids")}
+    buffer = make(2, write_to="all", prefetch=2, uniform=uniform, slices=slices)
+    for number in range(4):
+        buffer.extend(trajectory(number, range(10)))
+    buffer.flush()
+    seen = torch.cat([buffer.sample()["collector", "traj_ids"] for _ in range(30)])
+    assert set(seen.tolist()) == {0, 1, 2, 3}
+    os.kill(cluster.pid_of(cluster.of_role("owner")[1]), signal.SIGKILL)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(30):
+            batch = buffer.sample()
+            assert_slices(batch, 4)
+            buffer.update_tensordict_priority(batch.set("td_error", torch.rand(16)))
+            if step > 5:
+                assert (batch["index"] < 64).all()
+    reports = [str(each.message) for each in caught if "replay shard 1" in str(each.message)]
+    assert len(reports) == 1 and "the other 1 go on" in reports[0]
+    warnings.simplefilter("ignore")  # closing a client of the lost host is one more warning
 
 
 @pytest.mark.parametrize("uniform", [False, True])

@@ -35,7 +35,12 @@ any of these, in any order of calls        a plain model                        
 
 from torchrl_dist.replay.hosts.buffer import HostedReplayBuffer, replay_buffer
 from torchrl_dist.replay.hosts.owner import ReplayOwner, host_replay
-from torchrl_dist.replay.hosts.samplers import RPCPrioritizedSampler, RPCRandomSampler
+from torchrl_dist.replay.hosts.samplers import (
+    RPCPrioritizedSampler,
+    RPCPrioritizedSliceSampler,
+    RPCRandomSampler,
+    RPCSliceSampler,
+)
 from torchrl_dist.replay.hosts.storage import RemoteStorage
 from torchrl_dist.replay.law.limiter import RateLimiter
 from torchrl_dist.replay.parts.buffer import SharedReplayBuffer
@@ -52,7 +57,9 @@ from torchrl_dist.replay.parts.writer import SharedCursorWriter
 __all__ = [
     "HostedReplayBuffer",
     "RPCPrioritizedSampler",
+    "RPCPrioritizedSliceSampler",
     "RPCRandomSampler",
+    "RPCSliceSampler",
     "RateLimiter",
     "RemoteStorage",
     "ReplayOwner",

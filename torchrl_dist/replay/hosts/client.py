@@ -22,6 +22,7 @@ from torchrl_dist.replay.hosts.link import SHORTEST_CALL_S, Answer, Link, await_
 from torchrl_dist.replay.hosts.messages import (
     CountSamples,
     HostState,
+    Law,
     Operation,
     ReturnDraws,
     SetPriorities,
@@ -191,14 +192,14 @@ class ReplayClient:
             found.append(answer)
         return found
 
-    def ask(self, counts: Sequence[int | None], prioritized: bool | None) -> list[Any]:
+    def ask(self, counts: Sequence[int | None], law: Law | None) -> list[Any]:
         """One future per shard; None where ``counts`` is, and where nobody answers."""
         futures: list[Any] = []
         for shard, (link, count) in enumerate(zip(self.links, counts, strict=True)):
             future = None
             if count is not None and self.answers_now(shard):
                 try:
-                    future = link.ask(int(count), prioritized)
+                    future = link.ask(int(count), law)
                 except PeerLostError as error:
                     self.note_trouble(shard, error)
             futures.append(future)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,12 @@ from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.law.placement import slot_ranges
 from torchrl_dist.replay.node.directory import ReplayDirectory
 from torchrl_dist.replay.node.tables import ORDERED_LOADS, Word
-from torchrl_dist.replay.parts.sampler import EMPTY, SharedPrioritizedSampler, SharedSampler
+from torchrl_dist.replay.parts.sampler import (
+    EMPTY,
+    Drawn,
+    SharedPrioritizedSampler,
+    SharedSampler,
+)
 from torchrl_dist.replay.parts.storage import REDRAWS, NoRowsError, SharedMemmapStorage
 from torchrl_dist.replay.row import rows
 from torchrl_dist.replay.row.spec import STREAM
@@ -60,6 +66,16 @@ class _Runs:
         return left, where, first
 
 
+class NoSlicesError(RuntimeError):
+    """No run of rows is long enough for a slice."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(
+            f"Did not find a single run of {length} rows to slice; strict_length=False, or a "
+            "shorter slice_len, takes shorter ones"
+        )
+
+
 class _NoColumnError(ConfigurationError):
     """The rows do not have that key."""
 
@@ -70,7 +86,7 @@ class _Columns:
     Args:
         directory: with rows.
         columns: numbers per slot in shared memory: trajectory ids, and steps if rows are to be
-            ordered by them; with ``ends``, streams.
+            ordered by them, or neighbours have to be consecutive ones; with ``ends``, streams.
         ends: flags per slot: after a row with one of them another trajectory begins.
     """
 
@@ -120,6 +136,9 @@ class _Columns:
         self._follows[touched] = (
             self._published[touched] & self._published[before] & (ids[touched] == ids[before])
         )
+        if len(self._copies) > 1:
+            steps = self._copies[1]
+            self._follows[touched] &= steps[touched] == steps[before] + 1
         if self._end_columns is not None:  # 0: nobody knows what was written before it
             self._follows[touched] &= (ids[touched] != 0) & ~self._ends[before]
 
@@ -269,7 +288,12 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
                 [1, 1]])
     """
 
+    consecutive = False
+    """Whether neighbours have to be consecutive steps: over hosts, where rows between them may lie
+    in another shard."""
+
     # what TorchRL's class sets
+    slice_len: int | None
     traj_key: NestedKey | None
     span: tuple[bool | int, bool | int]
 
@@ -384,6 +408,36 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         """What a choice of slices needs."""
         return nullcontext()
 
+    def draw(self, storage: Storage, count: int) -> Drawn:
+        """``count`` slices of ``slice_len`` rows, or none where no run is long enough, with all
+        that is known about them, for a host."""
+        directory = self.attach(storage)
+        assert isinstance(storage, SharedMemmapStorage) and self.slice_len is not None
+        if count and directory.length:
+            with suppress(NoRowsError, NoSlicesError):
+                slots, generation, slices, columns = self._read(
+                    storage, count * self.slice_len, with_mass=True
+                )
+                leaf = np.ones(count) if slices.leaf is None else slices.leaf
+                spec = directory.rows
+                assert spec is not None  # of the rows just read
+                return Drawn(
+                    torch.from_numpy(slots),
+                    torch.from_numpy(generation),
+                    slices.per_row(leaf),
+                    rows.tensors(columns, spec),
+                    slices.minimum,
+                    slices.mass,
+                    slices.lengths,
+                )
+        mass, minimum = 0.0, math.inf
+        if directory.length:
+            with directory.lock():
+                runs = self._read_runs(directory, fresh=False, locked=True)
+                mass, minimum = self._mass(directory, runs, self.slice_len)
+        nothing = torch.empty(0, dtype=torch.int64)
+        return Drawn(nothing, nothing, np.empty(0), [], minimum, mass, nothing)
+
     def attach(self, storage: Storage) -> ReplayDirectory:
         here: Any = getattr(storage, "directory", None)
         if self._directory is not None and self._directory is here:
@@ -420,7 +474,20 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         view = _View(directory.capacity, runs)
         if not len(view):
             raise NoRowsError(EMPTY)
-        return SliceSampler.sample(self, view, batch_size)
+        if not with_mass:
+            return SliceSampler.sample(self, view, batch_size)
+        length, _ = self._adjusted_batch_size(batch_size)
+        mass, minimum = self._mass(directory, runs, length)
+        if not mass:
+            raise NoSlicesError(length)
+        slots, slices = SliceSampler.sample(self, view, batch_size)
+        return slots, replace(slices, mass=mass, minimum=minimum)
+
+    def _mass(self, directory: ReplayDirectory, runs: _Runs, length: int) -> tuple[float, float]:
+        """Of all slices that may be drawn, and the smallest of a row: TorchRL's law is that each
+        run has the same probability, and each of its slices. Called under the lock."""
+        lengths = runs.boundaries[2]
+        return float((lengths >= length).sum() if self.strict_length else len(lengths)), 1.0
 
     def _finalize_index(self, *, index: torch.Tensor, storage: _View, **shape: Any) -> Any:
         """Where TorchRL's draw ends: what it looks up in the rows, it gets once they are here."""
@@ -446,8 +513,10 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
                 stream = _column(directory, STREAM.key)
                 self._columns = _Columns(directory, [stream], self._end_flags(directory))
             else:
-                keys = [self._key_of_trajectory(directory)] + [self.step_key] * self._by_step
-                self._columns = _Columns(directory, [_column(directory, key) for key in keys])
+                columns = [_column(directory, self._key_of_trajectory(directory))]
+                if self._by_step or self.consecutive:
+                    columns.append(_column(directory, self.step_key))
+                self._columns = _Columns(directory, columns)
         self._columns.refresh(ticket)
         if self._by_step:
             self._runs = self._columns.runs_by_step(state, self.step_key)
@@ -532,22 +601,12 @@ class SharedPrioritizedSliceSampler(
         max_priority_within_buffer: bool = False,
         **options: Any,
     ) -> None:
-        if options.get("pad_output"):
-            raise ConfigurationError(
-                f"{type(self).__name__} does not pad slices: leave pad_output out, and split the "
-                "batch by its truncated flags"
-            )
+        refuse_padding(self, options)
         SharedSliceSampler.__init__(self, **options)
         SharedPrioritizedSampler.__init__(
             self, max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer
         )
-        if self.span[0]:
-            warnings.warn(
-                f"{type(self).__name__} draws the first rows of slices: the span to the left is "
-                "turned off",
-                stacklevel=2,
-            )
-            self.span = (False, self.span[1])
+        turn_off_left_span(self)
 
     def _setup(self) -> None:
         super()._setup()
@@ -565,10 +624,7 @@ class SharedPrioritizedSliceSampler(
         return index, info
 
     def _flags(self, slices: Slices, found: TensorDictBase) -> dict[NestedKey, torch.Tensor]:
-        assert slices.leaf is not None
-        weight = ((slices.leaf / slices.minimum) ** -float(self._beta)).astype(np.float32)
-        weights = {"priority_weight": torch.from_numpy(slices.per_row(weight))}
-        return super()._flags(slices, found) | weights
+        return super()._flags(slices, found) | slice_weights(slices, self._beta)
 
     def _lock_of(self, directory: ReplayDirectory) -> Any:
         return directory.lock()
@@ -593,7 +649,14 @@ class SharedPrioritizedSliceSampler(
             "target_seq_length": None,
             "mask_flat": None,
         }
-        return slots, Slices(shape, leaves, minimum)
+        mass = self._mass(directory, runs, length)[0] if with_mass else 0.0
+        return slots, Slices(shape, leaves, minimum, mass)
+
+    def _mass(self, directory: ReplayDirectory, runs: _Runs, length: int) -> tuple[float, float]:
+        tree = directory.tree
+        tree.refresh()
+        allowed, _ = self._may_start(directory, runs, length)
+        return float(tree.leaves[allowed].sum()), tree.minimum
 
     def _may_start(
         self, directory: ReplayDirectory, runs: _Runs, length: int
@@ -630,10 +693,7 @@ class SharedPrioritizedSliceSampler(
                 return slots, leaves, tree.minimum
         running = np.cumsum(np.where(allowed, tree.leaves, 0.0))
         if not running[-1] > 0:
-            raise RuntimeError(
-                f"Did not find a single run of {length} rows to slice; strict_length=False, or a "
-                "shorter slice_len, takes shorter ones"
-            )
+            raise NoSlicesError(length)
         more = np.searchsorted(running, self._uniforms(count - slots.size) * running[-1], "right")
         more = np.minimum(more, int(np.flatnonzero(allowed & (tree.leaves > 0))[-1]))
         return np.append(slots, more), np.append(leaves, tree.leaves[more]), tree.minimum
@@ -649,6 +709,36 @@ class SharedPrioritizedSliceSampler(
         state = super().__getstate__()
         state.pop("_starts", None)
         return state
+
+
+def slice_weights(slices: Slices, beta: float) -> dict[NestedKey, torch.Tensor]:
+    """The importance weights, float32 [n]: all rows of a slice have that of the first."""
+    assert slices.leaf is not None
+    weight = ((slices.leaf / slices.minimum) ** -float(beta)).astype(np.float32)
+    return {"priority_weight": torch.from_numpy(slices.per_row(weight))}
+
+
+def refuse_padding(sampler: SliceSampler, options: dict[str, Any]) -> None:
+    """
+    Raises:
+        ConfigurationError: prioritized slices are to be padded.
+    """
+    if options.get("pad_output"):
+        raise ConfigurationError(
+            f"{type(sampler).__name__} does not pad slices: leave pad_output out, and split the "
+            "batch by its truncated flags"
+        )
+
+
+def turn_off_left_span(sampler: SliceSampler) -> None:
+    """Of a sampler that draws the first rows of slices, with a warning."""
+    if sampler.span[0]:
+        warnings.warn(
+            f"{type(sampler).__name__} draws the first rows of slices: the span to the left is "
+            "turned off",
+            stacklevel=3,
+        )
+        sampler.span = (False, sampler.span[1])
 
 
 def _column(directory: ReplayDirectory, key: NestedKey) -> np.ndarray:

@@ -664,7 +664,7 @@ class SharedMemmapStorage(
 
     def handed_generation(self, index: Any) -> torch.Tensor | None:
         """The generations of the rows handed over for this very index tensor, if any."""
-        index = _single(index)
+        index = single(index)
         for batch in self._handed.batches:
             if batch[0] is index:
                 return batch[1]
@@ -684,7 +684,7 @@ class SharedMemmapStorage(
         """
         if names_an_entry(index):
             return self.get(slice(None))[index]
-        index = _single(index)
+        index = single(index)
         handed = self._handed.batches
         for at, batch in enumerate(handed):
             if batch[0] is index:
@@ -822,7 +822,7 @@ class SharedMemmapStorage(
         )
 
 
-def _single(index: Any) -> Any:
+def single(index: Any) -> Any:
     """A tuple of one index stands for the index: TorchRL's slice samplers return such."""
     return index[0] if isinstance(index, tuple) and len(index) == 1 else index
 
