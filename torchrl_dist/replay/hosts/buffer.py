@@ -159,6 +159,7 @@ def replay_buffer(
         "batches_per_call": batches_per_call,
     }
     exponents = () if uniform else (owner.capacity, alpha, beta, eps)
+    kind: Any
     if slices is None:
         kind = RPCRandomSampler if uniform else RPCPrioritizedSampler
     else:

@@ -468,7 +468,7 @@ class _RPCSlices(_RPCSampler, SharedSliceSampler):
         )
         return Law(self._prioritized, slices), count
 
-    def sample(  # type: ignore[override]  # as in TorchRL, indices of slices come in a tuple
+    def sample(
         self, storage: Storage, batch_size: int
     ) -> tuple[tuple[torch.Tensor, ...], dict[NestedKey, torch.Tensor]]:
         """Returns global indices, int64 [batch_size] in a tuple of one, and the flags of the
