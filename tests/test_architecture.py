@@ -42,7 +42,8 @@ FOLDERS = {
 PUBLIC_NAMES = """
     CheckpointError CollectReport ConfigurationError DeadlineError DirectoryError DistributedLoss
     DriftError FirstReady HostedReplayBuffer Peer PeerLostError Preempt Quorum RPCBatchedCollector
-    RPCPrioritizedSampler RPCPrioritizedSliceSampler RPCRandomSampler RPCSliceSampler
+    RPCPrioritizedSampler RPCPrioritizedSliceSampler RPCRandomSampler
+    RPCSamplerWithoutReplacement RPCSliceSampler
     RateLimitError RateLimiter Remote RemoteError
     RemoteStorage ReplayOwner Session SharedCursorWriter SharedMemmapStorage
     SharedPrioritizedSampler SharedPrioritizedSliceSampler SharedRandomSampler

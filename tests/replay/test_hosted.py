@@ -41,6 +41,7 @@ from torchrl_dist import (
     RemoteStorage,
     RPCPrioritizedSampler,
     RPCRandomSampler,
+    RPCSamplerWithoutReplacement,
     Session,
     SharedCursorWriter,
     SharedMemmapStorage,
@@ -678,6 +679,27 @@ def test_a_lost_shard_is_reported_once_and_the_other_goes_on(make, cluster, unif
     reports = [str(each.message) for each in caught if "replay shard 1" in str(each.message)]
     assert len(reports) == 1 and "owner1" in reports[0], reports
     assert len(buffer) >= 20 + 24
+
+
+def test_a_pass_goes_on_without_a_shard_that_is_lost_in_it(make, cluster) -> None:
+    owner = make(2, write_to="all").storage.owner
+    buffer = HostedReplayBuffer(
+        storage=RemoteStorage(owner),
+        sampler=RPCSamplerWithoutReplacement(owner=owner),
+        batch_size=4,
+    )
+    for start in (0, 20):
+        buffer.extend(make_rows(range(start, start + 20)))
+    buffer.flush()
+    seen = [number for _ in range(3) for number in buffer.sample()["id"].tolist()]
+    os.kill(cluster.pid_of(cluster.of_role("owner")[1]), signal.SIGKILL)
+    with pytest.warns(UserWarning, match="replay shard 1 .owner1.*the other 1 go on"):
+        while len([number for number in seen if number < 20]) < 20:
+            seen += buffer.sample()["id"].tolist()
+    assert len(set(seen)) == len(seen) and {*range(20)} <= {*seen}
+    for _ in range(2):
+        assert sorted(number for batch in buffer for number in batch["id"].tolist()) == [*range(20)]
+    warnings.simplefilter("ignore")  # closing a client of the lost host is one more warning
 
 
 def test_a_shard_that_hangs_is_left_out_and_comes_back(make, cluster) -> None:

@@ -39,6 +39,7 @@ from torchrl_dist.replay.hosts.samplers import (
     RPCPrioritizedSampler,
     RPCPrioritizedSliceSampler,
     RPCRandomSampler,
+    RPCSamplerWithoutReplacement,
     RPCSliceSampler,
 )
 from torchrl_dist.replay.hosts.storage import RemoteStorage
@@ -59,6 +60,7 @@ __all__ = [
     "RPCPrioritizedSampler",
     "RPCPrioritizedSliceSampler",
     "RPCRandomSampler",
+    "RPCSamplerWithoutReplacement",
     "RPCSliceSampler",
     "RateLimiter",
     "RemoteStorage",

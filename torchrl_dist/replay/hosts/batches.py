@@ -141,11 +141,7 @@ class BatchSource:
         self._client.check()
         if batch_size < 1:
             raise ConfigurationError(f"batch_size={batch_size}: expected at least 1")
-        if self._lock._is_owned():  # type: ignore[attr-defined]  # not in typeshed
-            raise DirectoryError(
-                "a signal handler that interrupted a sample of the buffer cannot sample from it. "
-                "Have the handler set a flag, and act on it between two uses"
-            )
+        check_not_sampling(self._lock)
         with self._lock:
             self._waited_s = 0.0
             if self._prefetch is None and not self._batch_size:
@@ -342,7 +338,7 @@ class BatchSource:
                 shards[gone] = choose_shards(masses, gone.size, self._uniforms)
         if not received.any():
             return []
-        rows = _concatenate([each for part in found for each in part])
+        rows = concatenated([each for part in found for each in part])
         self._client.learn_spec(rows.spec)
         first = np.cumsum(received) - received
         if self._client.counts_draws:
@@ -393,7 +389,19 @@ class BatchSource:
         return bool(self._masses(answers).any())
 
 
-def _concatenate(parts: list[Rows]) -> Rows:
+def check_not_sampling(lock: Any) -> None:
+    """
+    Raises:
+        DirectoryError: this thread has the lock of a source of batches already.
+    """
+    if lock._is_owned():
+        raise DirectoryError(
+            "a signal handler that interrupted a sample of the buffer cannot sample from it. "
+            "Have the handler set a flag, and act on it between two uses"
+        )
+
+
+def concatenated(parts: list[Rows]) -> Rows:
     spec = parts[0].spec
     for part in parts[1:]:
         if part.spec != spec:

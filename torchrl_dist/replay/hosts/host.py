@@ -50,6 +50,7 @@ from torchrl_dist.replay.law.limiter import Counts
 from torchrl_dist.replay.node.priorities import update
 from torchrl_dist.replay.node.tables import Word
 from torchrl_dist.replay.node.times_sampled import TooFewDrawsError, give_back
+from torchrl_dist.replay.parts.passes import Passes, take_of_pass
 from torchrl_dist.replay.parts.sampler import Drawn, SharedPrioritizedSampler, SharedRandomSampler
 from torchrl_dist.replay.parts.slices import SharedPrioritizedSliceSampler, SharedSliceSampler
 from torchrl_dist.replay.parts.storage import SharedMemmapStorage
@@ -92,6 +93,7 @@ class ReplayHost:
         self._uniform = SharedRandomSampler()
         self._prioritized: SharedPrioritizedSampler | None = None
         self._slicers: dict[Law, SharedSliceSampler] = {}  # the one used last is the last
+        self._passes: Passes | None = None
         now_and_in_children(self, ReplayHost._renew)
 
     def _renew(self) -> None:
@@ -340,6 +342,29 @@ class ReplayHost:
         _, columns = self._storage.columns_at(slots.numpy())
         assert self._storage.directory.rows is not None
         return self._storage.directory.rows.text, pack(columns, copy=False)
+
+    def take_of_pass(
+        self, number: int, count: int, shuffle: bool
+    ) -> tuple[int, int, int, str, list[Part]]:
+        """Rows that were not drawn yet in the pass of that number, by whichever process; see
+        ``passes``.
+
+        Returns:
+            The pass that is under way, what is left of it, how many rows there are, and the rows:
+            the spec as text, and slots, generations and columns, packed.
+        """
+        directory = self._storage.directory
+        if directory.rows is None:
+            return 0, 0, 0, "", []
+        if self._passes is None:
+            with directory.lock():
+                self._passes = Passes(directory)
+        order = (lambda n: np.random.default_rng().permutation(n)) if shuffle else None
+        slots, generation, columns, now, left = take_of_pass(
+            self._storage, self._passes, number, count, order
+        )
+        packed = pack([slots, generation, *columns], copy=False)
+        return now, left, directory.length, directory.rows.text, packed
 
     def generations_of(self, slots: np.ndarray) -> np.ndarray:
         """int64 [n]; -1 where no row is published."""

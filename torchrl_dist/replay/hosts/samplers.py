@@ -27,10 +27,16 @@ from torchrl_dist.replay.hosts.messages import (
     UsePriorities,
 )
 from torchrl_dist.replay.hosts.owner import ReplayOwner
+from torchrl_dist.replay.hosts.passes import PassSource
 from torchrl_dist.replay.hosts.storage import RemoteStorage
 from torchrl_dist.replay.law.placement import as_slots
 from torchrl_dist.replay.law.shard_law import importance_weights
 from torchrl_dist.replay.node.priorities import check_generations, check_priorities
+from torchrl_dist.replay.parts.passes import (
+    OVER,
+    PassOverError,
+    SharedSamplerWithoutReplacement,
+)
 from torchrl_dist.replay.parts.sampler import (
     EMPTY,
     SharedPrioritizedSampler,
@@ -136,7 +142,7 @@ class _RPCSampler(_SamplerOfOwner, SharedSampler):
     def _set_owner(self, owner: ReplayOwner, prefetch: int | None, batches_per_call: int) -> None:
         super()._set_owner(owner, prefetch, batches_per_call)
         self._storage: RemoteStorage | None = None
-        self._source: BatchSource | None = None
+        self._source: Any = None  # a BatchSource, or a PassSource
 
     @property
     def batches_ahead(self) -> int:
@@ -153,15 +159,19 @@ class _RPCSampler(_SamplerOfOwner, SharedSampler):
             )
         self._prepare(storage)
         self._storage = storage
-        self._source = BatchSource(
+        self._source = self._new_source(storage)
+        storage._samplers.add(self)
+        return storage
+
+    def _new_source(self, storage: RemoteStorage) -> Any:
+        """Where batches come from."""
+        return BatchSource(
             storage.client,
             law=self._law,
             prefetch=self._prefetch,
             batches_per_call=self._batches_per_call,
             uniforms=self._uniforms,
         )
-        storage._samplers.add(self)
-        return storage
 
     def _prepare(self, storage: RemoteStorage) -> None:
         """Before the first draw."""
@@ -448,11 +458,7 @@ class _RPCSlices(_RPCSampler, SharedSliceSampler):
     what TorchRL's sampler tells about them is added here."""
 
     def _prepare(self, storage: RemoteStorage) -> None:
-        if storage.limiter is not None and storage.limiter.max_times_sampled is not None:
-            raise ConfigurationError(
-                f"{type(self).__name__} takes rows as they lie in their trajectories, whatever "
-                "their counts: use a limiter without max_times_sampled"
-            )
+        _refuse_counts(self, storage)
         super()._prepare(storage)
 
     def _law(self, batch_size: int) -> tuple[Law, int]:
@@ -511,6 +517,18 @@ class _RPCSlices(_RPCSampler, SharedSliceSampler):
             return False
         assert self._source is not None
         return self._source.can_draw(batch_size)
+
+
+def _refuse_counts(sampler: _RPCSampler, storage: RemoteStorage) -> None:
+    """
+    Raises:
+        ConfigurationError: rows may be sampled so many times.
+    """
+    if storage.limiter is not None and storage.limiter.max_times_sampled is not None:
+        raise ConfigurationError(
+            f"{type(sampler).__name__} takes rows whatever their counts: use a limiter without "
+            "max_times_sampled"
+        )
 
 
 def _select(batch: Batch, places: torch.Tensor) -> Batch:
@@ -705,3 +723,120 @@ class RPCPrioritizedSliceSampler(
 
 class _DirectPrioritizedSliceSampler(_PrioritizedSlices, SharedPrioritizedSliceSampler):
     """What ``RPCPrioritizedSliceSampler`` gives on the owner's node."""
+
+
+class _Passes(_SamplerOfOwner):
+    def __reduce__(self: Any) -> tuple[Any, ...]:
+        make = functools.partial(RPCSamplerWithoutReplacement, owner=self.owner)
+        return make, (self.drop_last, self.shuffle)
+
+
+class RPCSamplerWithoutReplacement(_Passes, _RPCSampler, SharedSamplerWithoutReplacement):
+    """Uniform sampling without replacement of rows that other processes keep, over all processes
+    of the job together.
+
+    Takes the place of TorchRL's ``SamplerWithoutReplacement``, and means what
+    :class:`SharedSamplerWithoutReplacement` does: in a pass over all shards each row is drawn at
+    most once, whichever process draws it. The next pass begins with the first sample that finds
+    nothing left in any shard that answers; what a shard has left that does not answer then is left
+    out. A sample is a call, since nothing is drawn ahead. Rows of a batch come shard by shard. On
+    the node of a single owner this is a :class:`SharedSamplerWithoutReplacement`.
+
+    Args:
+        drop_last: leave out the last batch of a pass if it is not full.
+        shuffle: ``False``: in the order of the shards and their slots.
+        owner: the storage's.
+
+    Raises:
+        ConfigurationError: as :class:`SharedSamplerWithoutReplacement`.
+        RuntimeError: from ``sample``, if no row is published.
+        DeadlineError, PeerLostError: from any call, if the owner, or too many of several, do not
+            answer.
+
+    Example:
+        >>> with session() as me:
+        ...     owner = host_replay(me, capacity=1_000, shortcut=False)
+        ...     buffer = SharedReplayBuffer(
+        ...         storage=RemoteStorage(owner),
+        ...         sampler=RPCSamplerWithoutReplacement(owner=owner),
+        ...         batch_size=4,
+        ...     )
+        ...     slots = buffer.extend(TensorDict({"number": torch.arange(10)}, [10]))
+        ...     sorted(int(i) for batch in buffer for i in batch["number"])
+        [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    """
+
+    _prioritized = False
+
+    def __new__(cls, drop_last: bool = False, shuffle: bool = True, *, owner: ReplayOwner) -> Any:
+        if owner.direct() is not None:
+            direct = _DirectSamplerWithoutReplacement(drop_last, shuffle)
+            direct._set_owner(owner, 0, 1)
+            return direct
+        return super().__new__(cls)
+
+    def __init__(
+        self, drop_last: bool = False, shuffle: bool = True, *, owner: ReplayOwner
+    ) -> None:
+        SharedSamplerWithoutReplacement.__init__(self, drop_last, shuffle)
+        self._set_owner(owner, 0, 1)
+
+    def _prepare(self, storage: RemoteStorage) -> None:
+        _refuse_counts(self, storage)
+
+    def _new_source(self, storage: RemoteStorage) -> PassSource:
+        return PassSource(
+            storage.client,
+            drop_last=self.drop_last,
+            shuffle=self.shuffle,
+            begins=self._begins,
+            uniforms=self._uniforms,
+        )
+
+    def _begins(self, number: int) -> None:
+        if self._only_one and self._pass not in (None, number):
+            raise PassOverError(OVER)
+        self._pass = number
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
+        """Returns global indices, int64 [batch_size], fewer at the end of a pass, and no further
+        information."""
+        if batch_size < 1:
+            return self._no_rows(storage, batch_size), {}
+        self._batch_size = batch_size
+        return self._next(storage, batch_size).index, {}
+
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        """Whether ``sample`` would begin at once. Blocks for a call."""
+        enough = not self.drop_last or len(storage) >= batch_size
+        return enough and _RPCSampler.can_sample(self, storage, batch_size)
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether the pass that this process drew from last is over, as far as it knows."""
+        source = self._source
+        if self._pass is None or source is None:
+            return False
+        least = self._batch_size if self.drop_last else 1
+        return source.number != self._pass or source.left.sum() < least
+
+    @ran_out.setter
+    def ran_out(self, value: bool) -> None:
+        if not value:
+            self._pass = None
+
+    @property
+    def _remaining_batches(self) -> int:
+        left = 0 if self._source is None else int(self._source.left.sum())
+        return left // self._batch_size if self.drop_last else -(left // -self._batch_size)
+
+    def _empty(self) -> None:
+        self._pass = None
+        _RPCSampler._empty(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._empty()
+
+
+class _DirectSamplerWithoutReplacement(_Passes, SharedSamplerWithoutReplacement):
+    """What ``RPCSamplerWithoutReplacement`` gives on the owner's node."""

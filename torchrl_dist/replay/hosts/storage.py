@@ -58,8 +58,8 @@ class RemoteStorage(
     TensorStorage,
 ):
     """Rows that other processes of the job keep; goes with :class:`RPCPrioritizedSampler`,
-    :class:`RPCRandomSampler`, :class:`RPCSliceSampler` or :class:`RPCPrioritizedSliceSampler`, and
-    :class:`SharedCursorWriter`, in any TorchRL buffer.
+    :class:`RPCRandomSampler`, :class:`RPCSamplerWithoutReplacement`, :class:`RPCSliceSampler` or
+    :class:`RPCPrioritizedSliceSampler`, and :class:`SharedCursorWriter`, in any TorchRL buffer.
 
     On the node of a single owner, ``RemoteStorage(owner)`` gives a :class:`SharedMemmapStorage`
     over the owner's directory instead, and the samplers likewise: no RPC then. Pickled and sent to
@@ -99,6 +99,7 @@ class RemoteStorage(
             "RPCPrioritizedSliceSampler({capacity}, {alpha}, {beta}, ..., owner=owner)"
         ),
         "SliceSampler": "RPCSliceSampler(..., owner=owner)",
+        "SamplerWithoutReplacement": "RPCSamplerWithoutReplacement(owner=owner)",
         "PrioritizedSampler": (
             "RPCPrioritizedSampler({capacity}, alpha={alpha}, beta={beta}, owner=owner)"
         ),

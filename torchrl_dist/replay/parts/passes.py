@@ -37,7 +37,7 @@ from torchrl_dist.replay.row import rows
 _NUMBER, _PASSED, _COUNT = range(3)
 _HEAD_WORDS = 8
 _LOOK_AHEAD = 256
-_OVER = "the pass that this buffer is being iterated over has no row left: sample after the loop"
+OVER = "the pass that this buffer is being iterated over has no row left: sample after the loop"
 
 
 class Passes:
@@ -59,11 +59,12 @@ class Passes:
         """Rows that are still to be drawn, at most: some may have been overwritten."""
         return int(self._head[_COUNT] - self._head[_PASSED])
 
-    def begin(self, order: Any) -> None:
+    def begin(self, order: Any, number: int | None = None) -> None:
         """Begin a pass over the rows that are published now.
 
         Args:
             order: ``order(n)`` gives the order of ``n`` rows, int64 [n]; None: by their slots.
+            number: of the pass; default: the next one.
         """
         versions = self._directory.versions
         slots = np.flatnonzero((versions & 1 == 0) & (versions > 0))
@@ -73,7 +74,7 @@ class Passes:
         self._head[_PASSED] = 0
         self._slots[: slots.size] = slots
         self._versions[: slots.size] = versions[slots]
-        self._head[_NUMBER] += 1
+        self._head[_NUMBER] = self.number + 1 if number is None else number
         self._head[_COUNT] = slots.size
 
     def take(self, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -101,6 +102,29 @@ class Passes:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         slots, versions = map(np.concatenate, zip(*parts, strict=True))
         return slots, versions
+
+
+def take_of_pass(
+    storage: SharedMemmapStorage, passes: Passes, number: int, count: int, order: Any
+) -> tuple[np.ndarray, np.ndarray, list[np.ndarray], int, int]:
+    """Rows of the pass of that number, for a host: ``count``, or fewer where no more are left. It
+    begins here with the first rows that are taken.
+
+    Returns:
+        Slots, generations and copied rows; the pass that is under way, and what is left of it.
+    """
+    directory = storage.directory
+
+    def take(more: int, locked: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        with nullcontext() if locked else directory.lock():
+            if passes.number < number and more:
+                passes.begin(order, number)
+            slots, versions = passes.take(more if passes.number == number else 0)
+        return slots, versions, np.ones(slots.size)
+
+    slots, generation, _, columns = storage.read_rows(take, count)
+    with directory.lock():
+        return slots, generation, columns, passes.number, passes.left
 
 
 class PassOverError(RuntimeError):
@@ -260,11 +284,11 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
             raise ConfigurationError(too_few)
         begun = self._only_one and self._pass is not None
         if begun and passes.number != self._pass:
-            raise PassOverError(_OVER)
+            raise PassOverError(OVER)
         slots, versions = passes.take(count)
         if not slots.size or (self.drop_last and slots.size < count):
             if begun:
-                raise PassOverError(_OVER)
+                raise PassOverError(OVER)
             passes.begin((lambda n: self._uniforms(n).argsort()) if self.shuffle else None)
             slots, versions = passes.take(count)
         return slots, versions
