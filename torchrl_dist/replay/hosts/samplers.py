@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -61,6 +64,10 @@ from torchrl_dist.replay.row import _torchrl, rows
 class _SamplerOfOwner:
     """In another process it is made anew there, by RPC or over the directory, as is right there."""
 
+    _made_by: Any = None
+    """The class that was called, where that gave another one."""
+    _options: Mapping[str, Any] = MappingProxyType({})
+
     def _set_owner(self, owner: ReplayOwner, prefetch: int | None, batches_per_call: int) -> None:
         if (prefetch is not None and prefetch < 0) or batches_per_call < 1:
             raise ConfigurationError(
@@ -81,16 +88,19 @@ class _SamplerOfOwner:
         """How many batches are drawn ahead of their use at the moment; see ``prefetch``."""
         return 0
 
-    def _made_from(self) -> tuple[type, tuple[Any, ...], dict[str, Any]]:
-        """The class that is called, with its arguments except for the owner's."""
-        raise NotImplementedError
+    def _keep_options(self, options: dict[str, Any]) -> None:
+        """Those of the class that was called which it does not name."""
+
+    def _arguments(self) -> tuple[Any, ...]:
+        """Those of the class that was called, except for the owner's and options."""
+        return ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        kind, arguments, options = self._made_from()
+        kind: Any = self._made_by or type(self)
         make = functools.partial(
             kind,
-            *arguments,
-            **options,
+            *self._arguments(),
+            **self._options,
             owner=self.owner,
             prefetch=self._prefetch,
             batches_per_call=self._batches_per_call,
@@ -98,16 +108,10 @@ class _SamplerOfOwner:
         return make, ()
 
 
-class _Random(_SamplerOfOwner):
-    def _made_from(self) -> tuple[type, tuple[Any, ...], dict[str, Any]]:
-        return RPCRandomSampler, (), {}
-
-
 class _Prioritized(_SamplerOfOwner):
-    def _made_from(self: Any) -> tuple[type, tuple[Any, ...], dict[str, Any]]:
+    def _arguments(self: Any) -> tuple[Any, ...]:
         exponents = (self.alpha, self._beta, self._eps)  # others may have changed them
-        arguments = (self._max_capacity, *exponents, self.dtype, self.reduction)
-        return RPCPrioritizedSampler, arguments, {}
+        return self._max_capacity, *exponents, self.dtype, self.reduction
 
 
 class _Slices(_SamplerOfOwner):
@@ -125,19 +129,56 @@ class _Slices(_SamplerOfOwner):
             )
         self._options = options
 
-    def _made_from(self: Any) -> tuple[type, tuple[Any, ...], dict[str, Any]]:
-        return RPCSliceSampler, (), self._options
+
+class _Passes(_SamplerOfOwner):
+    def __reduce__(self: Any) -> tuple[Any, ...]:
+        make = functools.partial(RPCSamplerWithoutReplacement, owner=self.owner)
+        return make, (self.drop_last, self.shuffle)
 
 
-class _PrioritizedSlices(_Slices, _Prioritized):
-    def _made_from(self: Any) -> tuple[type, tuple[Any, ...], dict[str, Any]]:
-        return RPCPrioritizedSliceSampler, _Prioritized._made_from(self)[1], self._options
+class _DirectRandomSampler(_SamplerOfOwner, SharedRandomSampler):
+    """What ``RPCRandomSampler`` gives on the owner's node."""
+
+
+class _DirectPrioritizedSampler(_Prioritized, SharedPrioritizedSampler):
+    """What ``RPCPrioritizedSampler`` gives on the owner's node."""
+
+
+class _DirectSliceSampler(_Slices, SharedSliceSampler):
+    """What ``RPCSliceSampler`` gives on the owner's node."""
+
+
+class _DirectPrioritizedSliceSampler(_Slices, _Prioritized, SharedPrioritizedSliceSampler):
+    """What ``RPCPrioritizedSliceSampler`` gives on the owner's node."""
+
+
+class _DirectSamplerWithoutReplacement(_Passes, SharedSamplerWithoutReplacement):
+    """What ``RPCSamplerWithoutReplacement`` gives on the owner's node."""
 
 
 class _RPCSampler(_SamplerOfOwner, SharedSampler):
     """What both samplers have in common: batches that come from a client of the owner."""
 
     _prioritized: bool
+    _near: ClassVar[Any]
+    """What the class gives on the owner's node."""
+
+    def __init_subclass__(cls) -> None:
+        # for pages and help(): of the two, ``__new__`` would be taken
+        parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+        setattr(cls, "__signature__", inspect.Signature(parameters))  # noqa: B010  # for mypy
+
+    def __new__(cls, *args: Any, owner: ReplayOwner, **options: Any) -> Any:
+        if owner.direct() is None:
+            return super().__new__(cls)
+        named = inspect.signature(cls)
+        named.bind(*args, owner=owner, **options)  # or TypeError, as from ``__init__``
+        ahead = options.pop("prefetch", None), options.pop("batches_per_call", 1)
+        near = cls._near(*args, **options)
+        near._made_by = cls
+        near._keep_options({k: v for k, v in options.items() if k not in named.parameters})
+        near._set_owner(owner, *ahead)
+        return near
 
     def _set_owner(self, owner: ReplayOwner, prefetch: int | None, batches_per_call: int) -> None:
         super()._set_owner(owner, prefetch, batches_per_call)
@@ -220,7 +261,7 @@ class _RPCSampler(_SamplerOfOwner, SharedSampler):
             self._source.drop()
 
 
-class RPCRandomSampler(_Random, _RPCSampler, RandomSampler):
+class RPCRandomSampler(_RPCSampler, RandomSampler):
     """Uniform sampling with replacement of rows that other processes keep.
 
     With several shards each row of each has the same probability, by the lengths in the replies
@@ -243,15 +284,7 @@ class RPCRandomSampler(_Random, _RPCSampler, RandomSampler):
     """
 
     _prioritized = False
-
-    def __new__(
-        cls, *, owner: ReplayOwner, prefetch: int | None = None, batches_per_call: int = 1
-    ) -> Any:
-        if owner.direct() is not None:
-            direct = _DirectRandomSampler()
-            direct._set_owner(owner, prefetch, batches_per_call)
-            return direct
-        return super().__new__(cls)
+    _near: ClassVar[Any] = _DirectRandomSampler
 
     def __init__(
         self, *, owner: ReplayOwner, prefetch: int | None = None, batches_per_call: int = 1
@@ -265,10 +298,6 @@ class RPCRandomSampler(_Random, _RPCSampler, RandomSampler):
         if batch_size < 1:
             return self._no_rows(storage, batch_size), {}
         return self._next(storage, batch_size).index, {}
-
-
-class _DirectRandomSampler(_Random, SharedRandomSampler):
-    """What ``RPCRandomSampler`` gives on the owner's node."""
 
 
 class RPCPrioritizedSampler(SharesPriorities, _Prioritized, _RPCSampler, PrioritizedSampler):
@@ -322,25 +351,7 @@ class RPCPrioritizedSampler(SharesPriorities, _Prioritized, _RPCSampler, Priorit
     """
 
     _prioritized = True
-
-    def __new__(
-        cls,
-        max_capacity: int,
-        alpha: float,
-        beta: float,
-        eps: float = 1e-8,
-        dtype: torch.dtype = torch.float,
-        reduction: str = "max",
-        *,
-        owner: ReplayOwner,
-        prefetch: int | None = None,
-        batches_per_call: int = 1,
-    ) -> Any:
-        if owner.direct() is not None:
-            direct = _DirectPrioritizedSampler(max_capacity, alpha, beta, eps, dtype, reduction)
-            direct._set_owner(owner, prefetch, batches_per_call)
-            return direct
-        return super().__new__(cls)
+    _near: ClassVar[Any] = _DirectPrioritizedSampler
 
     def __init__(
         self,
@@ -447,10 +458,6 @@ class RPCPrioritizedSampler(SharesPriorities, _Prioritized, _RPCSampler, Priorit
             f"{type(self).__name__}(alpha={self._alpha}, beta={self._beta}, eps={self._eps}, "
             f"reduction={self.reduction!r})"
         )
-
-
-class _DirectPrioritizedSampler(_Prioritized, SharedPrioritizedSampler):
-    """What ``RPCPrioritizedSampler`` gives on the owner's node."""
 
 
 class _RPCSlices(_RPCSampler, SharedSliceSampler):
@@ -581,21 +588,7 @@ class RPCSliceSampler(_Slices, _RPCSlices):
     """
 
     _prioritized = False
-
-    def __new__(
-        cls,
-        *,
-        owner: ReplayOwner,
-        prefetch: int | None = None,
-        batches_per_call: int = 1,
-        **options: Any,
-    ) -> Any:
-        if owner.direct() is not None:
-            direct = _DirectSliceSampler(**options)
-            direct._keep_options(options)
-            direct._set_owner(owner, prefetch, batches_per_call)
-            return direct
-        return super().__new__(cls)
+    _near: ClassVar[Any] = _DirectSliceSampler
 
     def __init__(
         self,
@@ -610,12 +603,8 @@ class RPCSliceSampler(_Slices, _RPCSlices):
         self._set_owner(owner, prefetch, batches_per_call)
 
 
-class _DirectSliceSampler(_Slices, SharedSliceSampler):
-    """What ``RPCSliceSampler`` gives on the owner's node."""
-
-
 class RPCPrioritizedSliceSampler(
-    _PrioritizedSlices, _RPCSlices, RPCPrioritizedSampler, PrioritizedSliceSampler
+    _Slices, _RPCSlices, RPCPrioritizedSampler, PrioritizedSliceSampler
 ):
     """Slices of trajectories whose first rows are drawn by priority, of rows that other processes
     keep.
@@ -648,29 +637,7 @@ class RPCPrioritizedSliceSampler(
         tensor([2, 3, 2, 3])
     """
 
-    def __new__(
-        cls,
-        max_capacity: int,
-        alpha: float,
-        beta: float,
-        eps: float = 1e-8,
-        dtype: torch.dtype = torch.float,
-        reduction: str = "max",
-        *,
-        owner: ReplayOwner,
-        prefetch: int | None = None,
-        batches_per_call: int = 1,
-        **options: Any,
-    ) -> Any:
-        if owner.direct() is not None:
-            exponents = alpha, beta, eps
-            direct = _DirectPrioritizedSliceSampler(
-                max_capacity, *exponents, dtype, reduction, **options
-            )
-            direct._keep_options(options)
-            direct._set_owner(owner, prefetch, batches_per_call)
-            return direct
-        return object.__new__(cls)
+    _near: ClassVar[Any] = _DirectPrioritizedSliceSampler
 
     def __init__(
         self,
@@ -721,16 +688,6 @@ class RPCPrioritizedSliceSampler(
         )
 
 
-class _DirectPrioritizedSliceSampler(_PrioritizedSlices, SharedPrioritizedSliceSampler):
-    """What ``RPCPrioritizedSliceSampler`` gives on the owner's node."""
-
-
-class _Passes(_SamplerOfOwner):
-    def __reduce__(self: Any) -> tuple[Any, ...]:
-        make = functools.partial(RPCSamplerWithoutReplacement, owner=self.owner)
-        return make, (self.drop_last, self.shuffle)
-
-
 class RPCSamplerWithoutReplacement(_Passes, _RPCSampler, SharedSamplerWithoutReplacement):
     """Uniform sampling without replacement of rows that other processes keep, over all processes
     of the job together.
@@ -767,13 +724,7 @@ class RPCSamplerWithoutReplacement(_Passes, _RPCSampler, SharedSamplerWithoutRep
     """
 
     _prioritized = False
-
-    def __new__(cls, drop_last: bool = False, shuffle: bool = True, *, owner: ReplayOwner) -> Any:
-        if owner.direct() is not None:
-            direct = _DirectSamplerWithoutReplacement(drop_last, shuffle)
-            direct._set_owner(owner, 0, 1)
-            return direct
-        return super().__new__(cls)
+    _near: ClassVar[Any] = _DirectSamplerWithoutReplacement
 
     def __init__(
         self, drop_last: bool = False, shuffle: bool = True, *, owner: ReplayOwner
@@ -836,7 +787,3 @@ class RPCSamplerWithoutReplacement(_Passes, _RPCSampler, SharedSamplerWithoutRep
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._empty()
-
-
-class _DirectSamplerWithoutReplacement(_Passes, SharedSamplerWithoutReplacement):
-    """What ``RPCSamplerWithoutReplacement`` gives on the owner's node."""
