@@ -44,7 +44,9 @@ FOLDERS = {
 PUBLIC_NAMES = """
     CheckpointError CollectReport ConfigurationError DeadlineError DirectoryError DistributedLoss
     DriftError FirstReady HostedReplayBuffer Peer PeerLostError Preempt Quorum RPCBatchedCollector
-    RPCPrioritizedSampler RPCRandomSampler RateLimitError RateLimiter Remote RemoteError
+    RPCPrioritizedSampler RPCPrioritizedSliceSampler RPCRandomSampler
+    RPCSamplerWithoutReplacement RPCSliceSampler
+    RateLimitError RateLimiter Remote RemoteError
     RemoteStorage ReplayOwner Session SharedCursorWriter SharedMemmapStorage
     SharedPrioritizedSampler SharedPrioritizedSliceSampler SharedRandomSampler
     SharedReplayBuffer SharedSamplerWithoutReplacement SharedSliceSampler TorchRLDistError WaitAll
