@@ -40,7 +40,10 @@ from torchrl_dist import (
     RemoteStorage,
     RPCBatchedCollector,
     RPCPrioritizedSampler,
+    RPCPrioritizedSliceSampler,
     RPCRandomSampler,
+    RPCSamplerWithoutReplacement,
+    RPCSliceSampler,
     Session,
     SharedCursorWriter,
     SharedMemmapStorage,
@@ -191,9 +194,13 @@ def _hosted(job: Session, folder: Path) -> Iterator[Subject]:
     there: dict[str, Any] = {"forked": _FORKED, "elsewhere": _NOT_IN}
     yield Subject(owner, _open, **there)
     yield Subject(storage, _read, closed=_WAS_CLOSED, **there)
+    slices: dict[str, Any] = {"slice_len": 2, "traj_key": "episode", "owner": owner}
     for sampler in (
         RPCRandomSampler(owner=owner),
         RPCPrioritizedSampler(CAPACITY, 0.6, 0.4, owner=owner),
+        RPCSamplerWithoutReplacement(owner=owner),
+        RPCSliceSampler(**slices),
+        RPCPrioritizedSliceSampler(CAPACITY, 0.6, 0.4, **slices),
     ):
         yield Subject(sampler, _draw, storage, closed=_WAS_CLOSED, **there)
     options: dict[str, Any] = {"capacity": CAPACITY, "batch_size": 4, "scratch_dir": folder}
