@@ -5,7 +5,7 @@ user is about to use, and put links, pipes or huge files into it. So this module
 if this process made it, with mode 0700, or if it belongs to this user and no other user can write
 to it. It opens a file only if it is a plain file of this user. It refuses everything else with a
 reason (:class:`NotOurs`). It also checks the parents of a folder, starting at the topmost one that
-everybody can write to, because another user could replace what is in it later.
+all users can write to, because another user could replace what is in it later.
 
 ``TORCHRL_DIST_GROUP`` names a Unix group whose members this user trusts. Folders of that group may
 belong to any of its members and be writable by all of them.
@@ -51,7 +51,7 @@ def resolved(path: str | os.PathLike[str]) -> Path:
     """Return the path with all links resolved; it need not exist.
 
     Raises:
-        NotOurs: another user made one of the links, in a folder that everybody can write to.
+        NotOurs: another user made one of the links, in a folder that all users can write to.
     """
     at, links = Path("/"), 0
     left = list(reversed(Path(os.getcwd(), path).parts[1:]))
@@ -182,13 +182,13 @@ def _is_strange(status: os.stat_result) -> bool:
 
 @functools.cache
 def _administrators() -> frozenset[int]:
-    """Return the ids of root. Where user ids are mapped, the outside root appears as "nobody"."""
+    """Return the ids of root. Where user ids are mapped, the outside root has the overflow id."""
     try:
         mapped = Path("/proc/self/uid_map").read_text().split() != ["0", "0", "4294967295"]
-        nobody = int(Path("/proc/sys/kernel/overflowuid").read_text())
+        overflow = int(Path("/proc/sys/kernel/overflowuid").read_text())
     except (OSError, ValueError):
         return frozenset({0})
-    return frozenset({0, nobody} if mapped else {0})
+    return frozenset({0, overflow} if mapped else {0})
 
 
 def _is_trusted(status: os.stat_result) -> bool:
@@ -227,7 +227,7 @@ def _owner(status: os.stat_result) -> str:
 def user_folder() -> Path:
     """Return this user's folder in memory (mode 0700) for files without another place.
 
-    If another user has taken its name, it gets a name that nobody can guess.
+    If another user has taken its name, it gets a random name.
 
     Raises:
         OSError: it cannot be made.
@@ -363,7 +363,7 @@ def atomic_write(
     path: str | os.PathLike[str],
     write: Callable[[BinaryIO], object],
     *,
-    beside: Path | None = None,
+    meanwhile: Path | None = None,
     sync: bool = True,
 ) -> None:
     """Have ``write`` write a new file, which then replaces ``path`` atomically.
@@ -373,22 +373,22 @@ def atomic_write(
     Args:
         path: in a folder of this user. A link there is replaced, not followed.
         write: called with the file, open for bytes.
-        beside: the new file's name until it is complete; default: ``.NAME.tmp`` in the same folder.
+        meanwhile: the new file's path until it is complete; default: ``.NAME.tmp`` in the same folder.
         sync: whether the bytes must be on disk before the new file replaces ``path``.
     """
     path = Path(path)
-    beside = beside or temporary(path)
+    meanwhile = meanwhile or temporary(path)
     try:
-        beside.unlink(missing_ok=True)
-        with open(open_new(beside), "w+b") as file:
+        meanwhile.unlink(missing_ok=True)
+        with open(open_new(meanwhile), "w+b") as file:
             write(file)
             file.flush()
             if sync:
                 os.fsync(file.fileno())
-        os.replace(beside, path)
+        os.replace(meanwhile, path)
     except BaseException:
         with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
+            meanwhile.unlink(missing_ok=True)
         raise
 
 

@@ -241,18 +241,20 @@ def _refuse_torn(packed: PackedWeights, have: Mapping[str, Tensor]) -> None:
 def completed(
     part: PackedWeights, before: PackedWeights | None, module: nn.Module | None, *, pending: bool
 ) -> PackedWeights:
-    """``part``, with what it leaves out as it was ``before``: whoever takes only this one, because
-    it came right after the other or takes the place of who had that, misses nothing.
+    """Return ``part``, with its gaps filled from ``before``.
+
+    A worker that never received ``before``, because it was late or is a replacement, then still
+    gets complete weights.
 
     Args:
-        before: what was packed last, if anything was.
-        module: whose weights those are, if it is at hand; they may be of parts of it, then, with
-            the names that the tensors have there. Otherwise equal names mean the same tensor.
-        pending: nobody has taken what was packed ``before``.
+        before: the weights that were packed last, or None.
+        module: the module that the weights are for, or None. With a module, both may be weights of
+            its submodules, under the names that the tensors have there. Without one, equal names
+            mean the same tensor.
+        pending: whether no worker has taken ``before`` yet.
 
     Raises:
-        ConfigurationError: it is not known how the two belong together, and ``before`` would be
-            lost.
+        ConfigurationError: it is unknown how the two belong together, and ``before`` would be lost.
     """
     if before is None or part.entries == before.entries:
         return part
@@ -281,7 +283,11 @@ def _content(packed: PackedWeights) -> set[tuple[str, torch.dtype, tuple[int, ..
 def _placed(
     packed: PackedWeights, module: nn.Module
 ) -> tuple[dict[str, Tensor], dict[str, str]] | None:
-    """The tensors by their names in ``module``, and the aliases; None if they fit nothing there."""
+    """Return the tensors by their names in ``module``, and the aliases.
+
+    Returns:
+        None if the weights fit no part of ``module``.
+    """
     try:
         target = find_target(packed, module)
     except ConfigurationError:

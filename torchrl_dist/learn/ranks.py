@@ -305,7 +305,7 @@ class Ranks:
         who = self.members[index]
         for kind in (DeadlineError, PeerLostError):
             if trace == kind.__name__:
-                return kind(f"{message} (says {who})")
+                return kind(f"{message} (reported by {who})")
         return RemoteError(message, peer=f"rank {index}", host=who.host, remote_traceback=trace)
 
     def _raise_reported(self, what: str = "") -> None:

@@ -106,7 +106,7 @@ class DumpWriter:
         own_files.atomic_write(
             self._path / _MADE_HERE,
             lambda file: file.write(text),
-            beside=self._path / (_MADE_HERE + ".tmp"),
+            meanwhile=self._path / (_MADE_HERE + ".tmp"),
         )
         sync_folder(self._path)
 
@@ -149,7 +149,7 @@ class DumpWriter:
             sync_folder(each)
         text = json.dumps(manifest, indent=1).encode()
         own_files.atomic_write(
-            self._path / MANIFEST, lambda file: file.write(text), beside=self._folder / MANIFEST
+            self._path / MANIFEST, lambda file: file.write(text), meanwhile=self._folder / MANIFEST
         )
         sync_folder(self._path)
         sync_folder(self._path.parent)
