@@ -10,7 +10,8 @@
     +-- CheckpointError                   a checkpoint is missing, damaged or not from this package
     +-- DriftError                        tensors that must be equal on all ranks differ
 
-Each class also derives from a built-in error, so that code that knows only the built-in error catches it.
+Each class also derives from a built-in error, so that code which knows only the built-in error
+catches it.
 """
 
 from __future__ import annotations

@@ -373,7 +373,7 @@ def atomic_write(
     Args:
         path: in a folder of this user. A link there is replaced, not followed.
         write: called with the file, open for bytes.
-        meanwhile: the new file's path until it is complete; default: ``.NAME.tmp`` in the same folder.
+        meanwhile: the new file's path until it is complete. Default: ``.NAME.tmp`` next to it.
         sync: whether the bytes must be on disk before the new file replaces ``path``.
     """
     path = Path(path)

@@ -302,11 +302,11 @@ class Ranks:
 
     def _remote_error(self, description: list[Any]) -> Exception:
         index, message, trace = description
-        who = self.members[index]
+        rank = self.members[index]
         for kind in (DeadlineError, PeerLostError):
             if trace == kind.__name__:
-                return kind(f"{message} (reported by {who})")
-        return RemoteError(message, peer=f"rank {index}", host=who.host, remote_traceback=trace)
+                return kind(f"{message} (reported by {rank})")
+        return RemoteError(message, peer=f"rank {index}", host=rank.host, remote_traceback=trace)
 
     def _raise_reported(self, what: str = "") -> None:
         """Raise the failure that another rank has reported.
