@@ -1,1 +1,1 @@
-"""Whole programs: a folder for each algorithm; what they share is in ``training``, ``parts``."""
+"""Complete programs: one folder per algorithm, and ``training`` and ``parts``, which they share."""

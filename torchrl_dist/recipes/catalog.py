@@ -1,4 +1,4 @@
-"""The recipes by name. Pure, so that the command line can show them without torch."""
+"""The recipes by name. Importing this module needs no torch, for the command line's sake."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Recipe:
 
     Attributes:
         config: its configuration.
-        summary: half a line.
-        description: some lines.
-        ranks: what the ranks of a launcher are.
+        summary: half a line for the list of recipes.
+        description: some lines for ``--help``.
+        ranks: the roles of a launcher's ranks, in words.
     """
 
     config: type[RecipeConfig]
@@ -31,7 +31,7 @@ class Recipe:
     ranks: str
 
     def load_run(self) -> Callable[..., dict[str, Any]]:
-        """``run(config, session, resume=)``; imports torch."""
+        """Return ``run(config, session, resume=)``. Imports torch."""
         return importlib.import_module(f".{self.config.recipe}.recipe", __package__).run
 
 
@@ -41,20 +41,20 @@ RECIPES: dict[str, Recipe] = {
         "distributed prioritized n-step double DQN",
         "Train with distributed prioritized n-step double DQN (Ape-X): collectors step "
         "environments and write to one shared replay buffer, one learner learns from it. "
-        "Environments: gymnasium's with numbered actions that observe numbers or images.",
+        "Environments: gymnasium's with discrete actions, and vectors or images as observations.",
         "rank 0 is the learner and the other ranks collect",
     ),
     "ddppo": Recipe(
         DDPPOConfig,
         "PPO by several learners that average their gradients",
         "Train with PPO by several learners, each with environments of its own, that average "
-        "their gradients (DD-PPO). Environments: gymnasium's with numbered actions that observe "
+        "their gradients (DD-PPO). Environments: gymnasium's with discrete actions, and "
         "numbers or images.",
-        "all ranks learn; with --collectors K the first do, one in K + 1, and the rest collect",
+        "all ranks learn; with --collectors K, one rank in K + 1 learns, and the others collect",
     ),
     "impala": Recipe(
         ImpalaConfig,
-        "actors that run ahead of one learner, corrected by V-trace",
+        "actors that run ahead of one learner, which corrects for it by V-trace",
         "Train with IMPALA: collectors run ahead of one learner, which takes each rollout as it "
         "arrives and corrects for older policies by V-trace. Environments: gymnasium's with "
         "numbered actions that observe numbers or images.",

@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 4 -m torchrl_dist.recipes.ddp_dqn --updates 2500
 
-Each update is that of one process with a batch of 128, in law: between two points at which all
-ranks meet, first all draw, then all write priorities and rows. Prints one JSON object.
+Each update has the same distribution as one process's update with a batch of 128. Between two
+points at which all ranks meet, all first draw, and then write priorities and rows. The program
+prints one JSON object.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ CAPACITY, BATCH, FRAMES_PER_UPDATE, LEARNING_STARTS = 50_000, 128, 8, 1_000
 
 
 def train(job: Session, output: Path, updates: int, seed: int) -> dict:
-    """Learn until ``updates`` or a stop signal; called by every rank. Rank 0 leaves ``loss.pt``."""
+    """Learn until ``updates`` or a stop signal. Every rank calls it; rank 0 writes ``loss.pt``."""
     torch.set_num_threads(1)
     network = QNetwork(4, 2, (64, 64))
     actor = QValueActor(network, in_keys=["observation"], action_space="categorical")
@@ -58,7 +59,7 @@ def train(job: Session, output: Path, updates: int, seed: int) -> dict:
         policy = TensorDictSequential(actor, explore)
         state, frames, update = env.reset(), 0, 0
         while not ranks.any(job.stop_requested or update >= updates):  # all ranks meet here
-            # Not len(buffer), to which faster ranks have added already: all must agree.
+            # Not len(buffer): faster ranks have already added to it, and all ranks must agree.
             if frames * ranks.size >= LEARNING_STARTS:
                 anneal_beta(buffer.sampler, update, steps=updates)  # once for the job
                 batch = buffer.sample()
@@ -94,7 +95,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/ddp-dqn"), metavar="FOLDER")
     options = parser.parse_args()
     if (options.output / "loss.pt").exists():
-        parser.error(f"--output: {options.output}/loss.pt is there already: choose another folder")
+        parser.error(f"--output: {options.output}/loss.pt already exists; choose another folder")
     own_files.make_folder(options.output)
     with session({"learner": -1}, process_group="gloo", timeout_s=120) as job:
         result = train(job, options.output, options.updates, options.seed)

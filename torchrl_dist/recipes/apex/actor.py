@@ -1,6 +1,6 @@
-"""What an Ape-X actor does: act with its own curiosity, and turn a rollout into replay rows.
+"""The two tasks of an Ape-X actor: explore with its own epsilon, and turn rollouts into rows.
 
-Both run on the collector's workers. Formulae are of Horgan et al. 2018 (arXiv:1803.00933).
+Both run on the collector's workers. The formulae are from Horgan et al. 2018 (arXiv:1803.00933).
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from ..parts.networks import QNetwork
 
 
 def actor_epsilons(num_actors: int, epsilon: float, alpha: float) -> Tensor:
-    """epsilon_i = epsilon^(1 + i / (N - 1) * alpha), section 4.1. float32 ``[num_actors]``."""
+    """Return epsilon^(1 + i / (N - 1) * alpha) (section 4.1), float32 ``[num_actors]``."""
     share = torch.arange(num_actors, dtype=torch.float64) / max(1, num_actors - 1)
     return (epsilon ** (1 + share * alpha)).to(torch.float32)
 
 
 class EpsilonGreedy(TensorDictModuleBase):
-    """Takes the best-valued action, or a random one with each environment's own epsilon.
+    """Take the action of the highest value, or a random one with the environment's own epsilon.
 
     Reads ``observation`` ``[N, ...]``, writes ``action`` int64 ``[N]``. Greedy unless
-    TorchRL's exploration type is RANDOM. The epsilons are no weights: sending the learner's
-    weights to an actor leaves the actor's epsilons alone.
+    TorchRL's exploration type is RANDOM. The epsilons are not part of the weights, so the
+    learner's weights do not change them.
 
     Args:
-        network: gives the values.
-        epsilons: float32 ``[N]``; ``None`` never explores.
+        network: returns the values.
+        epsilons: float32 ``[N]``; with ``None`` the module never explores.
     """
 
     in_keys = ["observation"]  # noqa: RUF012 (TorchRL's convention)
@@ -54,8 +54,8 @@ class EpsilonGreedy(TensorDictModuleBase):
 def n_step(gamma: float, n_steps: int) -> MultiStep:
     """TorchRL's n-step transform, with the end-of-episode flags of the window's last step.
 
-    TorchRL's default keeps the flags of the window's *first* step beside the observation of its
-    last one, so that the steps before an episode's end bootstrap from the terminal observation.
+    TorchRL's default combines the flags of the window's *first* step with the observation of its
+    last one, so the steps before an episode's end would bootstrap from the terminal observation.
     """
     transform = MultiStep(gamma=gamma, n_steps=n_steps)
     transform.done_keys = ()
@@ -65,14 +65,14 @@ def n_step(gamma: float, n_steps: int) -> MultiStep:
 class RowsWithPriority:
     """Rollouts ``[N, T]`` -> n-step rows ``[N, T']`` with the actor's own estimate of the TD error.
 
-    A window that is not complete at the end of a rollout waits for the next one, so that T may be
-    as short as one likes: the first T' is T - n + 1, or 0, and then T' is T. A window is shorter
-    than n where an episode ends, or where the environments began anew between two rollouts;
-    ``steps_to_next_obs`` says how long it is and DQNLoss discounts by it. A terminated episode
-    does not bootstrap, every other does (from its true last observation).
+    A window that is incomplete at the end of a rollout waits for the next rollout, so T may be
+    arbitrarily short. The first T' is T - n + 1, or 0, and later T' is T. A window is shorter than
+    n where an episode ends, or where the environments were reset between two rollouts.
+    ``steps_to_next_obs`` is its length, by which DQNLoss discounts. A terminated episode does not
+    bootstrap. Every other end bootstraps from its true last observation.
 
-    ``td_error``: |R + gamma^n max_a q(S_t+n, a) - q(S_t, A_t)|, algorithm 1 line 11: one network
-    both chooses and values, since an actor has no target network.
+    ``td_error`` is |R + gamma^n max_a q(S_t+n, a) - q(S_t, A_t)|, algorithm 1 line 11. One network
+    both selects and evaluates the action, because an actor has no target network.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class RowsWithPriority:
     def __call__(self, rollout: TensorDictBase) -> TensorDictBase:
         steps = self._behind_what_waits(rollout)
         complete = max(0, steps.shape[1] - self.n_steps + 1)
-        # A copy: the rollout's memory may be used again for the next one.
+        # A copy, because the next rollout may reuse this memory.
         self._waiting = steps[:, complete:].clone()
         rows = self._rows(self.transform(steps)[:, :complete])
         check_finite(rows, self.env)
@@ -135,5 +135,5 @@ class RowsWithPriority:
 
 
 def _kept(observation: Tensor) -> Tensor:
-    """Images as they are, a quarter of the memory; the network scales them."""
+    """Keep images as uint8, in a quarter of the memory. The network scales them."""
     return observation if observation.dtype == torch.uint8 else observation.to(torch.float32)

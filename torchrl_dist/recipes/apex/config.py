@@ -1,4 +1,4 @@
-"""Configuration of the Ape-X recipe. Pure, so that the command line can show it without torch."""
+"""Configuration of the Ape-X recipe, which the command line shows without importing torch."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ class ApexConfig(ReplayConfig):
         1, "processes that learn together, each from its part of every batch", minimum=1, group=JOB
     )
     hidden: tuple[int, ...] = option(
-        (128, 128), "widths of the network's hidden layers, of images behind the convolutions",
+        (128, 128), "widths of the hidden layers; for images, of those after the convolutions",
         minimum=1, group=LEARNING,
     )  # fmt: skip
     updates_per_batch: int = option(
-        32, "gradient steps per batch of frames, in proportion if one has fewer", minimum=1,
+        32, "gradient steps per batch of frames; in proportion fewer for a smaller one", minimum=1,
         group=LEARNING,
     )  # fmt: skip
     batch_size: int = option(256, "rows per gradient step", minimum=1, group=LEARNING)
     learning_rate_end: float = option(
-        1e-4, "the learning rate at the end; a straight line between", above=0, group=LEARNING
+        1e-4, "the learning rate at the end; it changes linearly", above=0, group=LEARNING
     )
-    max_grad_norm: float = option(10.0, "gradients are clipped to it", above=0, group=LEARNING)
+    max_grad_norm: float = option(10.0, "maximum norm of the gradients", above=0, group=LEARNING)
     n_steps: int = option(5, "rewards summed before the bootstrap", minimum=1, group=LEARNING)
     target_tau: float = option(
-        0.02, "share of the weights that the target network takes over per update",
+        0.02, "part of the weights that the target network takes over per update (tau)",
         above=0, maximum=1, group=LEARNING,
     )  # fmt: skip
 
@@ -56,11 +56,11 @@ class ApexConfig(ReplayConfig):
         0.4, "exponent of the importance weights at the start", minimum=0, maximum=1, group=REPLAY
     )
     beta_end: float = option(
-        1.0, "the same at the end of the run", minimum=0, maximum=1, group=REPLAY
+        1.0, "exponent of the importance weights at the end", minimum=0, maximum=1, group=REPLAY
     )
 
     epsilon: float = option(
-        0.4, "share of random actions of the most curious actor", minimum=0, maximum=1,
+        0.4, "epsilon of the actor that explores most", minimum=0, maximum=1,
         group=EXPLORATION,
     )  # fmt: skip
     epsilon_alpha: float = option(
@@ -81,8 +81,8 @@ class ApexConfig(ReplayConfig):
         collectors = self.collectors if launched is None else launched - self.learners
         if collectors and collectors < self.learners:
             raise ConfigurationError(
-                f"--learners: got {self.learners} beside {collectors} collectors, expected a "
-                "collector for each, or none"
+                f"--learners: got {self.learners} with {collectors} collectors, expected a "
+                "collector for each learner, or no collectors"
             )
         roles = {"learner": self.learners, "collector": collectors}
         if launched is None:
@@ -94,6 +94,6 @@ class ApexConfig(ReplayConfig):
         if given.get("collectors", beside) != beside:
             raise ConfigurationError(
                 f"--collectors: got {given['collectors']}, but the launcher started {beside} "
-                "ranks beside the learners; leave the option out, and start as many ranks as you "
+                "ranks in addition to the learners; omit the option, and start as many ranks as you "
                 "want processes (torchrun --nproc-per-node, slurm --tasks-per-node)"
             )

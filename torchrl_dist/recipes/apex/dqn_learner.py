@@ -16,10 +16,11 @@ from ..parts.networks import QNetwork
 
 
 class ActionValues(TensorDictModuleBase):
-    """What TorchRL's ``QValueActor`` writes for numbered actions, for a quarter less per update.
+    """Write what TorchRL's ``QValueActor`` writes for discrete actions, in less time.
 
-    DQNLoss calls it three times an update, and each QValueActor call searches the disk for pandas
-    where that is not installed (``TensorDictBase.from_any``, tensordict 0.14.3).
+    An update takes a quarter less. DQNLoss calls this module three times per update, and each call
+    of a QValueActor searches the disk for pandas if that is not installed
+    (``TensorDictBase.from_any``, tensordict 0.14.3).
     """
 
     in_keys = ["observation"]  # noqa: RUF012 (TorchRL's convention)
@@ -38,7 +39,7 @@ class ActionValues(TensorDictModuleBase):
 
 
 class DQNLearner:
-    """Double DQN with a slowly following target network; a plain local object.
+    """Double DQN whose target network follows slowly. A plain local object.
 
     Attributes:
         loss: TorchRL's loss; shares its online weights with ``network``.
@@ -63,20 +64,20 @@ class DQNLearner:
         self.loss.make_value_estimator(gamma=gamma)
         self._weights = list(network.parameters())
         self._target = SoftUpdate(self.loss, tau=target_tau)
-        # Fused: 0.1 ms per step here, where the default's per-tensor loop takes 0.5 ms.
+        # Fused, because a step takes 0.1 ms; the default's loop over tensors takes 0.5 ms.
         self._optimizer = torch.optim.Adam(self._weights, lr=learning_rate, fused=True)
         self._max_grad_norm = max_grad_norm
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """From the next update on."""
+        """Set the learning rate of the following updates."""
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
 
     def update(self, batch: TensorDictBase) -> Tensor:
-        """One step on ``batch`` ``[B]``; returns the loss.
+        """Take one step on ``batch`` ``[B]``, and return the loss.
 
-        Honours ``priority_weight`` and ``steps_to_next_obs`` and leaves each row's new priority,
-        |TD error| float32 ``[B, 1]``, in ``batch["td_error"]``.
+        Uses ``priority_weight`` and ``steps_to_next_obs``, and writes each row's new priority,
+        |TD error| float32 ``[B, 1]``, to ``batch["td_error"]``.
         """
         loss = self.loss(batch)["loss"]
         self._optimizer.zero_grad()
@@ -84,13 +85,13 @@ class DQNLearner:
         nn.utils.clip_grad_norm_(self._weights, self._max_grad_norm)
         self._optimizer.step()
         self._target.step()
-        # DQNLoss writes the square; the paper's priority, and the actors', is the absolute value.
+        # DQNLoss writes the square; the priority of the paper and the actors is the absolute value.
         batch.set("td_error", batch.get("td_error").sqrt())
         return loss.detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """Online and target weights, optimizer; copies."""
-        # An optimizer that loads a state dict keeps the tensors it is given.
+        """Return copies of the online and target weights and the optimizer's state."""
+        # An optimizer keeps the tensors of the state dict that it loads.
         return copy.deepcopy(
             {"model": dict(self.loss.state_dict()), "optimizer": self._optimizer.state_dict()}
         )

@@ -1,10 +1,10 @@
-"""Ape-X: many actors, one shared prioritized buffer, a learner or several (Horgan et al. 2018).
+"""Ape-X: many actors, one shared prioritized buffer, one or several learners (Horgan et al. 2018).
 
-Several learners take one step together: each draws its part of every batch, and gradients are those
-of the whole. On several nodes each keeps a shard of the buffer, and batches are still those of one.
-``build`` is what each learner's process holds; the loop is every recipe's (``training.py``). The
-other processes serve. Environments: gymnasium's with Discrete actions that observe a flat Box or
-images, which the buffer keeps as uint8.
+Several learners take each step together: each draws its part of the batch, and the gradients are
+those of the whole batch. On several nodes, each node keeps a shard of the buffer, and batches are
+drawn as from one buffer. ``build`` is what each learner's process holds; all recipes share the loop
+(``training/loop.py``). The other processes serve. Environments: gymnasium's with Discrete actions,
+and a flat Box or images as observations. The buffer keeps images as uint8.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Apex(Learner):
     """A learner, its collectors, and the buffer between them.
 
     Args:
-        dqn: over ``network``; its loss is distributed.
-        seed: of what this learner draws from the buffer.
-        frames: of the whole job, done before.
+        dqn: trains ``network``; its loss is distributed.
+        seed: of this learner's draws from the buffer.
+        frames: frames that the whole job has done so far.
     """
 
     def __init__(
@@ -66,15 +66,17 @@ class Apex(Learner):
         self.ranks: Ranks = dqn.loss.ranks
         self._has_enough = False
         self._frames = frames
-        self._full_batch = 0  # frames that a batch of all learners has, with all collectors
-        self._credit = 0  # of updates, in parts of a full batch
+        self._full_batch = 0  # frames of a batch of all learners, with all collectors
+        self._credit = 0  # updates that are due, times the frames of a full batch
         self._generator = torch.Generator().manual_seed(seed)
         buffer.set_rng(self._generator)
         self._feed = Feed(buffer.sample, device)
 
     def learn(self, data: CollectReport, frames: int) -> dict[str, Any]:
-        """``updates_per_batch`` gradient steps for as many frames as a full batch has, once there
-        are ``learning_starts`` rows: where collectors are lost, batches have fewer."""
+        """Take ``updates_per_batch`` gradient steps per full batch, after ``learning_starts`` rows.
+
+        If collectors were lost, a batch has fewer frames, and the steps follow the frames.
+        """
         config, buffer = self.config, self.buffer
         new, self._frames = frames - self._frames, frames
         if not self._has_enough:
@@ -137,13 +139,13 @@ class Apex(Learner):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.dqn.load_state_dict(state)
-        if self.ranks.is_first:  # whose it is; all draw differently
+        if self.ranks.is_first:  # from its own learner only, because learners draw differently
             self._generator.set_state(state["extra"]["sampler"])
         self.collector.update_policy_weights_()
         self.remarks = remarks_on_resume(self.buffer)
 
     def close(self) -> None:
-        """Stop the workers, then leave the buffer; gradients are averaged no more."""
+        """Stop the workers, then leave the buffer. Gradients are no longer averaged."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.dqn.loss.close)
             stack.callback(self.buffer.storage.close)
@@ -158,9 +160,9 @@ def build(
     Args:
         config: what to build.
         task: sizes of ``config.env``.
-        policy: of the network that is trained.
-        session: this learner's; its collectors serve.
-        start: where the run begins, if an earlier one is resumed.
+        policy: how to make the network that is trained.
+        session: this learner's session, in which the collectors serve.
+        start: where the run begins; of a resumed run, where it stopped.
     """
     device = choose_device(config, session)
     learners, place = len(session.of_role("learner")), session.me.index
@@ -205,7 +207,7 @@ def build(
         session=session,
         workers=my_collectors(session),
         frames_per_batch=config.frames_per_batch // learners,
-        # several end together, by the frames of all
+        # several learners end together, by the frames of all
         total_frames=-1
         if learners > 1
         else config.total_frames - min(start.frames, config.total_frames - 1),
@@ -223,6 +225,6 @@ def build(
 
 
 def run(config: ApexConfig, session: Session, *, resume: bool = False) -> dict[str, Any]:
-    """Train; see :func:`~torchrl_dist.recipes.training.loop.train`. The buffer's rows stay in
-    ``config.replay_path``."""
+    """Train; see :func:`~torchrl_dist.recipes.training.loop.train`. The buffer's rows stay
+    in ``config.replay_path``."""
     return train(build, config, session, resume=resume)

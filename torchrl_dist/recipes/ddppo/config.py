@@ -1,4 +1,4 @@
-"""Configuration of the DD-PPO recipe. Pure, so that the command line can show it without torch."""
+"""Configuration of the DD-PPO recipe, which the command line shows without importing torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..training.options import option
 
 @dataclass(frozen=True)
 class DDPPOConfig(RecipeConfig):
-    """PPO by several learners, each with environments of its own (Wijmans et al. 2020, "DD-PPO",
+    """PPO by several learners, each with its own environments (Wijmans et al. 2020, "DD-PPO",
     arXiv:1911.00357; Schulman et al. 2017, arXiv:1707.06347)."""
 
     recipe: ClassVar[str] = "ddppo"
@@ -25,47 +25,47 @@ class DDPPOConfig(RecipeConfig):
         2, "processes that learn together; under a launcher, its ranks", minimum=1, group=JOB
     )
     collectors: int = option(
-        0, "processes that step environments for each learner; 0: the learner does it",
+        0, "processes per learner that step environments; 0: the learner steps them",
         minimum=0, group=JOB,
     )  # fmt: skip
     envs_per_collector: int = option(
-        4, "environments in each of them, or in each learner", minimum=1, group=JOB
+        4, "environments per collector, or per learner", minimum=1, group=JOB
     )
     frames_per_batch: int = option(
         1024, "frames of the whole job between two updates of the policy", minimum=1, group=JOB
     )
     max_policy_lag: int = option(
-        0, "rollouts that collectors may be ahead; above 0 data are not on-policy", minimum=0,
+        0, "rollouts that collectors may be ahead; above 0, data are not on-policy", minimum=0,
         group=JOB,
     )  # fmt: skip
     preempt_fraction: float = option(
-        0.6, "once this part of all collectors is done (of learners that step themselves), the "
+        0.6, "once this part of all collectors (or of learners that step themselves) is done, the "
         "others stop early; 1: never", above=0, maximum=1, group=JOB,
     )  # fmt: skip
     preempt_min_part: float = option(
-        0.25, "but no sooner than with this part of their rollout", above=0, maximum=1, group=JOB
+        0.25, "minimum part of a rollout before it may stop early", above=0, maximum=1, group=JOB
     )
 
     epochs: int = option(4, "passes over each batch", minimum=1, group=LEARNING)
     minibatches: int = option(
-        4, "gradient steps per pass, each with a part of every learner's rows", minimum=1,
+        4, "gradient steps per pass, each with part of every learner's rows", minimum=1,
         group=LEARNING,
     )  # fmt: skip
     gae_lambda: float = option(
         0.95, "lambda of the advantage estimate", minimum=0, maximum=1, group=LEARNING
     )
     clip: float = option(
-        0.2, "the policy's ratio stays within 1 - clip and 1 + clip at the start", above=0,
+        0.2, "at the start, the policy's ratio is clipped to 1 - clip and 1 + clip", above=0,
         maximum=1, group=LEARNING,
     )  # fmt: skip
     anneal: bool = option(
-        True, "learning rate and clip go to 0, linearly in the job's frames", group=LEARNING
+        True, "decay learning rate and clip linearly to 0 over the job's frames", group=LEARNING
     )
     entropy_coef: float = option(0.01, "weight of the entropy bonus", minimum=0, group=LEARNING)
     critic_coef: float = option(0.5, "weight of the critic's loss", minimum=0, group=LEARNING)
-    max_grad_norm: float = option(0.5, "gradients are clipped to it", above=0, group=LEARNING)
+    max_grad_norm: float = option(0.5, "maximum norm of the gradients", above=0, group=LEARNING)
     target_kl: float = option(
-        0.0, "a batch is left at 1.5 times this divergence, mean over all learners' rows; 0: never",
+        0.0, "leave a batch at 1.5 times this KL divergence, the mean over all rows; 0: never",
         minimum=0, group=LEARNING,
     )  # fmt: skip
 
@@ -74,12 +74,12 @@ class DDPPOConfig(RecipeConfig):
         self._check_frames(self.learners)
 
     def _check_frames(self, learners: int) -> None:
-        """Each learner needs a row for each minibatch, also of a rollout that was cut."""
+        """Check that each learner has a row per minibatch, even if its rollout was cut."""
         cut = self.preempt_fraction < 1 and learners * max(1, self.collectors) > 1
         part = self.preempt_min_part if cut else 1.0
         least = learners * math.ceil(self.minibatches / part)
         if self.frames_per_batch < least:
-            of_which = f", of whose rollouts {part:g} may be left" if cut else ""
+            of_which = f", whose rollouts may be cut to {part:g}" if cut else ""
             raise ConfigurationError(
                 f"--frames-per-batch: got {self.frames_per_batch}, expected at least {least} for "
                 f"{learners} learners and {self.minibatches} minibatches{of_which}"

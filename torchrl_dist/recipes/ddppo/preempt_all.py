@@ -1,4 +1,4 @@
-"""DD-PPO's early end of rollouts, where the collectors of several learners count together."""
+"""DD-PPO's early end of rollouts, which counts the collectors of all learners together."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from ...collect.learner.readiness import Readiness
 from ...learn.ranks import Ranks
 from ...runtime import Remote, Session
 
-_LOOK_S = 0.01  # how late a rollout may hear that it is to end
+_LOOK_S = 0.01  # the longest delay until a rollout hears that it must end
 
 
 class Tally:
-    """How far all learners' collectors are with a batch; a plain local object of one of them.
+    """Count how many collectors of all learners are done with a batch. A plain local object.
+
+    One learner has it.
 
     Args:
-        fraction: of the job's collectors, from which on the others may stop.
-        workers: of each learner, at the start.
+        fraction: part of the job's collectors that must be done before the others may stop.
+        workers: the number of workers of each learner at the start.
     """
 
     def __init__(self, fraction: float, workers: Sequence[int]) -> None:
@@ -31,7 +33,7 @@ class Tally:
         self._lock = threading.Lock()
 
     def arrived(self, batch: int, learner: int, count: int, workers: int) -> None:
-        """``count`` of a learner's ``workers`` that live have delivered."""
+        """Record that ``count`` of a learner's ``workers`` live workers have delivered."""
         with self._lock:
             self._workers[learner] = workers
             counts = self._arrived[batch]
@@ -44,21 +46,22 @@ class Tally:
                 future.set_result(True)
 
     def enough(self, batch: int) -> Future[bool]:
-        """Comes true when enough of all have delivered."""
+        """Return a future that becomes true once enough collectors have delivered."""
         with self._lock:
             return self._enough[batch]
 
 
 class PreemptAll(Readiness):
-    """As :class:`~torchrl_dist.Preempt`, with a fraction of all learners' collectors.
+    """Like :class:`~torchrl_dist.Preempt`, with a fraction of all learners' collectors.
 
-    A learner without collectors steps its environments itself and counts as one. It tells the tally
-    what has arrived, and waits for no answer. All learners take equally many batches.
+    A learner without collectors steps its environments itself and counts as one. It reports
+    arrivals to the tally without waiting for an answer. All learners take the same number of
+    batches.
 
     Args:
         tally: from :func:`tally_of_all`.
-        learner: this one's index.
-        min_part: of a rollout, above 0, at most 1.
+        learner: this learner's index.
+        min_part: the smallest part of a rollout that may be kept, above 0 and at most 1.
     """
 
     def __init__(self, tally: Remote[Tally], learner: int, min_part: float) -> None:
@@ -92,7 +95,7 @@ class PreemptAll(Readiness):
     def least_part(self, arrived: Sequence[int], expected: Sequence[int]) -> float | None:
         if self._enough is None:
             self._enough = self._tally.submit("enough", self._batch, timeout_s=math.inf)
-        # Of a learner that is lost all hear where they meet.
+        # The loss of a learner is reported at the next meeting of all learners.
         known = self._enough.done() and self._enough.exception() is None
         return self._min_part if known else None
 
@@ -103,8 +106,9 @@ class PreemptAll(Readiness):
 
 
 def tally_of_all(session: Session, ranks: Ranks, fraction: float, workers: int) -> Remote[Tally]:
-    """The job's tally, which the first learner keeps; each calls it with the number of its workers.
-    Blocks until all have come."""
+    """Return the job's tally, which the first learner keeps.
+
+    Each learner calls this with the number of its workers. Blocks until all have called."""
     counts = ranks.exchange(workers, "the number of workers")
     mine = session.remote(session.me, Tally, fraction, counts) if ranks.is_first else None
     key = ranks.exchange(mine.key if mine is not None else None, "the tally")[0]

@@ -1,11 +1,11 @@
-"""DD-PPO: several learners, each with environments of its own, that average their gradients.
+"""DD-PPO: several learners, each with its own environments, that average their gradients.
 
-Each step is that of one process with all rows: advantages are normalized, gradients averaged and
-the divergence measured over the valid rows of all learners (Wijmans et al. 2020, arXiv:1911.00357).
-Once most of the job's collectors are done (of learners without any, the learners), those that are
-late are cut short, as the paper does with its workers. ``build`` is what each learner's process
-holds; the loop is every recipe's (``training.py``). Environments: gymnasium's with Discrete actions
-that observe a flat Box or images.
+Each step equals that of one process with all rows: advantages are normalized, gradients averaged
+and the divergence measured over the valid rows of all learners (Wijmans et al. 2020,
+arXiv:1911.00357). Once most of the job's collectors (or of its learners, if they step environments
+themselves) are done, the late ones are cut short, as in the paper. ``build`` is what each learner's
+process holds; all recipes share the loop (``training/loop.py``). Environments: gymnasium's with
+Discrete actions, and a flat Box or images as observations.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ _SHOWN = {
 
 
 class DDPPO(LossLearner):
-    """One of the learners, and its collectors.
+    """One of the learners and its collectors.
 
     Args:
-        loss: a distributed ClipPPOLoss over ``network`` and ``critic``.
+        loss: a distributed ClipPPOLoss of ``network`` and ``critic``.
         start: where the run begins.
     """
 
@@ -82,7 +82,7 @@ class DDPPO(LossLearner):
         self._frames = start.frames
 
     def learn(self, data: TensorDictBase, frames: int) -> dict[str, Any]:
-        """``epochs`` passes over all learners' rows, or fewer if the policy has gone far."""
+        """Make ``epochs`` passes over all learners' rows, or fewer if the policy has moved far."""
         config = self.config
         share = 1 - self._frames / config.total_frames if config.anneal else 1.0
         self._frames = frames
@@ -109,9 +109,9 @@ class DDPPO(LossLearner):
         }
 
     def _rows(self, data: TensorDictBase) -> TensorDictBase:
-        """``[N, T]`` -> the valid ones, with advantages normalized over all learners' rows."""
+        """Return the valid rows of ``[N, T]``; all learners normalize advantages together."""
         config = self.config
-        # TorchRL 0.14.1's vectorized form divides by gamma * lambda: an IndexError where that is 0.
+        # TorchRL 0.14.1's vectorized form divides by gamma * lambda, and raises IndexError for 0.
         vectorized = config.gae_lambda > 0
         estimate = (
             vec_generalized_advantage_estimate if vectorized else generalized_advantage_estimate
@@ -134,7 +134,7 @@ class DDPPO(LossLearner):
         return rows.set("advantage", normalized(rows["advantage"], self.ranks))
 
     def _minibatches(self, rows: TensorDictBase) -> Iterator[TensorDictBase]:
-        """As many on every learner, however many rows it has: all take the same steps."""
+        """Yield equally many minibatches on every learner, so that all take the same steps."""
         for _ in range(self.config.epochs):
             order = torch.randperm(len(rows), device=self.device)
             for chosen in order.tensor_split(self.config.minibatches):
@@ -145,7 +145,7 @@ class DDPPO(LossLearner):
         return total / count
 
     def close(self) -> None:
-        """Stop the workers; gradients are averaged no more."""
+        """Stop the workers. Gradients are no longer averaged."""
         try:
             super().close()
         finally:
@@ -153,10 +153,10 @@ class DDPPO(LossLearner):
 
 
 def normalized(advantage: Tensor, ranks: Ranks) -> Tensor:
-    """``advantage`` less the mean of all ranks' rows, by their standard deviation (of a sample).
+    """Subtract the mean over all ranks' rows, and divide by their sample standard deviation.
 
-    Rows count alike, wherever they are: the mean of the ranks' means would be another one where
-    cut rollouts leave them with different numbers. Blocks until all ranks have come.
+    All rows have the same weight. The mean of the ranks' means would differ if cut rollouts leave
+    the ranks with different numbers of rows. Blocks until all ranks have called.
     """
     values = advantage.to(torch.float64)
     total, count = ranks.add_up("the mean advantage", [float(values.sum()), float(values.numel())])
@@ -174,9 +174,9 @@ def build(
     Args:
         config: what to build.
         task: sizes of ``config.env``.
-        policy: of the network that is trained.
-        session: this learner's.
-        start: where the run begins, if an earlier one is resumed.
+        policy: how to make the network that is trained.
+        session: this learner's session.
+        start: where the run begins; of a resumed run, where it stopped.
     """
     device = choose_device(config, session)
     workers = my_collectors(session)
@@ -221,6 +221,6 @@ def build(
 
 
 def run(config: DDPPOConfig, session: Session, *, resume: bool = False) -> dict[str, Any]:
-    """Train; see :func:`~torchrl_dist.recipes.training.loop.train`. The first learner calls it,
-    the others serve."""
+    """Train; see :func:`~torchrl_dist.recipes.training.loop.train`. The first learner calls it
+    while the others serve."""
     return train(build, config, session, resume=resume)

@@ -1,4 +1,4 @@
-"""Configuration of the IMPALA recipe. Pure, so that the command line can show it without torch."""
+"""Configuration of the IMPALA recipe, which the command line shows without importing torch."""
 
 from __future__ import annotations
 
@@ -24,16 +24,14 @@ class ImpalaConfig(RecipeConfig):
         "environments", minimum=1, group=JOB,
     )  # fmt: skip
     learning_rate: float = option(2e-3, "step size of Adam at the start", above=0, group=LEARNING)
-    anneal: bool = option(True, "the learning rate goes to 0, linearly", group=LEARNING)
+    anneal: bool = option(True, "decay the learning rate linearly to 0", group=LEARNING)
     rho_bar: float = option(
-        1.0, "importance weights of the values and the policy are clipped to it", above=0,
+        1.0, "maximum importance weight of the values and the policy", above=0,
         group=LEARNING,
     )  # fmt: skip
-    c_bar: float = option(
-        1.0, "importance weights along a trace are clipped to it", above=0, group=LEARNING
-    )
+    c_bar: float = option(1.0, "maximum importance weight along a trace", above=0, group=LEARNING)
     entropy_coef: float = option(0.01, "weight of the entropy bonus", minimum=0, group=LEARNING)
     critic_coef: float = option(0.5, "weight of the critic's loss", minimum=0, group=LEARNING)
     max_grad_norm: float = option(
-        0.5, "gradients (of means over rows) are clipped to it", above=0, group=LEARNING
+        0.5, "maximum norm of the gradients (of means over rows)", above=0, group=LEARNING
     )

@@ -1,9 +1,8 @@
-"""IMPALA: actors run ahead of one learner, V-trace corrects (Espeholt et al. 2018, 1802.01561).
+"""IMPALA: actors run ahead of one learner, which corrects by V-trace (arXiv:1802.01561).
 
-The learner takes each actor's rollout as it arrives and makes one update of it. ``build`` is the
-program's topology; the loop is every recipe's (``training.py``). The other processes serve.
-Environments: gymnasium's with Discrete actions that observe a flat Box or
-images.
+The learner takes each actor's rollout as it arrives, and makes one update from it. ``build`` is the
+program's topology; all recipes share the loop (``training/loop.py``). The other processes serve.
+Environments: gymnasium's with Discrete actions, and a flat Box or images as observations.
 """
 
 from __future__ import annotations
@@ -46,8 +45,10 @@ _SHOWN = {
 
 
 class VTrace(NamedTuple):
-    """Each ``[N, T, 1]``, without gradients: what the policy's gradient is weighed by, what the
-    critic is to say, and pi(a|s) / mu(a|s), not clipped."""
+    """Results of :func:`vtrace`, each ``[N, T, 1]`` and without gradients.
+
+    They are the weight of the policy's gradient, the critic's target, and pi(a|s) / mu(a|s) before
+    clipping."""
 
     advantage: Tensor
     value_target: Tensor
@@ -64,18 +65,19 @@ def vtrace(
     rho_bar: float = 1.0,
     c_bar: float = 1.0,
 ) -> VTrace:
-    """Section 4.1 of the paper, for the actions that ``data`` ``[N, T]`` holds.
+    """Compute section 4.1 of the paper for the actions in ``data`` ``[N, T]``.
 
-    mu is what the acting policy wrote, ``action_log_prob``. TorchRL's ``VTrace`` module draws new
-    actions in place of these (0.14.1), so that data from the current policy itself would be
-    corrected; its function is right. With such data rho is 1 and the target is GAE's at lambda 1.
-    An end that is no ``terminated`` bootstraps from the true last observation.
+    The acting policy wrote log mu as ``action_log_prob``. TorchRL's ``VTrace`` module draws new
+    actions instead of using these (0.14.1), so it would correct even data of the current policy;
+    its function is correct. With data of the current policy, rho is 1 and the target is that of GAE
+    with lambda 1. An episode that ended without ``terminated`` bootstraps from its true last
+    observation.
     """
     log_pi = actor.get_dist(data.select("observation")).log_prob(data["action"])
     log_mu = data["action_log_prob"]
     advantage, target = vtrace_advantage_estimate(
         gamma,
-        log_pi.unsqueeze(-1),  # its docstring has the two the other way round
+        log_pi.unsqueeze(-1),  # its docstring swaps the two
         log_mu.unsqueeze(-1),
         critic(data["observation"]),
         critic(data["next", "observation"]),
@@ -92,7 +94,7 @@ class Impala(LossLearner):
     """The learner and its collectors.
 
     Args:
-        loss: an A2CLoss over ``actor`` and ``critic``: the gradients of section 4.2.
+        loss: an A2CLoss of ``actor`` and ``critic``, whose gradients are those of section 4.2.
         start: where the run begins.
     """
 
@@ -117,7 +119,7 @@ class Impala(LossLearner):
         self._frames = start.frames
 
     def learn(self, data: TensorDictBase, frames: int) -> dict[str, Any]:
-        """One gradient step."""
+        """Take one gradient step."""
         config = self.config
         share = 1 - self._frames / config.total_frames if config.anneal else 1.0
         self._frames = frames
@@ -150,14 +152,14 @@ class Impala(LossLearner):
 def build(
     config: ImpalaConfig, task: Task, policy: PolicySpec, session: Session, start: Start
 ) -> Impala:
-    """Create every part of the job and hand each the others it needs.
+    """Create all parts of the job, and connect them.
 
     Args:
         config: what to build.
         task: sizes of ``config.env``.
-        policy: of the network that is trained.
-        session: the learner's; its collectors serve.
-        start: where the run begins, if an earlier one is resumed.
+        policy: how to make the network that is trained.
+        session: the learner's session, in which the collectors serve.
+        start: where the run begins; of a resumed run, where it stopped.
     """
     device = choose_device(config, session)
     network = policy.network().to(device)
@@ -179,7 +181,7 @@ def build(
         num_envs=config.envs_per_collector,
         max_policy_lag=config.max_policy_lag,
         readiness=FirstReady(),
-        # Batches come from the others while one hangs: it is said, and their frames replace its.
+        # While one collector hangs, the others deliver its frames, and a message says so.
         worker_timeout_s=config.timeout_s if len(my_collectors(session)) > 1 else None,
         seed=stream_seed(config.seed, start.resumes),
         categorical_action_encoding=True,

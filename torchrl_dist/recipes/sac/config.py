@@ -1,4 +1,4 @@
-"""Configuration of the SAC recipe. Pure, so that the command line can show it without torch."""
+"""Configuration of the SAC recipe, which the command line shows without importing torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ..training.options import option
 
 @dataclass(frozen=True)
 class SACConfig(ReplayConfig):
-    """Soft actor-critic (Haarnoja et al. 2018, arXiv:1812.05905) with collectors that a limiter
-    keeps in step with the learner."""
+    """Soft actor-critic (Haarnoja et al. 2018, arXiv:1812.05905) whose collectors
+    a rate limiter keeps in step with the learner."""
 
     recipe: ClassVar[str] = "sac"
     title: ClassVar[str] = "SAC"
@@ -28,7 +28,7 @@ class SACConfig(ReplayConfig):
         "Pendulum-v1", "gymnasium environment id, or package.module:function that makes one",
         group=JOB,
     )  # fmt: skip
-    envs_per_collector: int = option(4, "environments in each of them", minimum=1, group=JOB)
+    envs_per_collector: int = option(4, "environments per collector", minimum=1, group=JOB)
     total_frames: int = option(20_000, "length of the run", unit="frames", minimum=1, group=JOB)
     frames_per_batch: int = option(
         32, "frames of all collectors between two updates of their weights", minimum=1, group=JOB
@@ -43,7 +43,7 @@ class SACConfig(ReplayConfig):
     )
     batch_size: int = option(128, "rows per gradient step", minimum=1, group=LEARNING)
     target_tau: float = option(
-        0.005, "share of the weights that the target networks take over per update",
+        0.005, "part of the weights that the target networks take over per update (tau)",
         above=0, maximum=1, group=LEARNING,
     )  # fmt: skip
     learning_starts: int = option(

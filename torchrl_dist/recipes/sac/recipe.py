@@ -1,9 +1,9 @@
-"""SAC: collectors write to one shared buffer, whose limiter keeps the learner in step with them.
+"""SAC: collectors write to one shared buffer, whose rate limiter keeps the learner in step.
 
-How often a frame is learned from is a hyper-parameter of SAC, and drifts where processes run as
-fast as they can. Here samples per insert are batch size times updates per frame, whoever is faster
-(Haarnoja et al. 2018, arXiv:1812.05905), also where each node keeps a shard. ``build`` is the
-program's topology; the loop is every recipe's (``training.py``). The other processes serve.
+The replay ratio is a hyper-parameter of SAC (Haarnoja et al. 2018, arXiv:1812.05905), and drifts if
+processes run as fast as they can. Here the samples per insert are the batch size times the updates
+per frame, whichever side is faster, also if each node keeps a shard. ``build`` is the program's
+topology; all recipes share the loop (``training/loop.py``). The other processes serve.
 Environments: gymnasium's with flat Box observations and bounded continuous actions.
 """
 
@@ -35,17 +35,18 @@ __all__ = ["SAC", "SACConfig", "build", "rows", "run"]
 
 
 class ActionValue(nn.Sequential):
-    """Of observation and action ``[..., *]`` to the value, float32 ``[..., 1]``. The layers see
-    actions scaled to -1 .. 1, so that their unit does not matter."""
+    """Map observation and action ``[..., *]`` to the value, float32 ``[..., 1]``.
+
+    The layers see actions scaled to -1 .. 1, so the unit of the actions does not matter."""
 
     def __init__(self, task: Task, hidden: tuple[int, ...], make: str | None = None) -> None:
         inputs = task.observation_size + len(task.action_low)
         super().__init__(*layers(make, inputs, hidden, 1, nn.ReLU))
         low, high = torch.tensor(task.action_low), torch.tensor(task.action_high)
-        # No buffers: a loss would copy them, and move them towards those of the target network.
+        # Not buffers, because a loss would copy them and move them towards the target network's.
         self.middle, self.half_width = (low + high) / 2, (high - low) / 2
 
-    def forward(  # type: ignore[override]  # it takes two inputs where a Sequential takes one
+    def forward(  # type: ignore[override]  # two inputs, unlike a Sequential
         self, observation: Tensor, action: Tensor
     ) -> Tensor:
         middle, half_width = self.middle.to(action.device), self.half_width.to(action.device)
@@ -54,12 +55,13 @@ class ActionValue(nn.Sequential):
 
 
 def rows(rollout: TensorDictBase, env: str = "the environment") -> TensorDictBase:
-    """What of a rollout ``[N, T]`` of ``env`` is learned from. Where an episode was cut off,
-    ``terminated`` is false and the next observation the true last one: the target bootstraps from
-    it.
+    """Return the rows of a rollout ``[N, T]`` of ``env`` to learn from.
+
+    Where an episode was cut off, ``terminated`` is false and the next observation is the true last
+    one, from which the target bootstraps.
 
     Raises:
-        TorchRLDistError: a value is not finite: in the buffer, it would ruin every later run.
+        TorchRLDistError: a value is not finite. In the buffer, it would spoil every later run.
     """
     kept = rollout.select(*TRANSITION)
     for key in ("observation", "action", ("next", "observation"), ("next", "reward")):
@@ -69,21 +71,25 @@ def rows(rollout: TensorDictBase, env: str = "the environment") -> TensorDictBas
 
 
 def frames_of_a_batch(config: SACConfig, workers: int) -> int:
-    """As many as ``workers`` bring: the collector rounds their steps up, to at least one of each
-    environment."""
+    """Return the frames that ``workers`` deliver for a batch.
+
+    The collector rounds their steps up, to at least one per environment."""
     steps = math.ceil(math.ceil(config.frames_per_batch / workers) / config.envs_per_collector)
     return steps * config.envs_per_collector * workers
 
 
 def target_entropy(task: Task) -> float:
-    """-1 for each dimension of the actions (Haarnoja et al. 2018, arXiv:1812.05905, appendix D).
-    The policy's density is of actions scaled to -1 .. 1."""
+    """Return -1 per dimension of the actions (Haarnoja et al. 2018, appendix D).
+
+    The policy's density is that of actions scaled to -1 .. 1."""
     return -float(len(task.action_low))
 
 
 def limiter_of(config: SACConfig, workers: int) -> RateLimiter:
-    """Learner and collectors may be apart by all batches that are under way, and one: were a batch
-    more than the limiter lets in, both would wait, for its end and for updates."""
+    """Return a limiter whose range is all batches in progress, plus one.
+
+    With less room, a batch could exceed what the limiter admits. The learner would then wait for
+    the end of the batch, and the collectors for updates."""
     samples_per_insert = config.batch_size * config.updates_per_frame
     frames = max(config.frames_per_batch, frames_of_a_batch(config, workers))
     batches = config.max_policy_lag + 2
@@ -107,7 +113,7 @@ class SAC(LossLearner):
         collector: RPCBatchedCollector,
         device: torch.device,
     ) -> None:
-        # One optimizer: no part of the loss has gradients for another part's weights.
+        # One optimizer suffices: no part of the loss has gradients for another part's weights.
         super().__init__(loss, collector, lr=config.learning_rate)
         self.config = config
         self.session = session
@@ -119,7 +125,7 @@ class SAC(LossLearner):
         self._feed = Feed(self._draw, device)
 
     def learn(self, data: CollectReport, frames: int) -> dict[str, Any]:
-        """As many gradient steps as the limiter allows after these frames."""
+        """Take as many gradient steps as the limiter allows after these frames."""
         losses = None
         while (batch := self._feed.take()) is not None:
             losses = self._update(batch)
@@ -158,14 +164,14 @@ class SAC(LossLearner):
 
 
 def build(config: SACConfig, task: Task, policy: PolicySpec, session: Session, start: Start) -> SAC:
-    """Create every part of the job and hand each the others it needs.
+    """Create all parts of the job, and connect them.
 
     Args:
         config: what to build.
         task: sizes of ``config.env``.
-        policy: of the network that is trained.
-        session: the learner's; its collectors serve.
-        start: where the run begins, if an earlier one is resumed.
+        policy: how to make the network that is trained.
+        session: the learner's session, in which the collectors serve.
+        start: where the run begins; of a resumed run, where it stopped.
     """
     device = choose_device(config, session)
     network = policy.network().to(device)
@@ -199,6 +205,6 @@ def build(config: SACConfig, task: Task, policy: PolicySpec, session: Session, s
 
 
 def run(config: SACConfig, session: Session, *, resume: bool = False) -> dict[str, Any]:
-    """Train; see :func:`~torchrl_dist.recipes.training.loop.train`. The buffer's rows stay in
-    ``config.replay_path``."""
+    """Train; see :func:`~torchrl_dist.recipes.training.loop.train`. The buffer's rows stay
+    in ``config.replay_path``."""
     return train(build, config, session, resume=resume)
