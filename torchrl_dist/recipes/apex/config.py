@@ -94,6 +94,6 @@ class ApexConfig(ReplayConfig):
         if given.get("collectors", beside) != beside:
             raise ConfigurationError(
                 f"--collectors: got {given['collectors']}, but the launcher started {beside} "
-                "ranks in addition to the learners; omit the option, and start as many ranks as you "
+                "ranks besides the learners; leave the option out, and start as many ranks as you "
                 "want processes (torchrun --nproc-per-node, slurm --tasks-per-node)"
             )

@@ -1,1 +1,1 @@
-"""What the recipes do alike: options, the run's folder, the loop of a learner."""
+"""The parts that all recipes share: options, the run's folder, and the learner's loop."""

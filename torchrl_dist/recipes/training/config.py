@@ -1,4 +1,4 @@
-"""What the recipes' configurations have in common. Pure, so that ``--help`` needs no torch."""
+"""The common base of the recipes' configurations. ``--help`` reads it without importing torch."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Config = TypeVar("Config", bound="RecipeConfig")
 
 @dataclass(frozen=True)
 class RecipeConfig:
-    """Fields and files of every recipe. A recipe's own class may give other defaults.
+    """Fields and files of every recipe. A recipe's own class may have other defaults.
 
     Attributes:
-        recipe: its name on the command line and in checkpoints.
-        title: its name in pictures.
-        policy_kind: of the network that is played, as :class:`~.networks.PolicySpec` has it.
-        discrete: whether its actions are numbered, or continuous.
-        fixed_on_resume: fields that describe the data and weights on disk.
+        recipe: the recipe's name on the command line and in checkpoints.
+        title: the recipe's name in pictures.
+        policy_kind: the kind of network that is played (see :class:`~.networks.PolicySpec`).
+        discrete: whether its actions are discrete or continuous.
+        fixed_on_resume: fields that describe the data and weights on disk, and so cannot change.
     """
 
     recipe: ClassVar[str]
@@ -48,9 +48,9 @@ class RecipeConfig:
         None, "folder of this run (default: runs/RECIPE-ENV-seedSEED)", group=JOB
     )
     collectors: int = option(
-        2, "processes that step environments; 0: this process does it", minimum=0, group=JOB
+        2, "processes that step environments; 0: this process steps them", minimum=0, group=JOB
     )
-    envs_per_collector: int = option(16, "environments in each of them", minimum=1, group=JOB)
+    envs_per_collector: int = option(16, "environments per collector", minimum=1, group=JOB)
     total_frames: int = option(200_000, "length of the run", unit="frames", minimum=1, group=JOB)
     frames_per_batch: int = option(
         512, "frames of all collectors between two updates of their weights", minimum=1, group=JOB
@@ -70,20 +70,20 @@ class RecipeConfig:
     gamma: float = option(0.99, "discount per step", above=0, maximum=1, group=LEARNING)
     reward_clip: float = option(
         0.0,
-        "training clips rewards to plus and minus this, as is usual for Atari with 1; its return "
-        "counts these, evaluations what the environment gives; 0: they are not clipped",
+        "training clips rewards to plus and minus this (1 is usual for Atari); the training return "
+        "counts clipped rewards, evaluations the environment's; 0: no clipping",
         minimum=0,
         group=LEARNING,
     )
     hidden: tuple[int, ...] = option(
-        (64, 64), "widths of the networks' hidden layers, of images behind the convolutions",
+        (64, 64), "widths of the hidden layers; for images, of those after the convolutions",
         minimum=1, group=LEARNING,
     )  # fmt: skip
     network: str | None = option(
         None,
         "package.module:function; function(inputs, outputs) returns the torch module from float32 "
-        "[..., inputs] to [..., outputs] that each network is, in place of the hidden layers; of "
-        "images, inputs is (channels, height, width), and they come as [N, *inputs] in [0, 1]",
+        "[..., inputs] to [..., outputs] and replaces the hidden layers of each network; for "
+        "images, inputs is (channels, height, width), and images are [N, *inputs] in [0, 1]",
         group=LEARNING,
     )
 
@@ -94,7 +94,7 @@ class RecipeConfig:
         20, "greedy episodes per evaluation, and at the end", minimum=1, group=WATCHING
     )
     eval_max_steps: int = option(
-        MAX_EPISODE_STEPS, "an episode of an evaluation ends after so many", unit="steps",
+        MAX_EPISODE_STEPS, "an episode of an evaluation ends after this many", unit="steps",
         minimum=1, group=WATCHING,
     )  # fmt: skip
     checkpoint_interval_s: float = option(
@@ -102,7 +102,7 @@ class RecipeConfig:
     )
     wandb: str | None = option(
         None,
-        "log to this project of Weights & Biases, too; WANDB_MODE=offline keeps it in OUTPUT_DIR",
+        "also log to this project of Weights & Biases; WANDB_MODE=offline keeps it in OUTPUT_DIR",
         group=WATCHING,
     )
 
@@ -113,7 +113,7 @@ class RecipeConfig:
 
     @property
     def output_path(self) -> Path:
-        """Folder of this run's files."""
+        """The folder of this run's files."""
         if self.output_dir is not None:
             return Path(self.output_dir)
         name = self.env.replace("/", "-").replace(":", "-")
@@ -121,22 +121,22 @@ class RecipeConfig:
 
     @property
     def replay_path(self) -> Path | None:
-        """Folder of the shared replay buffer, if the recipe has one."""
+        """The folder of the shared replay buffer, if the recipe has one."""
         return None
 
     @property
     def checkpoint_path(self) -> Path:
-        """The one checkpoint of this run: for ``play`` and for ``--resume``."""
+        """The checkpoint of this run, for ``play`` and ``--resume``."""
         return self.output_path / "checkpoint.pt"
 
     def roles(self, launched: int | None) -> dict[str, int]:
-        """Processes per role.
+        """Return the number of processes per role.
 
         Args:
-            launched: ranks that a launcher has started; None: this machine starts its own.
+            launched: ranks that a launcher has started; None: this process starts its own.
 
         Raises:
-            ConfigurationError: not to be had from so many ranks.
+            ConfigurationError: the options do not fit this number of ranks.
         """
         if launched is None:
             return {
@@ -151,19 +151,18 @@ class RecipeConfig:
         if given.get("collectors", launched - 1) != launched - 1:
             raise ConfigurationError(
                 f"--collectors: got {given['collectors']}, but the launcher started "
-                f"{launched - 1} ranks beside the learner; leave the option out"
+                f"{launched - 1} ranks besides the learner; leave the option out"
             )
 
     def anchored(self: Config) -> Config:
-        """The same with folders that stay where they are when an environment changes the working
-        directory."""
+        """Return a copy with absolute folders: an environment may change the working directory."""
         folders = {"output_dir": str(self.output_path.absolute())}
         if (replay := getattr(self, "replay_dir", None)) is not None:
             folders["replay_dir"] = str(Path(replay).absolute())
         return dataclasses.replace(self, **folders)  # type: ignore[arg-type]  # they are fields
 
     def as_plain(self) -> dict[str, Any]:
-        """Plain values for a checkpoint."""
+        """Return plain values for a checkpoint."""
         return dataclasses.asdict(self)
 
 
@@ -173,9 +172,9 @@ class ReplayConfig(RecipeConfig):
 
     replay_dir: str | None = option(
         None,
-        "folder of the replay buffer, e.g. on /dev/shm (default: OUTPUT_DIR/replay); on several "
-        "nodes each keeps a part in its own, by default in memory, where --resume does not find "
-        "it; a copy of a run needs another one than the first",
+        "folder of the replay buffer, e.g. in /dev/shm (default: OUTPUT_DIR/replay); of several "
+        "nodes, each keeps a part in its own folder, by default in memory, where --resume does "
+        "not find it; a copy of a run needs a folder of its own",
         group=JOB,
     )
     learning_starts: int = option(
@@ -197,11 +196,11 @@ class ReplayConfig(RecipeConfig):
 
 
 def config_to_resume(config_class: type[Config], path: Path, given: dict[str, Any]) -> Config:
-    """The configuration in the checkpoint ``path``, with the ``given`` fields replaced.
+    """Return the configuration in the checkpoint ``path``, with the ``given`` fields replaced.
 
     Raises:
         CheckpointError: the checkpoint is missing or damaged.
-        ConfigurationError: a given field would not fit the weights or rows on disk.
+        ConfigurationError: a given field does not fit the weights or rows on disk.
     """
     from ...checkpoint import load_checkpoint  # needs torch
 
@@ -211,9 +210,9 @@ def config_to_resume(config_class: type[Config], path: Path, given: dict[str, An
         if name in given and given[name] != getattr(before, name):
             raise ConfigurationError(
                 f"{flag(name)}: got {given[name]}, but the run to resume has "
-                f"{getattr(before, name)}, which cannot change; leave it out"
+                f"{getattr(before, name)}, which cannot change; leave the option out"
             )
     values = {**before.as_plain(), **given}
-    if before.output_path.resolve() != path.parent.resolve():  # it was moved, or is a copy
+    if before.output_path.resolve() != path.parent.resolve():  # the run was moved, or is a copy
         values["output_dir"] = str(path.parent)
     return from_plain(config_class, values)

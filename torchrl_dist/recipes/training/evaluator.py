@@ -1,13 +1,13 @@
-"""Greedy episodes next to the training: played in another process, a second at a time.
+"""Greedy episodes during training, played in another process for about a second at a time.
 
-:class:`Evaluator` is a plain local object; :class:`Evaluations` is the learner's handle to one. A
-call to it is short, so a learner that is told to stop waits for one step of the environments at
-most, and an evaluator that dies or hangs is noticed as any other process of the job.
+:class:`Evaluator` is a plain local object, and :class:`Evaluations` is the learner's handle to one.
+Calls are short, so a learner that must stop waits at most for one step of the environments. A dead
+or hung evaluator is noticed like any other process of the job.
 
-An evaluation may be what kills or hangs its process. One that fails is therefore never repeated
-elsewhere, and one process at most takes the place of the first that is lost in this way: training
-must not lose its collectors, and then its learner, to an environment that fails when it is
-evaluated.
+The evaluation itself may kill or hang its process. A failed evaluation is therefore never repeated
+elsewhere, and at most one process replaces the first one that is lost in this way. Otherwise an
+environment that fails in evaluation could take all collectors from the training, and then the
+learner.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ...runtime import Peer, Remote, Session
 from ..parts.evaluate import GreedyEpisodes
 from ..parts.networks import PolicySpec
 
-_CALL_S = 0.5  # of playing in one call
+_CALL_S = 0.5  # duration of one call
 _GLANCE_S = 0.1
-_LATE_S = 5.0  # later than the deadline of a call to another process, which says more
+_LATE_S = 5.0  # longer than a remote call's deadline, whose error says more
 
 
 @dataclass(frozen=True)
 class EvaluatorConfig:
-    """What is played: see :class:`~torchrl_dist.recipes.parts.evaluate.GreedyEpisodes`."""
+    """The arguments of :class:`~torchrl_dist.recipes.parts.evaluate.GreedyEpisodes`."""
 
     policy: PolicySpec
     episodes: int
@@ -41,7 +41,7 @@ class EvaluatorConfig:
 
 
 class Evaluator:
-    """Plays greedy episodes of one network after the other; calls wait for each other."""
+    """Play greedy episodes of one network after the other. Calls wait for each other."""
 
     def __init__(self, config: EvaluatorConfig, registrations: Registrations) -> None:
         adopt_registrations(registrations)
@@ -52,10 +52,10 @@ class Evaluator:
     def play(
         self, begin: tuple[Mapping[str, Tensor], int] | None, limit_s: float = _CALL_S
     ) -> list[float] | None:
-        """Play for about ``limit_s``; the returns, or None while episodes are under way.
+        """Play for about ``limit_s``. Return the returns, or None while episodes are in progress.
 
         Args:
-            begin: weights and seed of a new evaluation, which replaces one under way; None: go on.
+            begin: weights and seed of a new evaluation, which replaces the current; None: continue.
         """
         with self._lock:
             if begin is not None:
@@ -74,7 +74,7 @@ class Evaluator:
         config = self._config
         network = config.policy.network()
         network.load_state_dict(dict(weights))
-        network.eval()  # a user's module may have dropout, say
+        network.eval()  # a user's module may have dropout, for example
         self._playing = GreedyEpisodes(
             network.greedy,
             config.policy.env,
@@ -90,21 +90,22 @@ class Evaluator:
 
 
 class Evaluations:
-    """The learner's handle to an :class:`Evaluator`, which it chooses: a process of the role
-    "evaluator", else the last collector, else this process.
+    """The learner's handle to an :class:`Evaluator` in another process.
 
-    An evaluation that raises, dies or hangs has failed: it is said and counted, and forgotten.
-    When its process was lost or hangs, a collector that its learner can do without plays the later
-    ones. When that one is lost as well, before an evaluation has ended, no more are played.
+    The process is one of the role "evaluator", otherwise the last collector, otherwise this
+    process. An evaluation that raises, dies or hangs has failed. It is reported, counted, and never
+    repeated. If its process was lost or hangs, a collector that its learner can do without plays
+    the later evaluations. If that collector is lost as well before an evaluation has ended, no more
+    evaluations are played.
 
     Args:
-        session: the learner's.
+        session: the learner's session.
         config: what is played.
-        say: called with a line about each that has failed.
-        failed: how many had failed before a run was resumed.
+        say: called with a message about each failed evaluation.
+        failed: number of failed evaluations before the run was resumed.
 
     Attributes:
-        failed: how many evaluations have failed.
+        failed: number of failed evaluations.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class Evaluations:
         self._say = say
         candidates = session.of_role("evaluator") + session.of_role("collector")[::-1]
         self._candidates: list[Peer] = list(candidates) or [session.me]
-        self._may_replace = True  # no process was lost in vain since an evaluation ended
+        self._may_replace = True  # whether no process was lost since an evaluation ended
         self._remote: Remote | None = None
         self._under_way = False
         self._answer: Future | None = None
@@ -133,8 +134,9 @@ class Evaluations:
         return self._under_way
 
     def begin(self, weights: Mapping[str, Tensor], seed: int) -> None:
-        """Start playing with a copy of ``weights``, if there is a process for it. Blocks only for
-        the first call to that process."""
+        """Start playing with a copy of ``weights``, if there is a process for it.
+
+        Blocks only for the first call to that process."""
         assert not self.under_way
         copy = {name: value.detach().clone() for name, value in weights.items()}
         try:
@@ -144,14 +146,18 @@ class Evaluations:
             self._fail(error)
 
     def poll(self, wait_s: float = 0.0) -> list[float] | None:
-        """The returns of what was begun, once; None until then, and when it has failed. Blocks at
-        most ``wait_s``."""
+        """Return the returns of the current evaluation, once.
+
+        Blocks at most ``wait_s``.
+
+        Returns:
+            None until it has ended, and if it has failed."""
         if self._answer is None:
             return None
         try:
             if not wait([self._answer], wait_s).done:
                 if time.monotonic() - self._asked_at > self._session.timeout_s + _LATE_S:
-                    # calls to this process itself have no deadline of their own
+                    # calls to this process itself have no deadline
                     raise DeadlineError(
                         f"{self._candidates[0]} did not answer play within "
                         f"{self._session.timeout_s:g} s"
@@ -169,8 +175,10 @@ class Evaluations:
         return returns
 
     def finish(self) -> list[float] | None:
-        """Block until what was begun has ended; None if it has failed, or the session is told to
-        stop before."""
+        """Block until the current evaluation has ended.
+
+        Returns:
+            None if it has failed, or if the session must stop before its end."""
         while self.under_way:
             if self._session.stop_requested:
                 self.drop()
@@ -181,12 +189,12 @@ class Evaluations:
         return None
 
     def drop(self) -> None:
-        """Forget what was begun; it is not played on."""
+        """Drop the current evaluation. It is not continued."""
         self._under_way = False
         self._answer = None
 
     def _choose(self) -> bool:
-        """Pass over processes that were lost while they played nothing; whether one is left."""
+        """Skip processes that were lost while they played nothing. Return whether one is left."""
         while self._candidates and (lost := self._candidates[0]) in self._session.lost():
             self._pass_over(f"it is lost ({self._session.lost_reason(lost)})")
         return bool(self._candidates)
@@ -201,12 +209,12 @@ class Evaluations:
         self._answer = self._remote.submit("play", begin)
 
     def _fail(self, error: TorchRLDistError) -> None:
-        """What was begun has failed with this; it is not repeated."""
+        """Record that the current evaluation failed. It is not repeated."""
         self.drop()
         self.failed += 1
         name = self._candidates[0].name
         if isinstance(error, PeerLostError | DeadlineError):
-            self._say(f"an evaluation failed: {error}; training goes on")
+            self._say(f"an evaluation failed: {error}; training continues")
             safe = [peer for peer in self._candidates[1:] if self._has_another(peer)]
             self._candidates[1:] = safe if self._may_replace else []
             self._may_replace = False
@@ -216,18 +224,18 @@ class Evaluations:
         if isinstance(error, RemoteError) and not self._trace_shown:
             self._trace_shown = True
             message += f"\n{error.remote_traceback.rstrip()}\nThis was in {name} on {error.host}"
-        self._say(f"an evaluation failed in {name}: {message}; training goes on")
+        self._say(f"an evaluation failed in {name}: {message}; training continues")
 
     def _pass_over(self, why: str) -> None:
         before = self._candidates.pop(0)
         self._remote = None
-        instead = "no more evaluations are played"
+        instead = "no more evaluations will be played"
         if self._candidates:
-            instead = f"{self._candidates[0].name} does so from now on"
-        self._say(f"{before.name} evaluates no more, because {why}; {instead}")
+            instead = f"{self._candidates[0].name} evaluates from now on"
+        self._say(f"{before.name} no longer evaluates, because {why}; {instead}")
 
     def _has_another(self, peer: Peer) -> bool:
-        """Whether the learner of this collector can go on without it."""
+        """Whether the learner of this collector can continue without it."""
         learners = len(self._session.of_role("learner"))
         group = self._session.of_role("collector")[peer.index % learners :: learners]
         return any(other != peer and other not in self._session.lost() for other in group)

@@ -1,4 +1,4 @@
-"""Batches on their way from the replay buffer, or the collectors, to the device that learns."""
+"""Batches on the way from the replay buffer or the collectors to the learner's device."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from tensordict import TensorDictBase
 
 
 class Feed:
-    """Hands out what ``draw`` gives, on ``device``.
+    """Return the batches of ``draw`` on ``device``.
 
-    On a GPU the next batch is drawn, pinned and copied while the last update's kernels run: its
-    learner calls :meth:`prepare` once it has enqueued them, and only then what waits for them, such
-    as new priorities. Those are one batch late then. Elsewhere an update ends before anything else
-    could begin, and each batch is drawn when it is asked for.
+    On a GPU, the next batch is drawn, pinned and copied while the kernels of the last update run.
+    The learner calls :meth:`prepare` once it has enqueued the kernels, and only then does what
+    waits for them, such as setting new priorities. The priorities are then one batch late. On a
+    CPU, an update ends before anything else could begin, so each batch is drawn when it is taken.
 
     Args:
-        draw: a batch in host memory, or None if there is none to learn from now. Each that it gave
-            is handed out.
-        ahead: whether :meth:`prepare` draws; by default on a GPU.
+        draw: returns a batch in host memory, or None if there is none to learn from now. Every
+            batch that it returns is used.
+        ahead: whether :meth:`prepare` draws. Default: on a GPU.
     """
 
     def __init__(
@@ -36,12 +36,12 @@ class Feed:
         self._next: TensorDictBase | None = None
 
     def prepare(self) -> None:
-        """Draw the next batch and begin its copy, if there is one and it is of use."""
+        """Draw the next batch and begin its copy, if there is a batch and drawing ahead is on."""
         if self._ahead and self._next is None:
             self._next = self._drawn()
 
     def take(self) -> TensorDictBase | None:
-        """The next batch, for the current stream; None if there is none now."""
+        """Return the next batch, for the current stream, or None if there is none now."""
         batch, self._next = self._next, None
         if batch is None:
             batch = self._drawn()
@@ -56,13 +56,14 @@ class Feed:
         batch = self._draw()
         if batch is None:
             return None
-        with torch.cuda.stream(self._stream):  # of None: does nothing
+        with torch.cuda.stream(self._stream):  # with None: does nothing
             return moved(batch, self._device)
 
 
 def moved(data: TensorDictBase, device: torch.device) -> TensorDictBase:
-    """``data`` on ``device``; onto a GPU the current stream copies it, from pinned memory, and the
-    caller goes on meanwhile."""
+    """Return ``data`` on ``device``.
+
+    To a GPU, the current stream copies it from pinned memory while the caller continues."""
     if device.type != "cuda":
         return data.to(device)
     return data.pin_memory(num_threads=0).to(device, non_blocking=True)

@@ -1,7 +1,7 @@
-"""What all recipes do alike: the loop of their learners, and what the first of them keeps.
+"""The loop of all recipes' learners, and the files that the first learner keeps.
 
-A recipe is a configuration, a ``build`` that makes a :class:`Learner`, and nothing else. Every
-learner of a job runs :class:`Training`; the first one also has a :class:`Keeper`.
+A recipe is only a configuration and a ``build`` that makes a :class:`Learner`. Every learner of a
+job runs :class:`Training`; the first one also has a :class:`Keeper`.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from .config import RecipeConfig
 from .evaluator import Evaluations, EvaluatorConfig
 from .monitor import Monitor, check_wandb
 
-_FINAL = 2**20  # numbers the final evaluations apart from those during training
-_EVALUATION = 3  # a stream of seeds; collectors' and buffers' are 1 and 2
+_FINAL = 2**20  # distinguishes the final evaluations from those during training
+_EVALUATION = 3  # a stream of seeds; those of collectors and buffers are 1 and 2
 
-# Of TorchRL's losses: buffers in their states that are no weights.
+# Buffers in the state dicts of TorchRL's losses that are settings, not weights.
 _SETTINGS = (
     "entropy_coeff",
     "critic_coeff",
@@ -58,14 +58,14 @@ _SETTINGS = (
 
 
 class Learner(ABC):
-    """A job's parts, as one learner's process holds them; what ``build`` returns.
+    """The parts of a job in one learner's process. ``build`` returns it.
 
     Attributes:
-        network: the policy's, whose weights are evaluated and kept.
-        collector: yields what :meth:`learn` takes.
+        network: the policy's network, whose weights are evaluated and kept.
+        collector: yields the data for :meth:`learn`.
         ranks: the learners of the job.
         updates: gradient steps so far.
-        remarks: for the user, about how the job starts.
+        remarks: messages to the user about the start of the job.
     """
 
     network: nn.Module
@@ -80,19 +80,19 @@ class Learner(ABC):
 
         Args:
             data: a batch, or a report.
-            frames: of the whole job so far, those in ``data`` included.
+            frames: frames of the whole job so far, including those in ``data``.
 
         Returns:
-            What there is to see, scalars by tag.
+            Metrics to log, scalars by tag.
         """
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """``"model"``, ``"optimizer"``, and plain ``"extra"`` that a resumed learner needs."""
+        """Return ``"model"``, ``"optimizer"``, and plain ``"extra"`` for a resumed learner."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned; sends the weights to the collectors."""
+        """Continue from what :meth:`state_dict` returned. Sends the weights to the collectors."""
 
     def close(self) -> None:
         """Stop the workers."""
@@ -100,10 +100,10 @@ class Learner(ABC):
 
 
 class LossLearner(Learner):
-    """A learner whose weights are those of one of TorchRL's losses, all updated by one Adam.
+    """A learner that trains all weights of one of TorchRL's losses with one Adam optimizer.
 
     Attributes:
-        loss: sends its weights to the collectors through the policy in it.
+        loss: contains the policy, whose weights go to the collectors.
     """
 
     def __init__(self, loss: Any, collector: RPCBatchedCollector, **adam: Any) -> None:
@@ -113,12 +113,12 @@ class LossLearner(Learner):
         self._optimizer = torch.optim.Adam(self._weights, fused=True, **adam)
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """From the next step on."""
+        """Set the learning rate of the following steps."""
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
 
     def step(self, total: torch.Tensor, max_grad_norm: float | None = None) -> None:
-        """One gradient step on the sum of the losses."""
+        """Take one gradient step on ``total``, the sum of the losses."""
         self._optimizer.zero_grad()
         total.backward()
         if max_grad_norm is not None:
@@ -127,12 +127,12 @@ class LossLearner(Learner):
         self.updates += 1
 
     def state_dict(self) -> dict[str, Any]:
-        # an optimizer keeps the tensors of a state, which later steps would change
+        # a deep copy, because later steps change the tensors of an optimizer's state
         model, optimizer = dict(self.loss.state_dict()), self._optimizer.state_dict()
         return copy.deepcopy({"model": model, "optimizer": optimizer, "extra": {}})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        # A resumed run may have other settings, which were given anew, than the saved one.
+        # The settings are those of this run: the user may have changed them since the checkpoint.
         model = {name: value for name, value in state["model"].items() if name not in _SETTINGS}
         own = self.loss.state_dict()
         model |= {name: own[name] for name in _SETTINGS if name in own}
@@ -145,25 +145,25 @@ class LossLearner(Learner):
 
 
 def sum_of_losses(losses: TensorDictBase) -> torch.Tensor:
-    """Of an actor-critic's that are there: TorchRL leaves out some whose weight is 0."""
+    """Return the sum of an actor-critic's losses. TorchRL omits some whose weight is 0."""
     names = ("loss_objective", "loss_critic", "loss_entropy")
     return torch.stack([losses[name] for name in names if name in losses.keys()]).sum()
 
 
 def seen(losses: TensorDictBase, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    """What is there of ``losses``, without gradients; ``names``: tag -> key."""
+    """Return those of ``losses`` that exist, without gradients. ``names``: tag -> key."""
     return {tag: losses[key].detach() for tag, key in names.items() if key in losses.keys()}
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where the learners begin.
+    """The point at which the learners begin.
 
     Attributes:
-        frames: of the whole job, done before.
-        resumes: how often the run was resumed; its environments start differently each time.
-        updates: gradient steps done before.
-        state: the learner's, if the run is resumed.
+        frames: frames that the whole job has already done.
+        resumes: how often the run was resumed. Its environments start differently each time.
+        updates: gradient steps already done.
+        state: the learner's state, if the run is resumed.
     """
 
     frames: int = 0
@@ -177,8 +177,8 @@ class Start:
             return cls()
         if not {"history", "learner", "lost_collectors"} <= set(before.extra):
             raise CheckpointError(
-                "the run to resume was written by another version of torchrl_dist; it can be "
-                "played, and a new run started in another folder"
+                "the run to resume was written by another version of torchrl_dist; play it, "
+                "or start a new run in another folder"
             )
         try:
             frames, updates, resumes = (
@@ -207,26 +207,28 @@ Build = Callable[[Any, Task, PolicySpec, Session, Start], Learner]
 
 
 def stream_seed(*numbers: int) -> int:
-    """A seed of its own for each tuple of numbers >= 0; in [0, 2^31)."""
-    # NumPy pads with zeros: without its length, (1, 2) would be (1, 2, 0).
+    """Return a different seed for each tuple of numbers >= 0, in [0, 2^31)."""
+    # NumPy pads with zeros. Without the length, (1, 2) would equal (1, 2, 0).
     sequence = np.random.SeedSequence([len(numbers), *numbers])
     return int(sequence.generate_state(1)[0]) % 2**31
 
 
 def choose_device(config: RecipeConfig, session: Session) -> torch.device:
-    """Where this learner computes; each learner of a machine has a GPU of its own.
+    """Return the device of this learner. Each learner of a node has its own GPU.
 
-    With ``--device auto`` all learners compute on the CPU where there are not enough; hosts are
-    taken to have as many GPUs as this one.
+    With ``--device auto``, all learners compute on the CPU if there are too few GPUs. All nodes are
+    assumed to have as many GPUs as this one.
 
     Raises:
-        ConfigurationError: ``--device cuda``, and there is none, or not one for each.
+        ConfigurationError: ``--device cuda``, and there is not one GPU per learner.
     """
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     most = max(Counter(peer.host for peer in session.of_role("learner")).values())
     if config.device == "auto" and most > torch.cuda.device_count():
-        return torch.device("cpu")  # of any host: learners that differ could not average
+        return torch.device(
+            "cpu"
+        )  # on every node, because learners on different devices could not average
     index = sum(p.host == session.me.host for p in session.of_role("learner")[: session.me.index])
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         raise ConfigurationError(
@@ -238,7 +240,7 @@ def choose_device(config: RecipeConfig, session: Session) -> torch.device:
 
 
 def my_collectors(session: Session) -> tuple[Peer, ...]:
-    """The collectors of this learner: every L-th of L learners, or itself."""
+    """Return this learner's collectors: every L-th of L learners, or the learner itself."""
     learners = session.of_role("learner")
     return session.of_role("collector")[session.me.index :: len(learners)] or (session.me,)
 
@@ -246,19 +248,20 @@ def my_collectors(session: Session) -> tuple[Peer, ...]:
 def train(
     build: Build, config: RecipeConfig, session: Session, *, resume: bool = False
 ) -> dict[str, Any]:
-    """Train, and return the result as plain values. Called by the first learner's process; blocks.
+    """Train, and return the result as plain values. The first learner's process calls it. Blocks.
 
-    Leaves ``checkpoint.pt``, ``learning_curve.png`` and logs in the run's folder. After a stop
-    signal it finishes the batch at hand, writes the checkpoint and returns.
+    Writes ``checkpoint.pt``, ``learning_curve.png`` and logs to the run's folder. After a stop
+    signal it finishes the current batch, writes the checkpoint and returns.
 
     Raises:
         ConfigurationError: the environment, the machines, the device or a logger do not fit.
         CheckpointError: ``resume``, and the checkpoint is missing or damaged.
         DirectoryError: the replay directory cannot be used.
-        PeerLostError: all collectors of a learner are lost, or a learner is. A checkpoint has been
+        PeerLostError: all collectors of a learner are lost, or a learner is lost. A checkpoint has
+            been written.
+        DeadlineError: a batch or a learner took longer than ``timeout_s``. A checkpoint has been
             written.
-        DeadlineError: a batch or a learner came later than ``timeout_s``. Likewise.
-        RemoteError: an environment raised, for instance. Likewise.
+        RemoteError: for example, an environment raised. A checkpoint has been written.
         TorchRLDistError: a weight or a loss is not finite. The earlier checkpoint stays.
     """
     config = config.anchored()
@@ -277,13 +280,13 @@ def train(
                     training.run(keeper)
                 except (DeadlineError, PeerLostError, RemoteError) as error:
                     keeper.save()
-                    written = f"{config.checkpoint_path} was written; --resume goes on from it"
-                    if isinstance(error, RemoteError):  # which has its own traceback to show
+                    written = f"{config.checkpoint_path} was written; --resume continues from it"
+                    if isinstance(error, RemoteError):  # its own traceback is shown
                         keeper.monitor.say(written)
                         raise
                     raise type(error)(f"{error}. {written}") from error
                 except Exception:
-                    keeper.check_weights()  # which may be why
+                    keeper.check_weights()  # non-finite weights may be the cause
                     raise
                 result = keeper.finish()
     except (DeadlineError, PeerLostError) as error:
@@ -294,13 +297,13 @@ def train(
 
 
 def _follow(build: Build, config: RecipeConfig, start: Start) -> None:
-    """What the learners but the first do, asked by that one."""
+    """Run every learner except the first, which calls this."""
     with _one_thread(), Training(build, config, current_session(), start) as training:
         training.run(None)
 
 
 def _cause(others: list[Future]) -> BaseException | None:
-    """What another learner raised before it could tell."""
+    """Return an error of another learner that it could not report itself."""
     errors = [other.exception() for other in others if other.done()]
     return next((error for error in errors if isinstance(error, RemoteError)), None)
 
@@ -317,14 +320,14 @@ def _one_thread() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Round:
-    """What all learners' collectors brought in one turn of the loop.
+    """The data of all learners' collectors in one iteration of the loop.
 
     Attributes:
-        ended: one has nothing more to give: then nobody learns from this turn.
-        stop: one was told to stop, after this turn.
+        ended: whether a learner got no data; then no learner learns in this iteration.
+        stop: whether a learner must stop after this iteration.
         waited_s: seconds that a learner waited, mean over the learners.
-        busy_s: seconds of stepping and writing, of all workers.
-        workers: how many.
+        busy_s: seconds of stepping and writing, summed over all workers.
+        workers: number of workers.
     """
 
     ended: bool
@@ -341,8 +344,8 @@ class Training:
     """One learner's part of a run.
 
     Attributes:
-        learner: the parts.
-        frames: of the whole job so far.
+        learner: the parts in this process.
+        frames: frames of the whole job so far.
     """
 
     def __init__(self, build: Build, config: RecipeConfig, session: Session, start: Start) -> None:
@@ -352,13 +355,13 @@ class Training:
         self.frames = start.frames
         self.task = look_at(config.env, discrete=config.discrete)
         self.policy = PolicySpec.of(self.task, config.policy_kind, config.hidden, config.network)
-        torch.manual_seed(config.seed)  # the same weights for all
+        torch.manual_seed(config.seed)  # the same weights for all learners
         self.learner = build(config, self.task, self.policy, session, start)
         try:
             if start.state is not None:
                 self.learner.load_state_dict(start.state)
                 self.learner.updates = start.updates
-            # Learners draw differently: their actions, minibatches and noise.
+            # Each learner draws its own actions, minibatches and noise.
             mine = stream_seed(config.seed, start.resumes, session.me.index)
             torch.manual_seed(mine)
             np.random.seed(mine)
@@ -376,7 +379,7 @@ class Training:
         self.learner.close()
 
     def run(self, keeper: Keeper | None) -> None:
-        """Until ``total_frames`` or a stop signal; all learners end after the same turn."""
+        """Learn until ``total_frames`` or a stop signal. All learners end together."""
         rollouts = iter(self.learner.collector)
         while self.frames < self.config.total_frames:
             turn = self._meet(data := next(rollouts, None))
@@ -399,7 +402,7 @@ class Training:
                     f"{name} is {float(value)} after {self.learner.updates} updates: "
                     f"{self.config.env} returned observations or rewards that are not finite or "
                     "too large, or the learning rate is too high. "
-                    f"{self.config.checkpoint_path} is from before"
+                    f"{self.config.checkpoint_path} is an earlier state"
                 )
 
     def _meet(self, data: Any) -> Round:
@@ -429,10 +432,10 @@ class Training:
 
 
 class Keeper:
-    """What the first learner does beside: shows, evaluates, keeps the best policy, saves.
+    """The first learner's other tasks: show, evaluate, keep the best policy, and save.
 
     Args:
-        training: its part of the run.
+        training: this learner's part of the run.
         before: the checkpoint of the run that is resumed.
     """
 
@@ -445,7 +448,7 @@ class Keeper:
         self.lost: list[str] = list(before.extra["lost_collectors"]) if before else []
         self.best: Evaluation | None = None
         self.best_weights = self._weights()
-        # The weights and the moment of the last evaluation that was begun.
+        # The weights and the moment of the evaluation that was begun last.
         self._evaluated: tuple[dict[str, torch.Tensor], tuple[int, int, float]] | None = None
         if before is not None:
             self.best_weights = dict(before.policy)
@@ -477,7 +480,7 @@ class Keeper:
             raise
 
     def collected(self, turn: Round) -> None:
-        """Before the learner learns from it."""
+        """Record an iteration's data, before the learner learns from them."""
         self.monitor.collected(
             turn.frames,
             turn.returns,
@@ -489,7 +492,7 @@ class Keeper:
         self._note_losses()
 
     def learned(self, metrics: Mapping[str, Any]) -> None:
-        """After it."""
+        """Record what the learner has learned."""
         self.monitor.learned(self.learner.updates - self.monitor.updates, metrics)
         self._take_evaluation(self.evaluations.poll())
         if self.monitor.frames >= self._next_evaluation and not self.evaluations.under_way:
@@ -499,13 +502,13 @@ class Keeper:
             self.save()
 
     def finish(self) -> dict[str, Any]:
-        """Evaluate, save, draw; returns the result."""
+        """Evaluate, save and draw. Return the result."""
         self.check_weights()
         monitor = self.monitor
         seconds, bound = monitor.seconds, monitor.bound_by()
         self._take_evaluation(self.evaluations.finish())
         frames = [e.frames for e in monitor.evaluations[-1:]]
-        frames += [self._evaluated[1][0]] if self._evaluated else []  # which may have failed
+        frames += [self._evaluated[1][0]] if self._evaluated else []  # None if it has failed
         if monitor.frames not in frames:
             self._begin_evaluation()
             self._take_evaluation(self.evaluations.finish())
@@ -574,13 +577,13 @@ class Keeper:
         self._saved_at = time.monotonic()
 
     def check_weights(self) -> None:
-        """Raise if they contain NaN or infinity."""
+        """Raise TorchRLDistError if the weights contain NaN or infinity."""
         if all(bool(torch.isfinite(value).all()) for value in self._weights().values()):
             return
         raise TorchRLDistError(
             f"the weights contain NaN or infinity after {self.learner.updates} updates: "
             f"{self.config.env} returned non-finite observations or rewards, or the learning rate "
-            f"is too high. {self.config.checkpoint_path} is from before"
+            f"is too high. {self.config.checkpoint_path} is an earlier state"
         )
 
     def close(self) -> None:
@@ -592,7 +595,7 @@ class Keeper:
         return {name: value.detach().cpu().clone() for name, value in state.items()}
 
     def _begin_evaluation(self) -> None:
-        """Have the weights of this moment played, while training goes on."""
+        """Start an evaluation of the current weights while training continues."""
         weights = self._weights()
         self._evaluated = (weights, self.monitor.moment())
         number = len(self.monitor.evaluations) + self.evaluations.failed + 1
@@ -609,13 +612,13 @@ class Keeper:
             self.best, self.best_weights = evaluation, weights
 
     def _seed(self, number: int) -> int:
-        """Of the environments of an evaluation."""
+        """Return the seed of an evaluation's environments."""
         return stream_seed(self.config.seed, number, 0, _EVALUATION)
 
     def _note_losses(self) -> None:
-        """Say once of each collector that died that the others go on."""
+        """Report each lost collector once."""
         for peer in self.session.lost():
             if peer.role == "collector" and peer.name not in self.lost:
                 self.lost.append(peer.name)
                 why = self.session.lost_reason(peer)
-                self.monitor.say(f"{peer.name} is lost ({why}); training goes on without it")
+                self.monitor.say(f"{peer.name} is lost ({why}); training continues without it")

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a progress line, TensorBoard, CSV files, a picture."""
+"""The visible side of a run: a progress line, TensorBoard, CSV files, and a picture."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from ...runtime.outputs import BestEffort
 from ..parts.plots import Evaluation, draw_learning_curve
 
 _LOG_INTERVAL_S = 1.0
-_EVEN = 0.1  # shares of time that differ less say nothing
-_PIPE_INTERVAL_S = 10.0  # between progress lines when nobody watches a terminal
+_EVEN = 0.1  # a smaller difference between shares of time says nothing
+_PIPE_INTERVAL_S = 10.0  # between progress lines if stderr is not a terminal
 
 
 @dataclass(frozen=True)
 class Bound:
-    """What a run's pace is bound by, with shares of its time.
+    """Which side limits a run's speed, with shares of its time.
 
     Attributes:
         by: ``"collectors"``, ``"learner"`` or ``"both"``.
-        learner_waits: of the learner (the mean of several), for data.
-        collectors_wait: of the collectors, for the learner or for a core.
+        learner_waits: share of the time that the learner (the mean of several) waits for data.
+        collectors_wait: share that the collectors wait for the learner or for a core.
     """
 
     by: str
@@ -54,10 +54,10 @@ class Bound:
 
 
 class Monitor:
-    """Collects what happens in one training loop and shows it. One thread only.
+    """Record and show the events of one training loop. For one thread only.
 
-    Frames, updates and seconds go on where an earlier, resumed run stopped. Tags in TensorBoard,
-    CSV and wandb, over frames of the whole job:
+    In a resumed run, frames, updates and seconds continue where the earlier run stopped. The tags
+    in TensorBoard, CSV and wandb, over frames of the whole job:
 
     ============================  ==========================================================
     ``eval/return``               greedy episodes, mean; ``eval/lowest``: the worst
@@ -66,20 +66,20 @@ class Monitor:
     ``train/sps``                 frames per second; ``train/updates_per_second``: gradient
                                   steps
     ``train/updates``             gradient steps so far
-    ``train/policy_lag``          versions of the weights that the oldest data of the last
-                                  batch are old; ``train/policy_lag_mean``: of that batch's
-                                  rows (ddppo, impala)
+    ``train/policy_lag``          policy lag of the oldest data of the last batch;
+                                  ``train/policy_lag_mean``: mean over that batch's rows
+                                  (ddppo, impala)
     ``train/replay_ratio``        rows sampled per row collected (apex, sac)
     ``train/stale_priorities``    share of the priorities that came after their rows were
                                   overwritten, and were dropped (apex)
     ``time/learner_waits``        share of the time since the last point that the learner (the
                                   mean of several) waited for data
-    ``time/collectors_wait``      and collectors for the learner or a core
-    ``train/loss``                of the policy or the values
-    ``train/loss_critic``         (ddppo, impala); ``train/loss_actor`` (sac)
-    ``train/entropy``             of the policy (ddppo, impala, sac); ``train/alpha``: its weight
-                                  (sac)
-    ``train/learning_rate``       of the last step (ddppo, impala)
+    ``time/collectors_wait``      the same share of collectors, for the learner or a core
+    ``train/loss``                loss of the policy or the values
+    ``train/loss_critic``         loss of the critic (ddppo, impala); ``train/loss_actor`` (sac)
+    ``train/entropy``             entropy of the policy (ddppo, impala, sac);
+                                  ``train/alpha``: its weight (sac)
+    ``train/learning_rate``       learning rate of the last step (ddppo, impala)
     ``train/rho_mean``            importance weights of V-trace; ``train/rho_clipped``: share
                                   that is clipped (impala)
     ``train/kl``                  divergence from the policy that collected; and
@@ -88,12 +88,12 @@ class Monitor:
     ============================  ==========================================================
 
     Args:
-        output: folder; gets ``tensorboard/``, ``csv/`` and ``learning_curve.png``.
+        output: folder for ``tensorboard/``, ``csv/`` and ``learning_curve.png``.
         total_frames: length of the run.
-        title: of the picture.
+        title: title of the picture.
         threshold: the mean return that counts as solved.
         history: what :meth:`state` returned in the run that is resumed.
-        wandb: project of Weights & Biases; None: none.
+        wandb: project of Weights & Biases, or None.
 
     Raises:
         ConfigurationError: wandb does not start.
@@ -126,12 +126,12 @@ class Monitor:
         self._window_returns: list[float] = []
         self._recent = deque[float](maxlen=100)
         self._lag = self.max_lag = 0
-        self._lags = [0, 0]  # sum over batches, and their number
+        self._lags = [0, 0]  # the sum over batches, and the number of batches
         self._metrics: Mapping[str, Any] = {}
-        # The learner waited, a collector was busy (the mean), of so many seconds.
+        # Seconds that the learner waited, that a collector was busy (mean), and that passed.
         self._times = self._times_shown = (0.0, 0.0, 0.0)
         self._turned = time.monotonic()
-        # TorchRL's loggers report themselves on stdout, where the result belongs.
+        # TorchRL's loggers print to stdout, which is for the result.
         self._stderr: Any = BestEffort(sys.stderr)
         csv = output / "csv"
         folders = (*(csv / name for name in ("scalars", "videos", "texts")), csv)
@@ -140,7 +140,7 @@ class Monitor:
         with contextlib.redirect_stdout(self._stderr):
             tensorboard = TensorboardLogger("tensorboard", log_dir=str(output))
             writer = tensorboard.experiment.file_writer.event_writer
-            # its file's name is in no public attribute (seen: tensorboard 2.21)
+            # no public attribute has its file's name (tensorboard 2.21)
             self._event_file: str | None = getattr(writer, "_file_name", None)
             self._loggers = [tensorboard, CSVLogger("csv", log_dir=str(output))]
             self._wandb_id: str = history.get("wandb_id") or secrets.token_hex(6)
@@ -153,7 +153,7 @@ class Monitor:
         watched = self._stderr.isatty()
 
         class Bar(tqdm):
-            """tqdm's own lock is a semaphore of multiprocessing, and that starts a process."""
+            """A bar with a plain lock. tqdm's own lock starts a process."""
 
         Bar.set_lock(threading.RLock())
         self._bar = Bar(
@@ -168,25 +168,25 @@ class Monitor:
 
     @property
     def seconds(self) -> float:
-        """Training time so far."""
+        """Training time so far, in seconds."""
         return self._seconds_before + time.monotonic() - self._started
 
     @property
     def solved(self) -> Evaluation | None:
-        """The first evaluation that reached the threshold."""
+        """The first evaluation that reached the threshold, or None."""
         if self.threshold is None:
             return None
         return next((e for e in self.evaluations if e.mean >= self.threshold), None)
 
     def rank(self, evaluation: Evaluation) -> tuple[float, float]:
-        """To compare evaluations: by mean; of equal ones, by the mean of the evaluation before.
+        """Return a key to compare evaluations: the mean, then the mean of the previous evaluation.
 
-        Many reach the highest possible return. One that follows a good one is less likely to
-        have been lucky with its few episodes.
+        Many evaluations reach the highest possible return. One that follows a good evaluation is
+        less likely to owe this to luck in its few episodes.
         """
         before = [e.mean for e in self.evaluations if e.frames < evaluation.frames]
         mean, earlier = evaluation.mean, before[-1] if before else -math.inf
-        # what is no number compares with nothing, and would stay the best
+        # NaN compares as false, so it would stay the best
         return (
             -math.inf if math.isnan(mean) else mean,
             -math.inf if math.isnan(earlier) else earlier,
@@ -194,16 +194,16 @@ class Monitor:
 
     @property
     def mean_lag(self) -> float:
-        """Mean over all batches of the policy lag of each one's oldest data."""
+        """The policy lag of each batch's oldest data, mean over all batches."""
         return self._lags[0] / max(1, self._lags[1])
 
     @property
     def last(self) -> dict[str, float]:
-        """The recipe's newest metrics."""
+        """The recipe's latest metrics."""
         return {name: float(value) for name, value in self._metrics.items()}
 
     def bound_by(self) -> Bound | None:
-        """Of the run so far; None before there are data."""
+        """Return what limits the run so far, or None without data."""
         return _bound((0.0, 0.0, 0.0), self._times)
 
     def collected(
@@ -216,13 +216,13 @@ class Monitor:
         busy_s: float = 0.0,
         workers: int = 1,
     ) -> None:
-        """``frames`` more, in which episodes with these returns ended.
+        """Record ``frames`` new frames, in which episodes with these returns ended.
 
         Args:
-            lag: policy lag of the oldest of them.
-            waited_s: the learner, for them.
-            busy_s: seconds that all workers together stepped and wrote.
-            workers: how many collect.
+            lag: policy lag of the oldest of these frames.
+            waited_s: seconds that the learner waited for them.
+            busy_s: seconds of stepping and writing, summed over all workers.
+            workers: number of workers.
         """
         self.frames += frames
         now = time.monotonic()
@@ -242,18 +242,18 @@ class Monitor:
         self._bar.update(frames)
 
     def learned(self, updates: int, metrics: Mapping[str, Any]) -> None:
-        """``updates`` more gradient steps; ``metrics``: scalars by tag, for the next point."""
+        """Record ``updates`` new gradient steps, and ``metrics``, scalars by tag."""
         self.updates += updates
         self._metrics = {**self._metrics, **metrics}
 
     def moment(self) -> tuple[int, int, float]:
-        """Frames, updates and seconds, for :meth:`evaluated` of weights as they are now."""
+        """Return frames, updates and seconds, for :meth:`evaluated` of the present weights."""
         return self.frames, self.updates, self.seconds
 
     def evaluated(
         self, returns: list[float], moment: tuple[int, int, float] | None = None
     ) -> Evaluation:
-        """Greedy episodes of the weights of a ``moment`` (default: now) ended with these."""
+        """Record the returns of greedy episodes with the weights of a ``moment`` (default: now)."""
         frames, updates, seconds = self.moment() if moment is None else moment
         evaluation = Evaluation(
             frames=frames,
@@ -303,7 +303,7 @@ class Monitor:
         self._bar.set_postfix(shown, refresh=False)
 
     def say(self, text: str) -> None:
-        """A line on stderr that does not tear the progress line."""
+        """Print a line on stderr without breaking the progress line."""
         self._bar.write(text, file=self._stderr)
 
     def picture(self, best: Evaluation | None) -> Path:
@@ -331,13 +331,14 @@ class Monitor:
         }
 
     def discard(self) -> None:
-        """Close, and remove the file and the folders that the loggers made. Called before anything
-        is logged. A folder in which something else lies stays."""
+        """Close, and remove the file and the folders that the loggers made.
+
+        Call it before anything is logged. A folder that holds something else stays."""
         self.close()
         self._remove_logs()
 
     def _remove_logs(self) -> None:
-        self._loggers[0].experiment.close()  # idempotent; no file is made anew afterwards
+        self._loggers[0].experiment.close()  # idempotent; no file is created afterwards
         if self._event_file is not None:
             with contextlib.suppress(OSError):
                 os.unlink(self._event_file)
@@ -346,7 +347,7 @@ class Monitor:
                 folder.rmdir()
 
     def close(self) -> None:
-        """End the progress line and flush the logs; idempotent."""
+        """End the progress line and flush the logs. Idempotent."""
         self._bar.close()
         tensorboard, _csv, *others = self._loggers
         tensorboard.experiment.close()
@@ -360,7 +361,7 @@ class Monitor:
 
 
 def check_wandb(project: str | None) -> None:
-    """Raise ConfigurationError if it is wanted and not installed."""
+    """Raise ConfigurationError if wandb is requested but not installed."""
     if project is not None and importlib.util.find_spec("wandb") is None:
         raise ConfigurationError(
             "--wandb needs a package that is not installed: pip install 'torchrl-dist[wandb]'"
@@ -368,8 +369,10 @@ def check_wandb(project: str | None) -> None:
 
 
 def _wandb_logger(project: str, run_id: str, title: str, output: Path) -> Any:
-    """Of a resumed run, the one it had. What is printed, and which packages are installed, is not
-    sent."""
+    """Return the logger, of a resumed run with its former id.
+
+    It does not send the printed output or the list of installed packages.
+    """
     from torchrl.record.loggers import WandbLogger
 
     try:

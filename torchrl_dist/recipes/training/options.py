@@ -1,12 +1,11 @@
 """A frozen dataclass as the one source of a command's options.
 
-Pure: imports neither torch nor anything that does, so that ``--help`` and a wrong argument answer
-at once.
+This module imports neither torch nor a module that does, so ``--help`` and errors appear at once.
 
-On argparse and PyYAML, where libraries make a command line of a dataclass: with these, users would
-lose something. jsonargparse 4.53 refuses ``--total-frames`` and ``--hidden 64 64``, tyro 1.0 puts
-options in no groups, reads no YAML files and says in a box of lines what was wrong; neither takes
-``2e5`` for a number of frames, and ranges would be checked here all the same.
+It uses argparse and PyYAML instead of a library that turns a dataclass into a command line, because
+users would lose something. jsonargparse 4.53 refuses ``--total-frames`` and ``--hidden 64 64``.
+tyro 1.0 has no groups of options, reads no YAML files, and prints errors in a box of several lines.
+Neither accepts ``2e5`` as a number of frames, and ranges would still have to be checked here.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _KEY = "torchrl_dist.option"
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """What a field means and which values it takes. Bounds are closed unless ``above``."""
+    """The meaning of a field and its valid values. Bounds are closed unless ``above``."""
 
     help: str
     unit: str = ""
@@ -55,12 +54,12 @@ class Option:
 
 
 def option(default: Any, help: str, **about: Any) -> Any:
-    """A dataclass field with its documentation and range; ``about`` as for :class:`Option`."""
+    """Return a dataclass field with its documentation and range; ``about`` as for :class:`Option`."""
     return dataclasses.field(default=default, metadata={_KEY: Option(help, **about)})
 
 
 def option_of(field: dataclasses.Field) -> Option:
-    """The :class:`Option` of a field made by :func:`option`."""
+    """Return the :class:`Option` of a field made by :func:`option`."""
     return field.metadata[_KEY]
 
 
@@ -70,10 +69,10 @@ def flag(name: str) -> str:
 
 
 def check_options(config: Any) -> None:
-    """Check type and range of every field of ``config``; called by its ``__post_init__``.
+    """Check type and range of every field of ``config``. Its ``__post_init__`` calls this.
 
     Raises:
-        ConfigurationError: names the option, what was got and what was expected.
+        ConfigurationError: a value is invalid; the message names the option.
     """
     types = typing.get_type_hints(type(config))
     for field in dataclasses.fields(config):
@@ -86,7 +85,7 @@ def check_options(config: Any) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser, config_class: type) -> None:
-    """Add one option per field. An option that is not given leaves no attribute behind."""
+    """Add one option per field. An option that is not given leaves no attribute."""
     types = typing.get_type_hints(config_class)
     groups: dict[str, argparse._ArgumentGroup] = {}
     for field in dataclasses.fields(config_class):
@@ -107,7 +106,7 @@ def add_options(parser: argparse.ArgumentParser, config_class: type) -> None:
 
 
 def given_options(namespace: argparse.Namespace, config_class: type) -> dict[str, Any]:
-    """The fields of ``config_class`` that the command line named, as values of their types."""
+    """Return the fields of ``config_class`` that the command line named, as values of their types."""
     names = {field.name for field in dataclasses.fields(config_class)}
     return {
         name: tuple(value) if isinstance(value, list) else value
@@ -117,10 +116,10 @@ def given_options(namespace: argparse.Namespace, config_class: type) -> dict[str
 
 
 def read_options(path: str | os.PathLike[str], config_class: type) -> dict[str, Any]:
-    """The fields of ``config_class`` that a YAML file gives, as values of their types.
+    """Return the fields of ``config_class`` in a YAML file, as values of their types.
 
     Raises:
-        ConfigurationError: it cannot be read, is no mapping, or names what is no field.
+        ConfigurationError: the file cannot be read, is not a mapping, or names an unknown field.
     """
     import yaml
 
@@ -137,7 +136,7 @@ def read_options(path: str | os.PathLike[str], config_class: type) -> dict[str, 
         raise ConfigurationError(f"--config: {path} holds no mapping of options to values")
     given = [key.value for key, _ in node.value]
     for name in content:
-        if given.count(name) > 1:  # YAML takes the last
+        if given.count(name) > 1:  # YAML would take the last
             raise ConfigurationError(f"--config: {path} names {name!r} twice")
         if name not in names:
             raise ConfigurationError(
@@ -147,15 +146,18 @@ def read_options(path: str | os.PathLike[str], config_class: type) -> dict[str, 
 
 
 def _text_of(path: str | os.PathLike[str]) -> str:
-    """Of a plain file, or of what a shell has opened for this process (``/dev/fd/63``): a pipe that
-    anyone else has made may never have a writer."""
+    """Return the text of a plain file, or of one that a shell has opened for this process.
+
+    The latter is ``/dev/fd/63``, for example. Another user's pipe is refused, because it may never
+    have a writer.
+    """
     if Path(path).is_relative_to("/dev") and not Path(path).is_relative_to("/dev/shm"):
         return Path(path).read_text()
     return own_files.read_plain(path)
 
 
 def as_yaml(config: Any) -> str:
-    """All fields of ``config``, in a form that :func:`read_options` reads."""
+    """Return all fields of ``config``, in a form that :func:`read_options` reads."""
     import yaml
 
     values = dataclasses.asdict(config)
@@ -164,9 +166,9 @@ def as_yaml(config: Any) -> str:
 
 
 def _from_yaml(name: str, value: Any, kind: Any) -> Any:
-    """YAML 1.1 reads 1e-3 as a text."""
+    """Convert a value of a YAML file. YAML 1.1 reads 1e-3 as text."""
     if isinstance(value, list):
-        if any(isinstance(each, list) for each in value):  # an alias may even be within itself
+        if any(isinstance(each, list) for each in value):  # an alias may even contain itself
             raise ConfigurationError(
                 f"{flag(name)}: got a list in a list, expected {_describe(kind)}"
             )
@@ -186,7 +188,7 @@ def _from_yaml(name: str, value: Any, kind: Any) -> Any:
 
 
 def from_plain(config_class: type[T], values: Mapping[str, Any]) -> T:
-    """Build a config from a checkpoint's plain values; fields it does not know are ignored."""
+    """Build a config from a checkpoint's plain values. Unknown fields are ignored."""
     names = {field.name for field in dataclasses.fields(config_class)}  # type: ignore[arg-type]  # is one
     known = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
     return config_class(**{key: value for key, value in known.items() if key in names})
@@ -203,7 +205,7 @@ def _argument(name: str, kind: Any) -> dict[str, Any]:
 
 
 def _converter(kind: type) -> Any:
-    """``kind`` itself, but ``50_000`` and ``2e5`` are whole numbers too."""
+    """Return ``kind``, or for int a converter that also accepts ``50_000`` and ``2e5``."""
     if kind is not int:
         return kind
 

@@ -1,4 +1,4 @@
-"""Who may write into a run's folder: one fresh run, or one that continues it."""
+"""The run that may write into a run's folder: one fresh run, or one that continues it."""
 
 from __future__ import annotations
 
@@ -25,35 +25,37 @@ def claim(
     resume: bool,
     held: contextlib.ExitStack,
 ) -> bool:
-    """Take the folders for this job and say whether to continue from ``checkpoint``.
+    """Claim the folders for this job, and return whether to continue from ``checkpoint``.
 
-    A restart by the launcher (``restart_count > 0``) continues its own job's run without being
-    asked to, and begins anew if that had written no checkpoint yet.
+    After a restart by the launcher (``restart_count > 0``), the job continues its own run without
+    ``resume``, and starts again if the run has no checkpoint yet.
 
     Args:
         output: the folder; created if it does not exist.
-        checkpoint: where the run's checkpoint is, if it has one.
-        replay: folder of the replay buffer, in ``output`` or elsewhere; its parent is created.
-            None: there is none.
-        job_id: the same before and after a restart of this job, different in any other.
+        checkpoint: path of the run's checkpoint, if it has one.
+        replay: folder of the replay buffer, in ``output`` or elsewhere, or None. Its parent is
+            created.
+        job_id: the same before and after a restart of this job, and different in every other job.
         restart_count: how often the launcher has restarted this job.
         resume: the user asked to continue.
-        held: until it is closed, other runs are refused the folder (where its file system locks).
+        held: until it is closed, other runs cannot use the folder (if its file system can lock).
 
     Raises:
-        ConfigurationError: a fresh run in a folder with files, nothing to resume, a folder in which
-            another run goes on, one that another user could change, or that cannot be written.
+        ConfigurationError: a fresh run in a folder with files, nothing to resume, or a folder that
+            another run uses, that another user could change, or that cannot be written.
     """
     try:
         if output.exists() and not output.is_dir():
             raise ConfigurationError(f"--output-dir: {output} is a file, expected a folder")
-    except OSError as error:  # of too long a name, say
+    except OSError as error:  # for example, too long a name
         raise ConfigurationError(f"--output-dir: {output}: {error.strerror}") from error
     for folder, option in ((output, "--output-dir"), (replay, "--replay-dir")):
         if folder is not None:
             _refuse_others(folder, option)
     if restart_count > 0 and _owner(output) == job_id:
-        with contextlib.suppress(ConfigurationError):  # its own, of a process that is ending
+        with contextlib.suppress(
+            ConfigurationError
+        ):  # its own folder, held by a process that is ending
             _hold(output, held)
         return checkpoint.is_file()
     if resume:
@@ -86,34 +88,39 @@ def claim(
                 f"{option}: cannot write to {folder} ({error.strerror})"
             ) from error
     _hold(output, held)
-    if not resume and not _holds_at_most_our_note(output):  # another run has been here meanwhile
+    if not resume and not _holds_at_most_our_note(
+        output
+    ):  # another run has used the folder meanwhile
         raise _not_empty(output, checkpoint)
     _write(output / _NOTE, {"job_id": job_id})
     return resume
 
 
 def check_rows(output: Path, replay: Path | None) -> None:
-    """Refuse a copy of a run the rows of the first, which its configuration names. Where the folder
-    is a part of the run's, the copy has its own.
+    """Refuse the rows of another run, which the configuration of a copied run names.
+
+    If the rows' folder is inside the run's, the copy has its own.
 
     Raises:
-        ConfigurationError: they are the rows of another run, which is still there.
+        ConfigurationError: the rows belong to another run, which still exists.
     """
     if replay is None or _is_in(output, replay):
         return
     told = _read(replay / CLAIM)
     other = Path(told.get("run", output))
-    here = told.get("replay") == str(replay.resolve())  # else they are a copy, or were moved
+    here = told.get("replay") == str(
+        replay.resolve()
+    )  # otherwise the rows are a copy, or were moved
     if here and (other / _NOTE).exists() and not other.samefile(output):
         raise ConfigurationError(
-            f"--replay-dir: {replay} has the rows of the run in {other}, not of that in {output}: "
-            f"give this one a folder of its own, such as --replay-dir {replay}-2, where its buffer "
-            "fills anew, or a copy of the other's that was made while no run used it"
+            f"--replay-dir: {replay} has the rows of the run in {other}, not of the run in {output}: "
+            f"give this run its own folder, such as --replay-dir {replay}-2, where its buffer "
+            "starts empty, or a copy of the other's that was made while no run used it"
         )
 
 
 def claim_rows(output: Path, replay: Path) -> None:
-    """Say in ``replay`` whose rows they are; once the buffer is there."""
+    """Record in ``replay`` which run its rows belong to. Call it once the buffer exists."""
     if not _is_in(output, replay) and own_files.is_ours(replay):
         _write(replay / CLAIM, {"run": str(output.resolve()), "replay": str(replay.resolve())})
 
@@ -131,13 +138,14 @@ def _refuse_others(folder: Path, option: str) -> None:
     except own_files.NotOurs as error:
         raise ConfigurationError(f"{option}: {error}; choose another folder") from error
     except OSError:
-        pass  # said below
+        pass  # reported below
 
 
 def forget(output: Path, *, checkpoint: Path, replay: Path | None) -> None:
-    """Leave nothing of a fresh run that has failed before its first checkpoint: its folder would
-    refuse a new run and a resumed one. What the run did not write stays; its monitor has removed
-    its own logs."""
+    """Remove all files of a fresh run that failed before its first checkpoint.
+
+    Otherwise its folder would refuse both a new and a resumed run. Files that the run did not write
+    stay; its monitor has removed its own logs."""
     if checkpoint.is_file():
         return
     found = look(replay) if replay is not None else None
@@ -184,12 +192,12 @@ def _owner(output: Path) -> str | None:
 
 
 def job_of(output: Path) -> str | None:
-    """The job that the run in the folder belongs to; None: it is none of this user's."""
+    """Return the job of the run in the folder, or None if it has no note of this user's."""
     return _read(output / _NOTE).get("job_id")
 
 
 def _read(path: Path) -> dict[str, str]:
-    """Empty if it is no note of this user's."""
+    """Return a note's text; empty if it is not this user's file."""
     try:
         note = json.loads(own_files.read_ours(path))
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The replay buffer of the recipes that have one: a folder of one node, or a shard on each."""
+"""The recipes' replay buffer: a folder on one node, or a shard on each of several."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ def shared_buffer(
     exponents: tuple[float, float] | None = None,
     limiter: RateLimiter | None = None,
 ) -> SharedReplayBuffer:
-    """The job's buffer, whose rows a resumed run goes on with.
+    """Return the job's buffer. A resumed run continues with its rows.
 
-    Rows of an attempt that was killed before its first checkpoint are dropped, by the first
-    learner: the job begins anew, and would not count them. Other learners must wait for that before
+    The first learner drops the rows of an attempt that was killed before its first checkpoint,
+    because the job starts again and would not count them. Other learners must wait for that before
     they collect.
 
-    On one node it is the folder ``config.replay_path``. On several, the first process of each node
-    keeps a shard: in ``config.replay_dir`` if that is given, where a later job finds it, else in
-    memory, which only a restart by the launcher does.
+    On one node, the buffer is in the folder ``config.replay_path``. On several nodes, the first
+    process of each node keeps a shard. If ``config.replay_dir`` is given, the shard is there, and a
+    later job finds it. Otherwise it is in memory, and only a restart by the launcher finds it.
 
     Args:
         batch_size: rows per sample of this process.
         exponents: alpha and beta of prioritized sampling; None: uniform.
-        limiter: of the whole buffer.
+        limiter: the rate limiter of the whole buffer.
 
     Raises:
-        DirectoryError: a folder of this node cannot be used; of another, RemoteError.
+        DirectoryError: a folder of this node cannot be used.
+        RemoteError: a folder of another node cannot be used.
     """
     buffer = _shared_buffer(config, session, start.resumes > 0, batch_size, exponents, limiter)
     if start.resumes == 0 and session.me.index == 0 and len(buffer):
@@ -94,7 +95,7 @@ def _shared_buffer(
 
 
 def first_of_each_node(session: Session) -> tuple[Peer, ...]:
-    """One process per node, in the order of their ranks; the driver is among them."""
+    """Return one process per node, in the order of their ranks. The driver is one of them."""
     nodes: dict[str, Peer] = {}
     for peer in session.peers:
         nodes.setdefault(peer.host, peer)
@@ -102,13 +103,15 @@ def first_of_each_node(session: Session) -> tuple[Peer, ...]:
 
 
 def remarks_on_resume(buffer: SharedReplayBuffer) -> tuple[str, ...]:
-    """For the user of a resumed run, whose rows may have gone with the nodes' memory."""
+    """Return remarks for a resumed run, whose rows may have been lost with the nodes' memory."""
     if len(buffer):
         return ()
-    return ("the replay buffer's rows are gone: it fills anew",)
+    return ("the replay buffer's rows are lost; it starts empty",)
 
 
 def stale_priorities(buffer: SharedReplayBuffer) -> int:
-    """Priorities that came after their rows were overwritten, and so were dropped; since the buffer
-    was made, by all processes. Blocks for a call where other nodes keep rows."""
+    """Return how many priorities were dropped because their rows had been overwritten.
+
+    It counts all processes since the buffer was created. If other nodes keep rows, it blocks for
+    one call."""
     return buffer.storage.counters["stale_updates"]
