@@ -255,7 +255,7 @@ def test_cat_results_joins_as_multi_sync_collector_does(build: Any, alone: Any, 
     [
         ({"cat_results": "list"}, "expected 'stack'"),
         ({"cat_results": 2}, "expected 'stack'"),
-        ({"cat_results": "stack", "total_frames": 10}, "no multiple"),
+        ({"cat_results": "stack", "total_frames": 10}, "not a multiple"),
         ({"cat_results": 1, "trajs_per_batch": 2}, "batches of rollouts"),
         ({"traj_format": "flat", "trajs_per_batch": 2}, "'padded' or 'cat'"),
         ({"traj_format": "cat"}, "pass trajs_per_batch="),

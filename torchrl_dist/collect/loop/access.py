@@ -35,7 +35,7 @@ def visit(envs: Any, index: int | None, what: str, name: str, args: tuple, kwarg
         return [_visit_one(env, what, name, args, kwargs) for env in chosen]
     if index not in (None, 0) or (index == 0 and _size(envs) > 1):
         raise ConfigurationError(
-            f"{envs} gives no access to one of its envs; access all (env=None), or build the "
+            f"{envs} cannot be asked for one of its envs; ask all (env=None), or build the "
             "worker from single envs (make_env returns one, num_envs=...)"
         )
     if isinstance(envs, AsyncVectorEnv):
