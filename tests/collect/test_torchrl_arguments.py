@@ -293,7 +293,7 @@ def test_values_that_mean_nothing_are_refused(options: dict[str, Any], message: 
 )
 def test_what_would_fill_in_rows_of_dynamic_specs_is_refused(options: dict[str, Any]) -> None:
     threads = threading.active_count()
-    with pytest.raises(ConfigurationError, match=r"(?s)shapes of their own.*observation"):
+    with pytest.raises(ConfigurationError, match=r"(?s)differ in shape.*observation"):
         RPCBatchedCollector(Growing, None, frames_per_batch=8, **options)
     deadline = time.monotonic() + 5
     while threading.active_count() > threads:

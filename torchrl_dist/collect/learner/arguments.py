@@ -84,9 +84,9 @@ def require_shared(replay_buffer: Any, env_processes: int, replace_lost: bool) -
         )
     if replace_lost:
         raise ConfigurationError(
-            f"{reached}, but a replacement of a lost worker is not a member of it; pass "
+            f"{reached}, but a replacement of a lost worker is not a member of it; expected "
             "replace_lost=False (the others go on without it) or a SharedReplayBuffer of this "
-            "node, or extend the buffer with the batches that the collector yields"
+            "node. Or extend the buffer with the batches that the collector yields"
         )
 
 
