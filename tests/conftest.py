@@ -1,9 +1,8 @@
-"""Fixtures of all tests: a fork server shared by them, the check that nothing is left, and who
-may run beside whom.
+"""Fixtures for all tests: a shared fork server, a check for leftover processes, and scheduling.
 
-A run of the whole suite has three parts side by side: most tests wait for processes more than they
-compute. Tests marked ``alone`` (they compare times, say) follow one another at its end, while the
-other parts wait or have ended.
+A run of the whole suite has three parts in parallel, because most tests wait for processes more
+than they compute. Tests marked ``alone``, for example because they compare times, run one after
+another at the end, while the other parts wait or have ended.
 """
 
 from __future__ import annotations
@@ -30,21 +29,22 @@ from tests.turns import ALONE, Turns, is_alone
 _MARK = "TORCHRL_DIST_TEST"
 _GRACE_S = 5.0
 
-# What tests start finds tests/children/sitecustomize.py, by whichever of the two it is given.
+# Programs that tests start find tests/children/sitecustomize.py by either of these two.
 _CHILDREN = str(Path(__file__).parent / "children")
 if _CHILDREN not in sys.path:
     sys.path.append(_CHILDREN)
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, [_CHILDREN, os.environ.get("PYTHONPATH")])
     )
-# Started with & by a script, or under nohup, a process ignores these; so would what tests start.
+# A process started with & by a script, or under nohup, ignores these signals, and so would its
+# children.
 for _number, _handler in (
     (signal.SIGINT, signal.default_int_handler),
     (signal.SIGHUP, signal.SIG_DFL),
 ):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _handler)
-# A process that runs tests collects its garbage as a user's does, also where pytest has started it.
+# A process that runs tests collects garbage as a user's does, even if pytest has started it.
 gc.set_threshold(700)
 
 _server = None
@@ -52,13 +52,16 @@ _turns: Turns | None = None
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Three for the whole suite, whose tests wait for processes a quarter of their time; none for a
-    part of it, which would wait for them to start."""
+    """Return three for the whole suite, whose tests spend a quarter of their time waiting.
+
+    Return none for a part of it, which would have to wait until the workers start.
+    """
     return 3 if config.args == config.getini("testpaths") else 0
 
 
-# What forks hundreds of times, while a worker is small: a fork copies the tables of all its pages.
-# Then what takes a worker longest, so that none is still at it when the others have nothing left.
+# First the files that fork hundreds of times, while a worker is small, because a fork copies the
+# tables of all its pages. Then the longest files, so that no worker still runs one when the others
+# are done.
 _FIRST = (
     "replay/test_kills.py",
     "tests/test_tutorials.py",
@@ -75,15 +78,17 @@ _FIRST = (
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A scheduler knows tests by their names: have one say that it must be alone."""
+    """Mark tests that must run alone in their names, which are all that the scheduler knows."""
     if metafunc.definition.get_closest_marker("alone"):
         metafunc.fixturenames.append(ALONE)
         metafunc.parametrize(ALONE, [ALONE])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first, tests that must be alone last: waiting for one another, even the shortest
-    would cost the other parts the rest of what runs just then."""
+    """Sort long files first and tests that must run alone last.
+
+    Anywhere else, even the shortest would wait until the other parts finish their tests.
+    """
 
     def place(item: pytest.Item) -> int:
         name = f"{item.path.parent.name}/{item.path.name}"
@@ -95,7 +100,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class _Files(LoadFileScheduling):
-    """Of each file all tests in one part, one after another; those that must be alone likewise."""
+    """Run all tests of a file in one part, one after another, and likewise those that run alone."""
 
     def _split_scope(self, nodeid: str) -> str:
         return ALONE if is_alone(nodeid) else super()._split_scope(nodeid)
@@ -106,7 +111,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Files:
 
 
 def pytest_collection_finish() -> None:
-    """Everything is imported now."""
+    """Called when everything is imported."""
     warm.large_pages()
 
 
@@ -123,7 +128,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Around all else: waiting for the turn is no part of the test's time."""
+    """Wait for the turn outside all other hooks, so that the wait does not count as test time."""
     if _turns is None:
         return (yield)
     with _turns.take(alone=is_alone(item.nodeid)):
@@ -132,7 +137,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """Figures of a test cross to the controller as plain numbers: no NumPy's."""
+    """Convert a test's figures to plain numbers: NumPy's cannot be sent to the controller."""
     outcome = yield
     report = outcome.get_result()
     report.user_properties = [
@@ -142,14 +147,14 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Show a failure when it happens: a run that is cut short comes to no summary."""
+    """Show a failure when it happens, because an interrupted run prints no summary."""
     if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
         print(f"\n{report.nodeid} ({report.when})\n{report.longreprtext[-2000:]}", flush=True)
 
 
 @contextlib.contextmanager
 def unmarked() -> Iterator[None]:
-    """What is started in here outlives the test."""
+    """Mark processes that are started in here as outliving the test."""
     mark = os.environ.pop(_MARK, None)
     try:
         yield
@@ -174,7 +179,7 @@ def fork_server() -> Iterator:
 
 @pytest.fixture(autouse=True)
 def no_process_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test after which a process of its lives on; the process is killed."""
+    """Fail a test that leaves a process behind, and kill the process."""
     before = frozenset(psutil.pids())
     mark = uuid.uuid4().hex
     os.environ[_MARK] = mark
@@ -188,7 +193,7 @@ def no_process_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _end_children_of_server(known: frozenset[int]) -> list[str]:
-    """But for those that were ``known`` before the test: a module's tests may share a cluster."""
+    """Skip processes ``known`` before the test, because a module's tests may share a cluster."""
     if _server is None or not psutil.pid_exists(_server.pid):
         return []
     server = psutil.Process(_server.pid)
@@ -201,7 +206,7 @@ def _end_children_of_server(known: frozenset[int]) -> list[str]:
 
 
 def _may_be_left(process: psutil.Process) -> bool:
-    """Not the helper that the server keeps for its children, and no zombie."""
+    """Skip zombies and the helper process that the server keeps for its children."""
     try:
         return not is_helper(process)
     except psutil.Error:

@@ -4,10 +4,10 @@
         first = network[0].start([sys.executable, "-c", "..."])
         network[2].unplug()
 
-Each host has its own network stack, address, hostname, boot id and /dev/shm; files elsewhere and
+Each host has its own network stack, address, hostname, boot id and /dev/shm. Other files and
 process ids are shared. Nothing outside the namespaces changes, and nothing in them reaches the
-outside. Needs root (CAP_SYS_ADMIN and CAP_NET_ADMIN) and iproute2: ``missing()`` says what is not
-there.
+outside. This needs root (CAP_SYS_ADMIN and CAP_NET_ADMIN) and iproute2; ``missing()`` says what is
+missing.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _PREFIX = "rlhosts"
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _numbers = itertools.count()
 _CLONE_NEWNET, _TUNSETIFF, _IFF_TAP = 0x40000000, 0x400454CA, 0x0002 | 0x1000  # without a header
-# Runs in the command's own mount and UTS namespaces: what it changes, only the command sees.
-# Without a resolver, names that are not in the hosts file are unknown at once.
+# Runs in the command's own mount and UTS namespaces, so only the command sees its changes. There is
+# no resolver, so lookups of names that are not in the hosts file fail at once.
 _BECOME_HOST = (
     'hostname "$1" && mount --bind "$2/$1-names" /etc/hosts'
     f' && mount --bind "$2/$1-boot" {_BOOT_ID}'
@@ -55,7 +55,7 @@ _BECOME_HOST = (
 
 @dataclass
 class Host:
-    """One host. ``start`` runs commands on it; the rest is what can happen to a host."""
+    """One host. ``start`` runs commands on it; most other methods disturb it."""
 
     name: str
     address: str
@@ -67,12 +67,12 @@ class Host:
 
     @property
     def shm(self) -> Path:
-        """Its /dev/shm, as the test sees it."""
+        """The host's /dev/shm, as the test sees it."""
         return self.folder / self.name
 
     def start(self, command: Sequence[str], **options: object) -> subprocess.Popen:
-        """Start a command; the pid is that of the command. ``options`` are those of ``Popen``."""
-        # not "ip netns exec", whose /sys is the namespace's own: slurmd looks for cgroups there
+        """Start a command and return its process. ``options`` are those of ``Popen``."""
+        # not "ip netns exec", which mounts a /sys without the cgroups that slurmd needs
         enter = ["nsenter", f"--net=/run/netns/{self.namespace}", "unshare", "--mount", "--uts"]
         become = ["sh", "-c", _BECOME_HOST, "sh", self.name, str(self.folder)]
         process = subprocess.Popen([*enter, *become, *command], **options)  # type: ignore[call-overload]
@@ -82,7 +82,7 @@ class Host:
     def start_program(
         self, command: Sequence[str], env: dict[str, str], output: IO[str]
     ) -> warm.Running:
-        """Start a Python program, with what it prints and its errors in one file."""
+        """Start a Python program, with stdout and stderr in one file."""
         if warm.is_cold():
             return self.start(command, env=env, stdout=output, stderr=subprocess.STDOUT)
         own = warm.Host(
@@ -100,20 +100,20 @@ class Host:
         return process
 
     def unplug(self) -> None:
-        """Pull its cable: packets in both directions vanish, nobody is told."""
+        """Pull the host's cable: packets in both directions are lost without notice."""
         _ip("-n", self._switch, "link", "set", self._port, "down")
 
     def plug_in(self) -> None:
         _ip("-n", self._switch, "link", "set", self._port, "up")
 
     def slow_down(self, mbit: float) -> None:
-        """From now on it sends so much per second."""
+        """Limit how much the host sends per second from now on."""
         shape = ["tbf", "rate", f"{mbit}mbit", "burst", "16kb", "latency", "400ms"]
         command = ["tc", "-n", self.namespace, "qdisc", "add", "dev", INTERFACE, "root", *shape]
         subprocess.run(command, check=True, capture_output=True, timeout=30)
 
     def cut_off_from(self, other: Host) -> None:
-        """Packets to one other host vanish; both reach everybody else."""
+        """Drop packets to one other host; both still reach all others."""
         _ip("-n", self.namespace, "route", "add", "blackhole", other.address)
 
     def reach_again(self, other: Host) -> None:
@@ -123,27 +123,27 @@ class Host:
         return [int(pid) for pid in _ip("netns", "pids", self.namespace).split()]
 
     def pause(self) -> None:
-        """Stop all its processes, as a suspended virtual machine; its kernel still answers."""
+        """Stop all processes of the host, like a suspended machine; its kernel still answers."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """End all its processes with SIGKILL; blocks until they are gone."""
+        """End all processes of the host with SIGKILL; block until they are gone."""
         deadline = time.monotonic() + 10
         while pids := [pid for pid in self.pids() if psutil.pid_exists(pid)]:
             assert time.monotonic() < deadline, f"processes of {self.name} do not die: {pids}"
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            for process in self._started:  # those that are our children, lest they stay zombies
+            for process in self._started:  # our children, which would stay zombies
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(1)
             time.sleep(0.02)
 
     def crash(self) -> None:
-        """What its end by power failure looks like to others: silence."""
+        """Let the host fall silent, as a power failure looks to the others."""
         self.unplug()
         self.kill()
 
@@ -155,11 +155,12 @@ class Host:
 
 @contextlib.contextmanager
 def hosts(count: int, *, ipv6: bool = False, way_s: float = 0.0) -> Iterator[list[Host]]:
-    """``count`` hosts, up and connected, with ``ipv6`` without an IPv4 address but loopback's. At
-    the end their processes are killed and all is removed, also after a failure.
+    """Start and connect ``count`` hosts; with ``ipv6``, their only IPv4 address is loopback's.
+
+    At the end their processes are killed and everything is removed, also after a failure.
 
     Args:
-        way_s: how long a packet is on its way from any host to another.
+        way_s: how long a packet travels from any host to another.
     """
     _remove_leftovers()
     prefix = f"{_PREFIX}-{os.getpid()}-{next(_numbers)}"
@@ -184,7 +185,7 @@ def hosts(count: int, *, ipv6: bool = False, way_s: float = 0.0) -> Iterator[lis
         _ip("-n", switch, "link", "set", "bridge", "up")
         for host in network:
             host.shm.mkdir()
-            # as Debian has it: its own name is a loopback address, which is of no use to others
+            # as on Debian: the own name is a loopback address, which is useless to others
             names = {other.address: other.name for other in network if other is not host}
             names |= {"127.0.0.1": "localhost", "127.0.1.1": host.name}
             lines = [f"{address} {name}\n" for address, name in names.items()]
@@ -205,7 +206,7 @@ def hosts(count: int, *, ipv6: bool = False, way_s: float = 0.0) -> Iterator[lis
     finally:
         cables.close()
         for host in network:
-            with contextlib.suppress(subprocess.CalledProcessError):  # never came to be
+            with contextlib.suppress(subprocess.CalledProcessError):  # it was never created
                 host.kill()
         for namespace in _namespaces():
             if namespace.startswith(f"{prefix}-"):
@@ -215,8 +216,10 @@ def hosts(count: int, *, ipv6: bool = False, way_s: float = 0.0) -> Iterator[lis
 
 @contextlib.contextmanager
 def _long_cable(switch: str, host: Host, way_s: float) -> Iterator[None]:
-    """Between the switch and a host, both ends of which are this program's to read and write: not
-    every kernel has netem."""
+    """A delayed link between the switch and a host.
+
+    This program reads and writes both ends, because not every kernel has netem.
+    """
     ends = [_tap(switch, host._port), _tap(host.namespace, INTERFACE)]
     command = [sys.executable, "-S", "-c", _CARRY, *map(str, ends), str(way_s)]
     with subprocess.Popen(command, pass_fds=ends) as carrier:
@@ -228,7 +231,7 @@ def _long_cable(switch: str, host: Host, way_s: float) -> Iterator[None]:
             carrier.kill()
 
 
-# Carries packets between two descriptors, each after so many seconds.
+# Carries packets between two descriptors, each after a delay in seconds.
 _CARRY = """
 import collections, os, select, sys, time
 ends, way_s = [int(end) for end in sys.argv[1:3]], float(sys.argv[3])
@@ -253,7 +256,7 @@ while True:
 
 
 def _tap(namespace: str, name: str) -> int:
-    """A network device whose packets are read from and written to this descriptor."""
+    """Create a network device whose packets are read from and written to this descriptor."""
     libc = ctypes.CDLL(None, use_errno=True)
     home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     there = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
@@ -270,13 +273,13 @@ def _tap(namespace: str, name: str) -> int:
 
 @dataclass(repr=False)
 class HostJob:
-    """The same job on all hosts: an agent of torchrun, or a task, per host."""
+    """One job on several hosts: an agent of torchrun, or a task, per host."""
 
     processes: list[warm.Running]
     logs: list[Path]
 
     def wait(self, timeout_s: float, hosts: Sequence[int] | None = None) -> list[int]:
-        """Block until the processes of these hosts (default: all) have ended; their exit codes."""
+        """Block until the processes of these hosts (default: all) have ended; return exit codes."""
         deadline = time.monotonic() + timeout_s
         chosen = self.processes if hosts is None else [self.processes[k] for k in hosts]
         try:
@@ -289,7 +292,9 @@ class HostJob:
 
     def __repr__(self) -> str:
         codes = [process.poll() for process in self.processes]
-        parts = [f"--- host {k}: {codes[k]} ---\n{self.log(k)[-20_000:]}" for k in range(len(codes))]
+        parts = [
+            f"--- host {k}: {codes[k]} ---\n{self.log(k)[-20_000:]}" for k in range(len(codes))
+        ]
         return "\n".join(parts)
 
 
@@ -317,7 +322,7 @@ def run_torchrun(
     commands = []
     for k, host in enumerate(network):
         own = [f"--nproc-per-node={nproc[k]}", f"--local-addr={host.address}"]
-        # a host whose own name is a loopback address does not see that the endpoint is itself
+        # a host whose own name is a loopback address does not recognize itself in the endpoint
         own += [f"--rdzv-conf=is_host={int(k == 0)},{rdzv_conf}"]
         commands.append([*common, *own, *script])
     return _start_everywhere(network, commands, [{} for _ in network], folder)
@@ -326,8 +331,10 @@ def run_torchrun(
 def run_tasks(
     network: list[Host], body: Callable, arguments: dict[str, Any], folder: Path
 ) -> HostJob:
-    """Start ``body(**arguments)`` once per host, as ``srun --kill-on-bad-exit=0`` would: nobody
-    ends the others when one is lost."""
+    """Start ``body(**arguments)`` once per host, as ``srun --kill-on-bad-exit=0`` would.
+
+    When one task is lost, the others are not ended.
+    """
     command = [sys.executable, *rank_script(body, arguments, folder)]
     count = len(network)
     variables = [
@@ -368,10 +375,12 @@ def wait_for(path: Path, timeout_s: float = 100, job: HostJob | None = None) -> 
 
 
 def wait_until_all_are_up(folder: Path, count: int | None = None) -> None:
-    """Called by each task of ``run_tasks``, or rank of ``run_torchrun``, before its session, whose
-    deadline is for what happens to hosts and too short for the imports of three processes on a
-    busy machine. A round of torchrun that begins with fewer ranks than ``count`` (default: with all
-    that it has) waits here until torchrun ends it, because it takes in the others."""
+    """Wait for all tasks of ``run_tasks``, or ranks of ``run_torchrun``, before their session.
+
+    The session's deadline is meant for failures of hosts, and is too short for the imports of three
+    processes on a busy machine. If torchrun starts fewer ranks than ``count`` (default: as many as
+    it has), they wait here until torchrun ends them to take in the others.
+    """
     environ = os.environ
     if "SLURM_PROCID" in environ:
         rank, world, attempt = environ["SLURM_PROCID"], int(environ["SLURM_NTASKS"]), "0"
@@ -384,14 +393,14 @@ def wait_until_all_are_up(folder: Path, count: int | None = None) -> None:
 
 
 def leftovers() -> list[str]:
-    """Namespaces and folders of this process that are still there."""
+    """Return namespaces and folders of this process that still exist."""
     mine = f"{_PREFIX}-{os.getpid()}-"
     return [name for name in [*_namespaces(), *os.listdir("/dev/shm")] if name.startswith(mine)]
 
 
 @functools.cache
 def missing(*, way_s: float = 0.0) -> str | None:
-    """Why there can be no hosts here, so far from one another; None if there can."""
+    """Return why hosts with this delay cannot be made here, or None if they can."""
     try:
         with hosts(1, way_s=way_s) as network:
             network[0].start(["true"]).wait(10)
@@ -417,7 +426,7 @@ def _namespaces() -> list[str]:
 
 
 def _remove_leftovers() -> None:
-    """Remove what a test run left that was killed with SIGKILL."""
+    """Remove what a test run left behind when it was killed with SIGKILL."""
     for namespace in _namespaces():
         prefix, _, rest = namespace.partition("-")
         owner = rest.partition("-")[0]

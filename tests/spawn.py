@@ -4,9 +4,9 @@
     def test_every_rank_sees_every_row(tmp_path):
         ...                                  # runs in each of the four ranks; asserts count there
 
-or, for jobs that are meant to fail, ``run_job(body, nproc=2, max_restarts=1)`` and look at its
-result. No port is chosen by anybody: torchrun rendezvouses on a free one; whoever must name one
-asks :func:`reserved_port`. A job that outlives ``timeout_s`` or leaves a process behind is a
+For jobs that are meant to fail, call ``run_job(body, nproc=2, max_restarts=1)`` and check its
+result. Tests choose no fixed port: torchrun rendezvouses on a free one, and a test that must name
+one calls :func:`reserved_port`. A job that outlives ``timeout_s`` or leaves a process behind is a
 failure.
 """
 
@@ -74,7 +74,7 @@ def spawn(
             )
             assert job.returncode == 0, str(job)
 
-        test.__signature__ = inspect.signature(body)  # pytest asks it for the fixtures
+        test.__signature__ = inspect.signature(body)  # pytest reads the fixtures from it
         return test
 
     return decorate
@@ -91,11 +91,12 @@ def run_job(
     on_start: Callable[[warm.Running], None] | None = None,
     cold: bool = False,
 ) -> Job:
-    """Run ``body(**arguments)`` (a module-level function), or a script or ``-m module`` with its
-    arguments (a list), in ``nproc`` ranks under torchrun; block until the job has ended.
+    """Run a body in ``nproc`` ranks under torchrun and block until the job has ended.
 
-    ``on_start`` is called once with the agent's process, to disturb the job. ``cold``: agent and
-    ranks are interpreters that import everything themselves.
+    The body is a module-level function, called with ``arguments``, or a list: a script or ``-m
+    module`` with its arguments. ``on_start`` is called once with the agent's process, to disturb
+    the job. With ``cold``, the agent and the ranks are interpreters that import everything
+    themselves.
     """
     mark = uuid.uuid4().hex
     with tempfile.TemporaryDirectory() as directory:
@@ -139,7 +140,7 @@ def run_job(
 
 @dataclass(frozen=True)
 class Task:
-    """A process that Slurm would have started."""
+    """A process as Slurm would start it."""
 
     process: warm.Running
     folder: Path
@@ -155,7 +156,7 @@ class Task:
 
 
 def start_slurm_tasks(code: str, folder: Path, *arguments: str) -> list[Task]:
-    """Start two tasks of a step of job 77 on this node; what they print goes to ``folder``."""
+    """Start two tasks of a step of job 77 on this node; their output goes to ``folder``."""
     step = {
         "SLURM_NTASKS": "2",
         "SLURM_NODEID": "0",
@@ -184,7 +185,7 @@ def start_slurm_tasks(code: str, folder: Path, *arguments: str) -> list[Task]:
 
 
 def rank_script(body: Callable, arguments: dict[str, Any], directory: str | Path) -> list[str]:
-    """What a rank has Python run to call ``body(**arguments)``, a module-level function."""
+    """Return Python code with which a rank calls ``body(**arguments)``, a module-level function."""
     call = Path(directory, "call.pickle")
     path = inspect.getsourcefile(inspect.unwrap(body))
     call.write_bytes(pickle.dumps((path, body.__name__, arguments)))
@@ -194,8 +195,10 @@ def rank_script(body: Callable, arguments: dict[str, Any], directory: str | Path
 def end_marked(
     variable: str, value: str, *, grace_s: float, known: frozenset[int] = frozenset()
 ) -> list[str]:
-    """Kill the processes that started with this environment variable and are still there after
-    ``grace_s``; returns their command lines. Those ``known`` from before are not looked at."""
+    """Kill processes that started with this environment variable and still run after ``grace_s``.
+
+    Returns their command lines. Processes in ``known`` are skipped.
+    """
     processes = [
         process
         for pid in psutil.pids()
@@ -214,22 +217,24 @@ def end_marked(
 
 
 def reserved_port() -> int:
-    """A port that is given to nobody who asks for any, for a minute.
+    """Reserve a port for a minute: the kernel gives it to no process that asks for any free port.
 
-    A connection that was closed here waits on it meanwhile; a server that names it, as torch's
-    store does, may listen (it reuses addresses).
+    A closed connection stays in TIME_WAIT on it. A server that names the port may still listen, as
+    torch's store does, because it reuses addresses.
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as client:
-            server.accept()[0].close()  # before the client does: so it is this end that waits
+            server.accept()[0].close()  # before the client does, so that this end waits
             client.recv(1)
     return port
 
 
 def is_helper(process: psutil.Process) -> bool:
-    """Whether it is Python's own of multiprocessing, or forks a torchrun's ranks: both end when
-    their parents do, and compute nothing."""
+    """Whether it is a helper process of multiprocessing, or forks a torchrun's ranks.
+
+    Both end with their parents, and compute nothing.
+    """
     words = process.cmdline()
     return warm.SERVER in words or "multiprocessing.resource_tracker" in " ".join(words)
 
@@ -281,7 +286,10 @@ if __name__ == "__main__":
 
 
 def stop_self() -> None:
-    """Stop this process, and go on when it is continued. The signal may go to another thread, which
-    stops this one a moment later: it must not do anything meanwhile."""
+    """Stop this process, and return when it is continued.
+
+    The signal may reach another thread first, which stops this one a moment later, so do nothing
+    until then.
+    """
     os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(1.0)

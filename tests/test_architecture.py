@@ -20,6 +20,7 @@ LAYERS = {
     "own_files": 0,
     "stopping": 0,
     "tensors": 0,
+    "ui": 0,
     "runtime": 1,
     "weights": 2,
     "checkpoint": 2,
@@ -43,7 +44,9 @@ FOLDERS = {
 PUBLIC_NAMES = """
     CheckpointError CollectReport ConfigurationError DeadlineError DirectoryError DistributedLoss
     DriftError FirstReady HostedReplayBuffer Peer PeerLostError Preempt Quorum RPCBatchedCollector
-    RPCPrioritizedSampler RPCRandomSampler RateLimitError RateLimiter Remote RemoteError
+    RPCPrioritizedSampler RPCPrioritizedSliceSampler RPCRandomSampler
+    RPCSamplerWithoutReplacement RPCSliceSampler
+    RateLimitError RateLimiter Remote RemoteError
     RemoteStorage ReplayOwner Session SharedCursorWriter SharedMemmapStorage
     SharedPrioritizedSampler SharedPrioritizedSliceSampler SharedRandomSampler
     SharedReplayBuffer SharedSamplerWithoutReplacement SharedSliceSampler TorchRLDistError WaitAll
@@ -187,8 +190,8 @@ def test_c_and_python_agree_on_the_numbers_of_shared_tables() -> None:
     text = (ROOT / "replay" / "law" / "_kernel.c").read_text()
     said = re.search(r"/\* tables\.Word.*?\*/(.*?)\n\n", text, re.DOTALL)
     assert said is not None
-    words, columns, states = re.findall(r"enum \{(.*?)\};", said[1])
-    numbers = dict(pair.split(" = ") for pair in words.strip().split(", "))
+    words, columns, states = re.findall(r"enum \{(.*?)\};", said[1], re.DOTALL)
+    numbers = dict(pair.split(" = ") for pair in re.split(r",\s+", words.strip()))
     assert {name: int(number) for name, number in numbers.items()} == {
         name: int(tables.Word[name]) for name in numbers
     }

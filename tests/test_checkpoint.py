@@ -1,4 +1,4 @@
-"""A checkpoint is whole or refused, and reading one runs no code."""
+"""A checkpoint is complete or refused, and reading one runs no code."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ ALMOST_PLAIN = {
 }
 
 
-def test_what_is_almost_plain_is_made_plain_and_can_be_read(tmp_path: Path) -> None:
-    """All that is written can be read: NumPy's float64 is a float, an IntEnum's member an int."""
+def test_nearly_plain_values_are_converted_and_can_be_read(tmp_path: Path) -> None:
+    """All that is written can be read, even subclasses such as NumPy's float64 or an IntEnum."""
 
     def types(value: object) -> object:
         if isinstance(value, dict):
@@ -103,7 +103,7 @@ def test_what_is_almost_plain_is_made_plain_and_can_be_read(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("value", [enum.Enum("E", "a").a, object(), {torch.ones(1): 1}, {1}, 1j])
-def test_what_could_not_be_read_is_not_written(tmp_path: Path, value: object) -> None:
+def test_a_value_that_could_not_be_read_is_not_written(tmp_path: Path, value: object) -> None:
     with pytest.raises(CheckpointError):
         save_checkpoint(
             tmp_path / "c.pt", Checkpoint("apex", config={}, policy={}, extra={"v": value})
@@ -170,13 +170,13 @@ def test_a_hostile_file_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not (tmp_path / "exploded").exists()
 
 
-def test_a_tensor_file_of_somebody_else_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_file_of_another_program_is_refused(tmp_path: Path) -> None:
     torch.save({"weight": torch.zeros(3)}, tmp_path / "c.pt")
-    with pytest.raises(CheckpointError, match="no checkpoint of torchrl_dist"):
+    with pytest.raises(CheckpointError, match="is not a torchrl_dist checkpoint"):
         load_checkpoint(tmp_path / "c.pt")
 
 
-def test_what_could_not_be_read_back_is_refused_and_the_old_file_stays(tmp_path: Path) -> None:
+def test_an_unreadable_value_is_refused_and_the_old_file_stays(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path / "c.pt", a_checkpoint(1.0))
     with pytest.raises(CheckpointError, match=r"extra\.env is a PosixPath"):
         save_checkpoint(path, Checkpoint("apex", {}, {}, extra={"env": Path("x")}))
@@ -210,7 +210,7 @@ checkpoint.save_checkpoint("c.pt", a_checkpoint(2.0))
 
 @contextlib.contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """As on a disk that has no more room."""
+    """Behave like a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -219,7 +219,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("room", [4096, 2**18])  # the end is in the header or in a tensor
+@pytest.mark.parametrize("room", [4096, 2**18])  # the disk is full in the header or in a tensor
 def test_a_full_disk_is_an_oserror_and_the_old_file_stays(tmp_path: Path, room: int) -> None:
     save_checkpoint(tmp_path / "c.pt", a_checkpoint(1.0))
     large = dataclasses.replace(a_checkpoint(), policy={"weight": torch.zeros(500, 500)})
@@ -241,7 +241,7 @@ def test_a_field_of_another_type_is_named(tmp_path: Path, field: str, value: obj
         load_checkpoint(path)
 
 
-def test_a_failed_write_leaves_nothing_beside(
+def test_a_failed_write_leaves_no_temporary_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full_disk(*args: object) -> None:
@@ -253,7 +253,7 @@ def test_a_failed_write_leaves_nothing_beside(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_changed_bit_gives_other_values_or_another_error(tmp_path: Path) -> None:
+def test_a_flipped_bit_changes_neither_values_nor_the_kind_of_error(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path / "c.pt", a_checkpoint())
     sound, values = path.read_bytes(), repr(load_checkpoint(path))
     places = random.Random(0).sample(range(len(sound)), 120)

@@ -37,7 +37,7 @@ def a_policy(path: Path, env: str = "CartPole-v1") -> Path:
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line with which the command refuses these arguments."""
+    """Return the one line with which the command refuses these arguments."""
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -47,7 +47,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "names"),
+    ("given", "names"),
     [
         ("--env NoSuchEnv-v0", ["--env", "NoSuchEnv-v0"]),
         ("--env CartPol-v1", ["--env", "CartPol-v1", "did you mean CartPole-v1?"]),
@@ -74,17 +74,31 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("--output-dir /proc/nowhere", ["--output-dir", "/proc/nowhere"]),
         ("--output-dir runs/x --replay-dir /proc/no/where", ["--replay-dir", "/proc/no"]),
         ("--output-dir runs/x --replay-dir /dev/null", ["--replay-dir", "/dev/null"]),
+        ("gama: 0.9", ["gama", "gamma"]),
+        ("gamma: 1e3", ["--gamma", "1000", "at most 1"]),
+        ("gamma: [0.9]", ["--gamma"]),
+        ("hidden: 64", ["--hidden"]),
+        ("total_frames: many", ["--total-frames", "many"]),
+        ("- gamma", ["mapping"]),
+        ("{", ["cannot read"]),
+        ("output_dir: 2024-13-45", ["cannot read", "month"]),
+        ("gamma: 0.9\nseed: 1\ngamma: 0.8", ["'gamma' twice"]),
+        ("total_frames: 2.5", ["--total-frames", "2.5"]),
+        ("gamma: " + "9" * 400, ["--gamma", "at most 1"]),
+        ("hidden: &a [*a]", ["--hidden", "a list in a list"]),
     ],
 )
-def test_a_wrong_argument_gets_one_line_that_names_it(
-    arguments: str,
+def test_what_is_wrong_in_arguments_or_a_configuration_file_gets_one_line_that_names_it(
+    given: str,
     names: list[str],
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    line = refused(["train", "apex", *arguments.split()], capsys)
+    Path("run.yaml").write_text(given)
+    arguments = given.split() if given.startswith("--") else ["--config", "run.yaml"]
+    line = refused(["train", "apex", *arguments], capsys)
     for name in names:
         assert name in line
 
@@ -105,7 +119,7 @@ def test_a_wrong_command_gets_one_line(
         ({"SLURM_PROCID": "2", "SLURM_NTASKS": "4"}, ["rank 2", "SLURM", "srun"]),
     ],
 )
-def test_a_rank_that_refuses_says_so_with_its_number(
+def test_a_rank_that_refuses_prints_its_number(
     variables: dict[str, str],
     names: list[str],
     capsys: pytest.CaptureFixture[str],
@@ -121,7 +135,7 @@ def test_a_rank_that_refuses_says_so_with_its_number(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_command_in_which_something_exits_has_failed_and_says_so(
+def test_a_command_in_which_something_calls_exit_fails_with_a_message(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torchrl_dist.cli._inspect", lambda options: sys.exit(0))
@@ -159,7 +173,7 @@ cli.console()
         (OSError(errno.ENOSPC, "No space left on device"), {0: 1, 1: 1}),
     ],
 )
-def test_a_result_that_reached_nobody_is_no_success(
+def test_a_result_that_no_reader_got_is_a_failure(
     problem: OSError | None,
     codes: dict[int, int],
     capsys: pytest.CaptureFixture[str],
@@ -170,7 +184,7 @@ def test_a_result_that_reached_nobody_is_no_success(
     assert ("No space left" in capsys.readouterr().err) == (codes[0] == 1)
 
 
-def test_nothing_to_resume_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_to_resume_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = refused(["train", "apex", "--resume", "--output-dir", str(tmp_path / "run")], capsys)
     assert "there is no" in line
     assert not (tmp_path / "run").exists()
@@ -201,7 +215,7 @@ def test_a_copied_run_goes_on_in_the_copy(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config = ApexConfig(output_dir="original")
-    copy = ApexConfig().checkpoint_path  # in the folder that is looked for by itself
+    copy = ApexConfig().checkpoint_path  # in the default folder
     for path in (config.checkpoint_path, copy):
         save_checkpoint(path, Checkpoint("apex", config.as_plain(), {}))
     assert main(["train", "apex", "--resume", "--print-config"]) == 0
@@ -258,7 +272,7 @@ def test_help_names_every_field_of_the_configuration(
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_printed_configuration_is_one_that_can_be_given(
+def test_a_printed_configuration_can_be_read_back(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wanted = ["--seed", "3", "--hidden", "8", "4", "--learning-rate", "1e-3"]
@@ -272,38 +286,12 @@ def test_a_printed_configuration_is_one_that_can_be_given(
     assert capsys.readouterr().out == printed.replace("seed: 3", "seed: 5")
 
 
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        ("gama: 0.9", ["gama", "gamma"]),
-        ("gamma: 1e3", ["--gamma", "1000", "at most 1"]),
-        ("gamma: [0.9]", ["--gamma"]),
-        ("hidden: 64", ["--hidden"]),
-        ("total_frames: many", ["--total-frames", "many"]),
-        ("- gamma", ["mapping"]),
-        ("{", ["cannot read"]),
-        ("output_dir: 2024-13-45", ["cannot read", "month"]),
-        ("gamma: 0.9\nseed: 1\ngamma: 0.8", ["'gamma' twice"]),
-        ("total_frames: 2.5", ["--total-frames", "2.5"]),
-        ("gamma: " + "9" * 400, ["--gamma", "at most 1"]),
-        ("hidden: &a [*a]", ["--hidden", "a list in a list"]),
-    ],
-)
-def test_a_wrong_configuration_file_gets_one_line_that_names_what_is_wrong(
-    text: str, names: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "run.yaml").write_text(text)
-    line = refused(["train", "apex", "--config", str(tmp_path / "run.yaml")], capsys)
-    for name in names:
-        assert name in line
-
-
 def test_a_configuration_comes_from_a_plain_file_or_from_a_pipe_that_the_shell_has_opened(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    os.mkfifo(tmp_path / "pipe")  # nothing writes to it, ever
+    os.mkfifo(tmp_path / "pipe")  # nothing ever writes to it
     line = refused(["train", "apex", "--config", str(tmp_path / "pipe")], capsys)
-    assert f"{tmp_path / 'pipe'} is no plain file" in line
+    assert f"{tmp_path / 'pipe'} is not a plain file" in line
     end, write = os.pipe()
     os.write(write, b"seed: 7")
     os.close(write)
@@ -318,7 +306,7 @@ def test_yaml_reads_numbers_as_the_command_line_does(tmp_path: Path) -> None:
     path.write_text("learning_rate: 5e-4\ntotal_frames: 2e5\nhidden: [8, 4]\n")
     read = read_options(path, ApexConfig)
     assert read == {"learning_rate": 5e-4, "total_frames": 200_000, "hidden": (8, 4)}
-    path.write_text("total_frames: 2.0e+5")  # to YAML a number, and no whole one
+    path.write_text("total_frames: 2.0e+5")  # to YAML a number, but not an integer
     assert ApexConfig(**read_options(path, ApexConfig)).total_frames == 200_000
 
 
@@ -338,6 +326,10 @@ assert main(["train", "apex", "--help"]) == 0
 assert main(["train", "apex", "--gamma", "7"]) == 2
 assert "torch" not in sys.modules
 """
+    in_a_new_python(script)
+
+
+def in_a_new_python(script: str) -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
     assert done.returncode == 0, done.stderr.decode()
 
@@ -369,8 +361,7 @@ assert main(["play", {str(path)!r}, "--episodes", "1"]) == 0
 heavy = {{"torchrl", "tensordict", "matplotlib", "torchrl_dist.runtime"}}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
-    assert done.returncode == 0, done.stderr.decode()
+    in_a_new_python(script)
 
 
 def test_play_refuses_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -415,7 +406,7 @@ def test_a_plot_takes_the_place_of_pictures_only(tmp_path: Path) -> None:
     (tmp_path / "notes.png").write_text("mine")
     (tmp_path / "old.png").write_bytes(b"\x89PNG\r\n\x1a\n...")
     (tmp_path / "empty.png").touch()
-    with pytest.raises(ConfigurationError, match="is there and no picture"):
+    with pytest.raises(ConfigurationError, match="exists and is not a picture"):
         check_folders(None, tmp_path / "notes.png")
     for name in ("old.png", "empty.png", "new.png"):
         check_folders(tmp_path / "notes.png", tmp_path / name)  # lines are appended
@@ -423,7 +414,7 @@ def test_a_plot_takes_the_place_of_pictures_only(tmp_path: Path) -> None:
         check_folders(tmp_path / "none" / "a.jsonl")
 
 
-def test_a_reader_that_has_enough_ends_a_command_quietly_and_no_other_pipe_does() -> None:
+def test_a_closed_stdout_ends_a_command_quietly_but_no_other_pipe_does() -> None:
     command = [sys.executable, "-m", "torchrl_dist", "slurm", "--", "train", "apex"]
     for close_early in (True, False):
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

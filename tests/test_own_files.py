@@ -1,5 +1,7 @@
-"""Another user of the machine prepares folders, links, pipes and huge files: nothing of ours is
-changed or read, nothing hangs, and nothing of theirs is removed."""
+"""Attacks by another user of the machine, who prepares folders, links, pipes and huge files.
+
+Nothing of ours is changed or read, nothing hangs, and nothing of theirs is removed.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ def run_as(uid: int, function: Callable[..., None], *arguments: Any) -> None:
 
 @pytest.fixture
 def ground(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """As /dev/shm is: everybody can make files, and remove those that are theirs."""
+    """A folder like /dev/shm: all users can create files, and remove their own."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to become two other users")
     path = Path(tempfile.mkdtemp(prefix="torchrl_dist-test-", dir="/dev/shm"))
@@ -69,7 +71,7 @@ def ground(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def contents(folder: Path) -> dict[str, Any]:
-    """Each name below the folder, with its owner and what it is."""
+    """Return each name below the folder, with its owner and its kind."""
     found: dict[str, Any] = {}
     for each in sorted(folder.rglob("*")):
         status = each.lstat()
@@ -79,11 +81,11 @@ def contents(folder: Path) -> dict[str, Any]:
     return found
 
 
-# ---- what another user prepares
+# ---- preparations by another user
 
 
 def _links(folder: Path, notes: Path) -> None:
-    """Names that are written, as links to a file of the victim's."""
+    """Prepare the names that get written as links to a file of the victim."""
     folder.mkdir()
     (folder / "lock").touch()
     for name in (
@@ -101,12 +103,12 @@ def _empty(folder: Path, notes: Path) -> None:
 
 
 def _link(folder: Path, notes: Path) -> None:
-    """To a folder of the victim's, which is as it should be."""
+    """Prepare a link to a folder of the victim, which is in order itself."""
     folder.symlink_to(notes.parent)
 
 
 def _above(folder: Path, notes: Path) -> None:
-    """The folder itself is to be made by the victim, in one that can be exchanged later."""
+    """Let the victim make the folder itself, in one that can be replaced later."""
     folder.parent.mkdir()
     folder.parent.chmod(0o1777)
 
@@ -155,7 +157,7 @@ WRITERS = {"replay": _store, "dumps": _dump, "checkpoint": _save, "run": _begin}
 
 
 @pytest.mark.parametrize("prepared", PREPARED)
-def test_what_another_user_prepared_is_refused_and_changes_nothing(
+def test_files_that_another_user_prepared_are_refused_and_change_nothing(
     ground: Path, prepared: str
 ) -> None:
     folder = ground / ("above/share-example" if prepared == "above" else "share-example")
@@ -165,7 +167,7 @@ def test_what_another_user_prepared_is_refused_and_changes_nothing(
 
     def use() -> None:
         for name, write in WRITERS.items():
-            signal.alarm(20)  # a pipe would have it wait
+            signal.alarm(20)  # it would wait for a pipe
             with pytest.raises((DirectoryError, CheckpointError, ConfigurationError)) as raised:
                 write(folder)
             assert f"user {OTHER}" in str(raised.value), name
@@ -179,7 +181,7 @@ def test_the_folder_of_readme_is_made_for_this_user_alone(ground: Path) -> None:
     folder = ground / "share-example"
 
     def use() -> None:
-        for mode in (0o700, 0o755):  # made by us; there, and ours
+        for mode in (0o700, 0o755):  # made by us; exists, and is ours
             storage = SharedMemmapStorage(64, scratch_dir=folder, job_id="1")
             storage.append(rows_of(range(8)))
             assert {each.stat().st_mode & 0o077 for each in folder.rglob("*")} == {0}
@@ -191,7 +193,7 @@ def test_the_folder_of_readme_is_made_for_this_user_alone(ground: Path) -> None:
     run_as(VICTIM, use)
 
 
-def test_a_folder_that_a_group_can_write_to_needs_a_word(
+def test_a_folder_that_a_group_can_write_to_needs_permission(
     ground: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def use(folder: Path, accepted: bool) -> None:
@@ -214,7 +216,7 @@ def test_a_folder_that_a_group_can_write_to_needs_a_word(
         monkeypatch.delenv(own_files.GROUP)
 
 
-def test_whoever_takes_the_name_of_a_users_folder_does_not_get_what_is_put_there(
+def test_taking_the_name_of_a_users_folder_gives_no_access_to_its_files(
     ground: Path,
 ) -> None:
     (ground / f"torchrl_dist-{VICTIM}").mkdir()
@@ -229,11 +231,11 @@ def test_whoever_takes_the_name_of_a_users_folder_does_not_get_what_is_put_there
     run_as(VICTIM, use)
 
 
-# ---- commands beside a running job
+# ---- commands next to a running job
 
 
 def litter(ground: Path) -> None:
-    """All that could look like a job's or a buffer's, with what is none of it."""
+    """Make files that look like a job's or a buffer's, and others that do not."""
     stamp = process_stamp(os.getpid())
     squatted = ground / f"torchrl_dist-{VICTIM}"
     squatted.mkdir()
@@ -271,7 +273,7 @@ def litter(ground: Path) -> None:
 
 
 def meddle(ground: Path) -> None:
-    """What a user can try with the files of another's running job."""
+    """Try what one user can do with the files of another user's running job."""
     (job,) = ground.glob("home/replay")
     for attempt in (
         lambda: os.listdir(job),
@@ -292,7 +294,7 @@ def own_folders(ground: Path) -> list[Path]:
 
 
 def said_by(*arguments: str) -> str:
-    """What a command prints, escape sequences and all; it has 30 s."""
+    """Return what a command prints, with escape sequences; it has 30 s."""
     signal.alarm(30)
     printed, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
@@ -311,7 +313,7 @@ def test_a_second_user_with_all_tricks_against_a_job_and_the_commands(
     strange = {name: what for name, what in contents(ground).items() if what[0] == OTHER}
     assert len(strange) > 50
     monkeypatch.setattr(pulse, "_EVERY_S", 0.05)
-    gymnasium.make("CartPole-v1").close()  # what is imported only then may be out of reach later
+    gymnasium.make("CartPole-v1").close()  # import now what may be unreadable later
     for command in (["doctor", "--no-round-trips"], ["clean", str(ground)], ["top", "--once"]):
         cli(command)
     ready, tell = os.pipe()
@@ -428,7 +430,7 @@ def test_root_removes_nothing_of_another_user_and_nothing_by_its_name(ground: Pa
     assert not (ground / "left").exists()
 
 
-# ---- without another user
+# ---- without another user's files
 
 
 def test_a_picture_replaces_a_link_and_follows_none(tmp_path: Path) -> None:
@@ -453,7 +455,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> Non
     assert [each.read_bytes() for each in tmp_path.iterdir()] == [b"first"]
 
 
-def test_what_is_no_plain_file_of_a_sane_size_is_not_read(tmp_path: Path) -> None:
+def test_only_plain_files_of_a_sane_size_are_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "huge")
     (tmp_path / "huge").touch()
@@ -467,12 +469,12 @@ def test_what_is_no_plain_file_of_a_sane_size_is_not_read(tmp_path: Path) -> Non
             own_files.open_ours(tmp_path / "pipe", flags)
 
 
-def test_no_link_is_followed_and_nothing_that_is_there_is_taken_for_new(tmp_path: Path) -> None:
+def test_no_link_is_followed_and_no_existing_file_counts_as_new(tmp_path: Path) -> None:
     (notes := tmp_path / "notes").write_text("mine")
     (tmp_path / "link").symlink_to(notes)
     (tmp_path / "dangling").symlink_to(tmp_path / "none")
     for flags in (os.O_RDONLY, os.O_RDWR, os.O_WRONLY):
-        with pytest.raises(own_files.NotOurs, match="no plain file"):
+        with pytest.raises(own_files.NotOurs, match="not a plain file"):
             own_files.open_ours(tmp_path / "link", flags)
     for name in ("notes", "link", "dangling"):
         with pytest.raises(FileExistsError):
@@ -498,7 +500,7 @@ def test_control_characters_are_shown_not_obeyed() -> None:
     assert own_files.printable("a\nb\x9b", lines=True) == "a\nb\\x9b"
 
 
-# ---- whose rows they are
+# ---- which run the rows belong to
 
 
 def test_a_copied_run_is_refused_the_rows_of_the_first(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def test_waiting_for_all_takes_as_long_as_the_slowest(workers: int, spread: floa
     assert found.rate == pytest.approx(workers / (slowest(workers, spread) + 0.5), rel=0.03)
 
 
-def test_a_deadline_that_nobody_meets_takes_the_first_and_loses_nothing() -> None:
+def test_a_deadline_that_no_worker_meets_takes_the_first_and_loses_nothing() -> None:
     hurried = simulate(8, 1.0, deadline_s=0.0, rounds=400)
     assert hurried.workers < 2  # and work on them takes no time, so that nobody waits:
     assert hurried.rate == pytest.approx(8, rel=0.1)

@@ -1,4 +1,4 @@
-"""What NumPy has of a tensor."""
+"""Tensors as NumPy sees them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Subclass(torch.Tensor):
     ],
     ids=["array", "bfloat16", "meta", "sparse", "conj", "neg", "nested", "parameter", "subclass"],
 )
-def test_what_an_array_cannot_show_is_not_plain(other: object) -> None:
+def test_a_tensor_that_an_array_cannot_show_is_not_plain(other: object) -> None:
     assert not is_plain(other)
 
 

@@ -139,7 +139,7 @@ def test_tied_tensors_reach_a_module_that_has_them_apart(shared: bool) -> None:
             assert torch.equal(ours, theirs), name
     unpack(pack(worker), learner)
     worker.second.weight.data = worker.second.weight.detach() + 1
-    with pytest.raises(ConfigurationError, match="are one tensor in the policy, and have diff"):
+    with pytest.raises(ConfigurationError, match="are one tensor in the policy but have diff"):
         unpack(pack(worker), learner)
 
 
@@ -193,7 +193,7 @@ def test_a_part_keeps_what_is_tied_tied_and_what_is_not_apart() -> None:
 
 
 @pytest.mark.parametrize("module", [None, nn.Linear(9, 9)])
-def test_of_a_policy_that_only_the_workers_have_equal_names_are_equal_tensors(module) -> None:
+def test_equal_names_mean_equal_tensors_if_only_the_workers_have_the_policy(module) -> None:
     before = pack({"a": torch.zeros(2), "b": torch.zeros(3)})
     found = completed(pack({"b": torch.ones(3)}, 1), before, module, pending=True).tensors()
     assert found["a"].tolist() == [0, 0] and found["b"].tolist() == [1, 1, 1]

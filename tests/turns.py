@@ -1,4 +1,4 @@
-"""Who may run beside whom, in a test run with several workers or several runs under one name."""
+"""Decide which tests run at the same time, in runs with several workers or under one name."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ ALONE = "runs_alone"
 
 
 def is_alone(test: str) -> bool:
-    """Whether a test, by its name, runs while no other does: ``test_times[runs_alone]``."""
+    """Whether a test must run alone, which its name says: ``test_times[runs_alone]``."""
     return ALONE in test.partition("[")[2].rstrip("]").split("-")
 
 
 class Turns:
-    """Processes that name the same ``run`` take turns: any number of them, or one alone.
+    """Let processes with the same ``run`` take turns: any number at a time, or one alone.
 
-    Whoever wants to be alone keeps the door while those inside finish; without the door, others
-    that come and go would overlap for ever.
+    A process that wants to be alone locks the door while those inside finish. Without the door,
+    others that come and go could overlap indefinitely.
     """
 
     def __init__(self, run: str, folder: str | None = None) -> None:
@@ -33,17 +33,16 @@ class Turns:
 
     @contextlib.contextmanager
     def take(self, *, alone: bool) -> Iterator[None]:
-        """Wait for the turn, and have it. One thread at a time; whoever is inside has a deadline
-        of its own."""
+        """Wait for the turn and hold it. One thread at a time; what runs inside has a deadline."""
         with _locked(self._door, fcntl.LOCK_EX):
             fcntl.flock(self._room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         try:
             yield
-        finally:  # not left to closing: a child may have inherited the file
+        finally:  # closing is not enough, because a child may have inherited the file
             fcntl.flock(self._room, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """The last one removes the files."""
+        """Remove the files, as the last one."""
         files = (self._door, self._room, self._users)
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(self._users, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -3,15 +3,15 @@
     process = warm.start([sys.executable, "-m", "torch.distributed.run", ...], env=..., stdout=file)
 
 Importing both takes five seconds of a core, and the suite starts hundreds of processes. So one
-process imports them once per run and forks the others. What comes out is as like a new interpreter
-as it can be: a child of the caller's, with the environment, the folder, the command line (in /proc
-too) and the ``sys.path`` that it would have, its own session and random numbers, no open files but
-its output, and the ordinary end of a Python program. An agent of torchrun has such a process for
-its ranks.
+process imports them once per run and forks the others. A fork resembles a new interpreter as
+closely as possible. It is a child of the caller, with the environment, folder, command line (also
+in /proc) and ``sys.path`` that an interpreter would have. It has its own session and random
+numbers, no open files except its output, and the normal exit of a Python program. An agent of
+torchrun has such a process for its ranks.
 
-What it is not: new. Tests of what is imported when, of settings that libraries read when they are
-imported (threads, logging) and README's commands start an interpreter of their own, with
-``subprocess``. So does everything with TORCHRL_DIST_TESTS_COLD=1.
+It is not a new interpreter, though. Tests of import order and of settings that libraries read when
+they are imported (threads, logging), and README's commands, start a real interpreter with
+``subprocess``. With TORCHRL_DIST_TESTS_COLD=1 everything does.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _PRELOAD = (
     "torchrl_dist.cli",
     "torchrl_dist.runtime.local",
 )
-# Where a process has its command line and its environment is as long as it was at its start.
+# The memory for a process's command line and environment keeps its initial size.
 _ROOM = 16 * 1024
 _LARGE_PAGE = 2**21
 _MADV_COLLAPSE = 25  # since Linux 6.1
@@ -68,18 +68,18 @@ _PR_SET_CHILD_SUBREAPER = 36
 _CLONE_NEWNS, _CLONE_NEWUTS = 0x00020000, 0x04000000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
 _OWN_MOUNTS = "/proc/self/ns/mnt"
-# Some tests send them to all that they find.
+# Some tests send them to all processes that they find.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
 class Program:
-    """``command`` is that of an interpreter: a script, ``-m module`` or ``-c code``.
+    """A program to run. ``command`` is an interpreter's: a script, ``-m module`` or ``-c code``.
 
     Attributes:
-        host: the host to be, None for this one.
-        mounts: the mount namespace to be in, a file in /proc.
+        host: the host to run on, None for this one.
+        mounts: the mount namespace to enter, a file in /proc.
     """
 
     command: list[str]
@@ -93,7 +93,7 @@ class Program:
         return self.command[1:3] == ["-m", "torch.distributed.run"]
 
     def become(self, output: Sequence[int]) -> None:
-        """Be its process, but for what it runs."""
+        """Turn this process into the program's process, without running the program."""
         if self.host is not None:
             self.host.become()
         if os.readlink(self.mounts) != os.readlink(_OWN_MOUNTS):
@@ -113,15 +113,15 @@ class Program:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def run(self, installed: list[str]) -> None:
-        """Run it as ``__main__``; what it raises is raised.
+        """Run it as ``__main__``; its exceptions propagate.
 
         Args:
-            installed: the ``sys.path`` of an interpreter, but for what comes first.
+            installed: the ``sys.path`` of an interpreter, without the first entry.
         """
         numpy, torch = sys.modules["numpy"], sys.modules["torch"]
-        numpy.random.seed()  # else all had the same; Python does so by itself
+        numpy.random.seed()  # otherwise all would have the same state; Python reseeds its own
         torch.default_generator.seed()
-        tempfile.tempdir = None  # an import has asked for it
+        tempfile.tempdir = None  # an import has cached it
         torch.set_num_threads(int(self.env.get("OMP_NUM_THREADS", torch.get_num_threads())))
         sys.orig_argv[:] = self.command
         arguments = self.command[1:]
@@ -149,10 +149,10 @@ class Program:
 
 @dataclass(frozen=True)
 class Host:
-    """Namespaces that make a host of a process, see ``netns``.
+    """Namespaces that put a process on a host; see ``netns``.
 
     Attributes:
-        mounts: what lies where.
+        mounts: which file systems are mounted where.
     """
 
     name: str
@@ -170,8 +170,7 @@ class Host:
 
 
 class Process:
-    """What tests and torchrun's agent use of ``subprocess.Popen``, for a child that somebody else
-    has forked."""
+    """The part of ``subprocess.Popen`` that tests and torchrun use, for another process's fork."""
 
     def __init__(self, args: Sequence[str], pid: int) -> None:
         self.args = list(args)
@@ -196,7 +195,7 @@ class Process:
                 try:
                     self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
                 except ChildProcessError:  # psutil has waited for it
-                    self.returncode = 0  # as subprocess.Popen has it
+                    self.returncode = 0  # as subprocess.Popen reports it
             return self.returncode
 
     def send_signal(self, number: int) -> None:
@@ -223,9 +222,9 @@ class _Server:
         self._lock = threading.Lock()
 
     def start(self, program: Program, output: Sequence[int]) -> Process:
-        """Start it with these descriptors for its standard output and its errors."""
+        """Start the program with these descriptors for stdout and stderr."""
         with self._lock:
-            # An orphan goes to the next ancestor who takes them in.
+            # An orphan's new parent is the nearest ancestor that adopts orphans.
             _call("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
             try:
                 socket.send_fds(self._link, [pickle.dumps(program)], list(output))
@@ -253,8 +252,10 @@ def start(
     host: Host | None = None,
     mounts: str = _OWN_MOUNTS,
 ) -> Running:
-    """As ``subprocess.Popen(args, ...)`` for a Python program without input, in a session of its
-    own. What is not given of its output is the caller's."""
+    """Like ``subprocess.Popen(args, ...)``, for a Python program without input, in a new session.
+
+    Outputs that are not given are the caller's.
+    """
     global _server
     if is_cold() and host is None:
         return subprocess.Popen(
@@ -278,8 +279,10 @@ def start(
 
 @contextlib.contextmanager
 def door(path: Path) -> Iterator[dict[str, str]]:
-    """Within, who has these variables starts ``torchrun``, by its name, as a program is started
-    here. ``path`` is that of a socket."""
+    """Within this context, processes with these variables start ``torchrun`` as a fork, too.
+
+    They must start it by its name. ``path`` is the path of a socket.
+    """
     if is_cold():
         yield {}
         return
@@ -302,7 +305,7 @@ def _answer(listener: socket.socket) -> None:
 
 
 def _run_for(link: socket.socket) -> None:
-    """Until the program or who asked for it has ended."""
+    """Wait until the program or the process that asked for it has ended."""
     with link:
         data, output, _, _ = socket.recv_fds(link, 2**18, 2)
         arguments, env, cwd, mounts = pickle.loads(data)
@@ -322,7 +325,7 @@ def _run_for(link: socket.socket) -> None:
 
 
 def is_cold() -> bool:
-    """Whether all tests are to start interpreters."""
+    """Whether all tests must start real interpreters."""
     return bool(os.environ.get(COLD))
 
 
@@ -349,13 +352,14 @@ def _boot() -> _Server:
     return _Server(ours, process)
 
 
-# ---- the side of the process that forks, and of what it forks
+# ---- the forking process and its children
 
 
 def serve(fd: int, paths: list[str]) -> None:
-    """The whole life of a process that forks, and in its children that of the program.
+    """Run the forking process, and in its children the program, from start to end.
 
-    ``paths`` are those of an interpreter that has no PYTHONPATH, and what this one has from it.
+    ``paths`` are the ``sys.path`` of an interpreter without PYTHONPATH, and the entries that this
+    one has from PYTHONPATH.
     """
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -364,7 +368,7 @@ def serve(fd: int, paths: list[str]) -> None:
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a library has started a thread"
     gc.collect()
-    gc.freeze()  # or the children's collections would copy every page
+    gc.freeze()  # otherwise garbage collection in children would copy every page
     gc.enable()
     large_pages()
     added = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -389,13 +393,13 @@ def serve(fd: int, paths: list[str]) -> None:
 
 
 def _fork_programs(link: socket.socket) -> Program:
-    """Fork for who is at the other end until that is closed; in the children, return."""
+    """Fork for the process at the other end until it closes; in the children, return."""
     while True:
         data, output, _, _ = socket.recv_fds(link, 2**18, 2)
         if not data:
             os._exit(0)
         answer, question = os.pipe()
-        between = os.fork()  # and gone at once, which makes the program the caller's own child
+        between = os.fork()  # ends at once, which makes the program a child of the caller
         if not between:
             between = os.getpid()
             pid = os.fork()
@@ -415,11 +419,11 @@ def _fork_programs(link: socket.socket) -> Program:
 
 
 def _describe(command: list[str]) -> None:
-    """Have /proc show this command line and this process's environment, as far as there is room."""
+    """Let /proc show this command line and this process's environment, as far as there is room."""
     *_, first, last, first_variable, last_variable, _ = (
         Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     )
-    # first what tests look for
+    # first the ones that tests look for
     variables = sorted(os.environ.items(), key=lambda item: not item[0].startswith("TORCHRL_DIST"))
     for texts, begin, end in (
         (command, int(first), int(last)),
@@ -431,7 +435,7 @@ def _describe(command: list[str]) -> None:
 
 
 def _have_agent_use(server: _Server) -> None:
-    """For the ranks that this process, an agent of torchrun, is about to start."""
+    """Prepare for the ranks that this process, an agent of torchrun, is about to start."""
     global _server
     _server = server
     module = importlib.import_module(
@@ -447,8 +451,10 @@ def _have_agent_use(server: _Server) -> None:
 
 
 def large_pages() -> None:
-    """A fork copies an entry for each page of memory, which is most of what it costs: few hundred
-    large ones hold what lies in a hundred thousand small ones."""
+    """Move memory to large pages, because a fork mainly costs one entry per page.
+
+    A few hundred large pages hold as much as a hundred thousand small ones.
+    """
     madvise = _libc.madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     for line in Path("/proc/self/maps").read_text().splitlines():
@@ -459,10 +465,10 @@ def large_pages() -> None:
         for at in range(
             -(-first // _LARGE_PAGE) * _LARGE_PAGE, last - _LARGE_PAGE + 1, _LARGE_PAGE
         ):
-            madvise(at, _LARGE_PAGE, _MADV_COLLAPSE)  # where the kernel cannot, nothing changes
+            madvise(at, _LARGE_PAGE, _MADV_COLLAPSE)  # if the kernel cannot, nothing changes
 
 
 def _call(name: str, *arguments: Any) -> None:
-    """A function of the C library that says by -1 that it has failed."""
+    """Call a function of the C library that returns -1 if it fails."""
     if getattr(_libc, name)(*arguments) == -1:
         raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")

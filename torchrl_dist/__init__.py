@@ -1,6 +1,6 @@
 """TorchRL's replay buffer and collector, shared by many processes.
 
-Names are imported on first use, so that ``import torchrl_dist`` costs nothing beside torch.
+Each name is imported on first use, so ``import torchrl_dist`` alone does not import torch.
 """
 
 # ruff: noqa: F401
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 if not getattr(sys, "_is_gil_enabled", lambda: True)():
     raise ImportError(
-        "torchrl_dist needs Python's global interpreter lock, under which its shared buffers are "
-        "written and tested; this is a free-threaded Python. Run it with PYTHON_GIL=1, or use the "
-        "ordinary build."
+        "torchrl_dist needs Python's global interpreter lock, because its shared buffers are "
+        "written and tested under it; this is a free-threaded Python. Run it with PYTHON_GIL=1, or "
+        "use the ordinary build."
     )
 
 __version__ = "0.1.0"
@@ -29,7 +29,10 @@ _HOMES = {
     "DistributedLoss": "learn",
     "HostedReplayBuffer": "replay",
     "RPCPrioritizedSampler": "replay",
+    "RPCPrioritizedSliceSampler": "replay",
     "RPCRandomSampler": "replay",
+    "RPCSamplerWithoutReplacement": "replay",
+    "RPCSliceSampler": "replay",
     "RateLimiter": "replay",
     "RemoteStorage": "replay",
     "ReplayOwner": "replay",
@@ -63,7 +66,7 @@ _HOMES = {
 
 __all__ = ["__version__", *_HOMES]
 
-if TYPE_CHECKING:  # the same names, for type checkers
+if TYPE_CHECKING:  # for type checkers
     from torchrl_dist.collect import (
         CollectReport,
         FirstReady,
@@ -90,7 +93,10 @@ if TYPE_CHECKING:  # the same names, for type checkers
         RemoteStorage,
         ReplayOwner,
         RPCPrioritizedSampler,
+        RPCPrioritizedSliceSampler,
         RPCRandomSampler,
+        RPCSamplerWithoutReplacement,
+        RPCSliceSampler,
         SharedCursorWriter,
         SharedMemmapStorage,
         SharedPrioritizedSampler,

@@ -1,8 +1,8 @@
-"""A training state in one file that a crash cannot leave half written.
+"""Save and load a training state in one file, which a crash cannot leave half written.
 
-The file is what ``torch.save`` makes, so ``torch.load(path, weights_only=True)`` reads it without
-us. It holds tensors, numbers, strings and containers of them and nothing else: reading one runs no
-code. The rows of a replay buffer are not in it; they live in the buffer's own directory.
+``torch.save`` writes the file, so ``torch.load(path, weights_only=True)`` reads it without this
+package. It holds only tensors, numbers, strings and containers of them, so that reading it runs no
+code. The rows of a replay buffer are not in it; they stay in the buffer's own directory.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is needed to play a policy or to go on training.
+    """Everything needed to play a policy or to continue training.
 
     Attributes:
         recipe: name of the recipe that wrote it, such as ``"apex"``.
         config: the recipe's configuration as plain values.
         policy: weights to act with (the best ones by evaluation, if the recipe chooses).
-        policy_info: what is known about ``policy``: where it comes from, how it did.
-        model: weights of the learner, targets included, at the time of writing.
+        policy_info: where ``policy`` comes from and how well it did.
+        model: weights of the learner, including target networks, at the time of writing.
         optimizer: ``state_dict`` of the optimizer at the time of writing.
-        counters: frames, updates, seconds and the like.
-        rng: random number generators of the learner's process, from :func:`rng_state`.
-        extra: whatever else the recipe wants back, as plain values or tensors.
-        versions: versions of the packages that wrote it; filled in by :func:`save_checkpoint`.
+        counters: frames, updates, seconds and similar counts.
+        rng: state of the random number generators of the learner's process, from :func:`rng_state`.
+        extra: anything else that the recipe needs to continue, as plain values or tensors.
+        versions: versions of the packages that wrote the file; set by :func:`save_checkpoint`.
     """
 
     recipe: str
@@ -60,13 +60,14 @@ _FIELDS = tuple(Checkpoint.__dataclass_fields__)
 
 
 def save_checkpoint(path: str | os.PathLike[str], checkpoint: Checkpoint) -> Path:
-    """Write ``checkpoint`` to ``path``; whatever was there stays whole until the new file is.
+    """Write ``checkpoint`` to ``path``, where an older file stays intact until this one is
+    complete.
 
-    Blocks until the bytes are on the disk. One writer per path at a time.
+    Blocks until the bytes are on disk. Only one process may write to a path at a time.
 
     Raises:
-        CheckpointError: something in it could not be read back without running code, or another
-            user could change what lies in the folder.
+        CheckpointError: part of it could not be read back without running code, or another user
+            could change the contents of the folder.
         OSError: the file cannot be written.
     """
     path = Path(path)
@@ -84,7 +85,7 @@ def save_checkpoint(path: str | os.PathLike[str], checkpoint: Checkpoint) -> Pat
 def load_checkpoint(
     path: str | os.PathLike[str], *, recipe: str | None = None, map_location: Any = "cpu"
 ) -> Checkpoint:
-    """Read a checkpoint; tensors are on ``map_location``. Runs no code from the file.
+    """Read a checkpoint and put its tensors on ``map_location``. Runs no code from the file.
 
     Args:
         path: the file.
@@ -92,8 +93,8 @@ def load_checkpoint(
         map_location: as for ``torch.load``.
 
     Raises:
-        CheckpointError: no such file, not one of ours, damaged, of a newer format, or of
-            another recipe.
+        CheckpointError: the file does not exist, was not written by this package, is damaged, has a
+            newer format, or belongs to another recipe.
     """
     path = Path(path)
     if not path.is_file():
@@ -104,7 +105,7 @@ def load_checkpoint(
     content = _read(path, map_location)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(
-            f"{path} is no checkpoint of torchrl_dist; expected the checkpoint.pt of a training run"
+            f"{path} is not a torchrl_dist checkpoint; expected the checkpoint.pt of a training run"
         )
     written = content.get("format_version", FORMAT_VERSION)
     if type(written) is not int:
@@ -136,7 +137,7 @@ def load_checkpoint(
 
 
 class _Noting:
-    """A file to write to that keeps the error of a write: torch reports another one."""
+    """A writable file that keeps the error of a failed write, because torch reports another one."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -156,13 +157,13 @@ class _Noting:
 def _save(content: dict[str, Any], file: BinaryIO) -> None:
     noting = _Noting(file)
     try:
-        torch.save(content, noting)  # type: ignore[arg-type]  # it writes and flushes, no more
+        torch.save(content, noting)  # type: ignore[arg-type]  # torch only writes and flushes
     except RuntimeError as error:
         raise noting.error or error from error
 
 
 def rng_state() -> dict[str, Any]:
-    """State of this process's torch (CPU), NumPy and Python generators, as plain values."""
+    """Return the states of this process's torch (CPU), NumPy and Python generators."""
     numpy_state: Any = np.random.get_state(legacy=True)
     name, keys, position, has_gauss, cached = numpy_state
     version_, internal, gauss_next = random.getstate()
@@ -174,7 +175,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Put back what :func:`rng_state` returned."""
+    """Restore a state that :func:`rng_state` returned."""
     torch.set_rng_state(state["torch"].cpu())
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
@@ -187,13 +188,13 @@ def _read(path: Path, map_location: Any) -> Any:
         # torch.load does not notice a changed byte inside a tensor; the archive's own CRCs do.
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
-    except Exception as error:  # a changed bit makes zipfile raise this and that
+    except Exception as error:  # a flipped bit makes zipfile raise many kinds of errors
         raise CheckpointError(
-            f"checkpoint {path} is damaged or no checkpoint ({error}); use another one"
+            f"checkpoint {path} is damaged or not a checkpoint ({error}); use another one"
         ) from error
     if damaged is not None:
         raise CheckpointError(
-            f"checkpoint {path} is damaged (checksum of {damaged}); use another one"
+            f"checkpoint {path} is damaged (wrong checksum of {damaged}); use another one"
         )
     try:
         return torch.load(path, map_location=map_location, weights_only=True)
@@ -205,7 +206,8 @@ def _read(path: Path, map_location: Any) -> Any:
         ) from error
 
 
-# A class's own conversions could answer anything; str() of an enum's member gives its name.
+# The built-in conversions, because a subclass may override its own: str() of an enum member, for
+# example, returns the member's name.
 _NUMBERS_AND_TEXT: tuple[tuple[Any, Any], ...] = (
     (np.bool_, bool),
     (int, int.__int__),
@@ -217,13 +219,13 @@ _NUMBERS_AND_TEXT: tuple[tuple[Any, Any], ...] = (
 
 
 def _plain(value: Any, where: str) -> Any:
-    """``value`` out of the types that ``weights_only`` accepts; detached tensors, on the CPU.
+    """Convert ``value`` to types that ``weights_only`` accepts; tensors are detached, on the CPU.
 
-    Exactly those types: NumPy's float64 is a float and an IntEnum's member an int, and both would
-    be written as what they are, and refused when they are read.
+    The types must match exactly. NumPy's float64 is a subclass of float and an IntEnum member an
+    int: both would be written with their own class and refused when the file is read.
     """
     if isinstance(value, torch.Tensor):
-        # A view would drag its whole storage into the file.
+        # Without the clone, torch would write the whole storage of a view.
         return value.detach().as_subclass(torch.Tensor).cpu().clone()
     if value is None or type(value) in (bool, int, float, str):
         return value

@@ -1,13 +1,13 @@
 """The command ``torchrl-dist``.
 
-Heavy imports happen inside the commands: ``--help`` and a wrong argument answer at once, and
+Heavy imports happen inside the commands, so that ``--help`` and a wrong argument answer at once;
 ``play`` starts nothing distributed. A command prints its result as one JSON object in the last line
-of stdout; everything else goes to stderr.
+of stdout. Everything else goes to stderr.
 
-Exit codes: 0 done; 1 failed on the way; 2 wrong arguments, nothing was started; 129, 130, 138, 140
-and 143 stopped by SIGHUP, SIGINT, SIGUSR1, SIGUSR2 and SIGTERM (the checkpoint is written, the
-result is printed; without a result, a second signal stopped it at once); 141 when nothing reads
-stdout any more. Training goes on, and saves, without a reader of stdout or stderr.
+Exit codes: 0 success; 1 failure; 2 wrong arguments, nothing was started; 129, 130, 138, 140 and 143
+stopped by SIGHUP, SIGINT, SIGUSR1, SIGUSR2 and SIGTERM (the checkpoint is written and the result
+printed; if there is no result, a second signal stopped it at once); 141 stdout has no reader any
+more. Training continues, and saves, without a reader of stdout or stderr.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .forks import imports_to_be_forked
 from .stopping import Stopped
 
 _STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-_END_S = 10.0  # how long threads and exit functions of other modules keep a finished command
+_END_S = 10.0  # threads and exit functions of other modules may delay the end this long
 _STOPPED = {number.name: 128 + number for number in _STOPS}
 
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def console() -> NoReturn:
-    """What the shell's command runs."""
+    """Entry point of the shell command: run it and exit with its code."""
     global _is_fresh
     _is_fresh = True
     _open_standard_streams()
@@ -59,23 +59,25 @@ def console() -> NoReturn:
         reader = select.poll()
         reader.register(sys.stdout, 0)
         if not reader.poll(0):
-            raise  # another pipe
-        # nobody reads it any more, as in "torchrl-dist ... | head"
+            raise  # another pipe broke
+        # stdout has no reader any more, as in "torchrl-dist ... | head"
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 128 + signal.SIGPIPE
     finally:
         _end_in_time(code)
     if _has_served:
-        # The job needs nothing of what C++ libraries do at the interpreter's end, and torch's RPC
-        # aborts there now and then ("terminate called without an active exception").
+        # Skip what C++ libraries do when the interpreter ends. The job does not need it, and RPC
+        # sometimes aborts there ("terminate called without an active exception").
         atexit._run_exitfuncs()
         _leave(code)
     sys.exit(code)
 
 
 def _open_standard_streams() -> None:
-    """Without a descriptor 0, 1 or 2 (``2>&-``) the next file that is opened would get its number,
-    and with it what libraries print."""
+    """Open descriptors 0, 1 and 2 on /dev/null where they are closed (``2>&-``).
+
+    Otherwise the next opened file would get that number and receive what libraries print.
+    """
     while True:
         number = os.open(os.devnull, os.O_RDWR)
         if number > 2:
@@ -88,7 +90,7 @@ def _open_standard_streams() -> None:
 
 
 def _delivered(code: int) -> int:
-    """The exit code, in view of what has come of stdout."""
+    """Return ``code``, or the code of a failed write to stdout."""
     sys.stdout.flush()
     outputs = sys.modules.get(f"{__package__}.runtime.outputs")
     problem = outputs.problem_of(sys.stdout) if outputs is not None else None
@@ -101,7 +103,7 @@ def _delivered(code: int) -> int:
 
 
 def _end_in_time(code: int) -> None:
-    """End this process also if a thread or an exit function of somebody's module does not."""
+    """End this process even if a thread or an exit function of another module keeps running."""
 
     def end() -> None:
         time.sleep(_END_S)
@@ -116,8 +118,8 @@ def _end_in_time(code: int) -> None:
             place = f" at {frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
             left.append(f"thread {thread.name!r}{place}")
         _say(
-            f"{_END_S:g} s after the end {', '.join(left) or 'a function of atexit'} still runs; "
-            "this process ends without it"
+            f"{_END_S:g} s after the command ended, {', '.join(left) or 'an atexit function'} "
+            "still runs; this process exits anyway"
         )
         _leave(code)
 
@@ -131,12 +133,12 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-_is_fresh = False  # nothing but the command has run in this process
+_is_fresh = False  # this process has run nothing except the command
 _has_served = False
 
 
 def _tell_batch_script(code: int) -> None:
-    """Leave the first rank's code where ``torchrl-dist slurm`` has asked for it."""
+    """Write the first rank's exit code to the file that ``torchrl-dist slurm`` asked for."""
     path = os.environ.get("TORCHRL_DIST_EXIT_FILE")
     if not path:
         return
@@ -144,7 +146,7 @@ def _tell_batch_script(code: int) -> None:
 
     with contextlib.suppress(OSError, ConfigurationError):
         if World.from_env().global_rank == 0:
-            # the script has made it, on this node
+            # the batch script created it, on this node
             with open(own_files.open_ours(path, os.O_WRONLY), "w") as file:
                 file.write(str(code))
 
@@ -172,7 +174,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Answers a wrong argument with one line."""
+    """A parser that reports a wrong argument in one line."""
 
     def error(self, message: str) -> Any:
         raise SystemExit(_refuse(f"{message} (see {self.prog} --help)"))
@@ -187,10 +189,10 @@ _RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
 def _say(text: str) -> None:
-    """A line on stderr, with the rank that a launcher has given to this process."""
+    """Print a line to stderr, with this process's rank if a launcher gave it one."""
     rank = os.environ.get("RANK")
     for name in _RANKS:
-        if not rank and os.environ.get(name, "0") != "0":  # a batch script is SLURM's 0
+        if not rank and os.environ.get(name, "0") != "0":  # a batch script has rank 0 too
             rank = os.environ[name]
     kind, _, rest = text.partition(": ")
     if rank:
@@ -201,8 +203,11 @@ def _say(text: str) -> None:
 
 
 def _parser(command: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """With the options of all commands, but for those that NumPy comes with, which is longer in
-    coming than all else: only of these if they are the ``command``."""
+    """Make the parser with the options of all commands.
+
+    The options of ``bench`` and ``plan`` are added only if ``command`` asks for them, because they
+    import NumPy, which takes longer than everything else.
+    """
     parser = _Parser(
         prog="torchrl-dist",
         description="TorchRL's replay buffer and collector, shared by many processes.",
@@ -213,11 +218,11 @@ def _parser(command: Sequence[str] = ()) -> argparse.ArgumentParser:
     _add_play(commands)
     _add_inspect(commands)
     _add_clean(commands)
-    bench = commands.add_parser("bench", help="measure", description="Run a benchmark.")
+    bench = commands.add_parser("bench", help="run a benchmark", description="Run a benchmark.")
     if "bench" in command:
         _add_bench(bench)
     _add_ops(commands)
-    plan = commands.add_parser("plan", help="how fast will a job be, and should it be distributed?")
+    plan = commands.add_parser("plan", help="predict a job's speed and whether to distribute it")
     if "plan" in command:
         _add_plan(plan)
     return parser
@@ -236,8 +241,8 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         parser = recipes.add_parser(
             name,
             help=recipe.summary,
-            description=f"{recipe.description} Ctrl-C stops in order and leaves a checkpoint; "
-            "--resume goes on from it.",
+            description=f"{recipe.description} Ctrl-C stops cleanly and leaves a checkpoint; "
+            "--resume continues from it.",
             epilog=f"Under torchrun {recipe.ranks}: "
             f"torchrun --nproc-per-node 4 -m torchrl_dist train {name} --env {recipe.config().env}",
         )
@@ -245,14 +250,14 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
             "--resume",
             action="store_true",
             help="continue the run in the output folder, with its configuration and its buffer; "
-            "options given here replace the saved ones",
+            "options given here override the saved ones",
         )
         parser.add_argument(
             "--config",
             dest="config_file",
             metavar="FILE",
-            help="YAML with any of the options below, named with underscores; options given on "
-            "the command line replace it",
+            help="YAML file with any of the options below, named with underscores; options on the "
+            "command line override it",
         )
         parser.add_argument(
             "--print-config",
@@ -278,8 +283,9 @@ def _train(options: argparse.Namespace) -> int:
             config = config_to_resume(recipe.config, config.checkpoint_path, given)
         print(as_yaml(config), end="")
         return 0
-    # What starts the job's processes is best a fork of this one. Where a launcher has started them,
-    # libraries do here what they are told to.
+    # The server that starts the job's processes is best forked from this one. The imports below
+    # must then be safe to fork. Under a launcher nothing is forked, and libraries use the user's
+    # settings.
     forks = _is_fresh and not {"RANK", "SLURM_PROCID"} & os.environ.keys()
     with _unsearched_imports(), imports_to_be_forked() if forks else contextlib.nullcontext():
         from .runtime import World
@@ -290,7 +296,7 @@ def _train(options: argparse.Namespace) -> int:
         outlive_readers()
     world = World.from_env()
     if world.launcher == "single":
-        look_for_others("for a run of one process unset the variables of the launcher")
+        look_for_others("to run a single process, unset the launcher's variables")
     config = here
     given |= {name: getattr(here, name) for name in ("output_dir", "replay_dir") if name in given}
     launched = world.world_size if world.launcher in ("torchrun", "slurm") else None
@@ -298,7 +304,7 @@ def _train(options: argparse.Namespace) -> int:
         config.check_launched(given_options(options, recipe.config), launched)
     if world.global_rank > 0:
         return _serve_rank_zero(config, launched)
-    # Under a launcher, roles follow from what all ranks were given, a resumed run's or not.
+    # Under a launcher, roles follow from the options that all ranks got, also in a resumed run.
     for_roles = config
     with contextlib.ExitStack() as stack:
         with _unsearched_imports():
@@ -307,7 +313,7 @@ def _train(options: argparse.Namespace) -> int:
             from .runtime import ForkServer, local_cluster, session
 
             server = None
-            if forks:  # before any code of the user's runs
+            if forks:  # before any user code runs
                 server = stack.enter_context(ForkServer(fork=True))
         look_at(config.env, discrete=config.discrete)
         resume = claim(
@@ -355,21 +361,21 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _check_shape(saved: Any, here: Any, launched: int) -> None:
-    """All ranks of a launcher take their roles from what they were given."""
+    """Refuse to resume with other roles than the saved ones: ranks take theirs from the options."""
     if saved.roles(launched) == here.roles(launched):
         return
     names = [name for name in ("learners", "collectors") if hasattr(saved, name)]
     differ = [name for name in names if getattr(saved, name) != getattr(here, name)]
     options = " ".join(f"--{name} {getattr(saved, name)}" for name in differ)
     raise ConfigurationError(
-        f"the run in {here.output_path} has {options}: give that to every rank, or another number, "
-        "since ranks other than the first do not read the checkpoint"
+        f"the run in {here.output_path} has {options}: pass these options, or other "
+        "numbers, to every rank, because only the first rank reads the checkpoint"
     )
 
 
 @contextlib.contextmanager
 def _unsearched_imports() -> Iterator[None]:
-    """Imports leave no garbage, and looking for it again and again is a quarter of their time."""
+    """Turn garbage collection off for imports: they leave none, and it takes 1/4 of their time."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -380,7 +386,7 @@ def _unsearched_imports() -> Iterator[None]:
 
 
 def _process_groups(config: Any, roles: dict[str, int]) -> dict[str, str] | None:
-    """Learners that are several meet in a torch.distributed group."""
+    """Return the torch.distributed group that several learners need; None for one learner."""
     if roles["learner"] == 1:
         return None
     import torch
@@ -418,15 +424,15 @@ def _print_result(result: dict[str, Any]) -> int:
 def _add_play(commands: argparse._SubParsersAction) -> None:
     play = commands.add_parser(
         "play",
-        help="run a trained policy alone",
-        description="Run episodes of a checkpoint's policy, greedily, in this process alone.",
+        help="run a trained policy",
+        description="Run episodes with a checkpoint's policy, greedily, in this process only.",
     )
     play.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint.pt, or its folder")
     play.add_argument("--episodes", type=int, default=20, metavar="N", help="(default: 20)")
-    play.add_argument("--seed", type=int, default=0, help="of the environment (default: 0)")
+    play.add_argument("--seed", type=int, default=0, help="seed of the environment (default: 0)")
     play.add_argument("--render", action="store_true", help="show the episodes in a window")
     play.add_argument(
-        "--video", metavar="FILE.mp4", help="write the episodes, one after the other, as a video"
+        "--video", metavar="FILE.mp4", help="write the episodes to a video, one after the other"
     )
     play.set_defaults(command=_play)
 
@@ -455,13 +461,13 @@ def _play(options: argparse.Namespace) -> int:
 def _add_inspect(commands: argparse._SubParsersAction) -> None:
     inspect = commands.add_parser(
         "inspect",
-        help="show what is in a replay buffer or a checkpoint of one",
+        help="show the contents of a replay buffer or a buffer's checkpoint",
         description=(
-            "Show rows, priorities, processes and counters of a replay directory, also while a job "
-            "uses it, or of a checkpoint. Read-only: nothing is attached, locked or changed."
+            "Show rows, priorities, processes and counters of a replay directory, even while a job "
+            "uses it, or of a checkpoint. Read-only: attaches, locks and changes nothing."
         ),
     )
-    inspect.add_argument("directory", metavar="DIR", help="the scratch_dir, or where dumps wrote")
+    inspect.add_argument("directory", metavar="DIR", help="a scratch_dir or a checkpoint folder")
     inspect.add_argument("--json", action="store_true", help="print one JSON object instead")
     inspect.set_defaults(command=_inspect)
 
@@ -483,22 +489,23 @@ def _inspect(options: argparse.Namespace) -> int:
 def _add_clean(commands: argparse._SubParsersAction) -> None:
     clean = commands.add_parser(
         "clean",
-        help="list replay buffers that jobs have left, and remove those of dead jobs",
+        help="list replay buffers that jobs left behind, and remove those of dead jobs",
         description=(
-            "List the replay directories in some folders: in use, kept, or left by a job. --remove "
-            "removes those whose job cannot be started again; of a directory that is itself named "
-            "also what was kept, or whose job might come back. Folders of other users are not "
-            "looked at. No file of anybody else is removed, and nothing that a process uses."
+            "List the replay directories in some folders: in use, kept, or left behind by a job. "
+            "--remove removes those whose job cannot be started again. A directory named on the "
+            "command line is removed even if it was kept or its job might come back. Folders of "
+            "other users are skipped. Other users' files are never removed, nor anything that a "
+            "process uses."
         ),
     )
     clean.add_argument(
         "directories",
         metavar="DIR",
         nargs="*",
-        help="folders to look in, or replay directories (default: /dev/shm and the folder for "
-        "temporary files, and this user's folder in them)",
+        help="folders to search, or replay directories (default: /dev/shm and the folder for "
+        "temporary files, with this user's folder in them)",
     )
-    clean.add_argument("--remove", action="store_true", help="remove what is of no use any more")
+    clean.add_argument("--remove", action="store_true", help="remove those of dead jobs")
     clean.add_argument("--json", action="store_true", help="print one JSON object instead")
     clean.set_defaults(command=_clean)
 
@@ -511,7 +518,9 @@ def _clean(options: argparse.Namespace) -> int:
 
     for each in options.directories:
         if not os.path.isdir(each):
-            raise ConfigurationError(f"{each} is no folder")
+            raise ConfigurationError(
+                f"{each} is not a folder; expected folders, or replay directories"
+            )
     named = {Path(os.path.realpath(each)) for each in options.directories}
     places = named or {Path("/dev/shm"), Path(tempfile.gettempdir())}
     removable = (leftovers.LEFT, leftovers.HALF_REMOVED)
@@ -543,35 +552,30 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     from .bench import checkpoint, collect, ddp, law, limiter, plan, remote, replay, train
 
     questions = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
-    summary = "the shared replay buffer beside other buffers"
-    replay.add_options(questions.add_parser("replay", help=summary))
-    summary = "how busy collectors keep the cores, beside other collectors"
-    collect.add_options(questions.add_parser("collect", help=summary))
-    summary = "a replay buffer in other processes, when every row travels by RPC"
-    remote.add_options(questions.add_parser("remote", help=summary))
-    summary = "the sampling law of a buffer spread over workers beside a single buffer's"
-    law.add_options(questions.add_parser("law", help=summary))
-    summary = "from which batch and network on it pays to learn on several ranks"
-    ddp.add_options(questions.add_parser("ddp", help=summary))
-    summary = "how long a checkpoint of a replay buffer takes, beside a plain copy"
-    checkpoint.add_options(questions.add_parser("checkpoint", help=summary))
-    summary = "what the planner predicts, beside what is measured"
-    plan.add_options(questions.add_parser("plan", help=summary))
-    summary = "how soon a sample returns that waits for the rate limiter"
-    limiter.add_options(questions.add_parser("limiter", help=summary))
-    summary = "how soon recipes reach a good policy, beside other libraries"
-    train.add_options(questions.add_parser("train", help=summary))
+    for module, summary in (
+        (replay, "the shared replay buffer compared with other buffers"),
+        (collect, "how busy collectors keep the cores, compared with other collectors"),
+        (remote, "a replay buffer in other processes, with every row sent by RPC"),
+        (law, "the sampling law of a buffer spread over workers, compared with a single buffer's"),
+        (ddp, "from which batch and network size several learner ranks pay off"),
+        (checkpoint, "how long a checkpoint of a replay buffer takes, compared with a plain copy"),
+        (plan, "the planner's predictions compared with measurements"),
+        (limiter, "how soon a sample that waits for the rate limiter returns"),
+        (train, "how soon recipes reach a good policy, compared with other libraries"),
+    ):
+        name = module.__name__.rpartition(".")[2]
+        module.add_options(questions.add_parser(name, help=summary))
 
 
-# ---- before, beside and after a job
+# ---- before, during and after a job
 
 
 def _add_ops(commands: argparse._SubParsersAction) -> None:
     from .ops import doctor, slurm, top
 
-    doctor.add_options(commands.add_parser("doctor", help="is this machine fit for a job?"))
-    slurm.add_options(commands.add_parser("slurm", help="a batch script that starts a job"))
-    top.add_options(commands.add_parser("top", help="who works and who waits in a running job"))
+    doctor.add_options(commands.add_parser("doctor", help="check this machine for a job"))
+    slurm.add_options(commands.add_parser("slurm", help="print a batch script that starts a job"))
+    top.add_options(commands.add_parser("top", help="which processes of a job work or wait"))
 
 
 def _add_plan(plan: argparse.ArgumentParser) -> None:

@@ -1,23 +1,24 @@
-"""Every error that torchrl_dist raises on purpose.
+"""The errors that torchrl_dist raises on purpose.
 
     TorchRLDistError (RuntimeError)
-    +-- ConfigurationError (ValueError)   an argument or an environment variable cannot be right
-    +-- DeadlineError (TimeoutError)      a bounded wait ran out; names what was waited for
-    |   +-- RateLimitError                a buffer's limiter did not let a sample or a write begin
+    +-- ConfigurationError (ValueError)   an argument or an environment variable is invalid
+    +-- DeadlineError (TimeoutError)      a wait reached its deadline; names what it waited for
+    |   +-- RateLimitError                a buffer's rate limiter let a sample or a write wait long
     +-- PeerLostError (ConnectionError)   another process of the job is gone
-    +-- RemoteError                       another process raised; carries its traceback
+    +-- RemoteError                       a call raised in another process; has its traceback
     +-- DirectoryError                    a replay directory cannot be used as asked
-    +-- CheckpointError                   a checkpoint is missing, damaged or of another kind
-    +-- DriftError                        tensors that must be equal on all ranks are not
+    +-- CheckpointError                   a checkpoint is missing, damaged or not from this package
+    +-- DriftError                        tensors that must be equal on all ranks differ
 
-Each class also derives from the built-in error that a caller would catch without knowing us.
+Each class also derives from a built-in error, so that code which knows only the built-in error
+catches it.
 """
 
 from __future__ import annotations
 
 
 class TorchRLDistError(RuntimeError):
-    """Base of all errors of this package.
+    """Base class of all errors of this package.
 
     Example:
         >>> try:
@@ -29,16 +30,19 @@ class TorchRLDistError(RuntimeError):
 
 
 class ConfigurationError(TorchRLDistError, ValueError):
-    """An argument, or a combination of arguments, that cannot work."""
+    """An argument, a combination of arguments or an environment variable is invalid."""
 
 
 class DeadlineError(TorchRLDistError, TimeoutError):
-    """A wait ended at its deadline. The message says for what and for how long."""
+    """A wait reached its deadline. The message says what it waited for and how long."""
 
 
 class RateLimitError(DeadlineError):
-    """A replay buffer's limiter let a sample or a write wait until its deadline, or it would have
-    waited for ever. The message says what was missing. Nothing was sampled or written."""
+    """A replay buffer's rate limiter let a sample or a write wait until its deadline, or the wait
+    would never have ended.
+
+    The message says what was missing. Nothing was sampled or written.
+    """
 
 
 class PeerLostError(TorchRLDistError, ConnectionError):
@@ -51,7 +55,7 @@ class RemoteError(TorchRLDistError):
     Attributes:
         peer: name of the process, such as ``"collector2"``.
         host: name of its machine.
-        remote_traceback: the traceback as it was formatted there.
+        remote_traceback: the traceback, as formatted in that process.
     """
 
     def __init__(self, message: str, *, peer: str, host: str, remote_traceback: str) -> None:
@@ -75,7 +79,7 @@ def _rebuild_remote_error(message: str, peer: str, host: str, remote_traceback: 
 
 
 class DirectoryError(TorchRLDistError):
-    """A replay directory is in use by another job, does not match, or lies where it cannot work."""
+    """A replay directory is used by another job, does not match, or is in an unsuitable place."""
 
 
 class CheckpointError(TorchRLDistError):
@@ -83,10 +87,10 @@ class CheckpointError(TorchRLDistError):
 
 
 class DriftError(TorchRLDistError):
-    """Tensors that must be equal on all ranks are not.
+    """Tensors that must be equal on all ranks differ.
 
     Attributes:
-        names: of the tensors.
+        names: names of these tensors.
     """
 
     def __init__(self, message: str, *, names: tuple[str, ...] = ()) -> None:

@@ -1,9 +1,8 @@
-"""What a forked child must not inherit as it is, such as locks that other threads hold; and how a
-process imports libraries that is to be forked.
+"""Renew locks in forked children, and import libraries so that a process stays safe to fork.
 
-``os.fork`` copies a lock that another thread has taken, but not that thread: nobody ever gives it
-back. Whoever owns one names here how to get new ones; one handler does so in every child, before
-anything else runs there.
+``os.fork`` copies a lock that another thread holds, but not that thread, so the child's copy is
+never released. Each owner of a lock registers a function here that makes new ones. One handler
+calls these functions in every child, before anything else runs there.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 
-# Libraries start their threads when they are imported, unless told otherwise; asking CUDA's runtime
-# whether it is there would make it unusable in the children; TensorPipe's warnings about a lost
-# peer are the parent's to print, not once more by every child.
+# Environment for imports before a fork. By default the libraries start threads when they are
+# imported. Asking CUDA's runtime whether it is available would make CUDA unusable in the children.
+# Only the parent should print TensorPipe's warnings about a lost peer, not every child again.
 TO_BE_FORKED = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -32,12 +31,12 @@ _renewals: dict[tuple[int, Callable[[Any], None]], weakref.ref[Any]] = {}
 
 
 def now_and_in_children(owner: _T, renew: Callable[[_T], None]) -> None:
-    """Call ``renew(owner)`` at once, and again in every forked child while the owner lives.
+    """Call ``renew(owner)`` now, and again in every forked child while the owner lives.
 
     Args:
-        owner: kept by weak reference only.
-        renew: a function of the class or module, not bound to the owner; makes new locks, and
-            brings in order what another thread may have been changing. Must not block.
+        owner: only a weak reference to it is kept.
+        renew: a function of the class or module, not bound to the owner. It makes new locks and
+            repairs state that another thread may have been changing. Must not block.
     """
     key = (id(owner), renew)
     _renewals[key] = weakref.ref(owner, lambda _: _renewals.pop(key, None))
@@ -52,7 +51,7 @@ def _renew_all() -> None:
             continue
         try:
             key[1](owner)
-        except Exception as error:  # must not keep the others from theirs
+        except Exception as error:  # the remaining ones must still run
             sys.excepthook(type(error), error, error.__traceback__)
 
 
@@ -61,7 +60,7 @@ os.register_at_fork(after_in_child=_renew_all)
 
 @contextlib.contextmanager
 def imports_to_be_forked() -> Iterator[None]:
-    """What is imported in here reads ``TO_BE_FORKED`` in the environment, which stays as it was."""
+    """Within this context, the environment has the values of ``TO_BE_FORKED``, for imports."""
     before = {name: os.environ.get(name) for name in TO_BE_FORKED}
     os.environ.update(TO_BE_FORKED)
     try:

@@ -1,20 +1,21 @@
-"""Files and folders that no other user of the machine prepared, changed or can exchange.
+"""Use only files and folders that no other user of the machine made, changed or can replace.
 
-Several users share ``/tmp`` and ``/dev/shm``, where each of them can make a folder that another one
-is going to use, with links, pipes or huge files in it. So a folder is used only if this process
-made it, with mode 0700, or if it belongs to this user and no other user can write to it; and a file
-is opened only if it is a plain file of this user. Everything else is refused with the reason
-(:class:`NotOurs`). What lies above a folder counts, too, from the first folder on that everybody
-can write to: there another user could exchange it later.
+Several users share ``/tmp`` and ``/dev/shm``. Any of them can create a folder there that another
+user is about to use, and put links, pipes or huge files into it. So this module uses a folder only
+if this process made it, with mode 0700, or if it belongs to this user and no other user can write
+to it. It opens a file only if it is a plain file of this user. It refuses everything else with a
+reason (:class:`NotOurs`). It also checks the parents of a folder, starting at the topmost one that
+all users can write to, because another user could replace what is in it later.
 
-``TORCHRL_DIST_GROUP`` names a Unix group whose members this user trusts: folders of that group may
-belong to any of them, and the group may write to them.
+``TORCHRL_DIST_GROUP`` names a Unix group whose members this user trusts. Folders of that group may
+belong to any of its members and be writable by all of them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import functools
 import grp
 import os
@@ -34,7 +35,7 @@ _SMALL = 1 << 20
 
 
 class NotOurs(PermissionError):
-    """A file or folder that another user owns, prepared or can change. Says why."""
+    """Another user owns, made or can change this file or folder. The message says which."""
 
     def __init__(self, path: str | os.PathLike[str], why: str) -> None:
         super().__init__(errno.EPERM, why, os.fspath(path))
@@ -47,10 +48,10 @@ class NotOurs(PermissionError):
 
 
 def resolved(path: str | os.PathLike[str]) -> Path:
-    """The path without its links; it need not exist.
+    """Return the path with all links resolved; it need not exist.
 
     Raises:
-        NotOurs: another user put one of the links into a folder that everybody can write to.
+        NotOurs: another user made one of the links, in a folder that all users can write to.
     """
     at, links = Path("/"), 0
     left = list(reversed(Path(os.getcwd(), path).parts[1:]))
@@ -81,10 +82,10 @@ def resolved(path: str | os.PathLike[str]) -> Path:
 
 
 def make_folder(path: str | os.PathLike[str]) -> bool:
-    """Make a folder with mode 0700, and those above it; False if it is there and is ours.
+    """Make a folder (mode 0700) and its missing parents; return False if it existed and is ours.
 
     Raises:
-        NotOurs: it is there, or one above it is, and another user could change what lies in it.
+        NotOurs: it or a parent of it exists, and another user could change the contents.
         OSError: it cannot be made.
     """
     folder = resolved(path)
@@ -104,19 +105,31 @@ def make_folder(path: str | os.PathLike[str]) -> bool:
 
 
 def check_folder(path: str | os.PathLike[str]) -> None:
-    """As :func:`make_folder`, of a folder that is there.
+    """Check an existing folder as :func:`make_folder` does.
 
     Raises:
-        NotOurs: another user could change what lies in it.
-        OSError: there is none.
+        NotOurs: another user could change its contents.
+        OSError: it does not exist.
     """
     folder = resolved(path)
     _check_above(folder)
     _check_folder(folder)
 
 
+def lock_folder(fd: int) -> bool:
+    """Whether nothing else had locked the folder; it stays locked until all copies of ``fd`` are
+    closed. Some network file systems lock no folders: there the answer is always True."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
 def is_ours(folder: Path) -> bool:
-    """Whether it is a folder, no link to one, that :func:`check_folder` accepts."""
+    """Whether ``folder`` is a folder, not a link to one, and :func:`check_folder` accepts it."""
     try:
         if not stat.S_ISDIR(os.lstat(folder).st_mode):
             return False
@@ -127,7 +140,7 @@ def is_ours(folder: Path) -> bool:
 
 
 def _check_above(folder: Path) -> None:
-    """Nobody else can exchange the folder, or one above it."""
+    """Raise NotOurs if another user could replace the folder or one of its parents."""
     shared = False
     for each in reversed(folder.parents):
         try:
@@ -143,35 +156,39 @@ def _check_above(folder: Path) -> None:
 def _check_folder(folder: Path) -> None:
     status = os.lstat(folder)
     if not stat.S_ISDIR(status.st_mode):
-        raise NotADirectoryError(errno.ENOTDIR, "is no folder", str(folder))
+        raise NotADirectoryError(errno.ENOTDIR, "is not a folder", str(folder))
     trusted = _is_trusted(status)
     if status.st_uid != os.geteuid() and not trusted:
         raise NotOurs(
-            folder, f"belongs to {_owner(status)}: expected a new folder, or one of this user"
+            folder, f"belongs to {_owner(status)}: expected a new folder, or one of this user's"
         )
     group_writes = status.st_mode & stat.S_IWGRP and not trusted
     if status.st_mode & stat.S_IWOTH or (group_writes and not _is_alone_in(status, folder)):
         raise NotOurs(
             folder,
-            f"can be written to by other users: chmod go-w {folder}"
-            + (f", or {GROUP}=NAME if you trust all members of its group" if group_writes else ""),
+            f"can be written to by other users: run chmod go-w {folder}"
+            + (
+                f", or set {GROUP}=NAME if you trust all members of its group"
+                if group_writes
+                else ""
+            ),
         )
 
 
 def _is_strange(status: os.stat_result) -> bool:
-    """Whether another user than this one and root owns it."""
+    """Whether a user other than this one and root owns it."""
     return status.st_uid not in _administrators() | {os.geteuid()} and not _is_trusted(status)
 
 
 @functools.cache
 def _administrators() -> frozenset[int]:
-    """Root; where user ids are mapped, root outside is seen as the user "nobody"."""
+    """Return the ids of root. Where user ids are mapped, the outside root has the overflow id."""
     try:
         mapped = Path("/proc/self/uid_map").read_text().split() != ["0", "0", "4294967295"]
-        nobody = int(Path("/proc/sys/kernel/overflowuid").read_text())
+        overflow = int(Path("/proc/sys/kernel/overflowuid").read_text())
     except (OSError, ValueError):
         return frozenset({0})
-    return frozenset({0, nobody} if mapped else {0})
+    return frozenset({0, overflow} if mapped else {0})
 
 
 def _is_trusted(status: os.stat_result) -> bool:
@@ -186,13 +203,13 @@ def _is_trusted(status: os.stat_result) -> bool:
 
 
 def _is_alone_in(status: os.stat_result, folder: Path) -> bool:
-    """Whether the group that may write is this user's own, which distributions make per user."""
+    """Whether the group that may write is the private group that distributions make for a user."""
     try:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(status.st_gid)
         others = "system.posix_acl_access" in os.listxattr(folder)
     except KeyError:
         return False
-    except OSError:  # no such attributes here
+    except OSError:  # this file system has no such attributes
         others = False
     return not others and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
 
@@ -208,9 +225,9 @@ def _owner(status: os.stat_result) -> str:
 
 
 def user_folder() -> Path:
-    """This user's folder for what has no other place, in memory; made with mode 0700.
+    """Return this user's folder in memory (mode 0700) for files without another place.
 
-    Another user can take its name first. Then it gets one that nobody can know.
+    If another user has taken its name, it gets a random name.
 
     Raises:
         OSError: it cannot be made.
@@ -228,7 +245,7 @@ def user_folder() -> Path:
 
 
 def user_folders() -> list[Path]:
-    """Those that :func:`user_folder` made and that are there."""
+    """Return the existing folders that :func:`user_folder` made."""
     try:
         return sorted(each for each in _memory().iterdir() if is_user_folder(each))
     except OSError:
@@ -236,13 +253,13 @@ def user_folders() -> list[Path]:
 
 
 def is_user_folder(path: Path) -> bool:
-    """Whether it is one of :func:`user_folders`, wherever it lies."""
+    """Whether ``path`` has the name of a user folder and is ours, wherever it is."""
     pattern = rf"torchrl_dist-{os.geteuid()}(\.[0-9a-f]{{16}})?"
     return re.fullmatch(pattern, path.name) is not None and is_ours(path)
 
 
 def leave_user_folder() -> None:
-    """Remove it if nothing is in it."""
+    """Remove this user's folder if it is empty."""
     for each in user_folders():
         with contextlib.suppress(OSError):
             each.rmdir()
@@ -256,26 +273,26 @@ def _memory() -> Path:
 
 
 def open_new(path: str | os.PathLike[str]) -> int:
-    """A descriptor of a file that is made now, for reading and writing by this user alone.
+    """Create a file that only this user can read and write, and return a descriptor for both.
 
     Raises:
-        FileExistsError: there is one.
+        FileExistsError: the file exists.
     """
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 def open_ours(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
-    """A descriptor of a plain file of this user's; of a folder with ``os.O_DIRECTORY``.
+    """Open a plain file of this user, or with ``os.O_DIRECTORY`` a folder; return a descriptor.
 
     Raises:
-        NotOurs: it is a link, a pipe or the like, or another user's.
+        NotOurs: it is a link, a pipe or another special file, or it belongs to another user.
     """
-    # without O_NONBLOCK, opening a pipe waits for its other end
+    # Without O_NONBLOCK, opening a pipe would wait for its other end.
     try:
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):  # a pipe, for writing
-            raise NotOurs(path, "is no plain file") from error
+            raise NotOurs(path, "is not a plain file") from error
         raise
     status = os.fstat(fd)
     if flags & os.O_DIRECTORY:
@@ -286,15 +303,15 @@ def open_ours(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
         if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
         plain = stat.S_ISREG(status.st_mode)
-        raise NotOurs(path, f"belongs to {_owner(status)}" if plain else "is no plain file")
+        raise NotOurs(path, f"belongs to {_owner(status)}" if plain else "is not a plain file")
     return fd
 
 
 def open_named(path: str | os.PathLike[str], *, append: bool) -> TextIO:
-    """A file that the user has named for results, to write text into; made if there is none.
+    """Open a file that the user named for results, for writing text; create it if it is missing.
 
     Raises:
-        NotOurs: it is another user's, or a link or a pipe that another user may have put there.
+        NotOurs: it belongs to another user, or is a link or a pipe that another user may have made.
     """
     if Path(path).is_relative_to("/dev") and not Path(path).is_relative_to(_MEMORY):
         return open(path, "w")  # /dev/stdout
@@ -305,32 +322,32 @@ def open_named(path: str | os.PathLike[str], *, append: bool) -> TextIO:
 
 
 def read_ours(path: str | os.PathLike[str], most: int = _SMALL) -> str:
-    """The text of a small file of this user's.
+    """Return the text of a small file of this user.
 
     Raises:
-        NotOurs: it is no plain file, or another user's.
-        OSError: there is none, or it has more than ``most`` bytes.
+        NotOurs: it is not a plain file, or it belongs to another user.
+        OSError: it does not exist, or it has more than ``most`` bytes.
     """
     return _read(open_ours(path), path, most)
 
 
 def open_plain(path: str | os.PathLike[str]) -> int:
-    """A descriptor to read a plain file, of whatever user, that the caller chose by name.
+    """Open a plain file of any user that the caller chose by name; return a descriptor to read it.
 
     Raises:
-        NotOurs: it is a pipe or the like.
+        NotOurs: it is a pipe or another special file.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         if os.path.isdir(path):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-        raise NotOurs(path, "is no plain file")
+        raise NotOurs(path, "is not a plain file")
     return fd
 
 
 def read_plain(path: str | os.PathLike[str], most: int = _SMALL) -> str:
-    """As :func:`read_ours`, of a file that :func:`open_plain` opens."""
+    """Like :func:`read_ours`, for a file that :func:`open_plain` opens."""
     return _read(open_plain(path), path, most)
 
 
@@ -346,46 +363,45 @@ def atomic_write(
     path: str | os.PathLike[str],
     write: Callable[[BinaryIO], object],
     *,
-    beside: Path | None = None,
+    meanwhile: Path | None = None,
     sync: bool = True,
 ) -> None:
-    """Have ``write`` write a new file, which then takes the place of ``path`` at once.
+    """Have ``write`` write a new file, which then replaces ``path`` atomically.
 
-    One writer per path at a time. What a killed writer left, the next one removes.
+    Only one process may write to a path at a time. The next writer removes what a killed one left.
 
     Args:
-        path: in a folder of this user's. A link there is replaced, not followed.
-        write: is given the file, open for bytes.
-        beside: the new file's name until it is whole; default: ``.NAME.tmp`` in the same folder.
-        sync: whether the bytes are on the disk before the new file takes its place.
+        path: in a folder of this user. A link there is replaced, not followed.
+        write: called with the file, open for bytes.
+        meanwhile: the new file's path until it is complete. Default: ``.NAME.tmp`` next to it.
+        sync: whether the bytes must be on disk before the new file replaces ``path``.
     """
     path = Path(path)
-    beside = beside or temporary(path)
+    meanwhile = meanwhile or temporary(path)
     try:
-        beside.unlink(missing_ok=True)
-        with open(open_new(beside), "w+b") as file:
+        meanwhile.unlink(missing_ok=True)
+        with open(open_new(meanwhile), "w+b") as file:
             write(file)
             file.flush()
             if sync:
                 os.fsync(file.fileno())
-        os.replace(beside, path)
+        os.replace(meanwhile, path)
     except BaseException:
         with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
+            meanwhile.unlink(missing_ok=True)
         raise
 
 
 def temporary(path: Path) -> Path:
-    """Where :func:`atomic_write` writes."""
+    """Return the path that :func:`atomic_write` writes to before it replaces ``path``."""
     return path.with_name(f".{path.name}.tmp")
 
 
-# ---- what files and folders are called
+# ---- printing names
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    """The text with control characters, which a terminal would obey, as Python writes them; ends
-    of ``lines`` stay."""
+    """Escape control characters, which a terminal would obey; with ``lines``, keep line ends."""
     return "".join(
         each
         if each.isprintable() or (lines and each == "\n")

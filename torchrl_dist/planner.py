@@ -1,25 +1,25 @@
-"""How fast will a job be? A pure cost model: measured costs and a layout in, frames per second out.
+"""Predicts how fast a job will be: a pure cost model from measured costs and a layout to frames/s.
 
-Nothing is measured here and nothing is started; ``torchrl_dist.plan`` does both. Seconds are
-seconds of one core where they are called CPU, and of a clock otherwise. The model in three parts:
+This module measures and starts nothing; ``torchrl_dist.plan`` does both. Durations named CPU are
+seconds of one core; all others are seconds of a clock. The model has three parts:
 
 **Processes that share cores.** A process steps its environments, which takes CPU time D and idle
-time Z (asleep, on a GPU, in another process), and does so again. P such processes on C cores are
-the machine-repair model; where cores are shared as Linux shares them (processor sharing), its
-throughput depends on nothing but the means D and Z::
+time Z (asleep, on a GPU, in another process), and repeats. P such processes on C cores are the
+machine-repair model. If cores are shared as Linux shares them (processor sharing), the throughput X
+depends only on the means D and Z::
 
     p(n) ~ P! / (P - n)! (D / Z)^n / prod_{i <= n} min(i, C),     X = sum_n p(n) min(n, C) / D
 
-(M/M/m with a finite population: Kleinrock, Queueing Systems I, chapter 3; for any law of D and Z:
-Baskett, Chandy, Muntz and Palacios, J. ACM 22(2), 1975.)
+(M/M/m with a finite population: Kleinrock, Queueing Systems I, chapter 3. For any distribution of D
+and Z: Baskett, Chandy, Muntz and Palacios, J. ACM 22(2), 1975.)
 
-**A learner that takes one message after the other.** It pays m for a message and b for a byte, and
-u for learning from a frame, so that X can be no more than 1 / (m / F + b * bytes + u) for F frames
-per message. With a lag the workers step meanwhile; without, these seconds come on top.
+**A learner that takes one message after the other.** It spends m on a message, b on a byte, and u
+on learning from a frame. So X is at most 1 / (m / F + b * bytes + u) for F frames per message. With
+a policy lag, the workers step meanwhile. Without, these seconds add to each round.
 
 **Waiting for the slowest.** A round ends with the slowest of W rollouts. A rollout is a sum of K
-step times; with relative spread s of one step it is taken as lognormal with spread s / sqrt(K)
-(Fenton, IRE Trans. 8(1), 1960), and E[max] = integral of F^-1(u^(1/W)) over 0 < u < 1.
+step times. If s is the relative spread of one step, a rollout is taken as lognormal with spread
+s / sqrt(K) (Fenton, IRE Trans. 8(1), 1960), and E[max] = integral of F^-1(u^(1/W)) over 0 < u < 1.
 """
 
 from __future__ import annotations
@@ -35,65 +35,10 @@ import numpy as np
 from torchrl_dist.errors import ConfigurationError
 
 MIN_GAIN = 1.1
-"""A job of more processes, or nodes, that gains less than this is not worth what it adds: one more
-thing to start, to watch and to lose. The planner's figures are no better than a tenth either."""
+"""The least gain that justifies more processes, or more nodes. A smaller gain is not worth the
+additional things to start, to watch and to lose, and predictions are not more precise than 10 %."""
 
-_POINTS = 1024  # of the integral for the slowest; 4096 change it by less than 0.1 %
-
-
-# ---- one head and its workers in lockstep: the table of tianshou#1172
-
-
-@dataclass(frozen=True)
-class Lockstep:
-    """Constants of a head that sends every worker an action and gathers every worker's step.
-
-    Attributes:
-        fixed_s: of a round, beside the step.
-        send_s: per worker; workers step as soon as they have theirs.
-        receive_s: per worker.
-    """
-
-    fixed_s: float
-    send_s: float
-    receive_s: float
-
-    def round_s(self, workers: int, step_s: float) -> float:
-        """Sending to all hides the steps of those who were served first, or the other way round."""
-        return max(workers * self.send_s, step_s + self.fixed_s) + workers * self.receive_s
-
-    def sps(self, workers: int, step_s: float) -> float:
-        """Steps per second; ``N / (d + a + N c)`` where steps take longer than sending."""
-        return workers / self.round_s(workers, step_s)
-
-
-def fit_lockstep(rows: Sequence[tuple[int, float, float]]) -> Lockstep:
-    """The constants that fit measured ``(workers, step_s, steps per second)`` best.
-
-    Least squares of the relative errors of a round. The model is linear once it is known in which
-    rows the head is still sending when the first step is done, and that is found by repetition.
-
-    Raises:
-        ConfigurationError: rows that cannot tell three constants apart.
-    """
-    table = np.asarray(rows, float)
-    if table.ndim != 2 or len(table) < 3 or (table <= 0).any():
-        raise ConfigurationError(
-            f"got {len(rows)} rows, expected three or more of (workers, step_s, sps) above 0"
-        )
-    workers, step_s, sps = table.T
-    round_s = workers / sps
-    sending = step_s < np.median(step_s)
-    found = np.zeros(3)
-    for _ in range(len(rows)):
-        columns = np.stack([~sending, sending * workers, workers], 1) / round_s[:, None]
-        target = (round_s - ~sending * step_s) / round_s
-        found = np.clip(np.linalg.lstsq(columns, target, rcond=None)[0], 0.0, None)
-        again = workers * found[1] > step_s + found[0]
-        if (again == sending).all():
-            break
-        sending = again
-    return Lockstep(*map(float, found))
+_POINTS = 1024  # of the integral for the slowest rollout; 4096 change it by less than 0.1 %
 
 
 # ---- what was measured
@@ -101,25 +46,27 @@ def fit_lockstep(rows: Sequence[tuple[int, float, float]]) -> Lockstep:
 
 @dataclass(frozen=True)
 class Costs:
-    """What things cost, as ``torchrl_dist.plan.measure`` finds them on a machine.
+    """Costs of one job, as ``torchrl_dist.plan.measure`` measures them on a node.
 
     Attributes:
-        step_cpu_s: ``(envs, CPU seconds)``, ascending: one step of so many envs in one process
-            together with policy, rollout loop and resets.
-        idle_s: of one env's step; envs of a process are stepped one after the other. Of a
-            vectorized env's step: divided by its envs.
+        step_cpu_s: pairs ``(envs, CPU seconds)`` in ascending order: one step of that many envs in
+            one process, including policy, rollout loop and resets.
+        idle_s: idle time of one env's step, for a process that steps its envs one after the other.
+            For a vectorized env, the idle time of its step divided by its number of envs.
         spread: standard deviation of one env's step time over its mean.
-        frame_bytes: of a row in a message.
-        message_worker_s, message_learner_s: CPU of one message, whatever its size.
-        byte_worker_s, byte_learner_s: CPU per byte on top.
-        process_s: CPU of one env process's part in a node worker's message, on the node.
-        latency_s: from a message's end on the worker to its batch at the learner, and back.
-        broadcast_s: learner's CPU for new weights, per worker.
-        request_s: learner's CPU for an inference request, policy included, per env process.
-        request_latency_s: until the env process has its actions, when nobody else asks.
-        update_s: of one update of the learner; ``updates_per_frame`` how many each frame causes.
-        startup_s: of the processes of a job.
-        bytes_per_s: of the network between nodes.
+        frame_bytes: bytes of one frame in a message.
+        message_worker_s, message_learner_s: CPU per message, independent of its size.
+        byte_worker_s, byte_learner_s: additional CPU per byte.
+        process_s: the node's CPU per env process in a message of a node worker.
+        latency_s: time from the end of a message on the worker to its batch at the learner, and
+            back.
+        broadcast_s: the learner's CPU for sending new weights, per worker.
+        request_s: the learner's CPU per inference request of an env process, policy included.
+        request_latency_s: time until an env process has its actions, without other requests.
+        update_s: CPU of one update of the learner.
+        updates_per_frame: the number of updates for each frame.
+        startup_s: time until the processes of a job have started.
+        bytes_per_s: bandwidth of the network between nodes.
     """
 
     step_cpu_s: tuple[tuple[int, float], ...]
@@ -141,7 +88,7 @@ class Costs:
     bytes_per_s: float
 
     def step_s(self, envs: int) -> float:
-        """CPU seconds of a step of ``envs`` envs: on straight lines between what was measured."""
+        """Return the CPU seconds of a step of ``envs`` envs, interpolated linearly."""
         counts, seconds = zip(*self.step_cpu_s, strict=True)
         if envs <= counts[0]:
             return seconds[0] * envs / counts[0]
@@ -152,23 +99,23 @@ class Costs:
 
     @property
     def learn_s(self) -> float:
-        """Learner's CPU per frame for its updates."""
+        """The learner's CPU per frame for its updates."""
         return self.update_s * self.updates_per_frame
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What is started where.
+    """The processes and envs of a job.
 
     Attributes:
-        nodes: machines with collectors; the learner is on the first.
-        processes: env processes per node; 0: the learner steps the envs itself, one process in all.
-        envs: per env process (and group).
-        steps: of each env in a message.
-        node_workers: a node sends one message for all of its processes.
-        lag: 0: nobody steps while the learner learns.
-        wait_all: a batch has a rollout of everybody; False: of whoever is first.
-        groups: of envs whose policy runs at the learner; 0: workers have their own.
+        nodes: nodes with collectors. The learner is on the first.
+        processes: env processes per node. 0: a single process, in which the learner steps the envs.
+        envs: envs per env process (and group).
+        steps: steps of each env in a message.
+        node_workers: whether a node sends one message for all of its processes.
+        lag: the maximum policy lag. 0: workers do not step while the learner learns.
+        wait_all: whether a batch has a rollout of every worker. False: of the first to deliver.
+        groups: groups of envs whose policy runs at the learner. 0: workers run their own policy.
     """
 
     nodes: int = 1
@@ -182,35 +129,35 @@ class Layout:
 
     @property
     def alone(self) -> bool:
-        """One process does it all."""
+        """Whether one process does everything."""
         return self.processes == 0
 
     @property
     def stepping(self) -> int:
-        """Processes that step envs, on all nodes."""
+        """Number of processes that step envs, on all nodes."""
         return self.nodes * max(1, self.processes)
 
     @property
     def messages(self) -> int:
-        """Per round."""
+        """Number of messages per round."""
         return 0 if self.alone else self.nodes if self.node_workers else self.stepping
 
     @property
     def frames(self) -> int:
-        """Per round."""
+        """Number of frames per round."""
         return self.stepping * self.envs * max(1, self.groups) * self.steps
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a layout will do.
+    """The predicted speed of a layout.
 
     Attributes:
-        frames_per_s: as the learner gets, and learns from, them.
-        efficiency: of what the same processes would step with a core each, without messages and
-            without a learner.
+        frames_per_s: frames per second that the learner gets and learns from.
+        efficiency: ``frames_per_s`` as a fraction of what the same processes would step with one
+            core each, without messages and without a learner.
         bound_by: "environment", "cores", "learner", "messages", "network" or "stragglers".
-        learner_busy: part of the time in which the learner's process has work.
+        learner_busy: the fraction of time in which the learner's process has work.
     """
 
     frames_per_s: float
@@ -223,8 +170,10 @@ class Prediction:
 
 
 def machine_repair(processes: int, cpu_s: float, idle_s: float, cores: float) -> float:
-    """Cycles per second of ``processes`` that compute ``cpu_s`` on shared ``cores`` (a fraction is
-    allowed) and are idle for ``idle_s``, again and again."""
+    """Return the cycles per second of ``processes`` that share ``cores``.
+
+    Each cycle computes for ``cpu_s`` and is idle for ``idle_s``. ``cores`` may be a fraction.
+    """
     if processes < 1 or cores <= 0:
         return 0.0
     if idle_s <= 0:
@@ -234,7 +183,7 @@ def machine_repair(processes: int, cpu_s: float, idle_s: float, cores: float) ->
     weights, busy, weight = 1.0, 0.0, 1.0
     for n in range(1, processes + 1):
         weight *= (processes - n + 1) * cpu_s / idle_s / min(n, cores)
-        if weight > 1e200:  # only ratios count
+        if weight > 1e200:  # rescale; only ratios count
             weights, busy, weight = weights / weight, busy / weight, 1.0
         weights += weight
         busy += weight * min(n, cores)
@@ -243,14 +192,17 @@ def machine_repair(processes: int, cpu_s: float, idle_s: float, cores: float) ->
 
 @functools.cache
 def _normal_quantiles(count: int) -> np.ndarray:
-    """Of the greatest of ``count`` standard normal numbers, at evenly spread probabilities."""
+    """Return quantiles of the greatest of ``count`` standard normal numbers, evenly spaced."""
     return np.array(
         [NormalDist().inv_cdf(((i + 0.5) / _POINTS) ** (1 / count)) for i in range(_POINTS)]
     )
 
 
 def slowest(count: int, spread: float) -> float:
-    """Expected greatest of ``count`` lognormal durations of mean 1 and that standard deviation."""
+    """Return the mean of the longest of ``count`` lognormal durations.
+
+    Their mean is 1 and their standard deviation is ``spread``.
+    """
     if count <= 1 or spread <= 0:
         return 1.0
     sigma = math.sqrt(math.log1p(spread**2))
@@ -262,10 +214,10 @@ def slowest(count: int, spread: float) -> float:
 
 
 def predict(costs: Costs, layout: Layout, cores: int) -> Prediction:
-    """Frames per second of ``layout`` on nodes of ``cores`` cores each.
+    """Predict ``layout`` on nodes with ``cores`` cores each.
 
     Raises:
-        ConfigurationError: a layout that cannot be.
+        ConfigurationError: a count of the layout is below 1.
     """
     if min(layout.nodes, layout.envs, layout.steps, cores) < 1 or layout.processes < 0:
         raise ConfigurationError(f"{layout} on {cores} cores: expected counts of at least 1")
@@ -283,34 +235,34 @@ def _alone(costs: Costs, layout: Layout) -> Prediction:
 
 
 class _Parts:
-    """The seconds of which a round, or a frame, of a distributed layout is made."""
+    """The seconds that make up a round, or a frame, of a distributed layout."""
 
     def __init__(self, costs: Costs, layout: Layout, cores: int) -> None:
         self._costs, self._layout, self._cores = costs, layout, cores
-        in_step = layout.envs  # of one group
+        in_step = layout.envs  # envs of one group
         step_cpu_s = costs.step_s(in_step)
         self._frames = layout.frames / layout.messages  # per message
         size = self._frames * costs.frame_bytes
         per_process = layout.processes if layout.node_workers else 1
         own_s = costs.message_worker_s + size * costs.byte_worker_s
         own_s += layout.processes * costs.process_s if layout.node_workers else 0.0
-        # of one step of an env process, for one group
+        # Seconds of one step of an env process, for one group.
         self._step_s = step_cpu_s
         self._cpu_s = step_cpu_s + own_s / (per_process * layout.steps * max(1, layout.groups))
         self._idle_s = in_step * costs.idle_s
         self._alone_s = self._step_s + self._idle_s
-        # of the learner, per frame
+        # Seconds of the learner per frame.
         self._message_s = (costs.message_learner_s + size * costs.byte_learner_s) / self._frames
         self._learn_s = costs.learn_s
         if layout.groups:
             self._message_s += costs.request_s / in_step
             wait_s = costs.request_latency_s
-            if layout.groups > 1:  # the other groups are stepped meanwhile
+            if layout.groups > 1:  # the process steps its other groups meanwhile
                 wait_s = max(0.0, wait_s - (layout.groups - 1) * self._alone_s) / layout.groups
             self._idle_s += wait_s
 
     def _steps_per_s(self, learner_load: float) -> float:
-        """Steps of all env processes, while the learner takes ``learner_load`` of a core."""
+        """Return the steps/s of all env processes if the learner takes ``learner_load`` cores."""
         layout = self._layout
         with_learner = max(self._cores - learner_load, self._cores / (layout.processes + 1))
         first = machine_repair(layout.processes, self._cpu_s, self._idle_s, with_learner)
@@ -318,7 +270,7 @@ class _Parts:
         return first + (layout.nodes - 1) * others
 
     def _limits(self) -> dict[str, float]:
-        """Frames per second that the learner and its network take in."""
+        """Return the most frames/s that the learner and its network can take in, by name."""
         learner_s = self._message_s + self._learn_s
         kind = "messages" if self._message_s > self._learn_s else "learner"
         limits = {kind: 1 / learner_s if learner_s > 0 else math.inf}
@@ -328,20 +280,20 @@ class _Parts:
         return limits
 
     def overlapped(self) -> Prediction:
-        """The workers step while the learner works."""
+        """Predict the case in which workers step while the learner works."""
         layout, learner_s = self._layout, self._message_s + self._learn_s
         rate, load = 0.0, 0.0
-        for _ in range(50):  # the learner's load follows from the rate, and the rate from the load
+        for _ in range(50):  # a fixed point: the load depends on the rate, and the rate on the load
             rate = layout.envs * self._steps_per_s(load)
             load += 0.5 * (min(1.0, rate * learner_s) - load)
         slow = 1.0
-        if layout.wait_all:  # who may run ahead by k rollouts need not wait for each of the slowest
+        if layout.wait_all:  # a worker may be up to `lag` rollouts ahead, so differences even out
             count = layout.envs * layout.steps * (1 + layout.lag)
             slow = slowest(layout.stepping, self._costs.spread / math.sqrt(count))
         return self._result(rate / slow, slow)
 
     def in_rounds(self) -> Prediction:
-        """All step, then the learner works, then all step again."""
+        """Predict the case in which workers and learner take turns."""
         layout, costs = self._layout, self._costs
         steps_per_s = self._steps_per_s(0.0) / layout.stepping
         slow = slowest(layout.stepping, costs.spread / math.sqrt(layout.envs * layout.steps))
@@ -362,7 +314,7 @@ class _Parts:
         return Prediction(limited, limited / ideal, bound_by, busy)
 
     def _bound_by(self, rate: float, limit: str, slow: float, busy: float) -> str:
-        """What would help most if it were less."""
+        """Name the part whose reduction would help most."""
         if limit:
             return limit
         if busy > 0.5:
@@ -373,16 +325,19 @@ class _Parts:
         return "stragglers" if slow > 1.5 else "environment"
 
 
-# ---- which layout, and whether to distribute at all
+# ---- choosing a layout
 
 
 def time_to(frames: float, prediction: Prediction, layout: Layout, costs: Costs) -> float:
-    """Seconds to that many frames, start included."""
+    """Return the seconds until ``frames`` frames are collected, including the start."""
     return frames / prediction.frames_per_s + (0.0 if layout.alone else costs.startup_s)
 
 
 def rank(costs: Costs, layouts: Iterable[Layout], cores: int) -> list[tuple[Layout, Prediction]]:
-    """Fastest first; of layouts within 1 % of one another the one with fewer processes."""
+    """Predict all layouts and sort them, fastest first.
+
+    Among layouts within 1 % of each other, the one with fewer processes comes first.
+    """
     known = [(layout, predict(costs, layout, cores)) for layout in layouts]
     return sorted(
         known,
@@ -396,12 +351,12 @@ def rank(costs: Costs, layouts: Iterable[Layout], cores: int) -> list[tuple[Layo
 
 @dataclass(frozen=True)
 class Verdict:
-    """What to do.
+    """The recommendation.
 
     Attributes:
         word: "do not distribute", "do not distribute across nodes" or "distribute".
-        layout, prediction: what to start.
-        reason: a sentence.
+        layout, prediction: the recommended layout and its prediction.
+        reason: one sentence.
     """
 
     word: str
@@ -411,7 +366,7 @@ class Verdict:
 
 
 def decide(ranked: Sequence[tuple[Layout, Prediction]]) -> Verdict:
-    """The smallest kind of job that is not beaten by ``MIN_GAIN`` by a larger one."""
+    """Choose the smallest kind of job that no larger kind beats by the factor ``MIN_GAIN``."""
 
     def best(kept: Iterable[tuple[Layout, Prediction]]) -> tuple[Layout, Prediction] | None:
         return max(kept, key=lambda each: each[1].frames_per_s, default=None)
@@ -420,7 +375,7 @@ def decide(ranked: Sequence[tuple[Layout, Prediction]]) -> Verdict:
     node = best(each for each in ranked if not each[0].alone and each[0].nodes == 1)
     nodes = best(each for each in ranked if each[0].nodes > 1)
     if alone is None:
-        raise ConfigurationError("expected a layout of one process among those to compare")
+        raise ConfigurationError("got no layout with one process, expected at least one of them")
     chosen = alone
     says = [f"one process makes {alone[1].frames_per_s:,.0f} frames/s"]
     for other in (node, nodes):

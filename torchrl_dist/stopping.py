@@ -1,5 +1,7 @@
-"""Whether this process, or what a thread does, was asked to stop: for parts that know nothing of
-sessions or collectors."""
+"""Tell whether this process, or the work of one thread, was asked to stop.
+
+For modules that know nothing of sessions and collectors.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +13,21 @@ from collections.abc import Callable, Iterable, Iterator
 
 
 class Stopped(SystemExit):
-    """Ends the main thread after a second stop signal, with the exit code that shells give it."""
+    """Ends the main thread after a second stop signal, with a shell's exit code for that signal."""
 
 
 _asked_at = -math.inf
-_told: set[int] = set()  # threads, by their idents
+_told: set[int] = set()  # idents of threads
 
 
 def note_stop_request() -> None:
-    """A stop signal came. Safe in a signal handler."""
+    """Record that a stop signal came. Safe in a signal handler."""
     global _asked_at
     _asked_at = time.monotonic()
 
 
 def stop_requested_since(instant: float) -> bool:
-    """Whether one came at or after ``instant``, on ``time.monotonic()``."""
+    """Whether a stop signal came at or after ``instant``, measured on ``time.monotonic()``."""
     return _asked_at >= instant
 
 
@@ -38,7 +40,7 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def giving_up_when(wanted: Callable[[], bool]) -> Iterator[None]:
-    """Inside, long waits of this thread end with their error soon after ``wanted()`` is true."""
+    """Within this context, long waits of this thread fail soon after ``wanted()`` becomes true."""
     before, _thread.wanted = _thread.wanted, wanted
     try:
         yield
@@ -48,7 +50,7 @@ def giving_up_when(wanted: Callable[[], bool]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def giving_up(threads: Iterable[threading.Thread]) -> Iterator[None]:
-    """Meanwhile long waits of these threads end with their error soon."""
+    """Within this context, long waits of these threads fail soon."""
     told = {thread.ident for thread in threads if thread.ident is not None} - _told
     _told.update(told)
     try:
@@ -58,7 +60,7 @@ def giving_up(threads: Iterable[threading.Thread]) -> Iterator[None]:
 
 
 def gives_up() -> bool:
-    """Whether this thread's waits are to end; to be asked while it waits."""
+    """Whether this thread must end its wait; called repeatedly while it waits."""
     if _thread.wanted is not None and _thread.wanted():
         return True
     return threading.get_ident() in _told

@@ -1,4 +1,4 @@
-"""What NumPy has of a tensor: its name for the dtype, and its memory as an array."""
+"""Convert between torch's and NumPy's dtypes, and view a tensor's memory as an array."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ DTYPES = {
         "bool uint8 int8 int16 int32 int64 float16 float32 float64 complex64 complex128".split()
     )
 }
-"""torch's dtype by NumPy's name, where both have it."""
+"""Maps NumPy's name of a dtype to torch's dtype, for the dtypes that both have."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-"""The same the other way round."""
+"""Maps torch's dtype to NumPy's name: the inverse of ``DTYPES``."""
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it is a tensor, and no subclass, whose memory an array can show."""
+    """Whether ``value`` is exactly a ``torch.Tensor`` whose memory a NumPy array can share."""
     return (
         type(value) is torch.Tensor
         and value.layout is torch.strided
@@ -33,13 +33,14 @@ def is_plain(value: Any) -> bool:
 
 
 def array_of(tensor: torch.Tensor) -> np.ndarray:
-    """The tensor's memory as NumPy sees it, as integers for dtypes that NumPy lacks.
+    """Return the tensor's memory as a NumPy array, as integers for dtypes that NumPy lacks.
 
-    NumPy copies a few rows in a tenth of the time that torch needs to begin.
+    It is a copy if NumPy cannot share the memory, for example on another device. NumPy copies a few
+    rows in a tenth of the time that torch needs just to start.
     """
     try:
         return tensor.numpy()
-    except (TypeError, RuntimeError):  # needs a gradient, is elsewhere, of a dtype NumPy lacks ...
+    except (TypeError, RuntimeError):  # it requires grad, is on a GPU, has a dtype NumPy lacks ...
         tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
     try:
         return tensor.numpy()

@@ -1,7 +1,8 @@
-"""A module's tensors as one flat byte buffer with a version: packed once per update, sent to many.
+"""Pack a module's tensors into one flat byte buffer with a version.
 
-A message costs per tensor as well as per byte, and a policy has dozens of small tensors; one buffer
-makes an update one tensor on the wire whatever the network looks like.
+An update is packed once and sent to many workers. Each tensor of a message has a cost of its own,
+in addition to its bytes, and a policy has dozens of small tensors. So an update is sent as a single
+tensor, whatever the network looks like.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from torch import Tensor, nn
 from torchrl_dist.errors import ConfigurationError
 
 _ALIGN_BYTES = (
-    16  # every dtype's element size divides it, so that the buffer can be viewed in place
+    16  # a multiple of every dtype's element size, so that the buffer can be viewed in place
 )
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Where one tensor lies in the buffer."""
+    """Position, dtype and shape of one tensor in the buffer."""
 
     name: str
     dtype: torch.dtype
@@ -41,10 +42,10 @@ class PackedWeights:
     """An immutable snapshot of a module's parameters and buffers on the CPU.
 
     Attributes:
-        version: the caller's count of updates; grows by one per update.
-        entries: name, dtype, shape and place of each tensor, in the module's order.
+        version: the caller's number of the update; increases by one with each update.
+        entries: name, dtype, shape and position of each tensor, in the module's order.
         data: uint8 ``[size_bytes]``.
-        aliases: further names of tied tensors, each with the name of its entry.
+        aliases: additional names of tied tensors, each with the name of its entry.
     """
 
     version: int
@@ -57,7 +58,7 @@ class PackedWeights:
         return self.data.numel()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Views of the buffer by name; do not write to them."""
+        """Return views of the buffer by name; do not write to them."""
         return {
             e.name: self.data[e.offset_bytes : e.offset_bytes + e.size_bytes]
             .view(e.dtype)
@@ -67,14 +68,14 @@ class PackedWeights:
 
 
 def named_tensors(source: nn.Module | TensorDictBase | Mapping[str, Any]) -> dict[str, Tensor]:
-    """Parameters and buffers of a module, or leaves of a TensorDict or state dict, by dotted name.
+    """Return the tensors of a module, a TensorDict or a state dict by name.
 
-    A shared (tied) parameter of a module appears once. Non-tensor state of a module is not part of
-    it.
+    Names of nested tensors are joined by dots. A module's tensors are its parameters and buffers. A
+    shared (tied) parameter appears once. Other state of a module is left out.
 
     Raises:
-        ConfigurationError: a parameter of a lazy layer has no shape yet; or a TensorDict or dict
-            without tensors, or with something else in it.
+        ConfigurationError: a parameter of a lazy layer has no shape yet, or a TensorDict or dict
+            contains no tensors, or anything other than tensors.
     """
     if isinstance(source, nn.Module):
         found: dict[str, Tensor] = dict(source.named_parameters())
@@ -86,10 +87,10 @@ def named_tensors(source: nn.Module | TensorDictBase | Mapping[str, Any]) -> dic
         found = _flat(source)
     else:
         raise ConfigurationError(
-            f"weights come from an nn.Module, a TensorDict or a state dict, got {type(source)}"
+            f"expected weights as an nn.Module, a TensorDict or a state dict, got {type(source)}"
         )
     if not found and not isinstance(source, nn.Module):
-        raise ConfigurationError(f"there are no weights in this {type(source).__name__}")
+        raise ConfigurationError(f"this {type(source).__name__} contains no weights")
     _refuse_lazy(found)
     return found
 
@@ -121,7 +122,7 @@ def _flat(weights: Mapping[Any, Any], prefix: str = "") -> dict[str, Tensor]:
 def pack(source: nn.Module | TensorDictBase | Mapping[str, Any], version: int = 0) -> PackedWeights:
     """Copy the tensors of ``source`` into one new buffer. Blocks until they are on the CPU.
 
-    The result shares no memory with the source, which may go on training.
+    The result shares no memory with the source, which may be trained further.
 
     Raises:
         ConfigurationError: as :func:`named_tensors`.
@@ -135,7 +136,7 @@ def pack(source: nn.Module | TensorDictBase | Mapping[str, Any], version: int = 
         offset += -(-entry.size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
     data = torch.empty(
         offset, dtype=torch.uint8, device="cpu"
-    )  # zeroing it would double the page faults
+    )  # not zeroed, which would double the page faults
     packed = PackedWeights(version, tuple(entries), data, _aliases(source, tensors))
     with torch.no_grad():
         for name, view in packed.tensors().items():
@@ -153,7 +154,7 @@ def _aliases(
 
 
 def every_name(module: nn.Module) -> dict[str, Tensor]:
-    """As :func:`named_tensors`, with a tied tensor under each of its names."""
+    """Like :func:`named_tensors`, but with a tied tensor under each of its names."""
     found: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     found.update(module.named_buffers(remove_duplicate=False))
     _refuse_lazy(found)
@@ -161,8 +162,10 @@ def every_name(module: nn.Module) -> dict[str, Tensor]:
 
 
 def untied(packed: PackedWeights, target: nn.Module) -> dict[str, str]:
-    """Names of tensors of their own in ``target`` that are tied to another one in the source, each
-    with the name of the entry that holds their value."""
+    """Return names that are tied to another tensor in the source but not in ``target``.
+
+    Each is mapped to the name of the entry that holds its value.
+    """
     have = every_name(target)
     return {
         alias: name
@@ -172,14 +175,15 @@ def untied(packed: PackedWeights, target: nn.Module) -> dict[str, str]:
 
 
 def find_target(packed: PackedWeights, module: nn.Module) -> nn.Module:
-    """The module itself, or the one submodule, that holds every packed name with dtype and shape.
+    """Return the module itself, or the one submodule, that has every packed name, dtype and shape.
 
-    So a worker's policy may wrap the learner's module (in an exploration module with an epsilon of
-    its own, say) and whatever is not packed stays as the worker made it. The outermost match wins.
+    A worker's policy may thus wrap the learner's module, for example in an exploration module with
+    an epsilon of its own. Everything that is not packed stays as the worker made it. The outermost
+    match wins.
 
     Raises:
         ConfigurationError: nothing matches (the message names the first differences), or two
-            submodules at the same depth do.
+            submodules at the same depth match.
     """
     expected = {e.name: (e.dtype, e.shape) for e in packed.entries}
     matches: list[tuple[int, str, nn.Module, dict[str, Tensor]]] = []
@@ -200,7 +204,7 @@ def find_target(packed: PackedWeights, module: nn.Module) -> nn.Module:
     if matches:
         raise ConfigurationError(
             f"the weights fit several parts of the policy equally well: {[m[1] for m in matches]}; "
-            "pass weights of the whole policy"
+            "pass the weights of the whole policy"
         )
     have = every_name(module)
     missing = [name for name in expected if name not in have]
@@ -210,13 +214,14 @@ def find_target(packed: PackedWeights, module: nn.Module) -> nn.Module:
         if name in have and (have[name].dtype, tuple(have[name].shape)) != spec
     ]
     raise ConfigurationError(
-        f"the weights fit neither the policy ({type(module).__name__}) nor one part of it; "
-        f"missing there: {missing[:5]}, different: {wrong[:5]}; the policy has: {list(have)[:8]}"
+        f"the weights fit neither the policy ({type(module).__name__}) nor a part of it; "
+        f"missing in the policy: {missing[:5]}, different: {wrong[:5]}; the policy has: "
+        f"{list(have)[:8]}"
     )
 
 
 def _refuse_torn(packed: PackedWeights, have: Mapping[str, Tensor]) -> None:
-    """A state dict has a tied tensor under each of its names, and copies of it may differ."""
+    """Refuse a state dict in which the copies of a tied tensor have different values."""
     first: dict[int, str] = {}
     again = [
         (other, e.name)
@@ -228,26 +233,28 @@ def _refuse_torn(packed: PackedWeights, have: Mapping[str, Tensor]) -> None:
         one, two = (values[each].reshape(-1).view(torch.uint8) for each in (other, name))
         if not torch.equal(one, two):
             raise ConfigurationError(
-                f"{other} and {name} are one tensor in the policy, and have different values in "
-                "these weights: pass weights of a module that shares the same layers"
+                f"{other} and {name} are one tensor in the policy but have different values in "
+                "these weights: pass the weights of a module that shares the same layers"
             )
 
 
 def completed(
     part: PackedWeights, before: PackedWeights | None, module: nn.Module | None, *, pending: bool
 ) -> PackedWeights:
-    """``part``, with what it leaves out as it was ``before``: whoever takes only this one, because
-    it came right after the other or takes the place of who had that, misses nothing.
+    """Return ``part``, with its gaps filled from ``before``.
+
+    A worker that never received ``before``, because it was late or is a replacement, then still
+    gets complete weights.
 
     Args:
-        before: what was packed last, if anything was.
-        module: whose weights those are, if it is at hand; they may be of parts of it, then, with
-            the names that the tensors have there. Otherwise equal names mean the same tensor.
-        pending: nobody has taken what was packed ``before``.
+        before: the weights that were packed last, or None.
+        module: the module that the weights are for, or None. With a module, both may be weights of
+            its submodules, under the names that the tensors have there. Without one, equal names
+            mean the same tensor.
+        pending: whether no worker has taken ``before`` yet.
 
     Raises:
-        ConfigurationError: it is not known how the two belong together, and ``before`` would be
-            lost.
+        ConfigurationError: it is unknown how the two belong together, and ``before`` would be lost.
     """
     if before is None or part.entries == before.entries:
         return part
@@ -276,7 +283,11 @@ def _content(packed: PackedWeights) -> set[tuple[str, torch.dtype, tuple[int, ..
 def _placed(
     packed: PackedWeights, module: nn.Module
 ) -> tuple[dict[str, Tensor], dict[str, str]] | None:
-    """The tensors by their names in ``module``, and the aliases; None if they fit nothing there."""
+    """Return the tensors by their names in ``module``, and the aliases.
+
+    Returns:
+        None if the weights fit no part of ``module``.
+    """
     try:
         target = find_target(packed, module)
     except ConfigurationError:
@@ -292,10 +303,10 @@ def _placed(
 
 @torch.no_grad()
 def unpack(packed: PackedWeights, module: nn.Module) -> None:
-    """Copy the packed tensors into ``module`` (or the part of it that they fit), in place.
+    """Copy the packed tensors into ``module``, or the part of it that they fit, in place.
 
     Raises:
-        ConfigurationError: as :func:`find_target`; then nothing was changed.
+        ConfigurationError: as :func:`find_target`; nothing is changed then.
     """
     found = find_target(packed, module)
     target, tensors = every_name(found), packed.tensors()

@@ -85,7 +85,7 @@ def exists(target: str) -> bool:
 
 
 def keep_as_text(app: Any, env: Any, node: Any, contnode: nodes.Node) -> nodes.Node | None:
-    """A name of another package that no inventory has is no broken reference, if it is there.
+    """Keep a reference to another package as text if no inventory lists it but the name exists.
 
     Ours must be on the API page.
     """

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 from unittest import mock
 
 import psutil
@@ -13,30 +15,39 @@ from tests.conftest import unmarked
 from tests.spawn import end_marked
 from torchrl_dist.bench import processes
 from torchrl_dist.bench.processes import Launcher
+from torchrl_dist.runtime import forkserver
 
 PREFIX = "torchrl-bench-"
 _MARK, _VALUE = "TORCHRL_DIST_TEST_LAUNCHER", uuid.uuid4().hex
 
 
+def run_bench(module: Any, argv: Sequence[str]) -> int:
+    """As ``torchrl-dist bench`` does, but that errors are raised."""
+    parser = argparse.ArgumentParser()
+    module.add_options(parser)
+    return module.run(parser.parse_args(argv))
+
+
 @pytest.fixture(scope="session")
 def launchers() -> Iterator[Callable[[], Launcher]]:
-    """One for all benchmarks: importing costs seconds, and each measurement has its own fork."""
+    """One launcher for all benchmarks, because importing takes seconds. Each measurement forks."""
     running: list[Launcher] = []
 
     def one() -> Launcher:
-        if not running or running[-1]._process.poll() is not None:
-            with unmarked(), mock.patch.dict(os.environ, {_MARK: _VALUE}):
+        if not running or running[-1]._server._process.poll() is not None:
+            own = mock.patch.object(forkserver, "_address", None)
+            with unmarked(), own, mock.patch.dict(os.environ, {_MARK: _VALUE}):
                 running.append(Launcher())
         return running[-1]
 
     yield one
     for each in running:
-        each.close()
+        each._server.close()
 
 
 @pytest.fixture(autouse=True)
 def one_launcher(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Benchmarks use the shared one, and leave none of its processes behind."""
+    """Make benchmarks use the shared launcher, and check that none of its processes is left."""
     used = []
 
     def shared() -> contextlib.AbstractContextManager[Launcher]:
@@ -46,14 +57,14 @@ def one_launcher(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(processes, "Launcher", shared)
     yield
     if used:
-        known = frozenset({used[-1]._process.pid})
+        known = frozenset({used[-1]._server.pid})
         left = end_marked(_MARK, _VALUE, grace_s=5.0, known=known)
         assert not left, f"processes outlived the measurement: {left}"
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_in_memory() -> Iterator[None]:
-    """Folders are named after the process that made them: other benchmarks may run meanwhile."""
+    """Check folders by the name of this process, because other benchmarks may run meanwhile."""
 
     def left() -> set[str]:
         folders = {name for name in os.listdir("/dev/shm") if name.startswith(PREFIX)}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench.conftest import run_bench
 from torchrl_dist.bench import checkpoint
 from torchrl_dist.cli import main as cli
 from torchrl_dist.errors import ConfigurationError
@@ -29,4 +30,4 @@ def test_every_case_is_measured_and_writes_the_bytes_of_its_rows(tmp_path: Path,
 
 def test_a_folder_that_is_missing_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="there is no folder /nowhere"):
-        checkpoint.main(["--to", "/nowhere"])
+        run_bench(checkpoint, ["--to", "/nowhere"])

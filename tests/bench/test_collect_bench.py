@@ -11,6 +11,7 @@ import cloudpickle
 import numpy as np
 import pytest
 
+from tests.bench.conftest import run_bench
 from torchrl_dist.bench import collect, collect_learner
 from torchrl_dist.bench.collect_cells import set_step_s, single_env, steps_so_far
 from torchrl_dist.bench.collect_learner import draw_durations
@@ -36,7 +37,7 @@ def test_a_toy_run_gives_cells_with_sane_content(tmp_path: Path, capsys) -> None
     options = ["--env", "sleep", "--workers", "2", "--step-s", "0.02,0.005", "--rounds", "1"]
     options += ["--steps-per-message", "4", "--seconds", "0.5", "--peers", "gymnasium-async"]
     options += ["--ours", "ours,ours-inference-2", "--json", str(json_file), "--plot", str(png)]
-    assert collect.main(options) == 0
+    assert run_bench(collect, options) == 0
     lines = [json.loads(line) for line in json_file.read_text().splitlines()]
     cells = {(cell["peer"], cell["step_s"]): cell for cell in lines}
     peers = ("floor", "ours", "ours-inference-2", "gymnasium-async")
@@ -60,7 +61,7 @@ def test_envs_that_compute_are_compared_with_the_floor(tmp_path: Path) -> None:
     options = ["--env", "cartpole", "--workers", "1", "--envs", "8", "--peers", "none"]
     options += ["--rounds", "1", "--seconds", "0.3", "--steps-per-message", "16"]
     options += ["--ours", "ours-node"]
-    assert collect.main([*options, "--json", str(json_file)]) == 0
+    assert run_bench(collect, [*options, "--json", str(json_file)]) == 0
     cells = {cell["peer"]: cell for cell in map(json.loads, json_file.read_text().splitlines())}
     assert cells["floor"]["efficiency"] == 1.0
     assert set(cells) == {"floor", "ours-node"}
@@ -152,13 +153,13 @@ def test_one_learner_takes_in_prepared_rows(fork_server: ForkServer) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_deadlines_change_who_is_in_a_receive(tmp_path: Path) -> None:
+def test_deadlines_change_which_workers_are_in_a_receive(tmp_path: Path) -> None:
     json_file, png = tmp_path / "cells.jsonl", tmp_path / "deadlines.png"
     options = ["--question", "deadlines", "--workers", "3", "--envs", "20", "--rounds", "1"]
     options += ["--durations", "slow", "--networks", "small", "--deadlines", "0.0001,none"]
     options += ["--seconds", "0.5", "--steps-per-message", "8", "--json", str(json_file)]
     for _ in range(3):  # on a busy machine all may have arrived before the learner looks
-        assert collect.main([*options, "--plot", str(png)]) == 0
+        assert run_bench(collect, [*options, "--plot", str(png)]) == 0
         hurried, patient = map(json.loads, json_file.read_text().splitlines()[-2:])
         if hurried["workers_per_receive"] < 3:
             break

@@ -1,4 +1,4 @@
-"""Folders of measurements, when a signal comes at the worst moment."""
+"""Folders of measurements, if a signal comes at the worst moment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchrl_dist.bench import command
 
 @pytest.fixture
 def interrupt() -> Any:
-    """Send SIGINT to another thread: its handler runs in this one, whatever this one blocks."""
+    """Send SIGINT to another thread. Its handler runs in this one, no matter what this blocks."""
     done = threading.Event()
     other = threading.Thread(target=done.wait, daemon=True)
     other.start()

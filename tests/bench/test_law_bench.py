@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench.conftest import run_bench
 from torchrl_dist.bench import law
 from torchrl_dist.cli import main as cli
 from torchrl_dist.errors import ConfigurationError
@@ -52,4 +53,4 @@ def test_buffers_per_worker_have_another_law_and_the_sharded_one_the_single_buff
 )
 def test_options_that_cannot_be_right_are_refused(options: list[str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        law.main(options)
+        run_bench(law, options)

@@ -1,4 +1,4 @@
-"""The planner's predictions beside measurements, at toy size."""
+"""The planner's predictions compared with measurements, at toy size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_grid_covers_what_is_asked_for() -> None:
     assert [name for name, *_ in bounds()] == ["learner", "environment", "messages"]
 
 
-def test_what_is_said_to_bind_is_what_the_model_says_binds() -> None:
+def test_the_expected_bounds_are_those_of_the_model() -> None:
     from dataclasses import replace
 
     from tests.test_planner import COSTS
@@ -60,7 +60,7 @@ def test_errors_and_verdicts_are_counted() -> None:
 def test_sleeping_envs_come_near_what_is_predicted(
     tmp_path: Path, launchers: Callable[[], Launcher]
 ) -> None:
-    """Sleeps need little of a busy machine; a factor is all that it is asked for."""
+    """Sleeping needs little of a busy machine, and the test only checks a factor."""
     for layout in (Layout(steps=8), Layout(1, 3, 1, 8, True, 1, False)):
         job = Job("sleep", 0.03, layout)
         found = plan.measured(job, tmp_path, 1.0, launchers())

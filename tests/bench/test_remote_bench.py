@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench.conftest import run_bench
 from torchrl_dist.bench import remote
 from torchrl_dist.bench.remote import Case, Result
 
@@ -17,7 +18,7 @@ TOY = ["--rounds", "1", "--seconds", "0.2", "--capacity", "4096"]
 def test_learners_and_shards_give_lines_with_sane_content(tmp_path: Path, capsys) -> None:
     lines, png = tmp_path / "lines.jsonl", tmp_path / "rates.png"
     options = ["--peers", "ours", "--learners", "1,2", "--shards", "1,2"]
-    assert remote.main([*TOY, *options, "--json", str(lines), "--plot", str(png)]) == 0
+    assert run_bench(remote, [*TOY, *options, "--json", str(lines), "--plot", str(png)]) == 0
     found = [json.loads(line) for line in lines.read_text().splitlines()]
     assert {(line["learners"], line["shards"]) for line in found} == {(1, 1), (2, 1), (1, 2)}
     for line in found:

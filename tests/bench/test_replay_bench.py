@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench.conftest import run_bench
 from torchrl_dist.bench import processes, replay
 from torchrl_dist.bench.processes import MeasurementError
 from torchrl_dist.bench.replay_peers import PEERS
@@ -30,7 +31,7 @@ def test_two_peers_give_cells_with_sane_content(tmp_path: Path, capsys) -> None:
     json_file, png = tmp_path / "cells.jsonl", tmp_path / "rates.png"
     options = ["--peers", "ours-numpy,floor", "--ops", "write,sample+update,mixed,lock,cursor"]
     options += ["--writers", "2", "--batches", "32", "--json", str(json_file), "--plot", str(png)]
-    assert replay.main([*TOY, *options]) == 0
+    assert run_bench(replay, [*TOY, *options]) == 0
 
     latencies = {cell["op"]: cell for cell in read(json_file) if cell["unit"] == "calls/s"}
     cells = [cell for cell in read(json_file) if cell["unit"] != "calls/s"]
@@ -50,7 +51,7 @@ def test_two_peers_give_cells_with_sane_content(tmp_path: Path, capsys) -> None:
         assert cell["unit"] == ("rows/s" if "write" in cell["op"] else "batches/s")
         assert cell["floor_rate"] > 0 and cell["ratio_to_ours"] > 0
         assert (cell["page_faults_per_call"] is None) == ("write" in cell["op"])
-        # rate and p50 describe the same calls: half of them take at least p50
+        # The rate and p50 describe the same calls: half of them take at least p50.
         calls = cell["rate"] / (cell["batch"] if cell["unit"] == "rows/s" else 1)
         assert calls * cell["p50_ms"] / 1e3 < 2.5 * cell["processes"]
     p50 = {op: cell["p50_ms"] for op, cell in latencies.items()}
@@ -63,7 +64,7 @@ def test_two_peers_give_cells_with_sane_content(tmp_path: Path, capsys) -> None:
 
 def test_a_capacity_too_small_for_the_batches_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="--capacity: got 100, expected at least"):
-        replay.main(["--capacity", "100"])
+        run_bench(replay, ["--capacity", "100"])
 
 
 def test_what_cannot_be_measured_is_named_with_the_reason(
@@ -125,7 +126,7 @@ def test_a_measurement_that_fails_or_hangs_is_reported_and_ended(tmp_path: Path)
         with pytest.raises(DeadlineError):
             launcher.run(hang_with_a_child, folder=tmp_path / "b", timeout_s=0.5)
         assert launcher.run(answer, folder=tmp_path / "c", timeout_s=20) == 42
-    # that the forked child of the hanging one is gone is checked for every test, by conftest
+    # conftest checks after every test that the forked child of the hanging one is gone.
 
 
 @pytest.mark.timeout(60)

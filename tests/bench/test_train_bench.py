@@ -16,6 +16,7 @@ import pytest
 import torch
 from torchrl.data import RandomSampler
 
+from tests.bench.conftest import run_bench
 from torchrl_dist.bench import train, train_peers, train_torchrl
 from torchrl_dist.bench.train_plan import (
     OURS,
@@ -56,7 +57,7 @@ def of(*points: tuple[int, float, float], seed: int = 0, waits: float | None = N
 # ---- arithmetic
 
 
-def test_a_run_that_never_reaches_the_threshold_counts_as_one_that_takes_for_ever() -> None:
+def test_a_run_that_never_reaches_the_threshold_counts_as_infinitely_long() -> None:
     soon, late, never = of((10, 1.0, 100.0)), of((20, 4.0, 5.0), (40, 8.0, 120.0)), of((50, 9.0, 9))
     for runs, reached, frames, seconds in (
         ([soon, late, never], 2, 40, 8.0),
@@ -110,7 +111,7 @@ def test_a_curve_keeps_its_last_value_after_its_end() -> None:
 
 
 @pytest.mark.parametrize("algorithm", RECIPES)
-def test_the_job_is_the_same_whoever_collects(algorithm: str) -> None:
+def test_the_job_is_the_same_for_any_number_of_collectors(algorithm: str) -> None:
     jobs = {peer: config_of(case(peer, algorithm), 3) for peer in (*OURS, "torchrl")}
     assert jobs["torchrl"] == jobs["ours-1"]
     layout = ("collectors", "envs_per_collector", "learners")
@@ -132,7 +133,7 @@ def test_the_job_is_the_same_whoever_collects(algorithm: str) -> None:
 
 
 class Uniform(RandomSampler):
-    """In place of TorchRL's prioritized one, which is not there with every torch."""
+    """Replaces TorchRL's prioritized sampler, which does not work with every torch."""
 
     def __init__(self, capacity: int, alpha: float, beta: float) -> None:
         super().__init__()
@@ -141,7 +142,7 @@ class Uniform(RandomSampler):
 
 @pytest.fixture
 def both(tmp_path: Path, monkeypatch) -> Iterator[Callable[..., tuple[Any, Any]]]:
-    """Ours and TorchRL's learner of an algorithm, as they are built."""
+    """Build our learner and TorchRL's for an algorithm."""
     monkeypatch.setattr(train_torchrl, "PrioritizedSampler", Uniform)
     with session({"learner": 1}) as job:
         made: list[Any] = []
@@ -175,7 +176,7 @@ def weights(learner: Any) -> dict[str, torch.Tensor]:
 
 
 def assert_learn_alike(ours: Any, theirs: Any, data: Any, frames: tuple[int, ...]) -> None:
-    """The same weights come of the same data."""
+    """Check that the same data lead to the same weights."""
     begun = weights(ours)
     torch.testing.assert_close(weights(theirs), begun, rtol=0, atol=0)
     data["policy_version"] = torch.zeros(data.shape, dtype=torch.int64)
@@ -192,7 +193,7 @@ def test_torchrls_impala_learns_what_ours_does(both) -> None:
     ours, theirs = both("impala", frames_per_batch=320)
     data = next(iter(theirs.collector))
     assert data.shape == (16, 20)
-    assert_learn_alike(ours, theirs, data, (320,))  # only then are they of the current policy
+    assert_learn_alike(ours, theirs, data, (320,))  # only then does the current policy make them
 
 
 def test_torchrls_ppo_learns_what_ours_does(both) -> None:
@@ -207,7 +208,7 @@ def test_torchrls_dqn_learns_what_ours_does(both) -> None:
     assert data["steps_to_next_obs"].max() == ours.config.n_steps == 5
     epsilons = theirs.actor.epsilons
     assert len(epsilons) == 32 and epsilons[0] == pytest.approx(ours.config.epsilon)
-    drawn = data.select(*train_torchrl._TRANSITION, "steps_to_next_obs").reshape(-1)[:64]
+    drawn = data.select(*train_torchrl.TRANSITION, "steps_to_next_obs").reshape(-1)[:64]
     drawn["td_error"] = torch.rand(64, 1)
     ours.buffer.extend(drawn)
     drawn["priority_weight"] = torch.rand(64)
@@ -230,7 +231,7 @@ def test_torchrls_dqn_learns_what_ours_does(both) -> None:
 def test_torchrls_sac_learns_what_ours_does(both) -> None:
     ours, theirs = both("sac", frames_per_batch=16, learning_starts=8)
     data = next(iter(theirs.collector))
-    drawn = data.select(*train_torchrl._TRANSITION).reshape(-1)
+    drawn = data.select(*train_torchrl.TRANSITION).reshape(-1)
     turns = iter([True] * 16 + [False])
     ours.buffer.can_sample = lambda: next(turns)
     for learner in (ours, theirs):
@@ -267,10 +268,15 @@ def pendulum_in_float64() -> gymnasium.Env:
     )
 
 
-def test_torchrl_learns_from_observations_in_double_precision(tmp_path: Path) -> None:
-    """As MuJoCo's are."""
+def test_torchrl_learns_from_observations_in_double_precision(tmp_path: Path, monkeypatch) -> None:
+    """Like MuJoCo's."""
+    monkeypatch.setattr(train_peers, "EPISODES", 2)
     doubles = case(
-        algorithm="sac", env=f"{__name__}:pendulum_in_float64", threshold=1e9, frames=1040
+        algorithm="sac",
+        env=f"{__name__}:pendulum_in_float64",
+        threshold=1e9,
+        frames=1040,
+        limit_s=250.0,
     )
     run = train_peers.measure(doubles, 0, str(tmp_path))
     assert run.ended == "frames" and run.points[-1].frames >= 1040
@@ -325,7 +331,7 @@ def test_ours_is_stopped_at_the_threshold(in_this_process, tmp_path: Path, capsy
     json_file, png = tmp_path / "train.jsonl", tmp_path / "train.png"
     options = ["--peers", "ours-0", "--threshold", "5", "--seeds", "1", "--frames", "1000000"]
     files = ["--json", str(json_file), "--plot", str(png)]
-    assert train.main(["--algorithms", "apex", *options, *files]) == 0
+    assert run_bench(train, ["--algorithms", "apex", *options, *files]) == 0
     (line,) = [json.loads(text) for text in json_file.read_text().splitlines()]
     assert line["peer"] == "ours-0" and line["reached"] and line["ended"] == "threshold"
     assert 2000 <= line["frames"] < 1_000_000 and line["seconds"] > 0
@@ -339,7 +345,7 @@ def test_ours_is_stopped_at_the_threshold(in_this_process, tmp_path: Path, capsy
 
 @pytest.mark.usefixtures("in_this_process")
 class TestWithRunsThatAreTold:
-    """The command, with what runs would give."""
+    """The command, with given results of the runs."""
 
     @pytest.fixture(autouse=True)
     def told(self, monkeypatch) -> None:
@@ -356,7 +362,7 @@ class TestWithRunsThatAreTold:
         monkeypatch.setattr(train_peers, "measure", measure)
 
     def run(self, *options: str) -> int:
-        return train.main(["--algorithms", "impala", "--threshold", "100", *options])
+        return run_bench(train, ["--algorithms", "impala", "--threshold", "100", *options])
 
     def test_peers_take_turns_and_what_never_reaches_is_shown(self, tmp_path: Path, capsys) -> None:
         lines, png = tmp_path / "train.jsonl", tmp_path / "train.png"
@@ -400,18 +406,18 @@ class TestWithRunsThatAreTold:
 def test_the_algorithms_are_those_that_fit_the_environment(monkeypatch) -> None:
     asked: list[list[Case]] = []
     monkeypatch.setattr(train, "_measure_all", lambda options, groups, _: asked.extend(groups) or 0)
-    assert train.main(["--env", "Pendulum-v1", "--peers", "ours-0,ours-1"]) == 0
+    assert run_bench(train, ["--env", "Pendulum-v1", "--peers", "ours-0,ours-1"]) == 0
     assert [c.algorithm for group in asked for c in group] == ["sac", "sac"]
     assert {c.threshold for group in asked for c in group} == {-200.0}
     asked.clear()
-    assert train.main(["--peers", "ours-0,ours-1"]) == 0
+    assert run_bench(train, ["--peers", "ours-0,ours-1"]) == 0
     assert [[c.peer for c in group] for group in asked] == [
         ["ours-0", "ours-1"], ["ours-1"], ["ours-0", "ours-1"]
     ]  # fmt: skip
     with pytest.raises(ConfigurationError, match="Discrete"):
-        train.main(["--algorithms", "apex", "--env", "Pendulum-v1"])
+        run_bench(train, ["--algorithms", "apex", "--env", "Pendulum-v1"])
     with pytest.raises(ConfigurationError, match="--threshold"):
-        train.main(["--env", "gymnasium.envs.classic_control:CartPoleEnv"])
+        run_bench(train, ["--env", "gymnasium.envs.classic_control:CartPoleEnv"])
 
 
 def test_a_line_says_what_became_of_a_run() -> None:

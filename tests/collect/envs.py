@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import gymnasium
@@ -54,6 +56,29 @@ class Counter(gymnasium.Env):
         self.t += 1
         end = self.t >= self.length
         return self._observe(), float(self.t), end and not self.truncate, end and self.truncate, {}
+
+
+def before_steps(do: Callable[[], Any], kind: type[gymnasium.Env] = Counter) -> type[gymnasium.Env]:
+    """Envs each of whose steps begins with ``do()``."""
+
+    class Delayed(kind):  # type: ignore[valid-type, misc]
+        def step(self, action: Any) -> Any:
+            do()
+            return super().step(action)
+
+    return Delayed
+
+
+class Paced(Counter):
+    """Steps take ``step_s`` seconds."""
+
+    def __init__(self, length: int = 5, step_s: float = 0.001) -> None:
+        super().__init__(length)
+        self.step_s = step_s
+
+    def step(self, action: Any) -> Any:
+        time.sleep(self.step_s)
+        return super().step(action)
 
 
 class Tally(Counter):

@@ -16,7 +16,7 @@ import torch
 from gymnasium.vector import AutoresetMode
 from torchrl.envs import GymEnv
 
-from tests.collect.envs import Counter, counters
+from tests.collect.envs import Counter, Paced, counters
 from torchrl_dist.collect import FirstReady, RPCBatchedCollector, WaitAll
 from torchrl_dist.collect.node.node import NodeWorker
 from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig
@@ -152,15 +152,10 @@ def test_workers_with_different_envs_are_told_apart_at_the_start(
 
 @pytest.mark.parametrize("readiness", [WaitAll(), FirstReady()])
 def test_a_paused_worker_is_lost_until_it_answers(fork_server: ForkServer, readiness: Any) -> None:
-    class Paced(Counter):  # so that the other worker cannot use up all frames meanwhile
-        def step(self, action: Any) -> Any:
-            time.sleep(0.001)
-            return super().step(action)
-
     with (
         local_cluster({"learner": 1, "collector": 2}, fork_server=fork_server) as session,
         RPCBatchedCollector(
-            lambda: Paced(10**6),
+            lambda: Paced(10**6),  # the other worker cannot use up all frames meanwhile
             None,
             session=session,
             frames_per_batch=20,
@@ -201,15 +196,10 @@ def test_a_paused_worker_is_lost_until_it_answers(fork_server: ForkServer, readi
 
 
 def test_when_everybody_hangs_collection_ends(fork_server: ForkServer) -> None:
-    class Stuck(Counter):
-        def step(self, action: Any) -> Any:
-            time.sleep(5)
-            return super().step(action)
-
     with (
         local_cluster({"learner": 1, "collector": 1}, fork_server=fork_server) as session,
         RPCBatchedCollector(
-            Stuck, None, session=session, frames_per_batch=20, worker_timeout_s=0.3
+            lambda: Paced(5, 5.0), None, session=session, frames_per_batch=20, worker_timeout_s=0.3
         ) as collector,
         pytest.raises(PeerLostError, match="min_workers=1"),
     ):

@@ -7,7 +7,6 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,7 @@ from torchrl.envs import GymEnv, GymWrapper, SerialEnv
 from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.modules import EGreedyModule, QValueActor
 
-from tests.collect.envs import Counter, mlp
+from tests.collect.envs import Counter, Paced, before_steps, mlp
 from torchrl_dist.collect import CollectReport, FirstReady, RPCBatchedCollector, WaitAll
 from torchrl_dist.collect.learner import start
 from torchrl_dist.collect.learner.start import (
@@ -54,25 +53,6 @@ class Constant(nn.Module):
 
 def constant(action: int) -> QValueActor:
     return QValueActor(Constant(action), in_keys=["observation"], spec=SPEC)
-
-
-@pytest.fixture
-def build() -> Iterator[Any]:
-    built = []
-
-    def make(*args: Any, **kwargs: Any) -> RPCBatchedCollector:
-        built.append(RPCBatchedCollector(*args, **kwargs))
-        return built[-1]
-
-    yield make
-    for collector in built:
-        collector.shutdown()
-    deadline = time.monotonic() + 5
-    names = [t.name for t in threading.enumerate()]
-    while any("rollout" in name for name in names) and time.monotonic() < deadline:
-        time.sleep(0.02)
-        names = [t.name for t in threading.enumerate()]
-    assert not any("rollout" in name for name in names)
 
 
 @pytest.fixture
@@ -385,12 +365,7 @@ def test_after_a_deadline_collection_goes_on_and_nothing_is_lost(build: Any, asi
 
 def test_shutdown_does_not_wait_for_a_stuck_env(build: Any, aside: None) -> None:
     gate = threading.Event()
-
-    class Stuck(Counter):
-        def step(self, action: Any) -> Any:
-            gate.wait(30)
-            return super().step(action)
-
+    Stuck = before_steps(lambda: gate.wait(30))
     collector = build(Stuck, None, frames_per_batch=5, timeout_s=0.1)
     with pytest.raises(DeadlineError):
         collector.next()
@@ -407,13 +382,7 @@ def test_an_env_that_hangs_holds_up_no_other_collector(
     build: Any, aside: None, closed: bool, torchrl: bool
 ) -> None:
     gate, stuck = threading.Event(), threading.Event()
-
-    class Stuck(Counter):
-        def step(self, action: Any) -> Any:
-            stuck.set()
-            assert gate.wait(30)
-            return super().step(action)
-
+    Stuck = before_steps(lambda: (stuck.set(), gate.wait(30)))
     before = exploration_type()
     make = (lambda: GymWrapper(Stuck())) if torchrl else Stuck
     hanging = build(make, None, frames_per_batch=5, timeout_s=0.1)
@@ -502,12 +471,7 @@ def test_a_collector_that_is_deleted_closes_its_envs(used: str) -> None:
 
 def test_calls_to_envs_keep_the_deadline_while_a_rollout_is_stuck(build: Any, aside: None) -> None:
     gate = threading.Event()
-
-    class Stuck(Counter):
-        def step(self, action: Any) -> Any:
-            gate.wait(30)
-            return super().step(action)
-
+    Stuck = before_steps(lambda: gate.wait(30))
     collector = build(Stuck, None, frames_per_batch=5, timeout_s=0.2)
     with pytest.raises(DeadlineError):
         collector.next()
@@ -526,12 +490,7 @@ def test_calls_to_envs_keep_the_deadline_while_a_rollout_is_stuck(build: Any, as
 
 def test_after_a_shutdown_nobody_waits_and_every_call_says_so(build: Any, aside: None) -> None:
     gate = threading.Event()
-
-    class Stuck(Counter):
-        def step(self, action: Any) -> Any:
-            gate.wait(30)
-            return super().step(action)
-
+    Stuck = before_steps(lambda: gate.wait(30))
     collector = build(Stuck, None, frames_per_batch=5)
     errors: list[Exception] = []
 
@@ -706,12 +665,7 @@ def test_torchrl_envs_and_gymnasium_envs_give_rows_of_the_same_kind(build: Any) 
 
 
 def test_without_frames_per_batch_a_rollout_lasts_a_fraction_of_a_second(build: Any) -> None:
-    class Paced(Counter):
-        def step(self, action: Any) -> Any:
-            time.sleep(0.02)
-            return super().step(action)
-
-    collector = build(lambda: Paced(10**6), total_frames=30)
+    collector = build(lambda: Paced(10**6, 0.02), total_frames=30)
     assert 3 <= collector.frames_per_batch <= MESSAGE_S / 0.02
     first = collector.next()
     assert first.numel() == collector.frames_per_batch

@@ -20,7 +20,7 @@ from torchrl.data import LazyTensorStorage, OneHot, TensorDictReplayBuffer
 from torchrl.envs import GymEnv, SerialEnv
 from torchrl.modules import QValueActor
 
-from tests.collect.envs import Counter, Tally, mlp, steps_taken
+from tests.collect.envs import Counter, Paced, Tally, mlp, steps_taken
 from torchrl_dist.collect import FirstReady, Preempt, Quorum, RPCBatchedCollector, WaitAll
 from torchrl_dist.collect.learner.start import start_workers
 from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig
@@ -29,18 +29,6 @@ from torchrl_dist.replay import replay_buffer as hosted_buffer
 from torchrl_dist.runtime import ForkServer, Session, forkserver, local_cluster
 
 pytestmark = pytest.mark.timeout(60)
-
-
-class Paced(Counter):
-    """Steps take ``step_s`` seconds."""
-
-    def __init__(self, length: int = 5, step_s: float = 0.001) -> None:
-        super().__init__(length)
-        self.step_s = step_s
-
-    def step(self, action: Any) -> Any:
-        time.sleep(self.step_s)
-        return super().step(action)
 
 
 class Rows:

@@ -128,14 +128,18 @@ def test_exploration_happens_at_the_learner(fork_server: ForkServer) -> None:
         assert collector.next()["action"].flatten(0, 1).sum(0).gt(0).all()
 
 
-@pytest.mark.alone
-def test_with_two_groups_a_worker_steps_while_it_waits(fork_server: ForkServer) -> None:
+def slow_policy(step_s: float) -> QValueActor:
     class Slow(torch.nn.Module):
         def forward(self, observation: Any) -> Any:
-            time.sleep(0.02)
+            time.sleep(step_s)
             return torch.zeros(*observation.shape[:-1], 3)
 
-    slow = QValueActor(Slow(), in_keys=["observation"], spec=OneHot(3))
+    return QValueActor(Slow(), in_keys=["observation"], spec=OneHot(3))
+
+
+@pytest.mark.alone
+def test_with_two_groups_a_worker_steps_while_it_waits(fork_server: ForkServer) -> None:
+    slow = slow_policy(0.02)
 
     def steps_per_s(session: Any, groups: int) -> float:
         with RPCBatchedCollector(
@@ -335,12 +339,7 @@ def test_the_learners_policy_leaves_the_cores_to_the_envs(fork_server: ForkServe
 
 
 def test_who_waits_for_a_slow_policy_does_not_hang(fork_server: ForkServer) -> None:
-    class Slow(torch.nn.Module):
-        def forward(self, observation: Any) -> Any:
-            time.sleep(1.5)
-            return torch.zeros(*observation.shape[:-1], 3)
-
-    slow = QValueActor(Slow(), in_keys=["observation"], spec=OneHot(3))
+    slow = slow_policy(1.5)
     with (
         local_cluster({"learner": 1, "collector": 1}, fork_server=fork_server) as session,
         RPCBatchedCollector(

@@ -23,7 +23,7 @@ from torchrl.data import OneHot
 from torchrl.envs.utils import ExplorationType
 from torchrl.modules import QValueActor
 
-from tests.collect.envs import Counter, mlp
+from tests.collect.envs import Counter, Paced, mlp
 from tests.spawn import stop_self
 from torchrl_dist.collect import Preempt, RPCBatchedCollector
 from torchrl_dist.collect.loop.joining import MASK
@@ -237,12 +237,7 @@ def test_a_successor_uses_no_trajectory_id_that_somebody_may_have_seen(
 def test_who_was_stopped_with_its_processes_does_not_take_them_for_hanging(
     build: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Slow(Counter):
-        def step(self, action: Any) -> Any:
-            time.sleep(1.2)
-            return super().step(action)
-
-    worker = build(Slow, num_envs=1, step_timeout_s=2.0, frames_per_rollout=2)
+    worker = build(lambda: Paced(5, 1.2), num_envs=1, step_timeout_s=2.0, frames_per_rollout=2)
     now = time.monotonic
     with ThreadPoolExecutor(1) as pool:
         rollout = pool.submit(worker.collect, request=0)
@@ -488,12 +483,7 @@ def test_an_env_that_cannot_be_built_is_an_error_at_once(build: Any) -> None:
 
 
 def test_a_cut_reaches_every_process(build: Any) -> None:
-    class Slow(Counter):
-        def step(self, action: Any) -> Any:
-            time.sleep(0.01 if os.getpid() % 2 else 0.012)
-            return super().step(action)
-
-    worker = build(lambda: Slow(100), frames_per_rollout=8000)
+    worker = build(lambda: Paced(100, 0.01 + 0.002 * (os.getpid() % 2)), frames_per_rollout=8000)
     worker.cut(request=0, least=5)
     rows, stats = worker.collect(request=0)
     assert 4 * 5 <= stats.frames < 4 * 60
@@ -595,12 +585,7 @@ def test_the_processes_know_the_environments_registered_here(build: Any) -> None
 
 
 def test_closing_stops_a_running_rollout(build: Any) -> None:
-    class Slow(Counter):
-        def step(self, action: Any) -> Any:
-            time.sleep(0.01)
-            return super().step(action)
-
-    worker = build(lambda: Slow(10**6), frames_per_rollout=10**6)
+    worker = build(lambda: Paced(10**6, 0.01), frames_per_rollout=10**6)
     answers: list[Any] = []
     thread = threading.Thread(target=lambda: answers.append(worker.collect(request=0)))
     thread.start()

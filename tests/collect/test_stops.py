@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests import warm
-from tests.collect.envs import Counter
+from tests.collect.envs import Counter, Paced
 from tests.spawn import run_job
 from torchrl_dist.collect import RPCBatchedCollector
 from torchrl_dist.replay import (
@@ -29,18 +29,12 @@ pytestmark = pytest.mark.timeout(90)
 FRAMES = 32
 
 
-class Slow(Counter):
-    def step(self, action: object) -> object:
-        time.sleep(0.002)
-        return super().step(action)
-
-
 def collect_until_stopped(folder: str, env_processes: int) -> None:
     with session({"learner": 1, "collector": -1}, timeout_s=30) as me:
         if me.role != "learner":
             me.serve()
             return
-        gymnasium.register("OnlyTheLearnersOwn-v0", Slow)
+        gymnasium.register("OnlyTheLearnersOwn-v0", lambda: Paced(step_s=0.002))
         with RPCBatchedCollector(
             "OnlyTheLearnersOwn-v0",
             session=me,

@@ -30,7 +30,7 @@ from torchrl.envs import (
 from torchrl.modules import QValueActor, RandomPolicy
 from torchrl.testing.mocking_classes import CountingEnv
 
-from tests.collect.envs import Counter, Growing, Talking
+from tests.collect.envs import Counter, Growing, Talking, before_steps
 from torchrl_dist.collect import Preempt, RPCBatchedCollector
 from torchrl_dist.collect.learner.arguments import _ANYTHING, _REFUSED
 from torchrl_dist.errors import ConfigurationError, DeadlineError, RemoteError
@@ -58,19 +58,6 @@ class Turning(nn.Module):
 
 def turning(turn: int = 0) -> QValueActor:
     return QValueActor(Turning(turn), in_keys=["observation"], spec=OneHot(3))
-
-
-@pytest.fixture
-def build() -> Iterator[Any]:
-    built = []
-
-    def make(*args: Any, **kwargs: Any) -> RPCBatchedCollector:
-        built.append(RPCBatchedCollector(*args, **kwargs))
-        return built[-1]
-
-    yield make
-    for collector in built:
-        collector.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -717,13 +704,7 @@ def test_what_ends_background_collection_is_raised(build: Any) -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_pause_has_a_deadline(build: Any) -> None:
     gate, stuck = threading.Event(), threading.Event()
-
-    class Stuck(Plain):
-        def step(self, action: Any) -> Any:
-            stuck.set()
-            gate.wait(30)
-            return super().step(action)
-
+    Stuck = before_steps(lambda: stuck.set() or gate.wait(30), Plain)
     collector = build(Stuck, frames_per_batch=10, replay_buffer=buffer(), timeout_s=0.3)
     collector.timeout_s = 0.05
     collector.start()

@@ -406,6 +406,7 @@ def test_prefetch_and_a_plain_replay_buffer(kind: str, folder: Path) -> None:  #
         batch, info = buffer.sample(return_info=True)
         assert ids(batch) == info["index"].tolist()
         assert (info["index_generation"] == buffer.writer.generations_of(info["index"])).all()
+        assert not shared or info["priority_weight"].shape == (8,)
     buffer.shutdown()
     buffer.empty()
     assert len(buffer) == 0

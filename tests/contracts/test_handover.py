@@ -40,7 +40,10 @@ from torchrl_dist import (
     RemoteStorage,
     RPCBatchedCollector,
     RPCPrioritizedSampler,
+    RPCPrioritizedSliceSampler,
     RPCRandomSampler,
+    RPCSamplerWithoutReplacement,
+    RPCSliceSampler,
     Session,
     SharedCursorWriter,
     SharedMemmapStorage,
@@ -157,7 +160,7 @@ class Subject:
 
 _CLOSED = "DirectoryError: the storage over .* was closed in this process"
 _FORKED = "ConfigurationError: process .* was forked from"
-_NOT_IN = "ConfigurationError: This process is in no session"
+_NOT_IN = "ConfigurationError: This process is not in a session"
 _WAS_CLOSED = "ConfigurationError: this buffer was closed in this process"
 
 
@@ -191,9 +194,13 @@ def _hosted(job: Session, folder: Path) -> Iterator[Subject]:
     there: dict[str, Any] = {"forked": _FORKED, "elsewhere": _NOT_IN}
     yield Subject(owner, _open, **there)
     yield Subject(storage, _read, closed=_WAS_CLOSED, **there)
+    slices: dict[str, Any] = {"slice_len": 2, "traj_key": "episode", "owner": owner}
     for sampler in (
         RPCRandomSampler(owner=owner),
         RPCPrioritizedSampler(CAPACITY, 0.6, 0.4, owner=owner),
+        RPCSamplerWithoutReplacement(owner=owner),
+        RPCSliceSampler(**slices),
+        RPCPrioritizedSliceSampler(CAPACITY, 0.6, 0.4, **slices),
     ):
         yield Subject(sampler, _draw, storage, closed=_WAS_CLOSED, **there)
     options: dict[str, Any] = {"capacity": CAPACITY, "batch_size": 4, "scratch_dir": folder}

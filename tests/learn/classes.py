@@ -1,7 +1,7 @@
 """A small loss and a batch for every class of ``torchrl.objectives`` that is distributed exactly.
 
-Each batch has ``[rows]`` or ``[rows, STEPS]`` elements, and a loss of it draws nothing at random
-under :func:`pinned`, so that it gives the same gradients in one piece and in several.
+Each batch has ``[rows]`` or ``[rows, STEPS]`` elements. Under :func:`pinned`, a loss draws nothing
+at random, so a batch gives the same gradients in one piece and in several.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ AGENTS = 2
 
 @contextlib.contextmanager
 def pinned() -> Iterator[None]:
-    """What losses draw for each row follows from the shape, or from the value whose noise it is.
-    What they draw for all rows differs between ranks."""
+    """Replace random draws. A draw per row depends on the shape, or on the value to which it adds
+    noise. A draw for all rows differs between ranks."""
 
     rank = dist.get_rank() if dist.is_initialized() else 0
 
@@ -72,7 +72,7 @@ def _size(sizes: tuple) -> list[int]:
 
 
 def make(name: str, **options: object) -> LossModule:
-    """Equal parameters each time. ``options`` are the class's own."""
+    """Make a loss with the same parameters each time. ``options`` are those of its class."""
     torch.manual_seed(0)
     loss = LOSSES[name](getattr(objectives, name), options)
     if name in _WITH_RETURNS:
@@ -324,7 +324,7 @@ _OF_TIME += ("MAPPOLoss",)
 
 
 def batch_for(name: str, rows: int, seed: int = 1) -> TensorDict:
-    """What the loss called ``name`` takes: ``[rows]``, or ``[rows, STEPS]`` over time."""
+    """Make a batch for the loss called ``name``: ``[rows]``, or ``[rows, STEPS]`` over time."""
     random = torch.Generator().manual_seed(seed)
     shape = [rows, STEPS] if name in _OF_TIME else [rows]
 

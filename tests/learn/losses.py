@@ -1,7 +1,7 @@
 """Small losses of every kind that the tests distribute, and batches for them.
 
-Nothing in them is drawn at random when a loss is computed, so that a batch gives the same gradients
-in one piece and in several.
+They draw nothing at random when a loss is computed, so a batch gives the same gradients in one
+piece and in several.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OBSERVATION, ACTION, ACTIONS, STEPS = 5, 2, 3, 4
 
 
 class PinnedNormal(Independent):
-    """A Gaussian whose noise follows from its mean instead of a generator."""
+    """A Gaussian whose noise depends on its mean instead of a generator."""
 
     def __init__(self, loc: Tensor, scale: Tensor) -> None:
         super().__init__(Normal(loc, scale), 1)
@@ -92,7 +92,7 @@ def state_action_value() -> ValueOperator:
 
 
 def make_loss(name: str, seed: int = 0) -> LossModule:
-    """Equal seeds give equal parameters."""
+    """Make a loss. Equal seeds give equal parameters."""
     torch.manual_seed(seed)
     if name == "dqn":
         actor = QValueActor(
@@ -136,7 +136,7 @@ def make_loss(name: str, seed: int = 0) -> LossModule:
 
 
 def make_batch(name: str, rows: int, seed: int = 1) -> TensorDict:
-    """``[rows]`` transitions; ``[rows, STEPS]`` where returns are computed over time."""
+    """Make ``[rows]`` transitions, or ``[rows, STEPS]`` if returns are computed over time."""
     random = torch.Generator().manual_seed(seed)
     shape = [rows, STEPS] if name in ("ppo", "a2c_vtrace") else [rows]
 
@@ -171,5 +171,5 @@ def total(losses: TensorDict) -> Tensor:
 
 
 def gradients(loss: LossModule) -> dict[str, Tensor]:
-    """Copies; a parameter without a gradient is left out."""
+    """Copy the gradients, without parameters that have none."""
     return {n: p.grad.clone() for n, p in loss.named_parameters() if p.grad is not None}

@@ -10,11 +10,11 @@ import torch
 
 from torchrl_dist import Session, local_cluster
 
-RESULT_S = 90.0  # for machines with much else to do; failures are found by deadlines of their own
+RESULT_S = 90.0  # for busy machines; failures are found by their own deadlines
 
 
 class LearningRanks:
-    """This process is rank 0; the others are children."""
+    """A local cluster. This process is rank 0, and the others are its children."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -22,7 +22,7 @@ class LearningRanks:
     @classmethod
     @contextlib.contextmanager
     def start(cls, count: int, fork_server: Any, **options: Any) -> Iterator[LearningRanks]:
-        """``options`` are those of ``local_cluster``."""
+        """Start ``count`` ranks. ``options`` are those of ``local_cluster``."""
         options = {
             "timeout_s": RESULT_S,
             "process_group": "gloo",
@@ -30,7 +30,7 @@ class LearningRanks:
             **options,
         }
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # as in the children, for which more would leave no core
+        torch.set_num_threads(1)  # as in the children, because more would leave them no core
         try:
             with local_cluster({"learner": count}, **options) as session:
                 yield cls(session)
@@ -38,7 +38,7 @@ class LearningRanks:
             torch.set_num_threads(threads)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """``function(*args)`` of each rank, in rank order."""
+        """Call ``function(*args)`` on each rank, and return the results in rank order."""
         others = [self.session.submit(p, function, *args) for p in self.session.peers[1:]]
         mine = function(*args)
         return [mine, *[other.result(RESULT_S) for other in others]]

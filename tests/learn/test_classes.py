@@ -22,14 +22,14 @@ from torchrl_dist.learn.reductions import KNOWN, Call, Weight, refusal
 
 ROWS = 16
 
-# Parts that are refused although rows are averaged, and in which modes: all, if none is named.
+# Parts that are refused although rows are averaged, and the modes in which they are. (): all modes.
 REFUSED = {
     ("CQLLoss", "loss_cql"): ("mask", "accumulated"),
     ("CQLLoss", "loss_alpha_prime"): (),
     ("DDPGLoss", "pred_value"): (),  # one number per row
     ("TD3BCLoss", "loss_actor"): (),
 }
-# Refused because they are no means of what single rows give.
+# Refused because these are not means over single rows.
 STATISTICS = (("TD3BCLoss", "loss_actor"),)
 # What one process cannot do, because TorchRL raises.
 IMPOSSIBLE = {
@@ -51,7 +51,7 @@ Parts = dict[str, Tensor]
 
 
 def mask_rows(batch: TensorDict) -> None:
-    """Of rank 0's rows two stay, of rank 1's nine."""
+    """Leave two of rank 0's rows and nine of rank 1's."""
     mask = torch.arange(ROWS) % 5 > 0
     mask[1:3] = False
     shape = [ROWS] + [1] * batch.batch_dims
@@ -59,12 +59,12 @@ def mask_rows(batch: TensorDict) -> None:
 
 
 def weigh_rows(batch: TensorDict) -> None:
-    """Rank 0's have small weights."""
+    """Give rank 0's rows small weights."""
     batch["priority_weight"] = torch.linspace(0.05, 1, batch.numel()).reshape(batch.shape) ** 2
 
 
 def batches_for(name: str, mode: str) -> list[TensorDict]:
-    """All rows; for the first and the second backward pass."""
+    """Return all rows for the first and the second backward pass."""
     batches = [batch_for(name, ROWS, seed) for seed in (1, 2)]
     for batch in batches:
         if mode in ("mask", "accumulated"):
@@ -75,7 +75,7 @@ def batches_for(name: str, mode: str) -> list[TensorDict]:
 
 
 def parts_of(loss: LossModule, batch: TensorDict, mode: str) -> Parts:
-    """The outputs that have a gradient, each made one number."""
+    """Return the outputs that have a gradient, each reduced to one number."""
     if mode == "keywords":
         keys = [(key if isinstance(key, str) else "_".join(key), key) for key in loss.in_keys]
         found = {name: batch.get(key, None) for name, key in keys}
@@ -93,8 +93,10 @@ def is_refused(name: str, part: str, mode: str) -> bool:
 
 
 def update(loss: LossModule, name: str, mode: str, first: int) -> Parts:
-    """The gradients of one update, of all rows or, of a distributed loss, this rank's. Rank 0 has
-    the ``first`` ones."""
+    """Return the gradients of one update: of all rows, or, for a distributed loss, of this rank's.
+
+    Rank 0 has the ``first`` rows.
+    """
     is_shared = isinstance(loss, DistributedLoss)
     batches = batches_for(name, mode)
     if is_shared:
@@ -126,7 +128,7 @@ def check_refusal(part: Tensor) -> None:
 
 
 def difference(found: Parts, expected: Parts) -> float:
-    """Relative to the largest gradient."""
+    """Return the difference, relative to the largest gradient."""
     if found.keys() != expected.keys():
         return float("inf")
     size = max(float(x.abs().max()) for x in expected.values())
@@ -134,7 +136,7 @@ def difference(found: Parts, expected: Parts) -> float:
 
 
 def outcome(name: str, mode: str, first: int) -> str:
-    """``""``, or what is wrong."""
+    """Return what is wrong, or ``""``."""
     if (name, mode) in IMPOSSIBLE:
         return ""
     options = {"scalar_output_mode": "exclude"} if mode == "none" and name in HAVE_SCALARS else {}
@@ -163,7 +165,7 @@ def outcome(name: str, mode: str, first: int) -> str:
 def outcomes(names: list[str], modes: tuple[str, ...] = MODES, first: int = 5) -> list[str]:
     found = []
     for name in names:
-        # What is off is then no rounding. (Two classes work in float32 only.)
+        # So that a difference is not due to rounding. (Two classes work in float32 only.)
         torch.set_default_dtype(torch.float32 if name in ("GAILLoss", "RNDLoss") else torch.float64)
         try:
             found += [outcome(name, mode, first) for mode in modes]
@@ -209,7 +211,7 @@ def all_classes() -> Iterator[type[LossModule]]:
 
 
 def test_every_other_class_is_refused() -> None:
-    """Whatever TorchRL adds is found here, and refused until somebody has looked."""
+    """New classes of TorchRL are found here, and refused until a person has examined them."""
     found = set(all_classes())
     assert len(found) > 40 and set(KNOWN) <= found
     for loss_class in found - set(KNOWN):

@@ -146,7 +146,7 @@ def alone_at_the_meeting() -> tuple[str, str, float]:
     return told(lambda: Ranks(timeout_s=1.5))
 
 
-def test_whoever_does_not_come_to_the_meeting_is_named(two_ranks: LearningRanks) -> None:
+def test_a_rank_that_misses_the_meeting_is_named(two_ranks: LearningRanks) -> None:
     (kind, text, seconds), _ = two_ranks.run(alone_at_the_meeting)
     assert kind == "DeadlineError" and seconds < 10
     assert "rank 1" in text and "did not come to the meeting of the ranks within 1.5 s" in text
@@ -159,7 +159,9 @@ def saving_fails() -> tuple[str, str, float]:
     return told(lambda: Ranks(timeout_s=20).on_first(save))
 
 
-def test_a_checkpoint_that_cannot_be_written_is_everybodys_error(two_ranks: LearningRanks) -> None:
+def test_a_failed_checkpoint_is_an_error_on_every_rank(
+    two_ranks: LearningRanks,
+) -> None:
     first, second = two_ranks.run(saving_fails)
     assert first[0] == "OSError"
     assert second[0] == "RemoteError" and "disk full" in second[1] and "rank 0" in second[1]

@@ -47,7 +47,7 @@ def part_of(batch: TensorDict, split: str) -> TensorDict:
 
 
 def distributed(name: str, **kwargs: Any) -> LossModule:
-    """Each rank starts from other parameters; rank 0's are those of ``make_loss(name)``."""
+    """Distribute a loss. Ranks start from other parameters, rank 0 from ``make_loss(name)``'s."""
     return DistributedLoss(make_loss(name, seed=dist.get_rank()), timeout_s=20, **kwargs)
 
 
@@ -65,7 +65,7 @@ def assert_close(
 
 @pytest.fixture(scope="module")
 def two_ranks(fork_server) -> Iterator[LearningRanks]:
-    """The same two for all tests: none of them ends in an error of one rank alone."""
+    """The same two ranks for all tests, because no test ends in an error of one rank alone."""
     with LearningRanks.start(2, fork_server) as ranks:
         yield ranks
 
@@ -167,7 +167,7 @@ def test_a_rank_without_rows_takes_those_of_the_others(two_ranks, counted_by: st
 
 
 def padded_trajectories() -> TensorDict:
-    """``[ROWS]`` trajectories, whose time the batch size does not show; later ones are shorter."""
+    """``[ROWS]`` trajectories. The batch size does not show their time. Later ones are shorter."""
     batch = make_batch("ppo", ROWS)
     steps = batch.batch_size[1]
     lengths = torch.tensor([steps] * (ROWS // 2) + [1] * (ROWS - ROWS // 2))
@@ -228,7 +228,7 @@ def test_a_caller_who_counts_no_rows_adds_nothing(two_ranks, count: Callable) ->
         assert_close(found, gradients(alone))
 
 
-# ---- the ways in which losses are used
+# ---- ways of using losses
 
 
 class Updates:
@@ -246,7 +246,7 @@ class Updates:
         self.count += 1
 
     def methods(self, batch: TensorDict) -> None:
-        """``forward`` is bypassed, and the actor's update delayed."""
+        """Bypasses ``forward``, and delays the actor's update."""
         loss, _ = self.loss.value_loss(batch)
         self.step(self.critic, loss)
         if self.count % 2 == 0:
@@ -271,7 +271,7 @@ class Updates:
             optimizer.step()
 
     def accumulated(self, batch: TensorDict) -> None:
-        """The average comes with the last of three parts of each rank's rows."""
+        """Averages with the last of three parts of each rank's rows."""
         for optimizer in (self.actor, self.critic):
             optimizer.zero_grad()
         parts = batch.split(len(batch) // 3)
@@ -315,8 +315,8 @@ def test_every_style_of_update_gives_one_process_parameters(
     assert_close(first, dict(alone.state_dict()), atol=2e-5)
     calls = {"methods": 5 + 3, "accumulated": 5 * 3}.get(style, 5)
     passes = 5 + 3 if style in ("methods", "two_passes") else 5
-    # The copy of the parameters takes two: first the ranks see that they are there. After a call of
-    # the loss they know.
+    # The copy of the parameters takes two, because the ranks first check that all have come. After
+    # a call of the loss, this is known.
     assert count == 2 + calls + passes
 
 
@@ -372,7 +372,7 @@ def test_ranks_may_reach_different_parameters(two_ranks: LearningRanks) -> None:
 
 
 def added_to_by_one_rank() -> dict[str, Tensor]:
-    """A second pass that only rank 0 lets reach the actor, without clearing gradients."""
+    """In a second pass, only rank 0 reaches the actor. Gradients are not cleared."""
     loss = distributed("td3")
     total(loss(part_of(make_batch("td3", ROWS), "equal"))).backward()
     losses = loss(part_of(make_batch("td3", ROWS), "equal"))
@@ -441,7 +441,8 @@ def test_mixed_precision(two_ranks: LearningRanks) -> None:
 
 
 def scaled_updates(loss: LossModule, batches: list[TensorDict], parts: int) -> list[float]:
-    """Updates with a scaler, accumulation over ``parts``, and clipping; the scale after each."""
+    """Update with a scaler, accumulation over ``parts`` and clipping. Return the scale each
+    time."""
     optimizer = torch.optim.SGD(loss.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024, growth_interval=2)
     scales = []
@@ -499,7 +500,7 @@ def after_conversion(dtype: torch.dtype, of: str) -> dict[str, Tensor]:
     loss = distributed("dqn")
     if of == "loss":
         loss.to(dtype)
-    else:  # as Module.to() does, which the loss does not see
+    else:  # like Module.to(), which the loss does not notice
         for tensor in [*loss.parameters(), *loss.buffers()]:
             tensor.data = tensor.data.to(dtype)
     batch = part_of(make_batch("dqn", ROWS), "equal")
@@ -604,7 +605,7 @@ def test_an_estimator_that_averages_over_a_batch_is_refused(two_ranks: LearningR
 
 
 class Both(LossModule):
-    """One loss of two that share a network."""
+    """Make one of two losses that share a network."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -780,7 +781,7 @@ def test_the_checksum_names_what_drifts(two_ranks: LearningRanks) -> None:
 
 
 def with_noise() -> tuple[str, ...]:
-    """Noise differs, and then a weight beside it."""
+    """Let noise differ between ranks, and then a weight as well."""
     layers = nn.Sequential(NoisyLinear(OBSERVATION, 8), nn.Tanh(), NoisyLinear(8, ACTIONS))
     actor = QValueActor(layers, in_keys=["observation"], action_space="categorical")
     loss = DQNLoss(actor, action_space="categorical", delay_value=True)
@@ -798,7 +799,7 @@ def with_noise() -> tuple[str, ...]:
     return raised.value.names
 
 
-def test_the_noise_of_layers_is_no_drift(two_ranks: LearningRanks) -> None:
+def test_the_noise_of_layers_is_not_drift(two_ranks: LearningRanks) -> None:
     for names in two_ranks.run(with_noise):
         assert names == ("value_network_params.module.0.module.0.weight_mu",)
 
@@ -830,5 +831,5 @@ def with_plain_ddp() -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Te
 def test_plain_ddp_agrees_where_it_applies_and_is_silent_where_not(two_ranks) -> None:
     (ours, theirs, split), (_, _, other) = two_ranks.run(with_plain_ddp)
     assert_close(ours, theirs, atol=1e-6)
-    # Why DistributedLoss is not built on it: after the first of two passes nothing is averaged.
+    # This is why DistributedLoss does not use it: the first of two passes averages nothing.
     assert any(not torch.equal(split[name], other[name]) for name in split)

@@ -64,7 +64,7 @@ def test_ranks_with_one_buffer_learn_cartpole(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Draw:
-    """What a rank drew, and what determines the law of its draws."""
+    """What a rank drew, and what determines the distribution of its draws."""
 
     beta: float
     mass: float
@@ -73,7 +73,7 @@ class Draw:
 
 
 def updates_with_notes(folder: str) -> tuple[dict, list[Draw], list[list[int]]]:
-    """Rank 0 comes late from each meeting, when the others could have written."""
+    """Let rank 0 come late from each meeting, so that the others could have written meanwhile."""
     meet, draw = Ranks.any, SharedPrioritizedSampler.draw
     update_priority = SharedPrioritizedSampler.update_priority
     drawn, written = [], []
@@ -102,12 +102,12 @@ def updates_with_notes(folder: str) -> tuple[dict, list[Draw], list[list[int]]]:
 
 
 def test_an_update_of_the_recipe_is_in_law_that_of_one_process(three_ranks, tmp_path) -> None:
-    # Three ranks write 6 rows between meetings: the 1,000th while some have not looked yet.
+    # Three ranks write 6 rows between meetings. Some write the 1,000th row before others look.
     told = three_ranks.run(updates_with_notes, str(tmp_path))
     for result, _, _ in told:
         assert result["updates"] == UPDATES
         assert result["sum_over_ranks/frames"] == 1002 + UPDATES * 6
-    # All draw from one state of the buffer, with one beta, before anybody writes the next.
+    # All draw from one state of the buffer, with one beta, before any rank writes the next row.
     for update, draws in enumerate(zip(*(drawn for _, drawn, _ in told), strict=True)):
         laws = {(d.beta, d.mass, d.minimum) for d in draws}
         assert len(laws) == 1, laws
@@ -160,7 +160,7 @@ def test_ranks_draw_by_the_law_of_one_process_with_the_whole_batch(three_ranks, 
     statistic = ((np.bincount(drawn, minlength=ROWS) - expected) ** 2 / expected).sum()
     assert statistic < 63 + 6 * np.sqrt(2 * 63)  # chi-squared, 63 degrees of freedom
     assert all(found[0][0] != rows for rows, _, _ in found[1:]), "ranks drew the same batches"
-    # Their batches joined, with their weights, give one process the same gradients.
+    # Joined with their weights, their batches give one process the same gradients.
     whole = torch.cat([batch.exclude("td_error") for _, batch, _ in found])
     weights = (law / law.min()) ** -0.4
     index = whole["index"].flatten().numpy()
@@ -222,7 +222,7 @@ if __name__ == "__main__":
 
 
 def test_lightning_fabric(tmp_path: Path) -> None:
-    """Under torchrun. With Fabric's own launcher runs its page's program: tests/test_readme.py."""
+    """Under torchrun. tests/test_readme.py runs a page's program with Fabric's own launcher."""
     pytest.importorskip("lightning_fabric")
     script = tmp_path / "fabric_job.py"
     script.write_text(FABRIC)
@@ -237,14 +237,14 @@ def test_lightning_fabric(tmp_path: Path) -> None:
 
 
 class Corridor(gymnasium.Env):
-    """An environment that gymnasium knows in processes that registered it."""
+    """An environment that gymnasium knows only in processes that registered it."""
 
     observation_space = gymnasium.spaces.Box(-1, 1, (OBSERVATION,))
     action_space = gymnasium.spaces.Discrete(ACTIONS)
 
 
 def configure() -> None:
-    """What a program sets up in Python, in this process and, as ``init_fn``, in others."""
+    """Set up Python in this process and, as ``init_fn``, in others."""
     gymnasium.register("Corridor-v0", entry_point=Corridor)
     torch.set_default_dtype(torch.float64)
     logging.getLogger("torchrl_dist").setLevel(logging.ERROR)

@@ -1,7 +1,7 @@
-"""A rank that is killed or stopped is named, whichever it is and whoever launched it.
+"""A rank that is killed or stopped is named, for each rank and each launcher.
 
-One torchrun job; its two ranks import everything once, and each forks a process per case. So a
-case's two processes are ranks of a job of their own, whose store torchrun keeps, or rank 0.
+There is one torchrun job. Its two ranks import everything once, and each forks one process per
+case. The two processes of a case are ranks of their own job, whose store torchrun or rank 0 keeps.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def test_several_processes_without_a_group_are_refused(fork_server, monkeypatch)
     with local_cluster({"learner": 2}, timeout_s=20, fork_server=fork_server):
         with pytest.raises(ConfigurationError, match=r"process_group=\"gloo\""):
             DistributedLoss(make_loss("dqn"))
-    # A learner among collectors is alone.
+    # A learner among collectors is a single learner.
     with local_cluster({"learner": 1, "collector": 1}, timeout_s=20, fork_server=fork_server):
         assert DistributedLoss(make_loss("dqn")).ranks.size == 1
     for name in ("RANK", "LOCAL_RANK"):
@@ -208,7 +208,7 @@ def dqn_loss(activation: type[nn.Module] = nn.Tanh, **options: Any) -> DQNLoss:
 
 
 class Scaled(nn.Tanh):
-    """Counts its calls, which is a rank's own affair."""
+    """Counts its calls, which may differ between ranks."""
 
     def __init__(self, scale: float, device: str) -> None:
         super().__init__()
@@ -233,59 +233,34 @@ def sac_loss(bound: float) -> LossModule:
     return loss
 
 
-# By attribute, two losses with the same tensors.
-UNLIKE: dict[str, tuple[Callable[[], LossModule], Callable[[], LossModule], str]] = {
+# By attribute: how a loss is made with one of two values (the tensors are the same), and how the
+# error shows these.
+UNLIKE: dict[str, tuple[Callable[[Any], LossModule], tuple[Any, Any], Callable[[Any], str]]] = {
     "the class": (
-        lambda: A2CLoss(categorical_actor(), state_value()),
-        lambda: PPOLoss(categorical_actor(), state_value()),
-        "A2CLoss on rank 0 and torchrl.objectives.ppo.PPOLoss on rank 1",
+        lambda kind: kind(categorical_actor(), state_value()),
+        (A2CLoss, PPOLoss),
+        lambda kind: f"torchrl.objectives.{kind.__name__[:3].lower()}.{kind.__name__}",
     ),
-    "loss_function": (
-        lambda: dqn_loss(loss_function="l2"),
-        lambda: dqn_loss(loss_function="l1"),
-        "'l2' on rank 0 and 'l1' on rank 1",
-    ),
+    "loss_function": (lambda how: dqn_loss(loss_function=how), ("l2", "l1"), repr),
     "double_dqn": (
-        lambda: dqn_loss(double_dqn=False, delay_value=True),
-        lambda: dqn_loss(double_dqn=True, delay_value=True),
-        "False on rank 0 and True on rank 1",
+        lambda double: dqn_loss(double_dqn=double, delay_value=True), (False, True), repr,
     ),
-    "reduction": (
-        lambda: dqn_loss(reduction="mean"),
-        lambda: dqn_loss(reduction="sum"),
-        "'mean' on rank 0 and 'sum' on rank 1",
-    ),
-    "value_type": (
-        lambda: with_estimator(ValueEstimators.TD0),
-        lambda: with_estimator(ValueEstimators.TD1),
-        "ValueEstimators.TD0 on rank 0 and ValueEstimators.TD1 on rank 1",
-    ),
-    "the key 'reward'": (
-        lambda: with_keys(reward="reward"),
-        lambda: with_keys(reward="shaped"),
-        "'reward' on rank 0 and 'shaped' on rank 1",
-    ),
+    "reduction": (lambda how: dqn_loss(reduction=how), ("mean", "sum"), repr),
+    "value_type": (with_estimator, (ValueEstimators.TD0, ValueEstimators.TD1), str),
+    "the key 'reward'": (lambda key: with_keys(reward=key), ("reward", "shaped"), repr),
     "value_network.module.0.module.1": (
-        lambda: dqn_loss(nn.Tanh),
-        lambda: dqn_loss(nn.ReLU),
-        "Tanh on rank 0 and torch.nn.modules.activation.ReLU on rank 1",
+        dqn_loss, (nn.Tanh, nn.ReLU), lambda kind: f"{kind.__module__}.{kind.__name__}",
     ),
     "value_network.module.0.module.1.negative_slope": (
-        lambda: dqn_loss(lambda: nn.LeakyReLU(0.1)),
-        lambda: dqn_loss(lambda: nn.LeakyReLU(0.2)),
-        "0.1 on rank 0 and 0.2 on rank 1",
+        lambda slope: dqn_loss(lambda: nn.LeakyReLU(slope)), (0.1, 0.2), repr,
     ),
     "value_network.module.0.module.1.scale": (
-        lambda: dqn_loss(lambda: Scaled(1.0, "cpu")),
-        lambda: dqn_loss(lambda: Scaled(2.0, "cpu")),
-        "1.0 on rank 0 and 2.0 on rank 1",
+        lambda scale: dqn_loss(lambda: Scaled(scale, "cpu")), (1.0, 2.0), repr,
     ),
     "actor_network.module.1.distribution_kwargs": (
-        lambda: sac_loss(1.0),
-        lambda: sac_loss(2.0),
-        "[2] [-2.0, 0.0]} on rank 1",
+        sac_loss, (1.0, 2.0), lambda bound: f"[2] [{-bound}, 0.0]}}",
     ),
-}
+}  # fmt: skip
 
 
 def told(function: Callable[[], Any]) -> str:
@@ -297,11 +272,11 @@ def told(function: Callable[[], Any]) -> str:
 
 
 def with_unlike_losses() -> dict[str, str]:
-    """By case the error; of a new estimator and new keys, at the next call."""
+    """Return the error of each case. A new estimator and new keys raise at the next call."""
     index = dist.get_rank()
     found = {
-        name: told(lambda pair=pair: DistributedLoss(pair[index](), timeout_s=20))
-        for name, pair in UNLIKE.items()
+        name: told(lambda m=make, v=values[index]: DistributedLoss(m(v), timeout_s=20))
+        for name, (make, values, _) in UNLIKE.items()
     }
     for name, change in {
         "value_type later": lambda: loss.make_value_estimator(
@@ -327,12 +302,16 @@ def test_ranks_whose_losses_were_built_differently_are_told(two_ranks: LearningR
     assert first == second and first.pop("alike") == ""
     for name, text in first.items():
         kind = name.removesuffix(" later")
-        assert text.startswith(f"{kind} is ") and UNLIKE[kind][2] in text, (name, text)
+        _, values, shown = UNLIKE[kind]
+        here, there = map(shown, values)
+        assert text.startswith(f"{kind} is ") and f"{there} on rank 1" in text, (name, text)
+        assert f"{here} on rank 0" in text, (name, text)
         assert "expected the same loss on every rank" in text
 
 
 def dropped_losses() -> tuple[int, int]:
-    """How many live on, and how many average the gradients of a network that all had in turn."""
+    """Return how many losses stay alive, and how many average the gradients of a network that all
+    of them had in turn."""
     actor = deterministic_actor()
     dropped = []
     for _ in range(3):
@@ -343,18 +322,18 @@ def dropped_losses() -> tuple[int, int]:
     ranks = loss.ranks
     before = ranks._calls
     total(loss(make_batch("ddpg", 4))).backward()
-    averages = ranks._calls - before - 1  # beside the call's
+    averages = ranks._calls - before - 1  # without the call of the loss
     del loss
     gc.collect()
     return sum(reference() is not None for reference in dropped), averages
 
 
-def test_losses_that_nobody_holds_are_freed(two_ranks: LearningRanks) -> None:
+def test_unreferenced_losses_are_freed(two_ranks: LearningRanks) -> None:
     assert two_ranks.run(dropped_losses) == [(0, 1), (0, 1)]
 
 
 def of_a_loss_with_its_own_networks() -> tuple[dict[str, torch.Tensor], str]:
-    """``functional=False``: the networks are the loss's modules, and there are no targets."""
+    """With ``functional=False``, the networks are the loss's modules and there are no targets."""
     torch.manual_seed(dist.get_rank())
     loss = DistributedLoss(ppo_loss(functional=False), timeout_s=20)
     half = make_batch("ppo", 8).split(4)[dist.get_rank()]
@@ -389,7 +368,7 @@ def test_what_one_rank_has_frozen_must_be_frozen_on_all(two_ranks: LearningRanks
 
 
 class OddLoss(LossModule):
-    """Holds an optimizer in its state, and returns a distribution beside the loss."""
+    """Holds an optimizer in its state, and returns a distribution in addition to the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -428,7 +407,7 @@ def test_state_that_is_no_tensor_stays_and_outputs_may_be_distributions(two_rank
 
 
 def with_another_default_device() -> str:
-    """The meta device stands for a GPU that is not the one of this rank."""
+    """The meta device stands for a GPU of another rank."""
     loss, batch = make_loss("dqn", seed=dist.get_rank()), make_batch("dqn", 4)
     with torch.device("meta"):
         loss = DistributedLoss(loss, timeout_s=20)
@@ -489,7 +468,7 @@ def log_and_save(folder: str) -> dict[str, float]:
             return 42
 
     assert ranks.on_first(save) == (42 if ranks.is_first else None)
-    assert os.listdir(folder) == ["written-by-0"]  # everybody finds the file
+    assert os.listdir(folder) == ["written-by-0"]  # every rank finds the file
     mine = {"loss": 1.0 + 2 * ranks.index}
     return {**ranks.sums({"frames": 10}), **ranks.means(mine), **ranks.own(mine)}
 
@@ -505,7 +484,7 @@ def anybody(flag_of_rank: int) -> bool:
     return ranks.any(ranks.index == flag_of_rank)
 
 
-def test_a_wish_to_stop_is_everybodys(two_ranks: LearningRanks) -> None:
+def test_a_stop_request_reaches_all_ranks(two_ranks: LearningRanks) -> None:
     assert two_ranks.run(anybody, 1) == [True, True]
     assert two_ranks.run(anybody, 9) == [False, False]
 
@@ -520,13 +499,13 @@ def learn_from_shared_buffer(folder: str) -> tuple[int, list[float]]:
     )
     loss = DistributedLoss(make_loss("dqn"), timeout_s=20)
     buffer.extend(make_batch("dqn", 8, seed=dist.get_rank()))
-    loss.ranks.any(False)  # everybody has written
+    loss.ranks.any(False)  # every rank has written
     batch = buffer.sample()
     loss(batch)["loss"].backward()
     assert batch["td_error"].shape[0] == 8
     buffer.update_tensordict_priority(batch)
     loss.ranks.any(False)
-    # A row's weight follows from the priority that some rank wrote for it.
+    # A row's weight depends on the priority that one of the ranks wrote for it.
     seen = buffer.sample(256)
     buffer.storage.close()
     return len(buffer), sorted(set(seen["priority_weight"].flatten().tolist()))

@@ -334,7 +334,7 @@ def test_a_fault_between_ranks_names_them(
     assert finding.state == state and says in finding.found and finding.cure, finding
 
 
-def test_of_other_hosts_only_what_is_amiss_is_told(healthy: Probe) -> None:
+def test_only_faults_are_shown_for_other_nodes(healthy: Probe) -> None:
     other = dataclasses.replace(healthy, open_files=100, host="node2")
     findings = examine(healthy, dataclasses.replace(ROUNDS, elsewhere={"node2": other}))
     assert [each.check for each in findings if each.state != OK] == ["open files on node2"]

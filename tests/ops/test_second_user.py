@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.recipes.jobs import ENDLESS, TORCHRUN, Job, progress
+from tests.recipes.jobs import ENDLESS, TORCHRUN, Job, ending, progress
 from tests.replay.faults import forked, run_forked
 from tests.spawn import run_job
 from tests.test_own_files import OTHER, PREPARED, VICTIM, become, contents, litter, run_as
@@ -172,7 +172,7 @@ def says(answer: bytes, then_silent: bool) -> Iterator[int]:
 
 @pytest.mark.parametrize("then_silent", [True, False])
 @pytest.mark.parametrize("answer", ["nothing", "a half", "zeros", "TLS", "HTTP"])
-def test_whatever_answers_in_the_place_of_the_store_or_the_driver_is_told(
+def test_a_wrong_program_in_place_of_the_store_or_the_driver_is_reported(
     answer: str, then_silent: bool
 ) -> None:
     with says(JUNK[answer], then_silent) as port:
@@ -261,18 +261,8 @@ def started_as_victim(launcher: Sequence[str], ground: Path) -> Iterator[Job]:
             stderr=stderr,
             start_new_session=True,
         )
-    job = Job(process, out, err)  # type: ignore[arg-type]
-    known: list[psutil.Process] = []
-    try:
+    with ending(Job(process, out, err)) as job:
         yield job
-    finally:
-        known = job.descendants()
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-        for left in known:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                left.kill()
 
 
 def attack(ground: Path, pids: list[int], sockets: list[str]) -> None:

@@ -110,7 +110,7 @@ def test_the_first_rank_leaves_its_code_where_the_script_asked_for_it(
         ("", "no command"),
         ("--seeds 0-4 --collector-nodes 2 -- python t.py", "no arrays of heterogeneous jobs"),
         ("--seeds all -- python t.py", "--seeds: got 'all'"),
-        ("--torchrun 2 --collector-nodes 2 -- python t.py", "--torchrun starts equally many"),
+        ("--torchrun 2 --collector-nodes 2 -- python t.py", "--torchrun starts the same number"),
         ("--torchrun 2 -- train apex", "srun starts a recipe"),
         ("--nodes 3 -- train apex --learners 2", "--learners: got 2"),
         ("--tasks-per-node 3 -- train apex --collectors 3", "--collectors: got 3"),
@@ -125,10 +125,10 @@ def test_the_first_rank_leaves_its_code_where_the_script_asked_for_it(
         ("--time 8h -- python t.py", "--time: got '8h'"),
         ("--time 1:2:3:4 -- python t.py", "--time: got '1:2:3:4'"),
         ("--time -5 -- python t.py", "--time"),
-        ("--time 00:00 -- python t.py", "which Slurm takes for no limit"),
-        ("--time 2 -- python t.py", "stopped 120 s before its limit, but --time 2 is 120 s"),
-        ("--time 00:10:00 --signal-s 900 -- python t.py", "--time 00:10:00 is 600 s"),
-        ("--signal-s 70000 --time 2-0 -- python t.py", "Slurm takes at most 65535"),
+        ("--time 00:00 -- python t.py", "which Slurm takes as no limit"),
+        ("--time 2 -- python t.py", "stopped 120 s before its limit, but --time 2 is only 120 s"),
+        ("--time 00:10:00 --signal-s 900 -- python t.py", "--time 00:10:00 is only 600 s"),
+        ("--signal-s 70000 --time 2-0 -- python t.py", "expected at most 65535"),
     ],
 )
 def test_what_would_fail_in_the_queue_is_refused_before(
@@ -177,7 +177,7 @@ def test_the_command_line_makes_the_job(capsys: pytest.CaptureFixture) -> None:
         ("--requeues -1", "got '-1', expected a whole number, at least 0"),
         ("--gpus -1", "got '-1', expected a whole number, at least 0"),
         ("--nodes two", "got 'two', expected a whole number, at least 1"),
-        ("--seeds 4-0", "got 4-0, expected the lower one first"),
+        ("--seeds 4-0", "got 4-0, expected the lower number first"),
         ("--collector-cpus-per-task 4", "--collector-nodes is missing"),
     ],
 )
@@ -316,7 +316,7 @@ def test_it_is_not_requeued_beyond_the_limit_nor_when_it_was_cancelled(run, tmp_
     job.until(lambda: (tmp_path / "up0-1").exists(), "second start")
     job.signal("USR1")
     job.until(lambda: job.state() == "FAILED", "end")
-    assert "was requeued 1 times already" in job.said()
+    assert "was already requeued 1 times" in job.said()
     (tmp_path / "tasks").unlink()
     (tmp_path / "up0-0").unlink()
     ended = Submitted(run, tmp_path, ["--", "bash", "task.sh", "9"])

@@ -161,7 +161,7 @@ def test_what_limits_the_job_is_said_with_the_reason() -> None:
         now = dataclasses.replace(at(20), buffers=[limited(inserts, samples)])
         assert says is None or verdict(at(10), now) == says, verdict(at(10), now)
         assert (says is None) == (snapshot.who_waits(now.buffers[0]) is None)
-    assert verdict(at(0), at(0)) == "nothing yet: no batch has come"
+    assert verdict(at(0), at(0)) == "nothing yet: no batch has arrived"
 
 
 def test_the_picture_has_every_figure() -> None:
@@ -184,7 +184,7 @@ def test_the_picture_has_every_figure() -> None:
     )
 
 
-def test_frames_since_a_restart_are_told_beside_those_of_the_run() -> None:
+def test_frames_since_a_restart_are_shown_next_to_those_of_the_run() -> None:
     resumed = dataclasses.replace(at(20), run_frames=150_000)
     assert "20,000 frames since it was resumed (20% of what was left), 150,000 of the run" in (
         " ".join(text_of(top.render(resumed, None)).split())
@@ -193,13 +193,13 @@ def test_frames_since_a_restart_are_told_beside_those_of_the_run() -> None:
     assert "20,000 frames (20%)\n" in text_of(top.render(behind, None))
 
 
-def test_who_collects_in_the_background_is_not_waited_for() -> None:
+def test_the_learner_does_not_wait_for_background_collection() -> None:
     """A thread takes the rollouts, and waits for them all the time; the learner does not."""
     before, now = (at(t, in_background=True, wait_s=t, waiting_since=1.0) for t in (10, 20))
     per = rates(before, now)
     assert per.learner_waits is None
     assert bound_by(now, per) == (
-        "neither side by the other: they collect in the background and work 80% of the time, the "
+        "neither side: rollouts come in the background, collectors work 80% of the time, the "
         "learner's process runs 50%"
     )
     said = " ".join(text_of(top.render(now, per)).split())
@@ -259,7 +259,7 @@ def test_a_job_is_found_by_run_buffer_id_or_as_the_only_one(own: Path, tmp_path:
     storage.close()
 
 
-def test_pulses_of_the_dead_and_what_is_none_are_not_shown(own: Path, tmp_path: Path) -> None:
+def test_pulses_of_dead_jobs_and_other_files_are_not_shown(own: Path, tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "60"]) as ended:
         stamp = process_stamp(ended.pid)
         ended.kill()
@@ -281,7 +281,7 @@ def fake(folder: Path, name: str, answer: str) -> None:
     (folder / name).chmod(0o755)
 
 
-def test_of_a_job_whose_learner_is_not_there_it_says_what_slurm_does(
+def test_it_shows_slurms_state_of_a_job_without_a_visible_learner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """It waits to be started again, or has failed."""
@@ -293,7 +293,7 @@ def test_of_a_job_whose_learner_is_not_there_it_says_what_slurm_does(
     said = " ".join(capsys.readouterr().out.split())
     assert "no learner of it runs on this machine; Slurm says PENDING (BeginTime)" in said
     assert main(["top", "77", "--once"]) == 2
-    assert "Slurm says PENDING (BeginTime) of job 77" in capsys.readouterr().err
+    assert "Slurm says PENDING (BeginTime) for job 77" in capsys.readouterr().err
     fake(tmp_path, "squeue", 'echo "slurm_load_jobs error: Invalid job id" >&2; exit 1')
     fake(tmp_path, "sacct", 'echo "FAILED|1:0"')
     top._slurm_state.cache_clear()
@@ -445,7 +445,7 @@ def test_in_a_terminal_it_shows_answers_keys_and_leaves_the_terminal_as_it_was(
     os.close(theirs)
 
 
-def test_off_a_terminal_there_is_a_line_per_interval_and_an_end(
+def test_without_a_terminal_it_prints_a_line_per_interval_and_ends(
     job, capsys: pytest.CaptureFixture
 ) -> None:
     go_on(job, 0.3)
@@ -460,7 +460,7 @@ def test_off_a_terminal_there_is_a_line_per_interval_and_an_end(
     assert "the job has ended" in said.err
 
 
-def test_beside_start_it_says_that_nobody_waits_for_rollouts(
+def test_with_start_it_says_that_rollouts_come_in_the_background(
     job, capsys: pytest.CaptureFixture
 ) -> None:
     job.start()

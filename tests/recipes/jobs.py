@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -15,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gymnasium
+import numpy as np
 import psutil
 import pytest
 
@@ -24,6 +25,21 @@ from torchrl_dist import runtime
 from torchrl_dist.checkpoint import load_checkpoint
 from torchrl_dist.cli import main
 from torchrl_dist.errors import CheckpointError
+
+
+class Endless(gymnasium.Env):
+    """One reward a step, no end."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (4,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(4, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(4, np.float32), 1.0, False, False, {}
+
 
 TOY = [
     *("--env", "CartPole-v1", "--envs-per-collector", "4", "--frames-per-batch", "128"),
@@ -98,15 +114,20 @@ def started(
             stdout=stdout,
             stderr=stderr,
         )
-    job = Job(process, out, err)
-    known: list[psutil.Process] = []
+    with ending(Job(process, out, err)) as job:
+        yield job
+
+
+@contextlib.contextmanager
+def ending(job: Job) -> Iterator[Job]:
+    """The job and all that it has started end with the block."""
     try:
         yield job
     finally:
         known = job.descendants()
-        if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
+        if job.process.poll() is None:
+            job.process.kill()
+            job.process.wait()
         for left in known:
             with contextlib.suppress(psutil.NoSuchProcess):
                 left.kill()

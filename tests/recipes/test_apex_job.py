@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import shutil
 import signal
@@ -20,6 +21,7 @@ from .jobs import (
     ENDLESS,
     TORCHRUN,
     TOY,
+    Endless,
     Job,
     assert_gone,
     finished,
@@ -32,20 +34,10 @@ from .jobs import (
 RUN = ["train", "apex", "--output-dir", "run"]
 
 
-NEVER_ENDS = """
+NEVER_ENDS = f"""
 import gymnasium, numpy as np
 
-class Endless(gymnasium.Env):
-    observation_space = gymnasium.spaces.Box(-1, 1, (4,), np.float32)
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return np.zeros(4, np.float32), {}
-
-    def step(self, action):
-        return np.zeros(4, np.float32), 1.0, False, False, {}
-
+{inspect.getsource(Endless)}
 gymnasium.register("Endless-v0", entry_point=Endless)
 """
 

@@ -10,9 +10,9 @@ import threading
 import time
 
 import gymnasium
-import numpy as np
 import pytest
 
+from tests.recipes.jobs import Endless
 from torchrl_dist import local_cluster
 from torchrl_dist.recipes.parts.evaluate import evaluate
 from torchrl_dist.recipes.parts.networks import PolicySpec, QNetwork
@@ -22,20 +22,6 @@ ENDLESS = "torchrl_dist_test/Endless-v0"
 CONFIG = EvaluatorConfig(
     PolicySpec("CartPole-v1", 4, (8,), num_actions=2), episodes=4, max_steps=10_000
 )
-
-
-class Endless(gymnasium.Env):
-    """One reward a step, no end."""
-
-    observation_space = gymnasium.spaces.Box(-1, 1, (4,), np.float32)
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return np.zeros(4, np.float32), {}
-
-    def step(self, action):
-        return np.zeros(4, np.float32), 1.0, False, False, {}
 
 
 @pytest.fixture(autouse=True)

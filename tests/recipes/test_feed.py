@@ -118,7 +118,7 @@ def test_a_recipe_learns_once_from_every_batch_it_draws(
 
     monkeypatch.setattr(module, "Feed", counted)
     config = kind(
-        hidden=(8,), frames_per_batch=32, envs_per_collector=2, total_frames=640, capacity=1000,
+        hidden=(8,), frames_per_batch=32, envs_per_collector=2, total_frames=320, capacity=1000,
         learning_starts=64, device="cpu", output_dir=str(tmp_path), **more,
     )  # fmt: skip
     with local_cluster({"learner": 1}) as session:
@@ -134,12 +134,12 @@ def test_a_recipe_learns_once_from_every_batch_it_draws(
                 learner.learn(report, frames + 16 * half)
             assert learner.updates - before == 3 == config.updates_per_batch
         learner.close()
-    assert frames == 640
+    assert frames == 320
     if kind is ApexConfig:
-        assert before in (54, 57)  # an actor keeps its last steps for their sums
+        assert before in (24, 27)  # an actor keeps its last steps for their sums
         assert all("td_error" in batch for batch in drawn)
     else:
-        assert before > 100
+        assert before > 40
 
 
 @needs_gpu

@@ -76,31 +76,31 @@ def test_a_run_that_fails_before_its_first_checkpoint_leaves_a_folder_for_the_ne
         assert claim_in(run) is False
 
 
-def test_a_restarted_job_continues_its_own_run_without_being_asked(tmp_path: Path) -> None:
-    assert claim_in(tmp_path / "run") is False
-    assert claim_in(tmp_path / "run", restarts=1) is False  # it died before its first checkpoint
-    (tmp_path / "run/checkpoint.pt").touch()
-    assert claim_in(tmp_path / "run", restarts=2) is True
-
-
-def test_a_restart_of_another_job_does_not_continue_a_strangers_run(tmp_path: Path) -> None:
-    claim_in(tmp_path / "run", job="a")
-    (tmp_path / "run/checkpoint.pt").touch()
-    for restarts in (0, 1):  # refused at first, hence restarted by its launcher
-        with pytest.raises(ConfigurationError, match="not empty"):
-            claim_in(tmp_path / "run", job="b", restarts=restarts)
-
-
-def test_resume_takes_the_run_over_for_later_restarts(tmp_path: Path) -> None:
-    claim_in(tmp_path / "run", job="a")
-    (tmp_path / "run/checkpoint.pt").touch()
-    assert claim_in(tmp_path / "run", job="b", resume=True) is True
-    assert claim_in(tmp_path / "run", job="b", restarts=1) is True
-
-
-def test_a_run_that_was_stopped_before_it_began_can_be_started_again(tmp_path: Path) -> None:
-    assert claim_in(tmp_path / "run", job="a") is False
-    assert claim_in(tmp_path / "run", job="b") is False
+@pytest.mark.parametrize(
+    ("saved", "again", "goes_on"),
+    [
+        (False, {"restarts": 1}, False),  # it died before its first checkpoint
+        (True, {"restarts": 2}, True),
+        (False, {"job": "b"}, False),  # the other was stopped before it began
+        (True, {"job": "b"}, None),
+        (True, {"job": "b", "resume": True}, True),
+    ],
+)
+def test_a_job_goes_on_with_its_own_run_and_with_others_where_it_is_asked_to(
+    saved: bool, again: dict[str, Any], goes_on: bool | None, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    assert claim_in(run) is False
+    if saved:
+        (run / "checkpoint.pt").touch()
+    if goes_on is None:
+        for restarts in (0, 1):  # refused at first, hence restarted by its launcher
+            with pytest.raises(ConfigurationError, match="not empty"):
+                claim_in(run, **again, restarts=restarts)
+        return
+    assert claim_in(run, **again) is goes_on
+    if "resume" in again:  # also for its restarts
+        assert claim_in(run, job="b", restarts=1) is True
 
 
 @pytest.mark.parametrize("text", ['{"job_id": "a", "results": [1]}', "[]", "", '{"job_id": 7}'])
@@ -307,6 +307,12 @@ def wrong(inputs, outputs):
 def none(inputs, outputs):
     return None
 
+def raises(inputs, outputs):
+    raise KeyError('no such thing')
+
+def wrong_inputs(inputs, outputs):
+    return torch.nn.Linear(inputs + 1, outputs)
+
 def weight_norm(inputs, outputs):
     return torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(inputs, outputs))
 
@@ -322,6 +328,7 @@ def test_a_network_may_be_a_function_of_the_users(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "my_networks_of_a_test.py").write_text(NETWORKS)
+    (tmp_path / "leaves.py").write_text("raise SystemExit(0)")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", list(sys.path))
     discrete, continuous = (
@@ -336,6 +343,9 @@ def test_a_network_may_be_a_function_of_the_users(
     for name, told in {
         "my_networks_of_a_test:wrong": "expected \\[2, 2\\]",
         "my_networks_of_a_test:none": "NoneType",
+        "my_networks_of_a_test:raises": "failed: 'no such thing'",
+        "my_networks_of_a_test:wrong_inputs": "failed: mat1 and mat2",
+        "leaves:make": "cannot import",
         "my_networks_of_a_test:weight_norm": "Linear.*computes its weights anew",
         "my_networks_of_a_test:old_weight_norm": "Linear.*computes its weights anew",
         "my_networks_of_a_test:batch_norm": "1 \\(BatchNorm1d\\).*LayerNorm",
@@ -479,26 +489,6 @@ def test_evaluation_plays_without_dropout(tmp_path: Path, monkeypatch: pytest.Mo
     weights = policy.network().state_dict()
     evaluator = Evaluator(EvaluatorConfig(policy, 3, 100), dump_registrations())
     assert evaluator.play((weights, 0), 60.0) == evaluator.play((weights, 0), 60.0)
-
-
-def test_a_network_function_that_raises_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "failing.py").write_text(
-        "from torch import nn\n"
-        "def raises(inputs, outputs): raise KeyError('no such thing')\n"
-        "def wrong(inputs, outputs): return nn.Linear(inputs + 1, outputs)\n"
-    )
-    (tmp_path / "leaves.py").write_text("raise SystemExit(0)")
-    monkeypatch.syspath_prepend(tmp_path)
-    task = look_at("CartPole-v1", discrete=True)
-    for name, why in (
-        ("failing:raises", "failed: 'no such thing'"),
-        ("failing:wrong", "failed: mat1 and mat2"),
-        ("leaves:make", "cannot import"),
-    ):
-        with pytest.raises(ConfigurationError, match=why):
-            PolicySpec.of(task, "values", (8,), name).network()
 
 
 def test_a_policy_whose_module_is_gone_is_refused(tmp_path: Path) -> None:

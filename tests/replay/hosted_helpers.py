@@ -144,3 +144,19 @@ def sample_until_refused(buffer: HostedReplayBuffer, timeout_s: float) -> list[i
             found += buffer.sample()["id"].tolist()
         except RateLimitError:
             return found
+
+
+def write_trajectories(buffer: HostedReplayBuffer, writer: int, seconds: float) -> int:
+    """Extend with trajectories of random lengths, in parts, for that long; how many rows."""
+    from tests.replay.test_slices import trajectory
+
+    random, end, rows = np.random.default_rng(writer), time.monotonic() + seconds, 0
+    for number in itertools.count():
+        steps = int(random.integers(8, 30))
+        for start in range(0, steps, 12):
+            buffer.extend(trajectory(10 * number + writer, range(start, min(start + 12, steps))))
+        rows += steps
+        if number % 10 == 0:
+            buffer.flush()
+            if time.monotonic() > end:
+                return rows

@@ -653,10 +653,11 @@ def damage(path: Path, what: str) -> str:
     if what == "json":
         manifest.write_text("{")
         return "checkpoint.json is damaged"
-    if what == "newer":
-        entry = json.loads(manifest.read_text()) | {"format_version": 99}
+    if what in ("newer", "older"):
+        version = 99 if what == "newer" else 1
+        entry = json.loads(manifest.read_text()) | {"format_version": version}
         manifest.write_text(json.dumps(entry))
-        return "format version 99"
+        return f"has format version {version}, this torchrl_dist reads 2"
     if what == "foreign":
         manifest.write_text("{}")
         return "was not written by a replay buffer"
@@ -665,7 +666,7 @@ def damage(path: Path, what: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "what", ["cut", "removed", "priorities", "json", "newer", "foreign", "nothing"]
+    "what", ["cut", "removed", "priorities", "json", "newer", "older", "foreign", "nothing"]
 )
 def test_a_damaged_checkpoint_is_refused_and_the_buffer_stays(
     rb, tmp_path: Path, what: str

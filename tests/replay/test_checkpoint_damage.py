@@ -30,7 +30,6 @@ from tests.replay.faults import (
 from tests.replay.test_files import contents
 from torchrl_dist.errors import CheckpointError
 from torchrl_dist.replay import SharedReplayBuffer
-from torchrl_dist.replay.inspection import inspect
 from torchrl_dist.replay.node.tables import COUNTERS, Word
 from torchrl_dist.replay.saving.disk import writing
 
@@ -207,23 +206,6 @@ def test_nonsense_with_a_right_checksum_changes_nothing(rb, tmp_path: Path, what
     file.write_text(json.dumps(_sign(json.loads(file.read_text()) | _NONSENSE[what])))
     rb.extend(rows_of(range(100, 110)))
     refused(rb, lambda: rb.loads(tmp_path))
-
-
-def test_a_checkpoint_of_before_the_checksums_is_read(rb, tmp_path: Path) -> None:
-    rb.dumps(tmp_path)
-    file = tmp_path / "checkpoint.json"
-    manifest = json.loads(file.read_text()) | {"format_version": 1}
-    for entry in [manifest, *manifest["shards"], *manifest["tensors"]]:
-        entry.pop("checksum", None)
-        entry.pop("checksums", None)
-    file.write_text(json.dumps(manifest))
-    before = rb[:]["key"].tolist()
-    rb.empty()
-    rb.loads(tmp_path)
-    assert rb[:]["key"].tolist() == before
-    rb.dumps(tmp_path)
-    assert json.loads(file.read_text())["format_version"] == 2
-    assert inspect(tmp_path)["shards"][0]["length"] == CAPACITY
 
 
 def test_a_stock_buffers_bad_beta_is_refused_before_alpha_changes(folder: Path) -> None:

@@ -66,6 +66,9 @@ def test_a_row_in_place_far_ahead_leaves_a_gap_that_is_told_of_at_once(make_buff
     assert rb.storage.shape == (51,) and len(rb) == 16
     rb.extend(make_rows(range(45)))
     assert rb.storage.shape == (60,)
+    rb.empty()
+    rb.extend(make_rows(range(3)))
+    assert rb.storage.shape == (3,)
 
 
 def test_a_key_gives_that_entry_of_all_rows(make_buffer) -> None:

@@ -617,11 +617,6 @@ def _run(who: tuple[Any, Any]) -> None:
     )
 
 
-@pytest.fixture(autouse=True, params=["c", "numpy"])
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHRL_DIST_KERNEL", request.param)
-
-
 @contextmanager
 def elsewhere(count: int) -> Iterator[tuple[Elsewhere, ...]]:
     context = multiprocessing.get_context("fork")

@@ -16,8 +16,10 @@ from torchrl_dist import ConfigurationError, DeadlineError, RateLimiter, SharedM
 from torchrl_dist.replay.hosts.host import ReplayHost
 from torchrl_dist.replay.hosts.merging import merged, parts_of
 from torchrl_dist.replay.hosts.messages import (
+    UNIFORM,
     CountSamples,
     Empty,
+    Law,
     Operation,
     Request,
     ReturnDraws,
@@ -134,14 +136,14 @@ def test_priorities_may_name_a_write_instead_of_its_slots(host) -> None:
 def test_an_empty_buffer_gives_no_rows_and_no_error(host) -> None:
     reply = host.serve(Request(draw=8))
     assert reply.count == 0 and reply.state.mass == 0 and reply.state.length == 0
-    reply = host.serve(Request(draw=8, prioritized=False))
+    reply = host.serve(Request(draw=8, law=UNIFORM))
     assert reply.count == 0 and reply.state.mass == 0
     assert host.serve(Request()).state is None
 
 
 def test_the_mass_of_uniform_draws_is_the_number_of_rows(host) -> None:
     operations = (write(range(5)), priorities([0, 1], [3, 4]))
-    reply = host.serve(Request(operations, draw=1000, prioritized=False))
+    reply = host.serve(Request(operations, draw=1000, law=UNIFORM))
     slot, _, leaf, _ = reply.unpack_rows()
     assert reply.state.mass == 5 and reply.state.minimum == 1 and (leaf == 1).all()
     assert np.bincount(slot.numpy(), minlength=5).min() > 120
@@ -296,7 +298,7 @@ def test_draws_that_are_given_back_leave_the_rows_as_they_were(
     host.serve(Request((write(range(4)), priorities([0, 1, 2, 3], [1, 2, 3, 4]))))
     directory = host.storage.directory
     before = directory.tree.leaves.copy()
-    reply = host.serve(Request(draw=9, prioritized=prioritized))
+    reply = host.serve(Request(draw=9, law=Law(prioritized)))
     assert reply.count == 8 and not directory.tree.leaves.any()  # all that there is
     slot, generation, leaf, _ = reply.unpack_rows()
     assert np.bincount(slot).tolist() == [2, 2, 2, 2]
@@ -305,11 +307,11 @@ def test_draws_that_are_given_back_leave_the_rows_as_they_were(
     host.serve(Request((write(range(10, 12), 2), back)))
     assert directory.words[Word.AVAILABLE] == 6
     assert directory.tree.leaves[:4].tolist() == before[:4].tolist()
-    reply = host.serve(Request(draw=20, prioritized=prioritized))
+    reply = host.serve(Request(draw=20, law=Law(prioritized)))
     assert reply.count == 11
     directory.tree.refresh()
     assert directory.tree.total == 0 and directory.words[Word.AVAILABLE] == 0
     stale = ReturnDraws(np.array([0, 5]), np.array([7, 1]), np.array([1.0, 1.0]))
-    reply = host.serve(Request((stale,), draw=20, prioritized=prioritized))
+    reply = host.serve(Request((stale,), draw=20, law=Law(prioritized)))
     assert reply.count == 1 and reply.unpack_rows()[0].tolist() == [5]
     host.close()

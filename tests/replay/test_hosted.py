@@ -30,6 +30,7 @@ from tests.replay.hosted_helpers import (
     written_here,
 )
 from tests.replay.test_processes import wait_until
+from tests.replay.test_slices import assert_slices, trajectory
 from torchrl_dist import (
     ConfigurationError,
     DeadlineError,
@@ -40,6 +41,7 @@ from torchrl_dist import (
     RemoteStorage,
     RPCPrioritizedSampler,
     RPCRandomSampler,
+    RPCSamplerWithoutReplacement,
     Session,
     SharedCursorWriter,
     SharedMemmapStorage,
@@ -54,6 +56,7 @@ from torchrl_dist.replay.hosts import keeper
 from torchrl_dist.replay.hosts.batches import BatchSource
 from torchrl_dist.replay.hosts.host import Empty
 from torchrl_dist.replay.hosts.keeper import HostAddress
+from torchrl_dist.replay.hosts.messages import PRIORITIZED
 from torchrl_dist.replay.node.leftovers import find
 
 pytestmark = pytest.mark.timeout(90)
@@ -458,7 +461,7 @@ def test_batches_have_the_law_of_one_buffer(cluster, folder, shards: int, alike:
     for _ in range(40):  # each begins without knowing a mass
         source = BatchSource(
             buffer.storage.client,
-            prioritized=True,
+            law=lambda size: (PRIORITIZED, size),
             prefetch=0,
             batches_per_call=1,
             uniforms=rng.random,
@@ -634,6 +637,29 @@ def test_a_lost_owner_is_an_error_soon_and_the_session_ends(make, cluster) -> No
 
 
 @pytest.mark.parametrize("uniform", [False, True])
+def test_a_lost_shard_is_reported_once_and_the_other_gives_slices(make, cluster, uniform) -> None:
+    slices = {"slice_len": 4, "traj_key": ("collector", "traj_ids")}
+    buffer = make(2, write_to="all", prefetch=2, uniform=uniform, slices=slices)
+    for number in range(4):
+        buffer.extend(trajectory(number, range(10)))
+    buffer.flush()
+    seen = torch.cat([buffer.sample()["collector", "traj_ids"] for _ in range(30)])
+    assert set(seen.tolist()) == {0, 1, 2, 3}
+    os.kill(cluster.pid_of(cluster.of_role("owner")[1]), signal.SIGKILL)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(30):
+            batch = buffer.sample()
+            assert_slices(batch, 4)
+            buffer.update_tensordict_priority(batch.set("td_error", torch.rand(16)))
+            if step > 5:
+                assert (batch["index"] < 64).all()
+    reports = [str(each.message) for each in caught if "replay shard 1" in str(each.message)]
+    assert len(reports) == 1 and "the other 1 go on" in reports[0]
+    warnings.simplefilter("ignore")  # closing a client of the lost host is one more warning
+
+
+@pytest.mark.parametrize("uniform", [False, True])
 def test_a_lost_shard_is_reported_once_and_the_other_goes_on(make, cluster, uniform) -> None:
     buffer = make(2, write_to="all", prefetch=2, uniform=uniform)
     for start in (0, 20):
@@ -653,6 +679,27 @@ def test_a_lost_shard_is_reported_once_and_the_other_goes_on(make, cluster, unif
     reports = [str(each.message) for each in caught if "replay shard 1" in str(each.message)]
     assert len(reports) == 1 and "owner1" in reports[0], reports
     assert len(buffer) >= 20 + 24
+
+
+def test_a_pass_goes_on_without_a_shard_that_is_lost_in_it(make, cluster) -> None:
+    owner = make(2, write_to="all").storage.owner
+    buffer = HostedReplayBuffer(
+        storage=RemoteStorage(owner),
+        sampler=RPCSamplerWithoutReplacement(owner=owner),
+        batch_size=4,
+    )
+    for start in (0, 20):
+        buffer.extend(make_rows(range(start, start + 20)))
+    buffer.flush()
+    seen = [number for _ in range(3) for number in buffer.sample()["id"].tolist()]
+    os.kill(cluster.pid_of(cluster.of_role("owner")[1]), signal.SIGKILL)
+    with pytest.warns(UserWarning, match="replay shard 1 .owner1.*the other 1 go on"):
+        while len([number for number in seen if number < 20]) < 20:
+            seen += buffer.sample()["id"].tolist()
+    assert len(set(seen)) == len(seen) and {*range(20)} <= {*seen}
+    for _ in range(2):
+        assert sorted(number for batch in buffer for number in batch["id"].tolist()) == [*range(20)]
+    warnings.simplefilter("ignore")  # closing a client of the lost host is one more warning
 
 
 def test_a_shard_that_hangs_is_left_out_and_comes_back(make, cluster) -> None:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import random
 import signal
@@ -50,13 +49,17 @@ _FIRST_KEY = 10**6
 
 
 @pytest.fixture(params=["c", "numpy"])
-def rb(folder: Path, request) -> Iterator[TensorDictReplayBuffer]:
+def kernel(monkeypatch, request) -> str:
+    if request.param == "c" and find_kernel() is None:
+        pytest.skip("the C kernel was not built: no compiler at installation")
+    monkeypatch.setenv("TORCHRL_DIST_KERNEL", request.param)
+    return request.param
+
+
+@pytest.fixture
+def rb(folder: Path, kernel: str) -> Iterator[TensorDictReplayBuffer]:
     torch.set_num_threads(1)
     buffer = attach(folder, _CAPACITY)
-    if request.param == "numpy":
-        buffer.storage.directory.tree.kernel = None  # forked children inherit it
-    elif buffer.storage.directory.tree.kernel is None:
-        pytest.skip("the C kernel was not built")
     refill(buffer)
     yield buffer
     buffer.storage.close()
@@ -177,7 +180,7 @@ def assert_what_a_kill_may_leave(before: State, after: State, operation: str) ->
 
 @pytest.mark.timeout(1200 if LONG else 120)
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_killed_at_any_step_the_others_go_on(rb, operation: str, request) -> None:
+def test_killed_at_any_step_the_others_go_on(rb, kernel: str, operation: str, request) -> None:
     directory = rb.storage.directory
     randomness = random.Random(operation)
 
@@ -187,7 +190,7 @@ def test_killed_at_any_step_the_others_go_on(rb, operation: str, request) -> Non
 
     step = kills = 0
     # without the kernel an operation has several times as many steps, and each takes longer
-    stride = _STRIDE if directory.tree.kernel is not None or LONG else 2 * _STRIDE
+    stride = _STRIDE if kernel == "c" or LONG else 2 * _STRIDE
     while True:
         step += randomness.randint(1, 2 * stride - 1)
         before = State.of(rb)
@@ -266,13 +269,7 @@ def test_killed_in_the_middle_of_a_store_the_others_go_on(folder: Path, what: st
     request.node.user_properties.append(("kills", kills))
 
 
-@pytest.mark.parametrize("kernel", ["numpy", "c"])
-def test_killed_in_the_middle_of_an_update_the_others_go_on(
-    folder: Path, monkeypatch, kernel: str
-) -> None:
-    if kernel == "c" and find_kernel() is None:
-        pytest.skip("the C kernel was not built: no compiler at installation")
-    monkeypatch.setenv("TORCHRL_DIST_KERNEL", kernel)
+def test_killed_in_the_middle_of_an_update_the_others_go_on(folder: Path, kernel: str) -> None:
     with _wide_buffer(folder) as rb:
         directory = rb.storage.directory
         new = 2.0 + torch.rand(2048, dtype=torch.float64)
@@ -403,20 +400,28 @@ def test_all_killed_and_restarted_every_published_row_is_back(folder: Path, requ
 
 def test_a_child_of_a_killed_holder_does_not_keep_the_lock(rb) -> None:
     directory = rb.storage.directory
+    directory.fair_lock.timeout_s = 15.0
+    told, tell = os.pipe()
 
     def holder() -> None:
         with directory.lock():
             if os.fork() == 0:
-                libc = ctypes.CDLL(None)
-                libc.prctl(1, signal.SIGKILL)  # ends with the test at the latest
-                time.sleep(20)
+                os.write(tell, os.getpid().to_bytes(8, "little"))
+                time.sleep(60)  # outlives the holder, and its parent's wait for the lock
                 os._exit(0)
             directory.begin()
             kill_self()
 
     assert run_forked(holder) == -signal.SIGKILL
-    with directory.lock():  # waits until the child has begun to run, and let go of its copies
-        pass
+    child = int.from_bytes(os.read(told, 8), "little")
+    try:
+        with directory.lock():  # waits until the child has begun to run, and let go of its copies
+            pass
+        os.kill(child, 0)  # it lives
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.close(told)
+        os.close(tell)
     assert_sound(rb)
 
 

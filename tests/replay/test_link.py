@@ -37,6 +37,8 @@ from torchrl_dist.replay.hosts.client import ReplayClient
 from torchrl_dist.replay.hosts.host import ReplayHost
 from torchrl_dist.replay.hosts.local_link import LocalLink
 from torchrl_dist.replay.hosts.messages import (
+    PRIORITIZED,
+    UNIFORM,
     CountSamples,
     Empty,
     Reply,
@@ -169,7 +171,7 @@ def storage_of(client: ReplayClient) -> RemoteStorage:
 def batches_of(client: ReplayClient, prefetch: int = 0) -> BatchSource:
     return BatchSource(
         client,
-        prioritized=True,
+        law=lambda size: (PRIORITIZED, size),
         prefetch=prefetch,
         batches_per_call=1,
         uniforms=np.random.default_rng(0).random,
@@ -185,7 +187,7 @@ def test_a_draw_keeps_its_kind_when_others_ask_with_it(hosts) -> None:
     hosts[0].held = True
     link.ask(None, None)
     length = link.ask(0, None)  # as len() of another thread
-    uniform, prioritized = link.ask(256, False), link.ask(256, True)
+    uniform, prioritized = link.ask(256, UNIFORM), link.ask(256, PRIORITIZED)
     hosts[0].release()
     assert length.result(5).state.length == 4
     assert set(prioritized.result(5).rows.leaf.tolist()) >= {1.00000001, 3.00000001}
@@ -530,7 +532,7 @@ def test_a_shard_that_was_silent_gets_alpha_priorities_and_empty_before_it_draws
     hosts[0].release()
     with pytest.warns(UserWarning, match="shard 0 .* answers again"):
         client.flush()
-    answers = client.answers(client.ask([8, 8], True))
+    answers = client.answers(client.ask([8, 8], PRIORITIZED))
     assert [answer.rows.leaf[0].item() for answer in answers] == pytest.approx([2.0, 3.0])
     hosts[0].held = True
     hosts[0].fall_silent(client.links[0])
@@ -983,7 +985,7 @@ def test_an_exception_of_a_signal_handler_leaves_the_link_whole(hosts) -> None:
                 client.write(data, None)
                 returned.append(number)
                 if number % 3 == 0:
-                    client.links[0].ask(2, True)
+                    client.links[0].ask(2, PRIORITIZED)
                 if number % 7 == 0:
                     client.flush()
                 signal.setitimer(signal.ITIMER_REAL, 0)

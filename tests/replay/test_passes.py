@@ -138,7 +138,7 @@ def test_emptied_or_loaded_rows_begin_a_new_pass(make, tmp_path: Path) -> None:
 def test_rows_that_change_while_they_are_copied_are_not_returned(make, monkeypatch) -> None:
     rb = make(64, batch_size=16)
     rb.extend(make_rows(range(64)))
-    storage, written, plain = rb.storage, [], rb.storage.copy_arrays
+    storage, written, plain = rb.storage, [], rb.storage._gather
 
     def overwrite_first(slots: np.ndarray) -> list[np.ndarray]:
         leaves = plain(slots)
@@ -149,8 +149,8 @@ def test_rows_that_change_while_they_are_copied_are_not_returned(make, monkeypat
                 storage.write_at(torch.tensor([written[-1]]), make_rows(range(number, number + 1)))
         return leaves
 
-    monkeypatch.setattr(storage, "copy_arrays", overwrite_first)
-    monkeypatch.setattr("torchrl_dist.replay.parts.passes.REDRAWS", 1000)  # so it holds no lock
+    monkeypatch.setattr(storage, "_gather", overwrite_first)
+    monkeypatch.setattr("torchrl_dist.replay.parts.storage.REDRAWS", 1000)  # so it holds no lock
     found = ids(rb, 2)
     assert written and len(set(found)) == len(found) and max(found) < 64
     gone = {slot for count, slot in enumerate(written, 1) if count % 10}

@@ -262,18 +262,18 @@ def test_a_reader_beside_the_cursor_of_one_long_trajectory_sees_consecutive_step
 def test_a_sampler_that_keeps_losing_rows_ends_under_the_lock(make_buffers, monkeypatch) -> None:
     rb = make_buffers(16, slice_len=2, batch_size=16)
     rb.extend(trajectory(0, range(16)))
-    copy_rows, turns = rb.storage.copy_rows, itertools.count(1)
+    gather, turns = rb.storage._gather, itertools.count(1)
 
-    def copy_while_others_write(slots: np.ndarray) -> list[torch.Tensor]:
-        leaves = copy_rows(slots)
+    def copy_while_others_write(slots: np.ndarray) -> list[np.ndarray]:
+        leaves = gather(slots)
         if not rb.storage.directory.fair_lock._threads._is_owned():  # nobody can then
             rb.storage.write_at(torch.arange(16), trajectory(next(turns), range(16)))
         return leaves
 
-    monkeypatch.setattr(rb.storage, "copy_rows", copy_while_others_write)
+    monkeypatch.setattr(rb.storage, "_gather", copy_while_others_write)
     assert_slices(rb.sample(), 2)
     counters = rb.storage.directory.counters
-    assert counters["locked_reads"] == 1 and counters["reread_rows"] == 8 * 16
+    assert counters["locked_reads"] == 1 and counters["reread_rows"] == 9 * 16
 
 
 # --- in a buffer ---------------------------------------------------------------------------------

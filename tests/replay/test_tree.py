@@ -1,28 +1,15 @@
-from __future__ import annotations
+"""The tree, with the kernel that is there; ``test_kernel`` shows that the other does the same."""
 
-from collections.abc import Iterator
+from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.replay.law.kernel import find_kernel
 from torchrl_dist.replay.law.tree import FANOUT, PriorityTree, tree_bytes
-
-
-@pytest.fixture(params=["numpy", "c"], autouse=True)
-def kernel(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test here runs with both implementations."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHRL_DIST_KERNEL", "numpy")
-        if request.param == "c":
-            patch.delenv("TORCHRL_DIST_KERNEL")
-            if find_kernel() is None:
-                pytest.skip("the C kernel was not built: no compiler at installation")
-        yield
 
 
 def brute_force(tree: PriorityTree) -> tuple[float, float]:
@@ -30,9 +17,7 @@ def brute_force(tree: PriorityTree) -> tuple[float, float]:
     return tree.leaves.sum(), positive.min() if positive.size else np.inf
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 40_000), st.integers(0, 2**32 - 1))
 def test_sum_and_minimum_equal_the_leaves_after_any_writes(capacity: int, seed: int) -> None:
     random = np.random.default_rng(seed)
@@ -90,8 +75,17 @@ def test_a_process_killed_between_mark_and_leaf_leaves_a_tree_that_repairs_itsel
     tree = PriorityTree(5000, buffer)
     tree.set_range(0, 5000, 1.0)
     tree.refresh()
-    tree._marks[10] = 1  # the mark was set, the process died after half of its leaves
-    tree.leaves[320:330] = 3.0
+
+    class Deadly(np.ndarray):
+        """Half of what is stored arrives, then the process dies."""
+
+        def __setitem__(self, slots: np.ndarray, values: float) -> None:
+            super().__setitem__(slots[: slots.size // 2], values)
+            raise KeyboardInterrupt
+
+    tree.leaves = tree.leaves.view(Deadly)
+    with pytest.raises(KeyboardInterrupt):
+        tree.set(np.arange(320, 340), 3.0)
     survivor = PriorityTree(5000, buffer)
     survivor.refresh()
     assert survivor.total == survivor.leaves.sum() == 5000 + 20
@@ -103,23 +97,6 @@ def test_drawing_from_an_empty_tree_is_an_error() -> None:
         tree.draw(np.array([0.5]))
     with pytest.raises(ValueError, match="capacity"):
         PriorityTree(0)
-
-
-def test_both_kernels_select_the_same_slots(monkeypatch) -> None:
-    random = np.random.default_rng(3)
-    leaves = random.integers(0, 5, 70_000).astype(float)  # sums of integers are exact
-    uniforms = random.random(5000)
-    answers = []
-    for wanted in ("numpy", ""):
-        monkeypatch.setenv("TORCHRL_DIST_KERNEL", wanted)
-        tree = PriorityTree(70_000)
-        tree.set_range(0, 70_000, leaves)
-        tree.refresh()
-        tree.set(np.arange(100, 40_000, 77), 9.0)
-        tree.refresh()
-        answers.append((*tree.draw(uniforms), tree.total, tree.minimum))
-    for one, other in zip(*answers, strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 def test_a_kernel_that_cannot_be_had_is_an_error(monkeypatch) -> None:

@@ -1,4 +1,4 @@
-"""What the tests of the runtime share; imports little, because every rank imports it."""
+"""Helpers for the tests of the runtime. It imports little, because every rank imports it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class Counter:
-    """Has a lock of its own, as objects that others call must."""
+    """A counter with a lock, which objects need if other processes call them."""
 
     def __init__(self, start: int = 0) -> None:
         self._lock = threading.Lock()
@@ -29,7 +29,7 @@ class Counter:
 
 
 def listening_addresses(pids: list[int]) -> set[str]:
-    """The addresses on which these processes listen for TCP, from /proc."""
+    """Return the addresses on which these processes listen for TCP, from /proc."""
     inodes = set()
     for pid in pids:
         for fd in Path(f"/proc/{pid}/fd").iterdir():

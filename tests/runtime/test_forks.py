@@ -1,4 +1,4 @@
-"""A child that is forked from a member of a session is none: it is told so, and never waits."""
+"""A fork of a session's member is not a member: it gets an error, and never waits."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from torchrl_dist import (
 from torchrl_dist.forks import now_and_in_children
 
 _FORKS = 30
-# A lock of Python's own, which threads of RPC hold as they come and go: python/cpython#112275. The
-# child is in ``os.fork`` for ever.
+# Threads of RPC hold a lock of Python itself when they start and end (python/cpython#112275). The
+# child then hangs in ``os.fork``.
 _PYTHON_MAY_HANG = sys.version_info < (3, 10, 15) or (3, 11) <= sys.version_info < (3, 11, 10)
 
 
@@ -66,7 +66,7 @@ def _refuse(uses: dict[str, Callable[[], object]]) -> None:
 
 
 def _begins_and_ends(function: Callable[[], object]) -> bool:
-    """Run it in a forked child, which must end well; False if Python never came to it."""
+    """Run it in a forked child, which must succeed; return False if Python hung before."""
     begun, begins = os.pipe()
 
     def child() -> None:
@@ -86,9 +86,12 @@ def _begins_and_ends(function: Callable[[], object]) -> bool:
 
 
 @pytest.mark.timeout(240)
-def test_a_forked_child_is_told_that_it_is_no_member(job: Session, buffer, folder: Path) -> None:  # noqa: F811
-    """While threads hammer all that has a lock of ours. Torch's generator has one that a child
-    inherits locked if a thread draws numbers at that instant: here nobody does."""
+def test_a_forked_child_is_told_that_it_is_not_a_member(job: Session, buffer, folder: Path) -> None:  # noqa: F811
+    """Fork while threads use everything that has a lock of ours.
+
+    Torch's generator has a lock that a child inherits locked if a thread draws numbers at that
+    moment. No thread does so here.
+    """
     torch.set_num_threads(1)
     peer = job.of_role("owner")[0]
     counter = job.remote(peer, Counter)
@@ -147,12 +150,12 @@ def test_a_forked_child_is_told_that_it_is_no_member(job: Session, buffer, folde
             thread.join(30)
     assert not errors
     assert hung <= _FORKS // 10
-    assert counter.call("add", 1) > 1 and len(buffer) == 64  # the parent's session goes on
+    assert counter.call("add", 1) > 1 and len(buffer) == 64  # the parent's session continues
 
 
 @pytest.mark.timeout(120)
 def test_a_forked_child_has_no_part_in_what_was_drawn_ahead(buffer) -> None:
-    """Its futures have locks of their own, which other threads hold for an instant, too."""
+    """Its futures have locks of their own, which other threads also hold for a moment."""
     buffer.sample()
     ahead = [future for round_ in buffer.sampler._source._rounds for future in round_.futures]
     assert ahead
@@ -179,7 +182,7 @@ def test_a_forked_child_has_no_part_in_what_was_drawn_ahead(buffer) -> None:
 def test_a_buffer_of_this_node_is_renewed_beside_one_that_others_host(
     buffer, tmp_path: Path
 ) -> None:
-    """Each of the children finds the locks of the former free, though threads sample from it."""
+    """Each child finds the locks of the local buffer free, although threads sample from it."""
     torch.set_num_threads(1)
     own = SharedReplayBuffer(
         storage=SharedMemmapStorage(64, scratch_dir=tmp_path / "own"), batch_size=8
@@ -208,7 +211,7 @@ def test_a_buffer_of_this_node_is_renewed_beside_one_that_others_host(
         own.storage.close()
 
 
-def test_one_renewal_that_fails_is_said_and_keeps_no_other_from_its_own(capfd) -> None:
+def test_a_failed_renewal_is_reported_and_the_others_still_run(capfd) -> None:
     class Owner:
         pid = 0
 

@@ -1,4 +1,4 @@
-"""A fork server that several processes have children from."""
+"""A fork server with several clients."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _own: list[ForkServer] = []
 
 @dataclass(frozen=True)
 class Task:
-    """Of a child: touches a file and stays, or raises."""
+    """A child's job: it touches a file and stays, or raises."""
 
     file: str
     fails: bool = False
@@ -53,13 +53,13 @@ class Sleeper:
 
 @dataclass(frozen=True)
 class Speaker:
-    """Of a child with an end of a pair of sockets: says who it is, and whose ends it has."""
+    """The job of a child with a socket: it sends its rank and the ends that it has."""
 
     def run(self, rank: int, ready: Callable[[], None], end: int) -> None:
         with socket.socket(fileno=end) as link:
             own = []
             for name in os.listdir("/proc/self/fd"):
-                with contextlib.suppress(FileNotFoundError):  # that of the list itself
+                with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
                     own.append(os.readlink(f"/proc/self/fd/{name}"))
             link.send(f"{rank} {os.get_inheritable(end)} {own}".encode())
             link.recv(1)
@@ -72,7 +72,7 @@ def cluster(fork_server: ForkServer) -> Iterator[Session]:
 
 
 def start_in_child(file: str, fails: bool = False) -> tuple[int, float, list[int]]:
-    """The pids of server and children, and the seconds until they were ready."""
+    """Return the pids of server and children, and the seconds until they were ready."""
     begun = time.monotonic()
     _own.append(ForkServer())
     children = _own[-1].start(Task(file, fails), range(2))
@@ -97,7 +97,7 @@ def gone(pids: list[int], timeout_s: float = 10) -> bool:
 
 @contextlib.contextmanager
 def room_for(descriptors: int, server: int) -> Iterator[None]:
-    """The server can have that many more than it has."""
+    """Limit the server to this many additional descriptors."""
     before = resource.prlimit(server, resource.RLIMIT_NOFILE)
     taken = {int(name) for name in os.listdir(f"/proc/{server}/fd")}
     free = (number for number in itertools.count() if number not in taken)
@@ -116,14 +116,14 @@ def describe(rank: int) -> tuple[str, str]:
 
 @pytest.fixture
 def client(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
-    """With a child; of a server that has other clients."""
+    """Make a client with a child, of a server with other clients."""
     monkeypatch.setattr(module, "_address", fork_server.address)
     with ForkServer() as client:
         client.start(Sleeper(), range(1)).wait_ready(30, describe)
         yield client
 
 
-def test_each_child_has_its_own_end_and_nobody_else_has_it(fork_server: ForkServer) -> None:
+def test_only_the_child_itself_has_its_end(fork_server: ForkServer) -> None:
     pairs = [socket.socketpair() for _ in range(3)]
     names = [os.readlink(f"/proc/self/fd/{theirs.fileno()}") for _, theirs in pairs]
     children = fork_server.start(Speaker(), range(3), [theirs.fileno() for _, theirs in pairs])
@@ -134,7 +134,7 @@ def test_each_child_has_its_own_end_and_nobody_else_has_it(fork_server: ForkServ
             who, inheritable, others = ours.recv(4096).decode().split(" ", 2)
             assert (int(who), inheritable) == (rank, "False")
             assert [name in others for name in names] == [rank == other for other in range(3)]
-        for rank in (1, 0, 2):  # its end is the only one: with it the connection ends
+        for rank in (1, 0, 2):  # its end is the only one, so the connection closes with it
             pid = children.states[rank].pid
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
@@ -152,10 +152,10 @@ def test_each_child_has_its_own_end_and_nobody_else_has_it(fork_server: ForkServ
             ours.close()
 
 
-def test_what_cannot_be_passed_on_ends_the_client_instead_of_the_wait(
+def test_a_descriptor_that_cannot_be_passed_ends_the_client_instead_of_the_wait(
     fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the middle of a command the server waits for the rest of it."""
+    """The server waits for the rest of an incomplete command."""
 
     def out_of_descriptors(*_: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -170,7 +170,7 @@ def test_what_cannot_be_passed_on_ends_the_client_instead_of_the_wait(
         began = time.monotonic()
         with pytest.raises(PeerLostError, match="is gone: closed"):
             while time.monotonic() - began < 10:
-                with contextlib.suppress(ConfigurationError):  # not before the server has said so
+                with contextlib.suppress(ConfigurationError):  # refused until the server reports it
                     client.start(Speaker(), range(1))
     assert psutil.pid_exists(fork_server.pid)
 
@@ -194,14 +194,14 @@ def test_default_timeouts_of_sockets_change_nothing(
 
 
 def stop_in_a_command() -> None:
-    """Runs in a client: it is paused when it has said that an end will come."""
+    """Run in a client, which is stopped after it announced a descriptor."""
     server = ForkServer()
     server.wait_up()
     server._commands.send((1, [0], pickle.dumps(Speaker()), True))
     stop_self()
 
 
-def test_nobody_waits_for_a_client_that_is_stopped_between_a_command_and_its_ends(
+def test_a_client_stopped_between_a_command_and_its_ends_holds_up_no_other(
     cluster: Session, tmp_path: Path
 ) -> None:
     first, second = cluster.of_role("b")
@@ -213,7 +213,7 @@ def test_nobody_waits_for_a_client_that_is_stopped_between_a_command_and_its_end
         time.sleep(0.02)
     assert cluster.call(second, start_in_child, str(tmp_path / "a"))[1] < 10
     os.kill(stopped.pid, signal.SIGKILL)
-    with contextlib.suppress(PeerLostError):  # another thread may have answered before it stopped
+    with contextlib.suppress(PeerLostError):  # unless another thread answered before it stopped
         answer.result(20)
 
 
@@ -229,7 +229,7 @@ def test_children_have_children_of_the_same_server(
     cluster.call(first, close_in_child)
     assert gone(pids)
     assert all(psutil.pid_exists(pid) for pid in others)
-    # the first goes on as a client of another time
+    # the first continues as a later client
     assert cluster.call(first, start_in_child, str(tmp_path / "c"))[0] == server
 
 
@@ -241,7 +241,7 @@ def test_a_client_that_is_killed_takes_its_children_with_it(
     mine = cluster.call(first, start_in_child, str(tmp_path / "a"))[2]
     others = cluster.call(second, start_in_child, str(tmp_path / "b"))[2]
     os.kill(cluster.pid_of(first), number)
-    if number == signal.SIGSTOP:  # nobody waits for who is paused
+    if number == signal.SIGSTOP:  # no process waits for a stopped one
         assert cluster.call(second, start_in_child, str(tmp_path / "c"))[1] < 10
         assert all(psutil.pid_exists(pid) for pid in mine)
         os.kill(cluster.pid_of(first), signal.SIGKILL)
@@ -250,7 +250,7 @@ def test_a_client_that_is_killed_takes_its_children_with_it(
     assert cluster.call(second, os.getpid) == cluster.pid_of(second)
 
 
-def test_what_fails_in_a_childs_child_is_told_to_the_child(
+def test_a_failure_in_a_childs_child_is_reported_to_the_child(
     cluster: Session, tmp_path: Path
 ) -> None:
     first, second = cluster.of_role("b")
@@ -270,7 +270,7 @@ def test_all_end_with_the_server(tmp_path: Path) -> None:
             assert gone(pids)
 
 
-def test_strangers_at_the_door_are_sent_away(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_connections_of_strangers_are_refused(fork_server: ForkServer, tmp_path: Path) -> None:
     def knock(*, says: bytes | None, fds: list[int] = []) -> None:  # noqa: B006
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
             link.connect(fork_server.address)
@@ -290,7 +290,7 @@ def test_strangers_at_the_door_are_sent_away(fork_server: ForkServer, tmp_path: 
         knock(says=b"client")
         knock(says=b"client", fds=[read])
         knock(says=b"client", fds=[read, read, write])
-        knock(says=b"client", fds=[read, write])  # no sockets
+        knock(says=b"client", fds=[read, write])  # not sockets
     os.close(read)
     os.close(write)
     with local_cluster({"a": 1, "b": 1}, timeout_s=30, fork_server=fork_server) as job:
@@ -301,7 +301,7 @@ def test_strangers_at_the_door_are_sent_away(fork_server: ForkServer, tmp_path: 
         time.sleep(0.05)
 
 
-def test_without_the_server_it_came_from_a_process_has_one_of_its_own(
+def test_a_process_whose_server_has_ended_starts_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "_address", "\0torchrl_dist-nobody")
@@ -382,7 +382,7 @@ def test_a_forked_server_ends_with_the_process_it_comes_from(tmp_path: Path) -> 
     assert gone(pids)
 
 
-def test_a_client_for_whom_nothing_can_be_forked_is_told_and_the_others_live(
+def test_a_client_is_told_that_nothing_can_be_forked_and_the_others_live(
     cluster: Session, fork_server: ForkServer, tmp_path: Path
 ) -> None:
     first, second = cluster.of_role("b")
@@ -405,7 +405,7 @@ def test_the_parent_is_told_too_before_the_server_ends() -> None:
             children.wait_ready(0, describe)
 
 
-def test_who_cannot_be_let_in_keeps_the_server_from_nothing(
+def test_a_client_that_cannot_be_accepted_does_not_disturb_the_server(
     cluster: Session, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_address", fork_server.address)
@@ -430,7 +430,7 @@ def test_who_cannot_be_let_in_keeps_the_server_from_nothing(
 
 
 @pytest.mark.parametrize("room", [1, 2, 3, 4])
-def test_who_is_not_taken_in_is_told(
+def test_a_client_that_is_not_accepted_is_told(
     fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
     monkeypatch.setattr(module, "_address", fork_server.address)
@@ -440,7 +440,7 @@ def test_who_is_not_taken_in_is_told(
         with pytest.raises(PeerLostError, match="is gone: closed"):
             client.wait_up()
         assert not client._monitor.is_alive()
-    deadline = time.monotonic() + 10  # it closes them after the client knows
+    deadline = time.monotonic() + 10  # it closes them after it told the client
     while len(os.listdir(f"/proc/{fork_server.pid}/fd")) > len(before):
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -468,7 +468,7 @@ def test_a_process_that_was_forked_meanwhile_does_not_keep_the_children_alive(
         os.waitpid(pid, 0)
 
 
-def test_a_process_that_was_forked_meanwhile_ends_nobodys_children(client: ForkServer) -> None:
+def test_a_process_that_was_forked_meanwhile_ends_no_children(client: ForkServer) -> None:
     children = client._children
     assert children is not None
     pid = os.fork()
@@ -476,7 +476,7 @@ def test_a_process_that_was_forked_meanwhile_ends_nobodys_children(client: ForkS
         code = 1
         try:
             client.kill_children()
-            with pytest.raises(ConfigurationError, match="this one is a fork"):
+            with pytest.raises(ConfigurationError, match="this one is a fork of it"):
                 client._send(None)
             client.close()
             code = 0
@@ -488,7 +488,7 @@ def test_a_process_that_was_forked_meanwhile_ends_nobodys_children(client: ForkS
     assert children.wait_gone(10)
 
 
-def test_the_place_of_who_has_not_ended_is_not_free(client: ForkServer) -> None:
+def test_a_child_that_has_not_ended_is_not_replaced(client: ForkServer) -> None:
     assert client._children is not None
     pid = client._children.states[0].pid
     with pytest.raises(PeerLostError, match=rf"process 0 \(pid {pid}, ready\) .* not ended"):
@@ -525,7 +525,7 @@ with open(sys.argv[1], "w") as log, ForkServer(fork="fork" in sys.argv) as serve
 
 @pytest.mark.parametrize("how", ["fork", "fresh", "fork >&-"])
 def test_a_program_may_ignore_its_children_and_have_no_output(tmp_path: Path, how: str) -> None:
-    """And what a child has printed when its set-up fails is not lost."""
+    """The output of a child whose start-up fails is not lost either."""
     (tmp_path / "odd.py").write_text(ODD)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     environment.pop("PYTHONUNBUFFERED", None)

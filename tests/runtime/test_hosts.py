@@ -1,4 +1,4 @@
-"""Sessions over several hosts, each a network namespace."""
+"""Sessions over several nodes, each a network namespace."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def test_hosts_without_ipv4_whose_own_names_are_on_loopback_meet(tmp_path):
         assert job.wait(90) == [0, 0], str(job)
 
 
-# Long enough for two busy cores to answer; what waits longer than this must have failed.
+# Long enough for an answer on two busy cores; a longer wait is a failure.
 TIMEOUT_S = 6.0
 
 
 def the_driver_loses_a_host(folder: str, while_away: str) -> None:
-    """The driver waits in a call to the last host, which then goes away."""
+    """Let the driver wait in a call to the last node, which then disappears."""
     wait_until_all_are_up(Path(folder))
     with session(ROLES, timeout_s=TIMEOUT_S) as me:
         if me.is_driver:
@@ -77,7 +77,7 @@ def the_driver_loses_a_host(folder: str, while_away: str) -> None:
             Path(folder, "ready").touch()
             wait_for(Path(folder, "disturbed"))
             start = time.monotonic()
-            if while_away == "silent":  # its kernel may answer, it does not
+            if while_away == "silent":  # its kernel may answer, but the process does not
                 with pytest.raises(DeadlineError, match="collector1 on host2 did not answer"):
                     me.call(me.peers[2], os.getpid, timeout_s=0.5)
                 assert me.lost() == ()
@@ -137,8 +137,8 @@ def test_when_a_host_is_killed_its_connections_break_at_once(network, tmp_path):
     assert job.wait(30) == [0, 0, -9], str(job)
 
 
-# TCP sends again 0.2, 0.6, 1.4, 3 and 6.2 s after the first time. What is sent in the first 2 s of
-# the cut comes 0.9 s after its end or later, with more than 0.7 of this deadline gone.
+# TCP retransmits 0.2, 0.6, 1.4, 3 and 6.2 s after the first attempt. Data sent in the first 2 s of
+# the cut arrives 0.9 s after its end or later, when more than 0.7 of this deadline has passed.
 PATIENT_S = 8.0
 
 

@@ -1,4 +1,4 @@
-"""Too few descriptors or threads are told before C++ aborts."""
+"""Too few descriptors or threads are reported before C++ aborts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NONE = resource.RLIM_INFINITY
 
 @pytest.fixture
 def set_limits(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[int, int]]:
-    """The limits that this process seems to have."""
+    """Replace the limits that this process sees."""
     found = {resource.RLIMIT_NOFILE: (1024, 1 << 20), resource.RLIMIT_NPROC: (NONE, NONE)}
     monkeypatch.setattr(resource, "getrlimit", found.__getitem__)
     monkeypatch.setattr(resource, "setrlimit", found.__setitem__)
@@ -37,7 +37,7 @@ def test_soft_limits_are_raised(set_limits: dict[int, tuple[int, int]]) -> None:
     assert set_limits[resource.RLIMIT_NPROC] == (NONE, NONE)
 
 
-def test_too_few_descriptors_are_told_before_anything_is_started(
+def test_too_few_descriptors_are_reported_before_anything_is_started(
     set_limits: dict[int, tuple[int, int]],
 ) -> None:
     set_limits[resource.RLIMIT_NOFILE] = (40, 40)
@@ -51,7 +51,7 @@ def test_too_few_descriptors_are_told_before_anything_is_started(
     limits.check_limits(64, one_node=False, starts=1, driver=False)  # connected to the driver
 
 
-def test_too_few_threads_are_told(set_limits: dict[int, tuple[int, int]]) -> None:
+def test_too_few_threads_are_reported(set_limits: dict[int, tuple[int, int]]) -> None:
     set_limits[resource.RLIMIT_NPROC] = (45, 45)
     with pytest.raises(ConfigurationError, match=r"45 processes and threads, 30 .*ulimit -u 4096"):
         limits.check_limits(2, one_node=True, starts=2, driver=True)
@@ -64,7 +64,7 @@ def test_threads_are_counted() -> None:
     assert limits._threads_of(os.getuid(), but_children_of=os.getppid()) <= everything - own
 
 
-def test_ranks_of_a_launcher_count_with_what_all_of_them_will_need(
+def test_ranks_of_a_launcher_count_what_all_of_them_will_need(
     set_limits: dict[int, tuple[int, int]],
 ) -> None:
     set_limits[resource.RLIMIT_NPROC] = (70, 70)
@@ -75,7 +75,7 @@ def test_ranks_of_a_launcher_count_with_what_all_of_them_will_need(
 
 def test_a_job_of_one_process_needs_some_too(set_limits: dict[int, tuple[int, int]]) -> None:
     limits.check_limits(1, one_node=True, starts=1, driver=True)
-    assert set_limits[resource.RLIMIT_NOFILE] == (1024, 1 << 20)  # enough: left alone
+    assert set_limits[resource.RLIMIT_NOFILE] == (1024, 1 << 20)  # enough, so unchanged
     set_limits[resource.RLIMIT_NOFILE] = (40, 40)
     with pytest.raises(ConfigurationError, match="a job of one process .*ulimit -n 4096"):
         limits.check_limits(1, one_node=True, starts=1, driver=True)
@@ -84,10 +84,10 @@ def test_a_job_of_one_process_needs_some_too(set_limits: dict[int, tuple[int, in
 # ---- real processes
 
 
-USER = 65532  # root has no limit of processes
+USER = 65532  # because root has no limit of processes
 LIMITED = [
     *("setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups"),
-    # the interpreter may lie where only root may look
+    # the interpreter may be in a folder that only root can read
     *("--inh-caps=-all,+dac_read_search", "--ambient-caps=-all,+dac_read_search", "--"),
 ]
 SESSION = "import torchrl_dist\nwith torchrl_dist.session(): print('up')"
@@ -104,7 +104,7 @@ STARTS = {
 
 @pytest.fixture
 def work() -> Iterator[Path]:
-    """A folder that other users reach, too."""
+    """Make a folder that other users can reach, too."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         (work := Path(folder, "work")).mkdir()

@@ -1,4 +1,4 @@
-"""local_cluster: the session over processes of this machine, and how it loses them."""
+"""local_cluster: a session over processes of this machine, and the loss of such processes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_objects_live_in_their_peer_and_closures_travel(cluster):
 
 
 class Promises:
-    """Keeps them when it is told to."""
+    """Keeps promises when told to."""
 
     def __init__(self) -> None:
         self.made: list[Future] = []
@@ -76,7 +76,7 @@ class Promises:
 def test_a_method_that_returns_a_future_is_answered_when_that_is_done(cluster):
     for peer in (cluster.of_role("collector")[0], cluster.me):
         promises = cluster.remote(peer, Promises)
-        # More than there are threads for calls, where those would wait.
+        # More calls than there are threads, which would be too few if they waited.
         asked = [promises.submit("promise") for _ in range(80 if peer != cluster.me else 2)]
         deadline = time.monotonic() + 10
         while promises.call("count") < len(asked):
@@ -112,7 +112,7 @@ def test_a_slow_call_does_not_hold_up_others(cluster):
     assert time.monotonic() - start < 0.8
     for future in slow:
         future.result(10)
-    assert time.monotonic() - start < 4  # eight seconds of sleep, side by side
+    assert time.monotonic() - start < 4  # eight seconds of sleep, in parallel
 
 
 def test_an_exception_arrives_with_role_host_traceback_and_cause(cluster):
@@ -152,7 +152,7 @@ def test_a_killed_peer_fails_its_calls_at_once_and_the_others_go_on(fork_server)
             dead.call("add", 1)
         assert time.monotonic() - start < 0.1
         assert alive.call("add", 1) == 1
-        deadline = time.monotonic() + 5  # the survivors are told, by a message of its own
+        deadline = time.monotonic() + 5  # a separate message tells the survivors
         while me.call(alive.peer, lambda: current_session().lost()) != (dead.peer,):
             assert time.monotonic() < deadline
         start = time.monotonic()
@@ -176,7 +176,7 @@ def test_what_a_killed_child_started_ends_with_it(fork_server):
         assert not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE
 
 
-def test_the_last_words_of_a_child_reach_another_that_left_earlier(fork_server, tmp_path):
+def test_the_last_call_of_a_child_reaches_another_that_left_earlier(fork_server, tmp_path):
     def say_later(listener) -> None:
         def say(clean: bool) -> None:
             time.sleep(0.5)  # the others have said goodbye by now
@@ -286,7 +286,7 @@ def test_children_belong_to_the_job_of_the_caller(cluster):
 
 
 def test_children_collect_garbage(cluster):
-    """Their server does not, while it imports."""
+    """Their server does not collect garbage while it imports."""
     assert all(cluster.call(peer, gc.isenabled) for peer in cluster.peers)
 
 
@@ -295,13 +295,13 @@ def draw() -> tuple[float, float, float]:
 
 
 def test_children_draw_different_random_numbers(cluster):
-    """By each of the three generators, none of which has the state of their server."""
+    """None of the three generators has the server's state."""
     drawn = [cluster.call(peer, draw) for peer in cluster.peers]
     assert all(len(set(numbers)) == 3 for numbers in zip(*drawn, strict=True)), drawn
 
 
 def test_everything_listens_on_loopback_only(fork_server):
-    gc.collect()  # stores of earlier tests listen until then, in this process
+    gc.collect()  # until then, stores of earlier tests in this process still listen
     with local_cluster(
         {"learner": 2, "collector": 1},
         timeout_s=20,
@@ -310,7 +310,7 @@ def test_everything_listens_on_loopback_only(fork_server):
     ) as me:
         pids = [me.pid_of(peer) for peer in me.peers]
         addresses = listening_addresses(pids)
-        # A gloo group of each role: this process's one has both learners.
+        # Each role has a gloo group; this process's group has both learners.
         assert torch.distributed.get_world_size() == 2
     assert addresses == {"0100007F"}  # 127.0.0.1, as the kernel prints it
 
@@ -320,7 +320,7 @@ def test_no_file_descriptor_is_left(fork_server):
         return len(os.listdir("/proc/self/fd"))
 
     with local_cluster(ROLES, timeout_s=20, fork_server=fork_server):
-        pass  # the first one opens what stays
+        pass  # the first one opens descriptors that stay open
     before = count()
     for _ in range(2):
         with local_cluster(ROLES, timeout_s=20, fork_server=fork_server) as me:
@@ -332,7 +332,7 @@ def test_no_file_descriptor_is_left(fork_server):
 
 
 def test_a_process_group_ends_with_its_session(fork_server):
-    """Its threads and sockets, also where nobody searches for garbage."""
+    """Its threads and sockets end even without garbage collection."""
 
     def use() -> tuple[int, int]:
         with local_cluster(
@@ -365,7 +365,7 @@ def test_an_exception_in_the_caller_ends_the_children_quickly(fork_server):
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-def test_roles_that_cannot_be_are_refused():
+def test_invalid_roles_are_refused():
     for roles in ({"learner": 1, "collector": -1}, {}, {"learner": 0}):
         with pytest.raises(ConfigurationError), local_cluster(roles):
             pass
@@ -471,7 +471,7 @@ def test_the_driver_is_told_that_it_does_not_serve():
         alone.serve()
 
 
-def test_of_two_clusters_in_two_threads_one_is_refused_and_the_other_works(fork_server):
+def test_one_of_two_clusters_in_two_threads_is_refused_and_the_other_works(fork_server):
     both = threading.Barrier(2)
     outcomes: list[str] = []
 
@@ -493,12 +493,12 @@ def test_of_two_clusters_in_two_threads_one_is_refused_and_the_other_works(fork_
     for thread in threads:
         thread.join(90)
     refused, worked = outcomes
-    assert worked == "worked" and "leave that one first. Two at a time, in two threads" in refused
-    with session() as alone:  # and it is over
+    assert worked == "worked" and "leave that one first. Two sessions at a time" in refused
+    with session() as alone:  # the other one has ended
         assert alone.peers == (alone.me,)
 
 
-def test_what_is_no_cluster_is_said_with_the_likely_line(fork_server):
+def test_a_collector_or_buffer_without_a_cluster_is_told_the_likely_line(fork_server):
     with local_cluster({"learner": 1, "actor": 1}, timeout_s=60, fork_server=fork_server) as me:
         collector = functools.partial(
             RPCBatchedCollector, "CartPole-v1", frames_per_batch=4, total_frames=4

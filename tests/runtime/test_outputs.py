@@ -1,4 +1,4 @@
-"""Standard output without a reader, on a full disk, or non-blocking: a job goes on."""
+"""A job continues if standard output has no reader, is on a full disk, or is non-blocking."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ print("problem:", problem, file=sys.stderr)
 
 
 @pytest.mark.parametrize("kind", ["file", "no reader", "full disk", "full pipe"])
-def test_what_cannot_be_written_is_dropped(kind: str, tmp_path: Path) -> None:
+def test_output_that_cannot_be_written_is_dropped(kind: str, tmp_path: Path) -> None:
     reader = -1
     if kind in ("no reader", "full pipe"):
         reader, writer = os.pipe()

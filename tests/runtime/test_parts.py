@@ -156,7 +156,7 @@ def test_a_barrier_waits_for_its_keeper():
     assert sorted(released) == [0, 1]
 
 
-def test_who_left_in_order_is_not_lost():
+def test_a_rank_that_left_cleanly_is_not_lost():
     members = Membership(3, me=0)
     members.leave(1)
     assert not members.lose(1, "gone") and members.lose(2, "gone")
@@ -189,7 +189,7 @@ def test_a_single_process_calls_itself_directly():
         counter.call("add", 1)
 
 
-def test_a_deadline_that_is_none_is_refused():
+def test_an_invalid_deadline_is_refused():
     with session(timeout_s=5) as me, pytest.raises(ConfigurationError, match="timeout_s"):
         me.call(me.me, int, timeout_s=0)
 

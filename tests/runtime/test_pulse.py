@@ -1,4 +1,4 @@
-"""The pulse of a job: its file, and the word about who stands still."""
+"""The pulse of a job: its file, and warnings about stalled processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchrl_dist.runtime.pulse import Progress
 from torchrl_dist.runtime.world import process_stamp
 
 
-def test_who_stands_still_is_told_once_until_it_moves_again() -> None:
+def test_a_stalled_process_is_reported_once_until_it_moves_again() -> None:
     progress = Progress(60.0)
     assert progress.stalled({"a": 1, "b": 1}, 0.0) == []
     assert progress.stalled({"a": 1, "b": 2}, 59.0) == []
@@ -33,7 +33,7 @@ def test_who_stands_still_is_told_once_until_it_moves_again() -> None:
     assert progress.stalled({"a": 2, "b": 2}, 260.0) == ["a"]
 
 
-def test_seconds_in_which_nobody_could_see_it_do_not_count() -> None:
+def test_seconds_in_which_progress_could_not_be_seen_do_not_count() -> None:
     progress = Progress(60.0)
     progress.stalled({"a": 1}, 0.0)
     progress.excuse(["a", "unknown"], 50.0)
@@ -41,8 +41,8 @@ def test_seconds_in_which_nobody_could_see_it_do_not_count() -> None:
     assert progress.stalled({"a": 1}, 110.0) == ["a"]
 
 
-def test_a_place_in_an_installed_package_is_told(tmp_path: Path, monkeypatch) -> None:
-    """Its file lies beside those of torch then."""
+def test_a_place_in_an_installed_package_is_reported(tmp_path: Path, monkeypatch) -> None:
+    """The package's file is then next to those of torch."""
     folder = tmp_path / "lib/python3.11/site-packages/someones_learner"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text("def update(step):\n    return step()\n")
@@ -119,9 +119,9 @@ def test_a_worker_in_a_slow_step_is_named_with_its_place(
             for _ in batches:  # until a step sleeps, and on
                 pass
             asleep = [r.getMessage() for r in caplog.records if r.name == "torchrl_dist"]
-            # both sleep; each is told once
+            # both sleep; each is reported once
             assert len(asleep) == 2 and "step (test_pulse.py:" in asleep[0], asleep
-            assert "no progress of collector0 for 1 s (pid" in " ".join(asleep)
+            assert "collector0 made no progress for 1 s (pid" in " ".join(asleep)
             assert json.loads(path.read_text())["frames"] <= 1000
         assert pulses() == []
 
@@ -145,7 +145,7 @@ def test_a_stopped_worker_and_a_learner_that_does_something_else_are_told_apart(
             batches = iter(collector)
             next(batches)
             until(said, "a word about the learner")  # which waits here
-            assert said()[0].startswith("no progress of learner0 for 0.5 s: it is in until (test_p")
+            assert said()[0].startswith("learner0 made no progress for 0.5 s: it is in until (")
             assert len(said()) == 1
             caplog.clear()
             os.kill(pid, signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""How ranks find one another in a store that may remember others."""
+"""Ranks find one another in a store that may hold cards of earlier ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_cards_of_ranks_that_are_gone_are_replaced_by_those_of_the_living(order)
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("remembered", [False, True], ids=["fresh store", "old cards"])
 @pytest.mark.parametrize("absent", [0, 2])
-def test_who_does_not_come_is_named_by_everybody(remembered: bool, absent: int) -> None:
+def test_a_missing_rank_is_named_by_all_others(remembered: bool, absent: int) -> None:
     store = dist.HashStore()
     if remembered:
         for rank in range(3):
@@ -124,8 +124,8 @@ def test_a_store_that_cannot_be_made_closes_its_descriptor_once_and_says_why(
 
     def fail(*args: object, master_listen_fd: int, **options: object) -> None:
         if closes:
-            os.close(master_listen_fd)  # as torch does after it has taken it over
-            others.append(os.open(os.devnull, os.O_RDONLY))  # as another thread may, before we look
+            os.close(master_listen_fd)  # as torch does once it owns it
+            others.append(os.open(os.devnull, os.O_RDONLY))  # as another thread may
             assert others == [master_listen_fd]
         raise dist.DistNetworkError("the cause")
 

@@ -1,4 +1,4 @@
-"""Stop signals: which end what, and what of the program's own they leave alone."""
+"""Stop signals: what they end, and which handlers of the program they leave alone."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def stop() -> Iterator[StopSignals]:
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_the_first_signal_is_a_request_that_is_said_once(number):
+def test_the_first_signal_is_a_request_and_is_printed_once(number):
     said, latch = [], Latch()
     signals = StopSignals(latch, said.append)
     signals.install()
@@ -66,11 +66,11 @@ def test_the_first_signal_is_a_request_that_is_said_once(number):
 def test_a_second_one_raises(stop, first, second, error):
     signal.raise_signal(first)
     if second != signal.SIGINT:
-        signal.raise_signal(second)  # for one reason, as timeout(1) and Slurm do
+        signal.raise_signal(second)  # twice for one stop, as timeout(1) and Slurm do
         time.sleep(0.3)
     with pytest.raises(error):
         signal.raise_signal(second)
-    stop.patient = True  # it serves: who drives the job ends it
+    stop.patient = True  # it serves, so the driver ends it
     signal.raise_signal(second)
 
 
@@ -89,7 +89,7 @@ def test_a_programs_own_handlers_stay():
     before = {number: signal.signal(number, handler) for number, handler in own.items()}
     before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
     read, write = os.pipe()
-    faulthandler.register(  # Python does not know of this
+    faulthandler.register(  # Python does not know this handler
         signal.SIGUSR2, os.fdopen(write, "w"), all_threads=False
     )
     latch = Latch()
@@ -136,7 +136,7 @@ def _terminate_a_child() -> int:
 
 
 def test_signals_to_all_other_processes_of_a_cluster_end_none_of_them():
-    with ForkServer() as server:  # which gets them as soon as it is there
+    with ForkServer() as server:  # which gets them as soon as it runs
         for number in STOP_SIGNALS:
             os.kill(server.pid, number)
         with local_cluster({"a": 1, "b": 2}, timeout_s=60, fork_server=server) as me:
@@ -148,7 +148,7 @@ def test_signals_to_all_other_processes_of_a_cluster_end_none_of_them():
             there = me.of_role("b")
             assert [me.call(peer, os.getpid) for peer in there] == [me.pid_of(p) for p in there]
             assert me.call(there[0], lambda: current_session().stop_signal) in ENDS
-            # what such a process starts itself is still ended as ever
+            # the signals still end programs that such a process starts
             assert me.call(there[0], _terminate_a_child) == -signal.SIGTERM
             assert not me.stop_requested
         assert me.lost() == ()

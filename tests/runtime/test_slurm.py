@@ -76,11 +76,12 @@ def collect_until_stopped(folder: str) -> None:
         with RPCBatchedCollector(
             "CartPole-v1", session=me, frames_per_batch=64, num_envs=2, env_processes=2
         ) as collector:
-            for _ in collector:  # no look at stop_requested
+            for _ in collector:  # without a check of stop_requested
                 Path(folder, "collecting").touch()
             stages = [me.stop_signal.name]
             for stage in ("noticed", "terminated"):
-                # Through the worker and its env processes, as a checkpoint would be written.
+                # A call through the worker and its env processes, like one that writes a
+                # checkpoint.
                 assert collector.get_attr("spec")
                 stages.append(me.world.master_addr)
                 Path(folder, f"stage {stage}").touch()
@@ -91,7 +92,7 @@ def collect_until_stopped(folder: str) -> None:
 
 
 def test_signals_to_all_processes_of_a_step_let_the_learner_finish_through_them(run, tmp_path):
-    """With a distribution that Slurm's variables do not tell: rank 0 is on the second host."""
+    """Rank 0 is on the second node, by a distribution that Slurm's variables do not show."""
     (tmp_path / "placement").write_text("host1\nhost0\n")
     body = rank_script(collect_until_stopped, {"folder": str(tmp_path)}, tmp_path)
     step = run(

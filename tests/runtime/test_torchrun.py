@@ -30,7 +30,8 @@ def the_driver_calls_and_the_others_serve_until_it_is_done() -> None:
             counters = [me.remote(peer, Counter, 10) for peer in me.of_role("collector")]
             assert [counter.call("add", 1) for counter in counters] == [11, 11]
             assert counters[1].call("sleep", 0) == me.pid_of(counters[1].peer)
-            # The store is torchrun's and listens everywhere; what the session opened does not.
+            # The store belongs to torchrun and listens everywhere; the session's own sockets do
+            # not.
             assert listening_addresses([me.pid_of(peer) for peer in me.peers]) == {"0100007F"}
         else:
             me.serve()
@@ -111,14 +112,14 @@ def a_peer_is_killed_once(folder: str) -> None:
 
 
 def test_after_a_lost_rank_torchrun_restarts_all_and_they_meet_again(tmp_path):
-    """With all rows, though the others ended in order: they were told to."""
+    """All rows are kept, although the other ranks ended cleanly, because they were told to."""
     folder = tmp_path / "replay"
     arguments = {"folder": str(folder)}
     job = run_job(a_peer_is_killed_once, arguments, nproc=3, max_restarts=1)
     assert job.returncode == 0, str(job)
     assert "stopping ['collector1']" in job.log(0, restart=0), str(job)
     assert "finished with 8 rows" in job.log(0, restart=1), str(job)
-    assert not folder.exists()  # the second end was in order
+    assert not folder.exists()  # the second job ended cleanly
 
 
 def the_driver_is_killed() -> None:
@@ -143,7 +144,7 @@ def the_driver_waits_for_a_stop(folder: str) -> None:
 
 
 def test_a_signal_to_torchrun_lets_the_driver_finish_through_the_others(tmp_path):
-    """SIGTERM; SIGINT is that of tests/learn/test_failures.py, whose ranks also call afterwards."""
+    """Tests SIGTERM. tests/learn/test_failures.py tests SIGINT, with calls afterwards."""
 
     def interrupt(agent: warm.Running) -> None:
         def when_ready() -> None:
@@ -175,7 +176,7 @@ def test_slurm_tasks_meet_at_rank_0(tmp_path):
     tasks = start_slurm_tasks(SLURM_TASK, tmp_path, "live")
     assert [task.process.wait(60) for task in tasks] == [0, 0], tasks
     assert tasks[0].printed() == "called True\n"
-    assert [task.errors() for task in tasks] == ["", ""]  # an orderly end is a silent one
+    assert [task.errors() for task in tasks] == ["", ""]  # a clean end prints nothing
 
 
 def test_a_slurm_task_ends_soon_after_its_driver_was_killed(tmp_path):

@@ -1,4 +1,4 @@
-"""World.from_env: which process is this, from what torchrun, SLURM or nobody says."""
+"""World.from_env reads which process this is from torchrun's or SLURM's variables, if any."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_an_sbatch_script_is_a_single_process_though_it_has_slurm_variables():
     assert World.from_env(batch).launcher == "single"
 
 
-def test_a_process_that_nobody_launched_is_a_world_of_one():
+def test_a_process_without_a_launcher_is_a_world_of_one():
     world = World.from_env({})
     assert (world.world_size, world.global_rank, world.master_port) == (1, 0, None)
     assert world.launcher == "single" and world.one_node
@@ -153,7 +153,7 @@ def test_a_process_that_nobody_launched_is_a_world_of_one():
 
 
 UNLAUNCHED = [
-    # what is left of Slurm's variables in a container, say
+    # for example, the rest of Slurm's variables in a container
     {"SLURM_PROCID": "{rank}", "SLURM_NTASKS": "3", "SLURM_JOB_ID": "7"},
     {"OMPI_COMM_WORLD_RANK": "{rank}", "OMPI_COMM_WORLD_SIZE": "3"},
     {"PMI_RANK": "{rank}", "PMI_SIZE": "3"},
@@ -161,7 +161,7 @@ UNLAUNCHED = [
 
 
 @pytest.mark.parametrize("env", UNLAUNCHED, ids=["slurm", "open-mpi", "mpi"])
-def test_ranks_that_would_each_be_a_job_of_their_own_are_told(env, monkeypatch):
+def test_ranks_that_would_each_be_a_separate_job_are_told(env, monkeypatch):
     for rank, told in (
         (0, pytest.warns(UserWarning, match="task 0 of 3 .*srun")),
         (2, pytest.raises(ConfigurationError, match="task 2 of 3 .*SLURM_STEP_ID")),
@@ -170,7 +170,7 @@ def test_ranks_that_would_each_be_a_job_of_their_own_are_told(env, monkeypatch):
             monkeypatch.setenv(name, value.format(rank=rank))
         with told, session({"learner": 1, "collector": -1}) as alone:
             assert alone.peers == (alone.me,)
-    with session({"learner": 1}, world=World.from_env({})):  # meant: no warning would be an error
+    with session({"learner": 1}, world=World.from_env({})):  # intended, so no warning
         pass
 
 
@@ -190,25 +190,26 @@ def test_what_a_child_of_local_cluster_starts_belongs_to_its_job():
     assert World.from_env({"TORCHRL_DIST_JOB_ID": "12-34"}).job_id == "12-34"
 
 
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
-def test_a_half_set_torchrun_environment_is_refused_by_name(name):
-    env = {key: value for key, value in TORCHRUN.items() if key != name}
-    with pytest.raises(ConfigurationError, match=name):
-        World.from_env(env)
-
-
 @pytest.mark.parametrize(
-    "change",
-    [{"RANK": "8"}, {"RANK": "x"}, {"LOCAL_RANK": "4"}, {"WORLD_SIZE": "0"}, {"MASTER_PORT": "0"}],
+    ("env", "named"),
+    [
+        *(
+            ({name: value for name, value in TORCHRUN.items() if name != missing}, missing)
+            for missing in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        ),
+        (
+            {name: value for name, value in SLURM.items() if name != "SLURM_LOCALID"},
+            "SLURM_LOCALID",
+        ),
+        ({**TORCHRUN, "RANK": "8"}, ""),
+        ({**TORCHRUN, "RANK": "x"}, ""),
+        ({**TORCHRUN, "LOCAL_RANK": "4"}, ""),
+        ({**TORCHRUN, "WORLD_SIZE": "0"}, ""),
+        ({**TORCHRUN, "MASTER_PORT": "0"}, ""),
+    ],
 )
-def test_a_torchrun_environment_that_cannot_be_right_is_refused(change):
-    with pytest.raises(ConfigurationError):
-        World.from_env({**TORCHRUN, **change})
-
-
-def test_a_half_set_slurm_environment_is_refused_by_name():
-    env = {key: value for key, value in SLURM.items() if key != "SLURM_LOCALID"}
-    with pytest.raises(ConfigurationError, match="SLURM_LOCALID"):
+def test_an_environment_that_is_half_set_or_cannot_be_right_is_refused(env, named):
+    with pytest.raises(ConfigurationError, match=named):
         World.from_env(env)
 
 
@@ -263,7 +264,7 @@ def test_a_stamp_says_when_its_process_has_ended() -> None:
     pid, started, namespace, boot = process_stamp(os.getpid()).split("-")
     assert has_ended(f"{pid}-{int(started) - 1}-{namespace}-{boot}")
     assert has_ended(f"{pid}-{started}-{namespace}-00000000")
-    assert not has_ended(f"{pid}-{started}-1-{boot}")  # who knows
+    assert not has_ended(f"{pid}-{started}-1-{boot}")  # unknown
     assert not has_ended(f"{pid}-{started}-{namespace}-")
 
 

@@ -1,1 +1,1 @@
-"""Benchmarks: one question per module, ``main(argv)`` each, also run at toy size by the tests."""
+"""Benchmarks: one question per module, also run at toy size by the tests."""

@@ -1,21 +1,21 @@
-"""How long does a checkpoint of a replay buffer take, beside a plain copy of the same bytes?
+"""How long does a checkpoint of a replay buffer take, compared with copying the same bytes?
 
     torchrl-dist bench checkpoint --json checkpoint.jsonl
 
 A full buffer in /dev/shm is saved to a disk: 1,000,000 rows of 45 B (S), or 50,000 of 28 KB (L).
-Rounds go over all cases in turn, and the table shows medians. Each case ends with everything
+Rounds go over all cases in turn, and the table shows medians. Each case ends when everything is
 synced to the disk.
 
 - ``cp``: ``cp -r`` of the files of a checkpoint in /dev/shm, then ``fsync`` of each.
-- ``ours``: the shared buffer of one node. ``ours, written``: while another process extends it by
-  batches of 256, so often that the ring turns over once a minute; ``longest extend`` is its longest
-  call meanwhile.
-- ``ours by RPC``: the rows lie at another process, which sees the disk and writes them there.
-  ``ours by RPC, sent``: it does not, and every row travels.
+- ``ours``: the shared buffer of one node. ``ours, written``: another process extends it meanwhile
+  by batches of 256, at a rate that fills the ring once a minute. ``longest extend`` is its longest
+  call.
+- ``ours by RPC``: another process has the rows. It sees the disk and writes them there.
+  ``ours by RPC, sent``: it does not see the disk, and every row is sent to the process that saves.
 - ``torchrl``: the ``dumps`` of TorchRL's buffer over a LazyMemmapStorage in /dev/shm, then
-  ``fsync`` of its files. It rewrites them in place: a crash leaves no checkpoint.
+  ``fsync`` of its files. It rewrites them in place, so a crash leaves no checkpoint.
 
-``of cp`` is the rate as a part of that of ``cp``.
+``of cp`` is the rate as a fraction of that of ``cp``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from torchrl_dist.bench.command import (
 )
 from torchrl_dist.bench.workloads import KINDS, make_rows
 from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.ui import show_table
 
 CASES = ("cp", "ours", "ours, written", "ours by RPC", "ours by RPC, sent", "torchrl")
 _MEMORY = Path("/dev/shm")
@@ -52,33 +53,29 @@ _TURN_S = 60.0
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and its options."""
+    """Add the command's description and options to ``parser``."""
     describe(parser, __doc__, run)
     parser.add_argument(
         "--kinds", type=names(list(KINDS)), default=list(KINDS), help="S, L or both (default)"
     )
     parser.add_argument(
-        "--rows", type=above_zero(int), metavar="N", help="in the buffer (default: 1M or 50k)"
+        "--rows",
+        type=above_zero(int),
+        metavar="N",
+        help="rows in the buffer (default: 1M or 50k)",
     )
     parser.add_argument(
         "--to",
         type=Path,
         default=Path(tempfile.gettempdir()),
         metavar="FOLDER",
-        help="on the disk to write to (default: the one for temporary files)",
+        help="folder on the disk to write to (default: the one for temporary files)",
     )
     add_figures(parser, rounds=5)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse ``argv`` and :func:`run`."""
-    parser = argparse.ArgumentParser(prog="torchrl-dist bench checkpoint")
-    add_options(parser)
-    return run(parser.parse_args(argv))
-
-
 def run(options: argparse.Namespace) -> int:
-    """Measure, print a table. Blocks for a minute or two.
+    """Measure, and print a table. Blocks for a minute or two.
 
     Returns:
         0, or 130 or 143 if a signal ended it.
@@ -95,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
 
 @dataclass
 class Line:
-    """One case; a list entry per round."""
+    """One case. Lists have one entry per round."""
 
     kind: str
     case: str
@@ -105,7 +102,7 @@ class Line:
 
     @property
     def rate(self) -> float:
-        """MiB of files per second."""
+        """Return the MiB of files per second."""
         rates = [size / each for size, each in zip(self.size_bytes, self.seconds, strict=True)]
         return statistics.median(rates) / 2**20
 
@@ -127,7 +124,7 @@ def _measure_all(options: argparse.Namespace) -> int:
 
 
 def measure(kind: str, rows: int, rounds: int, memory: Path, disk: Path) -> list[Line]:
-    """All cases in turn, ``rounds`` times."""
+    """Measure all cases in turn, ``rounds`` times."""
     from torchrl_dist.runtime import local_cluster
 
     lines = {case: Line(kind, case) for case in CASES}
@@ -147,7 +144,7 @@ def measure(kind: str, rows: int, rounds: int, memory: Path, disk: Path) -> list
             "torchrl": lambda to: _save_and_sync(buffers["torchrl"], to),
         }
         (writer,) = session.of_role("writer")
-        for round_ in range(rounds + 1):  # the first one warms up
+        for round_ in range(rounds + 1):  # the first round warms up
             for case, line in lines.items():
                 os.sync()
                 writing = None
@@ -224,17 +221,20 @@ class _Writing:
             if self._future.done():
                 self._future.result()
             if time.monotonic() > deadline:
-                raise ConfigurationError(f"the writer did not begin within {_CALL_S:g} s")
+                raise ConfigurationError(
+                    f"the writer did not begin within {_CALL_S:g} s: repeat this on a less busy "
+                    "machine"
+                )
             time.sleep(0.01)
 
     def end(self) -> float:
-        """The longest extend, in ms."""
+        """End the process, and return its longest extend in ms."""
         self._stop.touch()
         return self._future.result(_CALL_S)
 
 
 def extend_until(buffer: Any, kind: str, pause_s: float, started: str, stop: str) -> float:
-    """Runs in the writer: the longest extend until the file ``stop`` is there, in ms."""
+    """Run in the writer: extend until the file ``stop`` exists, return the longest call in ms."""
     import torch
 
     torch.set_num_threads(1)
@@ -297,28 +297,20 @@ def _cell(line: Line, lines: list[Line]) -> dict[str, Any]:
 
 
 def _print(lines: list[Line]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="saving a full buffer, everything synced")
-    for column in ("rows", "case"):
-        table.add_column(column)
-    for column in ("MiB", "seconds", "MiB/s", "of cp", "longest extend"):
-        table.add_column(column, justify="right")
+    rows = []
     for line in lines:
         cell = _cell(line, lines)
         longest = cell["longest_extend_ms"]
-        table.add_row(
-            line.kind,
-            line.case,
-            f"{statistics.median(line.size_bytes) / 2**20:.0f}",
-            f"{statistics.median(line.seconds):.2f}",
-            f"{line.rate:.0f}",
-            f"{cell['of_cp']:.2f}",
-            "" if longest is None else f"{longest:.1f} ms",
+        rows.append(
+            (
+                line.kind,
+                line.case,
+                f"{statistics.median(line.size_bytes) / 2**20:.0f}",
+                f"{statistics.median(line.seconds):.2f}",
+                f"{line.rate:.0f}",
+                f"{cell['of_cp']:.2f}",
+                "" if longest is None else f"{longest:.1f} ms",
+            )
         )
-    Console(width=100).print(table)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    columns = ("rows", "case", "MiB", "seconds", "MiB/s", "of cp", "longest extend")
+    show_table("saving a full buffer, everything synced", columns, rows, left=("rows", "case"))

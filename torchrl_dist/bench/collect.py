@@ -1,15 +1,16 @@
-"""How busy do collectors keep the cores, whatever a step costs?
+"""How busy do collectors keep the cores, depending on the duration of a step?
 
     torchrl-dist bench collect --env sleep --json collect.jsonl --plot collect.png
 
 Workers step environments that sleep (``sleep``: 4, 8, 16 and 32 workers by default) or compute
-(``cartpole``, ``halfcheetah``: 2 workers) with a policy of two layers of 64, and send their steps
-to a learner that does nothing with them. Steps are counted on the workers. Each peer starts in
-fresh processes with one torch thread each, and steps for all durations of a step one after another;
-rounds go over all peers in turn, so that a slow minute of the machine hits all of them; the table
-shows medians over rounds.
+(``cartpole``, ``halfcheetah``: 2 workers). Their policy has two layers of 64 units, and they send
+their steps to a learner that ignores them. Steps are counted on the workers. Each peer starts in
+new processes with one torch thread each, and measures all step durations one after the other.
+Rounds go over all peers in turn, so that a slow minute of the machine affects all of them. The
+table shows medians over rounds.
 
-- ``floor``: the same environments and policy in as many processes, without data and messages.
+- ``floor``: the same environments and policy in the same number of processes, without data and
+  messages.
 - ``ideal_sps``: workers / step_s for environments that sleep, the floor for others.
 - ``efficiency``: sps / ideal_sps.
 """
@@ -21,7 +22,6 @@ import itertools
 import math
 import os
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -57,12 +57,12 @@ _LONGEST_MESSAGE_S = 5.0
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and its options."""
+    """Add the command's description and options to ``parser``."""
     describe(parser, __doc__, run)
     parser.add_argument("--env", choices=ENVS, default="sleep", help="(default: sleep)")
     parser.add_argument("--workers", type=counts, metavar="N,M", help="worker processes")
     parser.add_argument(
-        "--envs", type=counts, default=[1], metavar="N,M", help="per worker (default: 1)"
+        "--envs", type=counts, default=[1], metavar="N,M", help="envs per worker (default: 1)"
     )
     parser.add_argument(
         "--step-s",
@@ -75,14 +75,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=_steps,
         default=[8, 64, AUTO],
         metavar="N,M",
-        help="steps of each env in a message; auto: ours chooses (default: 8,64,auto)",
+        help="steps of each env in a message; auto: the collector chooses (default: 8,64,auto)",
     )
     parser.add_argument(
         "--ours",
         type=names(OURS),
         default=list(OURS),
         metavar="A,B",
-        help=f"which of {','.join(OURS)} (default: all)",
+        help=f"some of {','.join(OURS)} (default: all)",
     )
     known = ["none", "all", *OTHERS]
     parser.add_argument(
@@ -90,37 +90,37 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=names(known),
         default=["all"],
         metavar="A,B",
-        help="measured beside ours and the floor: none, all, or some of "
+        help="other peers, in addition to ours and the floor: none, all, or some of "
         f"{','.join(OTHERS)} (default: all)",
     )
     parser.add_argument(
         "--question",
         choices=QUESTIONS,
         default="busy",
-        help="busy: as above; ingest: rows per second that one learner takes in; deadlines: does a "
-        "time-out of a receive pay (--env sleep sleeps, cartpole computes as long as a step of "
-        "HalfCheetah takes); weights: delay of a policy of 50 MB (default: busy)",
+        help="busy: as described above; ingest: rows per second that one learner takes in; "
+        "deadlines: whether a timeout of a receive pays (--env sleep sleeps, cartpole computes as "
+        "long as a step of HalfCheetah takes); weights: delay of a policy of 50 MB (default: busy)",
     )
     parser.add_argument(
         "--deadlines",
         type=lambda text: [math.inf if part == "none" else float(part) for part in text.split(",")],
         default=[0.0001, 0.01, 0.1, math.inf],
         metavar="S,T",
-        help="of a receive, in seconds, or none (default: 0.0001,0.01,0.1,none)",
+        help="deadlines of a receive, in seconds, or none (default: 0.0001,0.01,0.1,none)",
     )
     parser.add_argument(
         "--durations",
         type=names(DURATIONS),
         default=list(DURATIONS),
         metavar="A,B",
-        help=f"laws of the step times, for deadlines (default: {','.join(DURATIONS)})",
+        help=f"distributions of step times, for deadlines (default: {','.join(DURATIONS)})",
     )
     parser.add_argument(
         "--networks",
         type=names(NETWORKS),
         default=list(NETWORKS),
         metavar="A,B",
-        help=f"for deadlines (default: {','.join(NETWORKS)})",
+        help=f"networks, for deadlines (default: {','.join(NETWORKS)})",
     )
     add_figures(
         parser,
@@ -137,29 +137,23 @@ def _steps(text: str) -> list[int]:
     return [AUTO if part == "auto" else counts(part)[0] for part in text.split(",")]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse ``argv`` and :func:`run`."""
-    parser = argparse.ArgumentParser(prog="torchrl-dist bench collect")
-    add_options(parser)
-    return run(parser.parse_args(argv))
-
-
 def run(options: argparse.Namespace) -> int:
-    """Measure, print a table. Blocks for minutes; Ctrl-C ends it in order and prints what is
-    there.
+    """Measure, and print a table. Blocks for minutes. Ctrl-C prints what was found and ends.
 
     Returns:
         0; 1 if a measurement failed; 130 or 143 after SIGINT or SIGTERM.
 
     Raises:
-        ConfigurationError: nothing of what was asked for can be measured.
+        ConfigurationError: nothing that was asked for can be measured.
     """
     check_folders(options.json, options.plot)
     if options.question != "busy":
         return _ask(options)
     groups = plan(options, _chosen(options))
     if not any(groups):
-        raise ConfigurationError("nothing can be measured with these options")
+        raise ConfigurationError(
+            "nothing can be measured with these options: see above what was skipped and why"
+        )
     found: dict[Cell, Figures] = {}
     status = until_stopped(lambda: _measure_all(options.rounds, groups, found))
     from torchrl_dist.bench.collect_table import plot, print_table
@@ -178,7 +172,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _ask(options: argparse.Namespace) -> int:
-    """Answer another question than how busy the cores are."""
+    """Answer a question other than how busy the cores are."""
     from torchrl_dist.bench import collect_learner
     from torchrl_dist.bench.collect_table import plot_deadlines, print_plain
     from torchrl_dist.bench.table import append_json
@@ -238,17 +232,19 @@ def _chosen(options: argparse.Namespace) -> list[str]:
 
 
 def plan(options: argparse.Namespace, peers: list[str]) -> list[list[tuple[Cell, ...]]]:
-    """What one round measures: groups that differ by the peer only.
+    """Return what one round measures: groups whose members differ only in the peer.
 
-    A member of a group is what one start of its peer measures: cells that differ by ``step_s``
-    only, the shortest first. Where the collector chooses the length of its messages it does so
-    once, so each duration has a start of its own there.
+    A member of a group is what one start of its peer measures: cells that differ only in
+    ``step_s``, the shortest first. If the collector chooses the length of its messages, it does so
+    once per start. In that case each duration has its own start.
     """
     from torchrl_dist.bench.collect_peers import PEERS
 
     sleeps = options.env == "sleep"
     if options.step_s and not sleeps:
-        raise ConfigurationError("--step-s is for --env sleep; other environments compute")
+        raise ConfigurationError(
+            "--step-s is for --env sleep, because other environments compute: leave it out"
+        )
     workers = options.workers or (_SLEEPERS if sleeps else _COMPUTERS)
     durations = sorted(options.step_s or _STEP_S) if sleeps else [0.0]
     groups = []
@@ -283,7 +279,7 @@ def plan(options: argparse.Namespace, peers: list[str]) -> list[list[tuple[Cell,
 
 @dataclass
 class Figures:
-    """One cell's results, a list entry per round."""
+    """The results of one cell. Lists have one entry per round."""
 
     results: list[Result] = field(default_factory=list)
 
@@ -316,7 +312,7 @@ def _measure_all(
 
 
 def to_cells(found: dict[Cell, Figures]) -> list[dict[str, Any]]:
-    """One JSON object per cell."""
+    """Return one JSON object per cell."""
     floors = {cell.line: f.median("sps") for cell, f in found.items() if cell.peer == FLOOR}
     cells = []
     for cell, figures in found.items():
@@ -344,7 +340,3 @@ def to_cells(found: dict[Cell, Figures]) -> list[dict[str, Any]]:
             }
         )
     return cells
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -23,11 +23,11 @@ _IDS = {"cartpole": "CartPole-v1", "halfcheetah": "HalfCheetah-v5"}
 _SHAPES = {"sleep": (4, 2, False), "cartpole": (4, 2, False), "halfcheetah": (17, 6, True)}
 
 
-# ---- steps are counted where they are made
+# ---- counting steps in the envs
 
 
 class _Tally:
-    """A number per process in a file of its own, summed by :func:`steps_so_far`."""
+    """One number per process, each in its own file. :func:`steps_so_far` returns their sum."""
 
     def __init__(self, folder: str) -> None:
         path = Path(folder, f"steps-{os.getpid()}-{threading.get_ident()}")
@@ -46,7 +46,7 @@ _tallies: dict[tuple[int, str], _Tally] = {}
 
 
 def tally(folder: str) -> _Tally:
-    """This process's count."""
+    """Return this process's counter."""
     key = (os.getpid(), folder)
     if key not in _tallies:
         _tallies[key] = _Tally(folder)
@@ -54,7 +54,7 @@ def tally(folder: str) -> _Tally:
 
 
 def set_step_s(folder: str, step_s: float) -> None:
-    """From now on a step of every sleeping env of ``folder`` takes that long."""
+    """Set the duration of the following steps of every sleeping env of ``folder``."""
     path = Path(folder, "step_s")
     if not path.exists():
         path.write_bytes(bytes(8))
@@ -62,7 +62,7 @@ def set_step_s(folder: str, step_s: float) -> None:
 
 
 def steps_so_far(folder: str) -> int:
-    """Env steps that all processes have made."""
+    """Return the number of env steps that all processes have made."""
     return sum(
         int(np.fromfile(path, np.int64, 1)[0])
         for path in Path(folder).glob("steps-*")
@@ -71,7 +71,7 @@ def steps_so_far(folder: str) -> int:
 
 
 class SleepEnv(gymnasium.Env):
-    """A step takes ``step_s`` seconds and no CPU."""
+    """An env whose step takes ``step_s`` seconds and no CPU."""
 
     observation_space = gymnasium.spaces.Box(-1, 1, (4,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -89,13 +89,13 @@ class SleepEnv(gymnasium.Env):
 
 
 class _Pace:
-    """The number that :func:`set_step_s` writes."""
+    """The duration that :func:`set_step_s` writes."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._step_s = np.memmap(Path(folder, "step_s"), np.float64, "r")
 
-    def __reduce__(self) -> Any:  # a copy would not change any more
+    def __reduce__(self) -> Any:  # a copy would not see later changes
         return _Pace, (self._folder,)
 
     def step_s(self) -> float:
@@ -103,7 +103,7 @@ class _Pace:
 
 
 class _PacedEnv(SleepEnv):
-    """A step takes as long as :func:`set_step_s` said last."""
+    """An env whose step takes as long as the last :func:`set_step_s` says."""
 
     def __init__(self, pace: _Pace) -> None:
         super().__init__(pace.step_s())
@@ -115,7 +115,7 @@ class _PacedEnv(SleepEnv):
 
 
 def _counted(env: Any, folder: str, steps: int) -> Any:
-    """Count in place: a wrapper would cost more than the count, and hide what kind of env it is."""
+    """Count steps in place. A wrapper would cost more than counting, and hide the env's type."""
     count, step = tally(folder), env.step
 
     def counting(action: Any) -> Any:
@@ -127,13 +127,13 @@ def _counted(env: Any, folder: str, steps: int) -> Any:
 
 
 def single_env(env: str, folder: str) -> gymnasium.Env:
-    """One environment; one that sleeps needs :func:`set_step_s` first."""
+    """Make one environment. If it sleeps, call :func:`set_step_s` first."""
     made = _PacedEnv(_Pace(folder)) if env == "sleep" else gymnasium.make(_IDS[env])
     return _counted(made, folder, 1)
 
 
 def vector_env(env: str, folder: str, envs: int, native: bool) -> Any:
-    """``envs`` environments behind gymnasium's vector interface, natively where there is one."""
+    """Make ``envs`` environments behind gymnasium's vector interface, a native one if it exists."""
     if native and env == "cartpole":
         made = gymnasium.make_vec(_IDS[env], envs, vectorization_mode="vector_entry_point")
         return _counted(made, folder, envs)
@@ -144,17 +144,18 @@ def vector_env(env: str, folder: str, envs: int, native: bool) -> Any:
 
 
 def make_env(cell: Cell, folder: str) -> Callable[[], Any]:
-    """What our collector and the floor step; pickles."""
+    """Return a picklable function that makes the envs of our collector and the floor."""
     if cell.envs > 1 and cell.env == "cartpole":
         return functools.partial(vector_env, cell.env, folder, cell.envs, True)
     return functools.partial(single_env, cell.env, folder)
 
 
-# ---- the policy: two layers of 64
+# ---- the policy: two layers of 64 units
 
 
 class Greedy(nn.Module):
-    """Observation ``[*, n]`` -> the preferred action ``[*]``, or a continuous one ``[*, m]``."""
+    """Maps an observation ``[*, n]`` to the preferred action ``[*]``, or a continuous ``[*,
+    m]``."""
 
     def __init__(self, env: str) -> None:
         super().__init__()
@@ -169,6 +170,6 @@ class Greedy(nn.Module):
 
 
 def make_policy(env: str) -> TensorDictModule:
-    """The same weights in every process."""
+    """Return a policy that has the same weights in every process."""
     torch.manual_seed(0)
     return TensorDictModule(Greedy(env), in_keys=["observation"], out_keys=["action"])

@@ -1,11 +1,11 @@
-"""What else is asked of a collector than how busy it keeps the cores.
+"""Further questions about a collector.
 
-- ``ingest``: the rows per second that one learner takes in from workers that have nothing to do but
-  send prepared rollouts: of CartPole's size, and of 84 x 84 x 4 bytes per observation.
-- ``deadlines``: does it pay to leave out who is late? Workers per receive and the time for the same
-  number of frames, for deadlines of a receive (``Quorum``), for step times that are normal,
-  lognormal, or ten times longer for one step in ten, and for a small and a large network.
-- ``weights``: until when a new policy is in use in all processes, and the bytes that were sent.
+- ``ingest``: how many rows per second does one learner take in? Workers only send prepared
+  rollouts, with rows of CartPole's size or with observations of 84 x 84 x 4 bytes.
+- ``deadlines``: does it pay to leave out late workers? Measures the workers per receive and the
+  time for a fixed number of frames, for several deadlines of a receive (``Quorum``). Step times are
+  normal, lognormal, or ten times longer for one step in ten. The network is small or large.
+- ``weights``: when is a new policy in use in all processes, and how many bytes are sent?
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch import nn
 from torchrl_dist.collect import FirstReady, Quorum, RPCBatchedCollector, WaitAll
 from torchrl_dist.runtime import ForkServer, local_cluster
 
-_STAND_IN_S = 37e-6  # a step of HalfCheetah
+_STAND_IN_S = 37e-6  # duration of a step of HalfCheetah
 _NETWORKS = {"small": 64, "large": 512}
 _MEGABYTES = 50
 _ROWS = {
@@ -45,8 +45,8 @@ class Question:
     """One cell. Fields that a question does not use keep their defaults.
 
     Attributes:
-        deadline_s: of a receive; infinite: wait for all.
-        durations: law of the step times.
+        deadline_s: deadline of a receive. If infinite, wait for all workers.
+        durations: distribution of the step times.
     """
 
     question: str
@@ -64,7 +64,7 @@ class Question:
 
 
 def plan(options: argparse.Namespace) -> list[Question]:
-    """The cells of ``options.question``."""
+    """Return the cells of ``options.question``."""
     base = Question(
         options.question, "ours", "", 2, seconds=options.seconds, timeout_s=options.timeout_s
     )
@@ -88,24 +88,24 @@ def plan(options: argparse.Namespace) -> list[Question]:
         for n, envs, law, network, deadline_s in itertools.product(
             options.workers or [8], options.envs, options.durations, options.networks,
             options.deadlines)
-        if options.env != "halfcheetah" or law == options.durations[0]  # it has a law of its own
+        if options.env != "halfcheetah" or law == options.durations[0]  # its own step times vary
     ]  # fmt: skip
 
 
 def measure(cell: Question, server: ForkServer | None = None) -> dict[str, Any]:
-    """The figures of one cell; blocks. ``server`` starts the workers; default: one of its own."""
+    """Measure one cell. Blocks. ``server`` starts the workers; by default, a new one."""
     answers = {"ingest": _ingest, "deadlines": _deadlines, "weights": _weights}
     return answers[cell.question](cell, server)
 
 
 def measure_alone(cell: Question) -> dict[str, Any]:
-    """``measure`` in a process of its own, on one thread."""
+    """Call ``measure`` in its own process, on one thread."""
     torch.set_num_threads(1)
     return measure(cell)
 
 
 def to_cell(cell: Question, rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """One JSON object: medians over rounds."""
+    """Return one JSON object with medians over rounds."""
     fields = asdict(cell)
     fields["steps_per_message"] = fields.pop("steps")
     if cell.deadline_s == math.inf:
@@ -158,7 +158,7 @@ class _Still(gymnasium.Env):
 
 
 class _Prepared:
-    """A postproc that sends the same rows ``[1, steps]`` again and again."""
+    """A postproc that sends the same rows ``[1, steps]`` each time."""
 
     def __init__(self, kind: str, steps: int, policy: Any) -> None:
         shape, dtype, _ = _ROWS[kind]
@@ -227,8 +227,11 @@ def _deadlines(cell: Question, server: ForkServer | None) -> dict[str, Any]:
 
 
 def draw_durations(rng: np.random.Generator, law: str, mean_s: float, count: int) -> np.ndarray:
-    """Durations of ``count`` steps, float64 ``[count]``, with that mean: normal (a tenth of the
-    mean as deviation), lognormal (sigma 1), or one in ten ten times as long as the others."""
+    """Draw the durations of ``count`` steps with mean ``mean_s``, as float64 ``[count]``.
+
+    They are normal (standard deviation: a tenth of the mean), lognormal (sigma 1), or ten times as
+    long for one step in ten.
+    """
     if law == "normal":
         return mean_s * np.clip(rng.normal(1.0, 0.1, count), 0.0, None)
     if law == "lognormal":
@@ -237,7 +240,7 @@ def draw_durations(rng: np.random.Generator, law: str, mean_s: float, count: int
 
 
 class _Drawn(gymnasium.vector.VectorEnv):
-    """A step of all envs, one after the other, takes drawn durations: asleep, or computing."""
+    """A step of all envs takes drawn durations, one after the other, asleep or computing."""
 
     def __init__(self, envs: int, step_s: float, law: str, asleep: bool) -> None:
         self.num_envs = envs
@@ -259,7 +262,7 @@ class _Drawn(gymnasium.vector.VectorEnv):
         total_s = float(draw_durations(self._rng, self._law, self._step_s, self.num_envs).sum())
         if self._asleep:
             time.sleep(total_s)
-        else:  # its own CPU time: who waits for a core does not compute
+        else:  # measure CPU time, because a process that waits for a core does not compute
             until = time.thread_time() + total_s
             while time.thread_time() < until:
                 pass
@@ -293,7 +296,7 @@ class _Single(nn.Module):
 
 
 class _Large(nn.Module):
-    """Acts at once, and has many weights."""
+    """A module that computes almost nothing and has many weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -332,7 +335,7 @@ def _weights(cell: Question, server: ForkServer | None) -> dict[str, Any]:
             updated.append(_time(collector.next))
             sent.append(_written_bytes() - before - 2 * other)
             if collector.report.policy_lag:
-                raise AssertionError("a batch without lag came from old weights")
+                raise AssertionError("a batch without policy lag came from old weights")
         source = torch.zeros(_MEGABYTES << 20, dtype=torch.uint8)
         place = torch.empty_like(source)
         copy_s = min(_time(functools.partial(place.copy_, source)) for _ in range(5))
@@ -348,7 +351,7 @@ def _weights(cell: Question, server: ForkServer | None) -> dict[str, Any]:
 
 
 def _written_bytes() -> int:
-    """What this process has written so far, to sockets too."""
+    """Return the bytes that this process has written so far, including those to sockets."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith("wchar")))
 

@@ -1,4 +1,4 @@
-"""What the collection benchmark compares: each peer steps the same environments with one policy."""
+"""The collectors that are compared. Each steps the same environments with one policy."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ from torchrl_dist.bench.collect_plan import AUTO, Cell, Result
 from torchrl_dist.bench.processes import ForkedWorker
 
 _GIB = 1 << 30
-_MANY = 10**12  # some take -1 for none at all
+_MANY = 10**12  # because some collectors take -1 for none at all
 
 
 class Peer:
-    """A way to collect. Peers are used through their class; nothing is instantiated."""
+    """A way to collect. Peers are used through their class and never instantiated."""
 
     name: ClassVar[str]
-    sends_single_steps: ClassVar[bool] = False  # whatever the length of a message should be
+    sends_single_steps: ClassVar[bool] = False  # for any requested length of a message
 
     @classmethod
     def missing(cls) -> str | None:
-        """Why it cannot be measured here, or None."""
+        """Return why this peer cannot be measured here, or None."""
         return None
 
     @classmethod
     def refuses(cls, cell: Cell) -> str | None:
-        """Why it cannot do this cell, or None."""
+        """Return why this peer cannot measure this cell, or None."""
         return None
 
     @classmethod
     def open(cls, cell: Cell, folder: str) -> contextlib.AbstractContextManager[Iterator[Any]]:
-        """Start the workers; the iterator blocks for the next batch, without end."""
+        """Start the workers. The iterator blocks for the next batch and never ends."""
         raise NotImplementedError
 
 
@@ -86,7 +86,7 @@ class _Nothing:
 
 
 def bare_loop(_: Any, cell: Cell, folder: str) -> None:
-    """Observation, policy, step; nothing is kept. Until a file named ``stop`` appears."""
+    """Observe, call the policy and step, keeping nothing, until a file named ``stop`` exists."""
     torch.set_num_threads(1)
     env = make_env(cell, folder)()
     torch.manual_seed(0)
@@ -124,18 +124,18 @@ def _stack(seen: list[Any]) -> torch.Tensor:
 
 
 class Ours(Peer):
-    """``RPCBatchedCollector`` over one process per worker; nobody waits for anybody."""
+    """``RPCBatchedCollector`` with one process per worker. No worker waits for another."""
 
     name = "ours"
 
     @classmethod
     def ranks(cls, cell: Cell) -> tuple[int, int]:
-        """Workers of the session, and env processes of each."""
+        """Return the number of workers of the session, and of env processes of each."""
         return cell.workers, 0
 
     @classmethod
     def options(cls, cell: Cell) -> dict[str, Any]:
-        """Arguments of the collector."""
+        """Return the arguments of the collector."""
         return {}
 
     @classmethod
@@ -166,7 +166,7 @@ class Ours(Peer):
 
 
 class OursOnOneNode(Ours):
-    """The same processes as the env processes of a single worker: one message for all."""
+    """The same processes as the env processes of a single worker, with one message for all."""
 
     name = "ours-node"
 
@@ -176,8 +176,8 @@ class OursOnOneNode(Ours):
 
 
 class OursWithLearnersPolicy(OursOnOneNode):
-    """The policy at the learner; an env process steps one group of envs at a time, and waits for
-    its actions."""
+    """The policy is at the learner. An env process steps one group of envs and waits for
+    actions."""
 
     name = "ours-inference-1"
     groups: ClassVar[int] = 1
@@ -192,11 +192,11 @@ class OursWithLearnersPolicy(OursOnOneNode):
 
     @classmethod
     def refuses(cls, cell: Cell) -> str | None:
-        return None if cell.env == "sleep" else "it is measured with --env sleep"
+        return None if cell.env == "sleep" else "it is only measured with --env sleep"
 
 
 class OursWithTwoGroups(OursWithLearnersPolicy):
-    """Two groups of envs per process: one is stepped while the other waits for its actions."""
+    """Two groups of envs per process: one steps while the other waits for its actions."""
 
     name = "ours-inference-2"
     groups: ClassVar[int] = 2
@@ -206,7 +206,7 @@ class OursWithTwoGroups(OursWithLearnersPolicy):
 
 
 def torchrl_env(cell: Cell, folder: str) -> Any:
-    """One worker's envs for TorchRL's collectors, which know gymnasium's Sync/AsyncVectorEnv."""
+    """Return one worker's envs for TorchRL's collectors, which accept gymnasium's vector envs."""
     from torchrl.envs import GymWrapper
 
     if cell.envs == 1:
@@ -217,7 +217,7 @@ def torchrl_env(cell: Cell, folder: str) -> Any:
 
 
 class _TorchRLCollector(Peer):
-    """One of TorchRL's collectors; a batch of an asynchronous one is one worker's message."""
+    """One of TorchRL's collectors. A batch of an asynchronous one is one worker's message."""
 
     class_name: ClassVar[str]
 
@@ -236,12 +236,12 @@ class _TorchRLCollector(Peer):
     @classmethod
     @contextlib.contextmanager
     def open(cls, cell: Cell, folder: str) -> Iterator[Iterator[Any]]:
-        # As in a program of its own; forked, DistributedCollector's processes hang.
+        # Spawn, as in a separate program. DistributedCollector's processes hang if forked.
         torch.multiprocessing.set_start_method("spawn", force=True)
         envs = [functools.partial(torchrl_env, cell, folder)] * cell.workers
         collector = cls.build(cell, envs, **cls.options(cell, folder))
         yield iter(collector)
-        # Not shut down: some of them hang there. The process group is killed afterwards.
+        # Not shut down, because some of them hang there. The process group is killed afterwards.
 
 
 class TorchRLRPC(_TorchRLCollector):
@@ -264,7 +264,7 @@ class TorchRLDistributed(_TorchRLCollector):
 
 
 class TorchRLMultiSync(_TorchRLCollector):
-    """Lockstep by design: a batch has a message of every worker."""
+    """Lockstep by design: each batch needs a message of every worker."""
 
     name = "torchrl-multisync"
     class_name = "MultiSyncCollector"
@@ -286,7 +286,7 @@ class TorchRLRay(_TorchRLCollector):
     def options(cls, cell: Cell, folder: str) -> dict[str, Any]:
         from torchrl.collectors.distributed.ray import DEFAULT_RAY_INIT_CONFIG
 
-        # Fewer processes per actor than cores would let most actors wait for ever.
+        # If an actor asks for cores and there are fewer, most actors wait indefinitely.
         few = {"num_cpus": 0, "num_gpus": 0, "memory": 0}
         return super().options(cell, folder) | {
             "ray_init_config": {
@@ -370,7 +370,7 @@ class TianshouSubproc(Peer):
                         actions = policy(torch.from_numpy(seen)).numpy()
                         seen, _, ended, cut, _ = envs.step(actions)
                         done = np.flatnonzero(ended | cut)
-                        if len(done):  # its collector does this, too: such envs do not reset
+                        if len(done):  # like tianshou's collector, because these envs do not reset
                             seen[done] = envs.reset(done)[0]
                     yield
 
@@ -379,7 +379,7 @@ class TianshouSubproc(Peer):
 
     @classmethod
     def prepare(cls, folder: str) -> None:
-        """Whatever must be there before the envs are made."""
+        """Prepare what must exist before the envs are made."""
 
     @classmethod
     def refuses(cls, cell: Cell) -> str | None:
@@ -387,7 +387,7 @@ class TianshouSubproc(Peer):
 
 
 class TianshouRay(TianshouSubproc):
-    """tianshou's ``RayVectorEnv``: an actor per env."""
+    """tianshou's ``RayVectorEnv``: one actor per env."""
 
     name = "tianshou-ray"
     class_name = "RayVectorEnv"
@@ -407,7 +407,7 @@ class TianshouRay(TianshouSubproc):
 
 
 def _free_port() -> str:
-    """TorchRL's collectors want a port of their own; nobody else takes this one so soon."""
+    """Return a free port for TorchRL's collectors. It is unlikely to be taken in the meantime."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])
@@ -436,10 +436,11 @@ PEERS: dict[str, type[Peer]] = {
 
 
 def measure(start: Sequence[Cell], folder: str) -> list[Result]:
-    """Run one peer in this process; blocks.
+    """Run one peer in this process. Blocks.
 
-    The cells of ``start`` differ in ``step_s`` only. Each is measured for its ``seconds``, one
-    after the other, when two messages at its pace have passed; the first after the first batches.
+    The cells of ``start`` differ only in ``step_s``. They are measured one after the other, each
+    for its ``seconds``. The first begins after the first batches, each other one after two messages
+    at its pace.
     """
     torch.set_num_threads(1)
     set_step_s(folder, start[0].step_s)
@@ -460,7 +461,7 @@ def measure(start: Sequence[Cell], folder: str) -> list[Result]:
 
 
 def _take(batches: Iterator[Any], seconds: float) -> float:
-    """Take batches, one at least, until that time has passed; returns the time it took."""
+    """Take at least one batch, until ``seconds`` have passed, and return the time it took."""
     begun = time.perf_counter()
     while True:
         next(batches)

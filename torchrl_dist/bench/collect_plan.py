@@ -1,4 +1,4 @@
-"""What the collection benchmark can measure; imports nothing heavy, for the command line."""
+"""What the collection benchmark can measure. Imports nothing heavy, for the command line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OTHERS = (
 
 @dataclass(frozen=True)
 class Cell:
-    """What is measured. ``envs`` are per worker, ``steps`` per message and env, or ``AUTO``;
+    """One measurement. ``envs`` are per worker, ``steps`` per message and env, or ``AUTO``.
     ``step_s`` is how long a step sleeps."""
 
     peer: str
@@ -39,14 +39,14 @@ class Cell:
 
     @property
     def line(self) -> tuple[Any, ...]:
-        """What cells that differ by the peer only have in common."""
+        """What cells that differ only in the peer have in common."""
         return (self.env, self.workers, self.envs, self.step_s, self.steps)
 
 
 @dataclass(frozen=True)
 class Result:
-    """``sps``: steps per second; ``startup_s``: until the first batch; ``learner_cpu``: CPU seconds
-    per second of the learner's process."""
+    """``sps``: steps per second; ``startup_s``: seconds until the first batch; ``learner_cpu``: CPU
+    seconds of the learner's process per second."""
 
     sps: float
     startup_s: float

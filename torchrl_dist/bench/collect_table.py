@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_dist.recipes.parts.plots import save_figure
+from torchrl_dist.ui import show_table
 
 _LINE = ("env", "workers", "envs", "step_s", "steps_per_message")
 
@@ -19,20 +20,16 @@ def _lines(cells: list[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, dict[
 
 
 def print_table(cells: list[dict[str, Any]]) -> None:
-    """A column per peer: steps/s, efficiency, the part of the floor."""
-    from rich.console import Console
-    from rich.table import Table
-
+    """Print a column per peer: steps/s, efficiency, and the fraction of the floor."""
     peers = list(dict.fromkeys(cell["peer"] for cell in cells))
-    table = Table(title="median steps/s, efficiency, and the part of the floor")
-    for column in ("env", "workers", "envs", "step s", "steps"):
-        table.add_column(column)
-    for peer in peers:
-        table.add_column(peer, justify="right", no_wrap=True)
-    for line, found in _lines(cells).items():
-        table.add_row(*[f"{x:g}" if isinstance(x, float) else str(x) for x in line],
-                      *[_figures(found.get(peer)) for peer in peers])  # fmt: skip
-    Console(width=max(100, 40 + 17 * len(peers))).print(table)
+    left = ("env", "workers", "envs", "step s", "steps")
+    rows = [
+        [f"{x:g}" if isinstance(x, float) else str(x) for x in line]
+        + [_figures(found.get(peer)) for peer in peers]
+        for line, found in _lines(cells).items()
+    ]
+    title = "median steps/s, efficiency, and the part of the floor"
+    show_table(title, (*left, *peers), rows, left=left, width=max(100, 40 + 17 * len(peers)))
 
 
 def _figures(cell: dict[str, Any] | None) -> str:
@@ -45,8 +42,7 @@ def _figures(cell: dict[str, Any] | None) -> str:
 
 
 def plot(path: Path, cells: list[dict[str, Any]], title: str) -> None:
-    """One panel of bars (efficiency) per line of the table, as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    """Plot one panel of bars (efficiency) per line of the table, as a PNG."""
     from matplotlib.figure import Figure
 
     panels = _lines([cell for cell in cells if cell["efficiency"] is not None])
@@ -55,7 +51,6 @@ def plot(path: Path, cells: list[dict[str, Any]], title: str) -> None:
     columns = min(4, len(panels))
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(4 * columns, 2.4 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axis, (line, found) in zip(axes, panels.items(), strict=False):
         colors = ["tab:blue" if peer.startswith("ours") else "tab:gray" for peer in found]
@@ -79,22 +74,16 @@ _CELL = ("peer", "env", "workers", "envs", "steps_per_message", "durations", "ne
 
 
 def print_plain(cells: list[dict[str, Any]]) -> None:
-    """A line per cell, with the columns that differ or were measured."""
-    from rich.console import Console
-    from rich.table import Table
-
+    """Print a line per cell, with the columns that differ or were measured."""
     shown = [
         name
         for name in _CELL
         if any(name in cell for cell in cells)
         and (name in ("peer", "sps") or len({cell.get(name) for cell in cells}) > 1)
     ]
-    table = Table(title="medians")
-    for name in shown:
-        table.add_column(name.replace("_", " "), justify="right")
-    for cell in cells:
-        table.add_row(*[_plain(cell.get(name)) for name in shown])
-    Console(width=max(100, 16 * len(shown))).print(table)
+    rows = [[_plain(cell.get(name)) for name in shown] for cell in cells]
+    columns = [name.replace("_", " ") for name in shown]
+    show_table("medians", columns, rows, width=max(100, 16 * len(shown)))
 
 
 def _plain(value: Any) -> str:
@@ -104,13 +93,13 @@ def _plain(value: Any) -> str:
 
 
 def plot_deadlines(path: Path, cells: list[dict[str, Any]]) -> None:
-    """Workers per receive and the time for 100,000 frames over the deadline, a line per law,
-    network and number of envs."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    """Plot the workers per receive and the time for 100,000 frames over the deadline.
+
+    There is one line per distribution of step times, network and number of envs.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
     lines: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for cell in cells:
         lines.setdefault((cell["durations"], cell["network"], cell["envs"]), []).append(cell)

@@ -1,4 +1,4 @@
-"""What the commands of all benchmarks share: options, folders that are cleared, an end in order."""
+"""What the commands of all benchmarks share: options, temporary folders, an orderly end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _Case = TypeVar("_Case")
 
 
 def describe(parser: argparse.ArgumentParser, text: str | None, run: Callable[..., int]) -> None:
-    """What the command does, in its own lines, and the function that does it."""
+    """Set the command's description, line by line, and the function that it runs."""
     parser.description = text
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.set_defaults(command=run)
@@ -44,7 +44,7 @@ def add_figures(
     plot: str | None = None,
     scratch: bool = False,
 ) -> None:
-    """Options about how often and how long is measured and where figures go; defaults are given."""
+    """Add options for how often and how long to measure and where figures go, with defaults."""
     for option, kind, default, text in (
         ("--rounds", int, rounds, ""),
         ("--seconds", float, seconds, "per measurement "),
@@ -53,15 +53,15 @@ def add_figures(
         if default is not None:
             help = f"{text}(default: {default:g})"
             parser.add_argument(option, type=above_zero(kind), default=default, help=help)
-    parser.add_argument("--json", type=Path, metavar="FILE", help=f"append a line per {line_per}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help=f"append one line per {line_per}")
     if plot is not None:
-        parser.add_argument("--plot", type=Path, metavar="FILE.png", help=f"draw the {plot}")
+        parser.add_argument("--plot", type=Path, metavar="FILE.png", help=f"plot the {plot}")
     if scratch:
         parser.add_argument(
             "--scratch-dir",
             type=Path,
             default=Path("/dev/shm"),
-            help="where buffers lie during a measurement (default: /dev/shm)",
+            help="folder for buffers during a measurement (default: /dev/shm)",
         )
 
 
@@ -98,10 +98,10 @@ def above_zero(kind: type) -> Callable[[str], Any]:
 
 
 class _Held:
-    """Between :meth:`begin` and :meth:`end` SIGINT and SIGTERM are noted; the end brings them.
+    """Delays SIGINT and SIGTERM from :meth:`begin` until :meth:`end`, which raises them.
 
-    Blocking them would not do: where the process has other threads, one of those takes the signal,
-    and Python raises in the main thread all the same.
+    Blocking the signals would not be enough. If the process has other threads, one of those takes
+    the signal, and Python raises in the main thread anyway.
     """
 
     def __init__(self) -> None:
@@ -109,12 +109,12 @@ class _Held:
         self._noted: set[int] = set()
 
     def begin(self) -> None:
-        if threading.current_thread() is threading.main_thread():  # nothing is raised in others
+        if threading.current_thread() is threading.main_thread():  # others get no signals
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._handlers[number] = signal.signal(number, self._note)
 
     def end(self) -> None:
-        """Idempotent; raises what came meanwhile."""
+        """Raise what arrived meanwhile. May be called repeatedly."""
         while self._handlers:
             signal.signal(*self._handlers.popitem())
         while self._noted:
@@ -126,9 +126,9 @@ class _Held:
 
 @contextlib.contextmanager
 def folder_in(parent: Path) -> Iterator[Path]:
-    """A folder for one measurement, removed afterwards, also if Ctrl-C comes in this function.
+    """Yield a folder for one measurement, and remove it afterwards, even after Ctrl-C in here.
 
-    Its name is short: Ray adds 63 characters, and a socket's path may have 107.
+    Its name is short, because Ray adds 63 characters and a socket's path may have only 107.
     """
     held = _Held()
     try:
@@ -147,7 +147,7 @@ def folder_in(parent: Path) -> Iterator[Path]:
 
 
 def _remove(folder: Path) -> None:
-    """Remove it although processes that were killed a moment ago may still write to it."""
+    """Remove a folder to which processes that were just killed may still write."""
     deadline = time.monotonic() + _REMOVAL_S
     while folder.exists() and time.monotonic() < deadline:
         shutil.rmtree(folder, ignore_errors=True)
@@ -162,16 +162,17 @@ def in_rounds(
     label: Callable[[_Case], str],
     take: Callable[[_Case, Any], str],
 ) -> int:
-    """Measure each case once per round, in processes and a folder of ``parent`` of its own.
+    """Measure each case once per round, each in new processes and a new folder in ``parent``.
 
-    Of a group nobody is always the first. What fails once is reported and left out from then on.
+    The order within a group rotates, so that no case is always first. A case that fails is reported
+    and left out of the following rounds.
 
     Args:
-        measure: one case, by ``Launcher.run``.
-        take: keeps the result; returns what to say of it.
+        measure: measures one case, with ``Launcher.run``.
+        take: stores the result, and returns what to print about it.
 
     Returns:
-        0, or 1 if something failed.
+        0, or 1 if a case failed.
     """
     from torchrl_dist.bench.processes import Launcher
 
@@ -201,9 +202,10 @@ class TerminatedError(BaseException):
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """Let SIGTERM and SIGINT unwind the stack, so that processes and folders are cleared.
+    """Let SIGTERM and SIGINT unwind the stack, so that processes and folders are cleaned up.
 
-    SIGINT does so by itself, but is ignored in what a shell script started with ``&``.
+    Python does this for SIGINT, except in a process that a shell script started with ``&``, which
+    ignores it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -224,10 +226,10 @@ def terminable() -> Iterator[None]:
 
 
 def until_stopped(measure: Callable[[], int]) -> int:
-    """Call ``measure``; what it has found so far stays usable when a signal ends it.
+    """Call ``measure``. If a signal ends it, what it has found so far remains usable.
 
     Returns:
-        What ``measure`` returns, or 130 or 143 after SIGINT or SIGTERM.
+        The result of ``measure``, or 130 or 143 after SIGINT or SIGTERM.
     """
     try:
         with terminable():
@@ -239,16 +241,18 @@ def until_stopped(measure: Callable[[], int]) -> int:
 
 
 def check_folders(lines: Path | None, picture: Path | None = None) -> None:
-    """Refuse files to write that have no folder, before anything is measured.
+    """Refuse output files whose folder does not exist, before anything is measured.
 
-    Lines are appended to what a file holds; a picture takes the place of another picture only.
+    Lines are appended to an existing file. A picture only replaces another picture.
 
     Raises:
-        ConfigurationError: naming the first of them.
+        ConfigurationError: one of the files cannot be written. The error names the first one.
     """
     for path in (lines, picture):
         if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigurationError(f"{path}: there is no folder {path.absolute().parent}")
+            raise ConfigurationError(
+                f"{path}: there is no folder {path.absolute().parent}: make it, or choose another"
+            )
     if lines is not None and os.path.lexists(lines):
         try:
             own_files.open_named(lines, append=True).close()
@@ -258,7 +262,7 @@ def check_folders(lines: Path | None, picture: Path | None = None) -> None:
         with picture.open("rb") as file:
             if not file.read(8).startswith((b"\x89PNG", b"%PDF", b"<?xml")):
                 raise ConfigurationError(
-                    f"{picture} is there and no picture: choose another file, or remove it"
+                    f"{picture} exists and is not a picture: choose another file, or remove it"
                 )
 
 

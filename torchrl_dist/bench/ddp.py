@@ -1,24 +1,25 @@
-"""From which point on does it pay to learn on several ranks?
+"""When does it pay to learn on several ranks?
 
     torchrl-dist bench ddp --json ddp.jsonl --plot ddp.png
 
-One update of TorchRL's DQN on a batch of B rows of 64 floats, with a network of two hidden layers
-of width W: by one process, by one process with as many threads as there are ranks, by ranks with
-B / ranks rows each, whose gradients ``DistributedLoss`` averages (``ours``), and by the same ranks
-under torch's DistributedDataParallel. All ranks are processes of this machine.
+Measures one update of TorchRL's DQN on a batch of B rows of 64 floats, with a network of two hidden
+layers of width W. The update is made by one process, by one process with as many threads as there
+are ranks, by ranks with B / ranks rows each whose gradients ``DistributedLoss`` averages
+(``ours``), and by the same ranks with torch's DistributedDataParallel. All ranks are processes of
+this machine.
 
-An update's time is split where it goes: ``forward`` (the loss), ``backward`` (with copying the
-gradients to and from the buffer that travels), ``averaging`` (the collective, with waiting for the
-slowest rank; torch's runs within ``backward``), ``step`` (optimizer and target network). The last
-column says whether ranks pay, and if not, why: ``saved`` is what one process saves when it has
-B / ranks rows instead of B, the most that ranks can gain.
+The time of an update has four parts: ``forward`` (the loss), ``backward`` (including the copies of
+gradients to and from the buffer that is sent), ``averaging`` (the collective, including the wait
+for the slowest rank; torch's runs within ``backward``), and ``step`` (optimizer and target
+network). The last column says whether ranks pay, and if not, why. ``saved`` is what one process
+saves with B / ranks rows instead of B. This is the most that ranks can gain.
 
-With ``--device cuda`` each rank has a GPU of this machine and NCCL averages. Each part then waits
-for its GPU, so that the time is found where it was spent.
+With ``--device cuda`` each rank has a GPU of this machine, and NCCL averages. Each part then waits
+for its GPU, so that the time is attributed to the right part.
 
-Start-up: ``import`` (of TorchRL, in as many processes at once as there are ranks), ``join``
-(torch.distributed, until all ranks are there), ``wrap`` (comparing losses, copying rank 0's
-parameters).
+The start has three parts: ``import`` (of TorchRL, in as many concurrent processes as there are
+ranks), ``join`` (torch.distributed, until all ranks are there), and ``wrap`` (comparing losses and
+copying rank 0's parameters).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -52,13 +53,14 @@ from torchrl_dist.bench.command import (
 )
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.recipes.parts.plots import save_figure
+from torchrl_dist.ui import show_table
 
 ALONE, THREADS, OURS, TORCH = "one process", "threads", "ours", "torch ddp"
 PEERS = {"threads": THREADS, "ours": OURS, "torch": TORCH}
 PARTS = ("forward", "backward", "averaging", "step")
 _OBSERVATION, _ACTIONS = 64, 8
 _WARM_UP, _UPDATES_AT_ONCE = 3, 5
-_LITTLE = 0.1  # a saving below this part of an update cannot pay for anything
+_LITTLE = 0.1  # a saving below this fraction of an update cannot pay for anything
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Cell:
 
 @dataclass
 class Result:
-    """The median update of rank 0, and its start-up, in milliseconds."""
+    """The median update of rank 0, and its start, in milliseconds."""
 
     update_ms: float
     parts_ms: dict[str, float]
@@ -86,7 +88,7 @@ class Result:
 
 @dataclass
 class Rounds:
-    """The results of all rounds, by cell; medians over rounds."""
+    """The results of all rounds by cell, and medians over rounds."""
 
     results: dict[Cell, list[Result]] = field(default_factory=dict)
 
@@ -96,12 +98,12 @@ class Rounds:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and its options."""
+    """Add the command's description and options to ``parser``."""
     describe(parser, __doc__, run)
     for option, default, text in (
         ("--ranks", "2,4", "processes that learn together"),
         ("--batches", "128,1024,8192", "rows of all ranks together"),
-        ("--widths", "64,256,1024", "of the hidden layers"),
+        ("--widths", "64,256,1024", "widths of the hidden layers"),
     ):
         parser.add_argument(
             option, type=counts, default=counts(default), metavar="N,M", help=f"{text} ({default})"
@@ -111,10 +113,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=names(list(PEERS)),
         default=list(PEERS),
         metavar="A,B",
-        help=f"some of {','.join(PEERS)}, beside one process (default: all)",
+        help=f"some of {','.join(PEERS)}, in addition to one process (default: all)",
     )
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU per rank (cpu)"
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="cuda: one GPU per rank (default: cpu)",
     )
     parser.add_argument(
         "--no-imports", action="store_true", help="do not measure how long imports take"
@@ -124,22 +129,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse ``argv`` and :func:`run`."""
-    parser = argparse.ArgumentParser(prog="torchrl-dist bench ddp")
-    add_options(parser)
-    return run(parser.parse_args(argv))
-
-
 def run(options: argparse.Namespace) -> int:
-    """Measure, print tables. Blocks for minutes; Ctrl-C ends it in order and prints what is there.
+    """Measure, and print tables. Blocks for minutes. Ctrl-C prints what was found and ends.
 
     Returns:
         0; 1 if a measurement failed; 130 or 143 after SIGINT or SIGTERM.
 
     Raises:
-        ConfigurationError: a batch does not divide among ranks, there are fewer GPUs than ranks, or
-            a file has no folder.
+        ConfigurationError: a batch cannot be divided among the ranks, there are fewer GPUs than
+            ranks, or a file has no folder.
     """
     from torchrl_dist.bench.replay_peers import versions
     from torchrl_dist.bench.table import append_json
@@ -148,7 +146,7 @@ def run(options: argparse.Namespace) -> int:
         if batch % ranks or ranks < 2:
             raise ConfigurationError(
                 f"--batches {batch} and --ranks {ranks}: expected 2 ranks or more, and batches "
-                "that divide among them"
+                "that can be divided among them equally"
             )
     _check_device(options)
     check_folders(options.json, options.plot)
@@ -172,7 +170,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def plan(options: argparse.Namespace) -> list[Cell]:
-    """What one round measures, cells that are compared with one another side by side."""
+    """Return what one round measures. Cells that are compared follow each other."""
     cells: dict[Cell, None] = {}  # a set that keeps its order
     for width, batch in itertools.product(options.widths, options.batches):
 
@@ -195,14 +193,15 @@ def _check_device(options: argparse.Namespace) -> None:
     gpus = torch.cuda.device_count()
     if options.device == "cpu":
         if gpus:
-            say(f"{gpus} GPU(s) are here and not measured: --device cuda")
+            say(f"{gpus} GPU(s) are available but not measured: use --device cuda")
         return
     if gpus < max(options.ranks):
         raise ConfigurationError(
-            f"--device cuda and --ranks {max(options.ranks)}: expected a GPU per rank, found {gpus}"
+            f"--device cuda and --ranks {max(options.ranks)}: found {gpus} GPUs, expected one GPU "
+            "per rank: choose fewer --ranks"
         )
     if "threads" in options.peers:
-        say("threads are not measured: they do not compute on a GPU")
+        say("threads are not measured, because they do not compute on a GPU")
 
 
 def _measure_all(options: argparse.Namespace, rounds: Rounds) -> int:
@@ -220,7 +219,7 @@ def _measure_all(options: argparse.Namespace, rounds: Rounds) -> int:
         rounds.results.setdefault(cell, []).append(result)
         return f"{result.update_ms:.2f} ms per update"
 
-    # cells in the order in which they are compared, alone in their group
+    # In the order in which cells are compared, each in its own group.
     groups = [[cell] for cell in plan(options)]
     parent = Path(tempfile.gettempdir())
     return in_rounds(options.rounds, groups, parent, run_one, _label, take)
@@ -231,7 +230,7 @@ def _label(cell: Cell) -> str:
 
 
 def _import_seconds(processes: int) -> float:
-    """Until as many fresh processes as that, started at once, have imported what a rank needs."""
+    """Return the time until ``processes`` concurrent new processes have imported a rank's needs."""
     command = [sys.executable, "-c", "import torchrl.objectives, torchrl_dist.learn"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     start = time.monotonic()
@@ -246,11 +245,11 @@ def _import_seconds(processes: int) -> float:
     return time.monotonic() - start
 
 
-# ---- in the measuring processes
+# ---- in the measured processes
 
 
 def measure(cell: Cell, folder: str) -> Result:
-    """Run ``cell`` in this process, as rank 0, and in forks of it."""
+    """Measure ``cell`` with this process as rank 0, and with forks of it."""
     import torchrl.objectives  # noqa: F401 (once, before the forks)
 
     from torchrl_dist.bench.processes import ForkedWorker
@@ -276,10 +275,10 @@ def _learn(_: Any, cell: Cell, folder: str, rank: int) -> Result:
 
     torch.set_num_threads(cell.ranks if cell.peer == THREADS else 1)
     if cell.device == "cuda":
-        torch.cuda.set_device(rank)  # all ranks are of this machine
+        torch.cuda.set_device(rank)  # all ranks are on this node
     if cell.peer == TORCH:
-        # DistributedDataParallel does, for seconds. Not before the fork: it may start threads,
-        # and a lock that one of them holds then would stay held in the child.
+        # DistributedDataParallel imports this, which takes seconds. Not before the fork, because it
+        # may start threads, and a lock that one of them holds would stay held in the child.
         import torch._dynamo
     joined = time.monotonic()
     distributed = cell.peer in (OURS, TORCH)
@@ -291,7 +290,7 @@ def _learn(_: Any, cell: Cell, folder: str, rank: int) -> Result:
             world_size=cell.ranks,
             timeout=timedelta(seconds=cell.timeout_s),
         )
-    try:  # a rank that fails leaves, so that the others fail as well and do not wait
+    try:  # a rank that fails leaves, so that the others fail, too, instead of waiting
         ranks = Ranks(timeout_s=cell.timeout_s)
         wrapped = time.monotonic()
         update = _Update(cell, rank)
@@ -303,8 +302,9 @@ def _learn(_: Any, cell: Cell, folder: str, rank: int) -> Result:
             for _ in range(_UPDATES_AT_ONCE):
                 update()
         times, wrap_s = update.times, update.wrap_s
-        # DistributedDataParallel keeps the process group: if it went last, the group's threads
-        # would be joined under the GIL, which one of them may wait for (seen with torch 2.13).
+        # DistributedDataParallel keeps the process group alive. If it held the last
+        # reference, the group's threads would be joined under the GIL, for which one of them may
+        # wait (torch 2.13).
         del update
         gc.collect()
     finally:
@@ -320,7 +320,7 @@ def _learn(_: Any, cell: Cell, folder: str, rank: int) -> Result:
 
 
 class _Update:
-    """One DQN update of this rank on its part of a batch, with a stop watch."""
+    """One timed DQN update of this rank on its part of a batch."""
 
     def __init__(self, cell: Cell, rank: int) -> None:
         import torch
@@ -432,11 +432,11 @@ def _rows(count: int) -> Any:
     )
 
 
-# ---- what becomes of it
+# ---- results
 
 
 def _lines(rounds: Rounds) -> Iterator[dict[str, Any]]:
-    """One JSON object per measured cell, with the speed-up over one process and the verdict."""
+    """Yield a JSON object per measured cell, with the speed-up over one process and the verdict."""
     for cell in rounds.results:
         update = rounds.median(cell, "update_ms")
         alone = _alone(cell, rounds, cell.batch)
@@ -465,53 +465,47 @@ def _alone(cell: Cell, rounds: Rounds, batch: int) -> float | None:
 
 
 def verdict(line: dict[str, Any], cpus: int) -> str:
-    """Whether ranks pay in this line, and the main reason if they do not."""
+    """Return whether ranks pay in this line, and the main reason if they do not."""
     if line["peer"] not in (OURS, TORCH) or line["speed_up"] is None or line["saved_ms"] is None:
         return ""
     if line["speed_up"] > 1.05:
         return "pays"
     alone, saved = line["update_ms"] * line["speed_up"], line["saved_ms"]
     if saved < _LITTLE * alone:
-        return f"too small: of {alone:.2f} ms, {max(0.0, saved):.2f} depend on the batch"
+        return f"too small: only {max(0.0, saved):.2f} of {alone:.2f} ms depend on the batch"
     averaging = line["parts_ms"]["averaging"]
     computing, part = line["update_ms"] - averaging, line["part_alone_ms"]
     if line["peer"] == OURS and computing - part > max(averaging, saved / 2):
-        return f"what takes {part:.2f} ms alone takes {computing:.2f} beside other ranks"
+        return f"work of {part:.2f} ms takes {computing:.2f} ms next to other ranks"
     if averaging > saved:
         return f"averaging ({averaging:.2f} ms) costs more than is saved ({saved:.2f})"
     if line["device"] == "cpu" and line["ranks"] > cpus:
         return f"{line['ranks']} ranks share {cpus} cores"
-    return f"what ranks add is more than the {saved:.2f} ms that they save"
+    return f"ranks add more time than the {saved:.2f} ms that they save"
 
 
 def _print(lines: list[dict[str, Any]], rounds: Rounds, imports: dict[int, float]) -> None:
     from rich.console import Console
-    from rich.table import Table
 
-    console = Console(width=150)
-    table = Table(title="one update, ms")
-    for column in ("width", "batch", "peer", "ranks"):
-        table.add_column(column)
-    for column in ("update", *PARTS, "speed-up", "saved"):
-        table.add_column(column, justify="right")
-    table.add_column("verdict")
-    for line in lines:
-        table.add_row(
-            *(str(line[name]) for name in ("width", "batch", "peer", "ranks")),
+    left = ("width", "batch", "peer", "ranks")
+    rows = [
+        [
+            *(str(line[name]) for name in left),
             f"{line['update_ms']:.2f}",
             *(f"{line['parts_ms'][part]:.2f}" for part in PARTS),
-            *(
-                "" if line[name] is None else f"{line[name]:.2f}"
-                for name in ("speed_up", "saved_ms")
-            ),
+            *("" if line[x] is None else f"{line[x]:.2f}" for x in ("speed_up", "saved_ms")),
             line["verdict"],
-        )
-    console.print(table)
+        ]
+        for line in lines
+    ]
+    columns = (*left, "update", *PARTS, "speed-up", "saved", "verdict")
+    show_table("one update, ms", columns, rows, left=(*left, "verdict"), width=150)
+    console = Console(width=150)
     for ranks in sorted({line["ranks"] for line in lines if line["peer"] == OURS}):
         console.print(_summary([x for x in lines if x["peer"] == OURS and x["ranks"] == ranks]))
     if imports:
         told = ", ".join(f"{n} at once {s:.1f} s" for n, s in imports.items())
-        console.print(f"import of TorchRL in fresh processes: {told}")
+        console.print(f"import of TorchRL in new processes: {told}")
     started = [line for line in lines if line["peer"] == OURS]
     if started:
         join, wrap = (statistics.median(x[n] for x in started) for n in ("join_ms", "wrap_ms"))
@@ -519,7 +513,7 @@ def _print(lines: list[dict[str, Any]], rounds: Rounds, imports: dict[int, float
 
 
 def _summary(lines: list[dict[str, Any]]) -> str:
-    """From which batch on ranks pay, for each width."""
+    """Return, for each width, from which batch on ranks pay."""
     told = []
     for width in sorted({line["width"] for line in lines}):
         here = sorted((x["batch"], x["verdict"] == "pays") for x in lines if x["width"] == width)
@@ -535,11 +529,9 @@ def _summary(lines: list[dict[str, Any]]) -> str:
 
 
 def _plot(path: Path, lines: list[dict[str, Any]]) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     axis = figure.subplots()
     drawn = [line for line in lines if line["peer"] == OURS and line["speed_up"]]
     for ranks, width in sorted({(line["ranks"], line["width"]) for line in drawn}):
@@ -557,7 +549,3 @@ def _plot(path: Path, lines: list[dict[str, Any]]) -> None:
     if drawn:
         axis.legend(fontsize=8)
     save_figure(figure, path)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

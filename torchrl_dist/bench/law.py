@@ -2,29 +2,30 @@
 
     torchrl-dist bench law --json law.jsonl --plot law.png
 
-The same rows lie in one buffer, and split over 4 shards. Each way of drawing batches of 256 is
-compared with the single buffer's law, by the total variation distance of how often it drew each
-row: 0 means the same law, 1 that no row is drawn by both. The distance that chance alone leaves is
-that of the single buffer itself, the column ``single``.
+The same rows are in one buffer, and split over 4 shards. Each way of drawing batches of 256 is
+compared with the distribution of the single buffer. The measure is the total variation distance of
+how often each row was drawn: 0 means the same distribution, 1 that no row is drawn by both. The
+column ``single`` is the distance of the single buffer itself, which is due to chance alone.
 
 Ways:
 
-- ``per worker``: each worker draws its part of the batch from a buffer of its own, and the parts
-  are joined, as DDP with a buffer per rank does (pytorch/rl#1397). All workers count the same,
-  whatever their rows are worth.
-- ``stale``: shards are chosen by old masses, 10 times the present one in every second shard, and
-  the rows are taken as they come.
-- ``sharded``: ours (``replay/law/shard_law.py``), which chooses by the same old masses at first.
+- ``per worker``: each worker draws its part of the batch from its own buffer, and the parts are
+  joined, as with DDP and a buffer per rank (pytorch/rl#1397). All workers get the same weight, no
+  matter what their rows are worth.
+- ``stale``: shards are chosen by old masses, which are 10 times the present ones in every second
+  shard, and the drawn rows are not corrected.
+- ``sharded``: ours (``replay/law/shard_law.py``). It starts from the same old masses, and corrects
+  the draw.
 
 Cases:
 
-- ``alike``: every shard holds the same priorities.
-- ``equal``: as many rows each, priorities from one distribution.
-- ``unequal rows``: 1 : 2 : 3 : ... rows, priorities from one distribution.
-- ``unequal priorities``: as many rows each, priorities of 1 : 3 : 9 : ...
+- ``alike``: every shard has the same priorities.
+- ``equal``: equally many rows, with priorities from one distribution.
+- ``unequal rows``: 1 : 2 : 3 : ... rows, with priorities from one distribution.
+- ``unequal priorities``: equally many rows, with priorities of 1 : 3 : 9 : ...
 
-Each once prioritized (alpha 0.6) and once uniform (alpha 0). ``exact`` is the distance of the
-per-worker law by arithmetic, without drawing.
+Each case is measured with priorities (alpha 0.6) and uniformly (alpha 0). ``exact`` is the distance
+of ``per worker``, computed without drawing.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,42 +43,36 @@ import numpy as np
 from torchrl_dist.bench.command import add_figures, check_folders, describe
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.recipes.parts.plots import save_figure
+from torchrl_dist.ui import show_table
 
 WAYS = ("single", "per worker", "stale", "sharded")
 CASES = ("alike", "equal", "unequal rows", "unequal priorities")
 ALPHAS = {"prioritized": 0.6, "uniform": 0.0}
-_OLD_MASS = 10.0  # times the present one
+_OLD_MASS = 10.0  # times the present mass
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and its options."""
+    """Add the command's description and options to ``parser``."""
     describe(parser, __doc__, run)
     for option, default, text in (
         ("--workers", 4, "shards"),
         ("--rows", 256, "rows per shard, on average"),
         ("--batch", 256, "rows per batch"),
         ("--draws", 400_000, "rows drawn per round"),
-        ("--rounds", 3, "with other random numbers; the table shows medians"),
+        ("--rounds", 3, "rounds with different random numbers; the table shows medians"),
     ):
         parser.add_argument(option, type=int, default=default, help=f"{text} (default: {default})")
     add_figures(parser, plot="distances")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse ``argv`` and :func:`run`."""
-    parser = argparse.ArgumentParser(prog="torchrl-dist bench law")
-    add_options(parser)
-    return run(parser.parse_args(argv))
-
-
 def run(options: argparse.Namespace) -> int:
-    """Measure, print a table. Blocks for about half a minute.
+    """Measure, and print a table. Blocks for about half a minute.
 
     Returns:
         0.
 
     Raises:
-        ConfigurationError: an option cannot be right.
+        ConfigurationError: an option has an invalid value.
     """
     from torchrl_dist.bench.replay_peers import versions
     from torchrl_dist.bench.table import append_json
@@ -90,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
     if options.batch < 1 or options.batch % options.workers:
         raise ConfigurationError(
             f"--batch: got {options.batch}, expected a multiple of --workers {options.workers}, so "
-            "that every worker can draw the same part of it"
+            "that every worker can draw an equal part of it"
         )
     check_folders(options.json, options.plot)
     lines = [measure(case, kind, options) for kind in ALPHAS for case in CASES]
@@ -106,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
 
 @dataclass
 class Line:
-    """The distances of one case: ``distances[way]``, an entry per round."""
+    """The distances of one case. ``distances[way]`` has one entry per round."""
 
     case: str
     kind: str
@@ -117,7 +112,7 @@ class Line:
         return statistics.median(self.distances[way])
 
     def cells(self) -> list[dict[str, Any]]:
-        """One JSON object per way."""
+        """Return one JSON object per way."""
         return [
             {
                 "bench": "law",
@@ -134,7 +129,7 @@ class Line:
 
 
 def measure(case: str, kind: str, options: argparse.Namespace) -> Line:
-    """Draw in every way, compare with the law of the single buffer."""
+    """Draw in every way, and compare with the distribution of the single buffer."""
     priorities = _priorities(case, options.workers, options.rows)
     leaves = [part ** ALPHAS[kind] for part in priorities]
     everything = np.concatenate(leaves)
@@ -152,7 +147,7 @@ def measure(case: str, kind: str, options: argparse.Namespace) -> Line:
 
 
 def variation(one: np.ndarray, other: np.ndarray) -> float:
-    """The total variation distance of two laws over the same rows."""
+    """Return the total variation distance of two distributions over the same rows."""
     return float(np.abs(one - other).sum() / 2)
 
 
@@ -231,26 +226,20 @@ def _priorities(case: str, workers: int, rows: int) -> list[np.ndarray]:
 
 
 def _print(lines: list[Line]) -> None:
-    from rich.console import Console
-    from rich.table import Table as RichTable
-
-    table = RichTable(title="total variation distance to the law of a single buffer")
-    for column in ("priorities", "shards"):
-        table.add_column(column)
-    for column in ("single\n(chance)", *WAYS[1:], "per worker,\nexact"):
-        table.add_column(column, justify="right")
-    for line in lines:
-        distances = [f"{line.distance(way):.4f}" for way in WAYS]
-        table.add_row(line.kind, line.case, *distances, f"{line.exact:.4f}")
-    Console(width=100).print(table)
+    left = ("priorities", "shards")
+    columns = (*left, "single\n(chance)", *WAYS[1:], "per worker,\nexact")
+    rows = [
+        [x.kind, x.case, *(f"{x.distance(way):.4f}" for way in WAYS), f"{x.exact:.4f}"]
+        for x in lines
+    ]
+    title = "total variation distance to the distribution of a single buffer"
+    show_table(title, columns, rows, left=left)
 
 
 def _plot(path: Path, lines: list[Line], options: argparse.Namespace) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.5 * len(ALPHAS), 3.4), layout="constrained")
-    FigureCanvasAgg(figure)
     colors = ("tab:gray", "tab:orange", "tab:red", "tab:blue")
     for axis, kind in zip(figure.subplots(1, len(ALPHAS), sharey=True), ALPHAS, strict=True):
         of_kind = [line for line in lines if line.kind == kind]
@@ -264,12 +253,8 @@ def _plot(path: Path, lines: list[Line], options: argparse.Namespace) -> None:
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=len(WAYS))
     figure.suptitle(
-        f"distance to a single buffer's law: {options.workers} shards, "
+        f"distance to a single buffer's distribution: {options.workers} shards, "
         f"{options.draws:,} draws; single = chance",
         fontsize=10,
     )
     save_figure(figure, path)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

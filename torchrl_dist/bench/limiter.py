@@ -2,16 +2,16 @@
 
     torchrl-dist bench limiter --json limiter.jsonl
 
-A process samples 64 rows at a time, and the limiter lets it have them only after as many new ones
-were written. Another process extends the buffer by 64 rows while it waits; a figure is the time
-from the call of ``extend`` to the return of ``sample``, with drawing and copying the rows.
+One process samples 64 rows at a time, and the limiter allows each sample only after 64 new rows
+were written. While it waits, another process extends the buffer by 64 rows. Figures are the times
+from the call of ``extend`` to the return of ``sample``, including drawing and copying the rows.
 
 - ``futex``: a bare wake-up of one process by another, as the limiter of one node uses it.
 - ``one node``: both processes use the directory that one of them keeps.
-- ``by RPC``, ``by RPC, 3 shards``: the rows lie at other processes, which are asked again and
-  again, with pauses that grow to 50 ms.
+- ``by RPC``, ``by RPC, 3 shards``: other processes keep the rows. The sampling process polls them,
+  with pauses that grow to 50 ms.
 
-``CPU`` is what the waiting process used while it waited for one second.
+``CPU`` is the CPU time that the waiting process used per second of waiting.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import mmap
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,36 +36,30 @@ from torchrl_dist.bench.command import (
 )
 from torchrl_dist.bench.workloads import make_rows
 from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.ui import show_table
 
 CASES = {"futex": 0, "one node": 0, "by RPC": 1, "by RPC, 3 shards": 3}
-"""How many processes keep the rows."""
+"""By case, the number of processes that keep the rows."""
 _BATCH = 64
-_PAUSE_S = 0.12  # until the other one surely waits, also with the longest pause between two looks
+_PAUSE_S = 0.12  # until the other process surely waits, even with the longest pause between polls
 _READY_S, _IDLE_S = 1.0, 1.0
 _MEMORY = Path("/dev/shm")
 
 Wakes = list[tuple[int, float]]
-"""When a wait ended, in ``time.monotonic_ns``, and seconds of CPU since the one before."""
+"""When a wait ended, in ``time.monotonic_ns``, and the seconds of CPU since the previous one."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and its options."""
+    """Add the command's description and options to ``parser``."""
     describe(parser, __doc__, run)
     parser.add_argument(
-        "--wakes", type=above_zero(int), default=60, help="measured per case (default: 60)"
+        "--wakes", type=above_zero(int), default=60, help="wake-ups per case (default: 60)"
     )
     add_figures(parser)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse ``argv`` and :func:`run`."""
-    parser = argparse.ArgumentParser(prog="torchrl-dist bench limiter")
-    add_options(parser)
-    return run(parser.parse_args(argv))
-
-
 def run(options: argparse.Namespace) -> int:
-    """Measure, print a table. Blocks for a minute.
+    """Measure, and print a table. Blocks for a minute.
 
     Returns:
         0, or 130 or 143 if a signal ended it.
@@ -106,12 +100,12 @@ def _measure(job: Any, case: str, name: str, folder: Path, wakes: int) -> dict[s
         buffer = _buffer(job, CASES[case], name, folder)
         rows = make_rows("S", _BATCH)
         wake = functools.partial(buffer.extend, rows)
-        wake()  # the first two make one sample possible
+        wake()  # the first two calls make one sample possible
         calls = job.submit(reader, wait_for_rows, buffer, wakes + 2, timeout_s=limit_s)
     begun = _wake_often(wake, wakes)
     found = calls.result(limit_s)
     delays = [1e-3 * (ended - at) for (ended, _), at in zip(found, begun, strict=True)]
-    ordered = sorted(delays[1:-1])  # without the first, which finds everything cold
+    ordered = sorted(delays[1:-1])  # without the first one, which finds cold caches
     return {
         "bench": "limiter",
         "case": case,
@@ -123,8 +117,10 @@ def _measure(job: Any, case: str, name: str, folder: Path, wakes: int) -> dict[s
 
 
 def _wake_often(wake: Callable[[], Any], wakes: int) -> list[int]:
-    """When each began, in ``time.monotonic_ns``. The first leaves the reader time to get ready, the
-    last comes after a longer pause."""
+    """Wake ``wakes`` times, and return when each wake-up began, in ``time.monotonic_ns``.
+
+    Before the first one, the reader gets time to start. The last one follows a longer pause.
+    """
     begun = []
     for pause_s in [_READY_S, *[_PAUSE_S] * wakes, _IDLE_S]:
         time.sleep(pause_s)
@@ -150,12 +146,12 @@ def _buffer(job: Any, shards: int, name: str, folder: Path) -> Any:
 
 
 def wait_for_rows(buffer: Any, times: int) -> Wakes:
-    """Runs in the reader: sample as often as that."""
+    """Run in the reader: sample ``times`` times."""
     return _note_wakes(buffer.sample, times)
 
 
 def wait_at_bell(path: str, times: int) -> Wakes:
-    """Runs in the reader: wait at the futex as often as that."""
+    """Run in the reader: wait at the futex ``times`` times."""
     bell = _open_bell(path)
     return _note_wakes(lambda: bell.wait(bell.arm(), 60.0), times)
 
@@ -180,18 +176,8 @@ def _open_bell(path: str) -> Any:
 
 
 def _print(lines: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="from the insert to the return of the sample that waits for it")
-    table.add_column("case")
-    for column in ("p50, us", "p99, us", "CPU, ms per s of waiting"):
-        table.add_column(column, justify="right")
-    for line in lines:
-        figures = (line["p50_us"], line["p99_us"], line["cpu_ms_per_s"])
-        table.add_row(line["case"], *(f"{figure:,.1f}" for figure in figures))
-    Console(width=100).print(table)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    title = "from the insert to the return of the sample that waits for it"
+    figures = ("p50_us", "p99_us", "cpu_ms_per_s")
+    rows = [[line["case"], *(f"{line[name]:,.1f}" for name in figures)] for line in lines]
+    columns = ("case", "p50, us", "p99, us", "CPU, ms per s of waiting")
+    show_table(title, columns, rows, left=("case",))

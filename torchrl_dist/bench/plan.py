@@ -1,12 +1,13 @@
-"""Does it come true? What the planner predicts, beside what is measured.
+"""Does it come true? Compares the planner's predictions with measurements.
 
     torchrl-dist bench plan
 
-First the planner measures its costs. ``grid``: settings that it has not seen, by ``bench collect``
-(workers, steps of 0 to 100 ms, 1 to 256 steps per message), and rounds that wait for all with
-normal and heavy-tailed step times. ``verdicts``: one process beside the processes that the planner
-would start, with learners that need more or less time per frame. ``bounds``: where it calls a job
-bound by the learner, the environment or the messages, that and only that is relieved.
+First, the planner measures its costs. Then come three parts. ``grid``: settings that it has not
+seen, measured by ``bench collect`` (workers, steps of 0 to 100 ms, 1 to 256 steps per message), and
+rounds that wait for all workers with normal and heavy-tailed step times. ``verdicts``: one process
+compared with the processes that the planner would start, for learners that need more or less time
+per frame. ``bounds``: if the planner calls a job bound by the learner, the environment or the
+messages, only this is made easier, to see whether the job gets faster.
 
 Needs a quiet machine and about five minutes.
 """
@@ -21,7 +22,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,12 +37,12 @@ _TIMEOUT_S = 150.0
 
 @dataclass(frozen=True)
 class Job:
-    """What is predicted and measured.
+    """A job that is predicted and measured.
 
     Attributes:
-        env: of ``bench collect``; ``step_s`` is how long a sleeping one sleeps.
-        learn_s: the learner computes for so long per frame.
-        durations: law of the step times; None: each takes ``step_s``.
+        env: an env of ``bench collect``. ``step_s`` is how long a sleeping one sleeps.
+        learn_s: how long the learner computes per frame.
+        durations: distribution of the step times. None: each step takes ``step_s``.
     """
 
     env: str
@@ -62,16 +63,16 @@ class Job:
         return f"{self.env}{step}, {kind} x {layout.envs}, {layout.steps} per message{learn}"
 
 
-# ---- what is asked
+# ---- the jobs
 
 
 def grid() -> list[Job]:
-    """Settings that no constant was fitted to."""
+    """Return settings to which no constant was fitted."""
     jobs = []
     for processes, steps, node in itertools.product((2, 8, 32), (1, 16, 256), (False, True)):
         layout = Layout(1, processes, 1, steps, node, 1, False)
         for step_s in (0.0, 0.001, 0.01, 0.1):
-            if steps * step_s <= 0.3:  # longer messages are counted as none, or as two
+            if steps * step_s <= 0.3:  # longer messages would be counted as none, or as two
                 jobs.append(Job("sleep", step_s, layout))
     waiting = Layout(1, 8, 1, 8)
     for law, envs in itertools.product(("normal", "lognormal", "slow"), (1, 8)):
@@ -80,7 +81,7 @@ def grid() -> list[Job]:
 
 
 def verdicts() -> list[tuple[Job, list[Job]]]:
-    """One process, and layouts of several from which the planner takes the best."""
+    """Return jobs of one process, each with layouts from which the planner takes the best."""
     cases = [
         ("sleep", 0.001, 1, 0.0), ("sleep", 0.01, 1, 0.0), ("sleep", 0.05, 1, 0.0),
         ("sleep", 0.01, 1, 0.02), ("sleep", 0.001, 1, 0.002), ("cartpole", 0.0, 1, 0.0),
@@ -100,7 +101,10 @@ def verdicts() -> list[tuple[Job, list[Job]]]:
 
 
 def bounds() -> list[tuple[str, Job, Job]]:
-    """What binds, a job, and the same job with that made easier. Each is bound by one thing."""
+    """Return for each bound its name, a job with that bound, and the same job with it made easier.
+
+    Each job has exactly one bound.
+    """
     base = Layout(1, 8, 1, 16, True, 1, False)
     single = Layout(1, 8, 1, 1, False, 1, False)
     learner = Job("sleep", 0.01, base, learn_s=0.005)
@@ -119,13 +123,15 @@ def ten_ms() -> Any:
     return SleepEnv(0.01)
 
 
-# ---- predicted
+# ---- predictions
 
 
 @functools.cache
 def _costs(env: str, step_s: float, seconds: float) -> Costs:
-    """Measured by the planner, of the env that it is to plan: a process that sleeps between its
-    steps finds colder caches than one that does not."""
+    """Let the planner measure the costs of this env.
+
+    They differ between envs, because a process that sleeps between steps finds colder caches.
+    """
     from torchrl_dist.bench.collect_cells import SleepEnv, make_policy
     from torchrl_dist.plan.measure import Subject, envs_of, measure
 
@@ -139,20 +145,20 @@ def _costs(env: str, step_s: float, seconds: float) -> Costs:
 
 
 def predicted(job: Job, seconds: float) -> float:
-    """Frames per second, by the model."""
+    """Return the frames per second that the model predicts."""
     costs = _costs(job.env, job.step_s, seconds)
     costs = replace(costs, update_s=job.learn_s, updates_per_frame=1.0)
-    if job.durations is not None:  # what was measured is a step that always takes the same
+    if job.durations is not None:  # the measured step always takes the same time
         spreads = {"normal": 0.1, "lognormal": 1.31, "slow": 1.42}
         costs = replace(costs, spread=spreads[job.durations])
     return predict(costs, job.layout, os.cpu_count() or 1).frames_per_s
 
 
-# ---- measured
+# ---- measurements
 
 
 def measured(job: Job, folder: Path, seconds: float, launcher: Any) -> float:
-    """Frames per second, in fresh processes; blocks for seconds."""
+    """Measure the frames per second in new processes. Blocks for seconds."""
     seconds = max(seconds, 6 * job.layout.steps * job.layout.envs * job.step_s)
     call: Callable[..., float] = _in_rounds if job.durations else _stepped
     return launcher.run(
@@ -172,8 +178,10 @@ def _in_rounds(job: Job, folder: str, seconds: float) -> float:
 
 
 def _stepped(job: Job, folder: str, seconds: float) -> float:
-    """Frames that the learner took, and computed on, per second; six rollouts of each process or
-    more, however many share a core."""
+    """Return the frames per second that the learner took and computed on.
+
+    Measures at least six rollouts of each process, no matter how many processes share a core.
+    """
     import torch
 
     from torchrl_dist.bench.collect_cells import set_step_s
@@ -230,7 +238,7 @@ def _collector(job: Job, folder: str) -> Iterator[Any]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and its options."""
+    """Add the command's description and options to ``parser``."""
     parser.description = __doc__
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
@@ -240,14 +248,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--seconds", type=above_zero(float), default=1.0, help="per measurement (default: 1)"
     )
     parser.add_argument(
-        "--every", type=above_zero(int), default=1, metavar="N", help="each Nth setting only"
+        "--every",
+        type=above_zero(int),
+        default=1,
+        metavar="N",
+        help="measure only each Nth setting",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append a line per setting")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append one line per setting")
     parser.set_defaults(command=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure and print; 0 unless a measurement raised."""
+    """Measure and print. Return 0 unless a measurement raised."""
     from torchrl_dist.bench.processes import Launcher
 
     check_folders(options.json)
@@ -281,7 +293,7 @@ Both = Callable[[Job], tuple[float, float]]
 
 
 def check_grid(both: Both, every: int = 1) -> str:
-    """The errors of all settings, in a sentence."""
+    """Return the errors of all settings, in a sentence."""
     errors = []
     for job in grid()[::every]:
         guess, found = both(job)
@@ -294,7 +306,7 @@ def check_grid(both: Both, every: int = 1) -> str:
 
 
 def check_verdicts(both: Both, every: int, guess_of: Callable[[Job], float]) -> str:
-    """How often the planner's choice is the measured winner, and what it costs where it is not."""
+    """Return how often the planner's choice is the measured winner, and the cost of its errors."""
     agree, regrets = 0, []
     cases = verdicts()[::every]
     for alone, several in cases:
@@ -314,23 +326,12 @@ def check_verdicts(both: Both, every: int, guess_of: Callable[[Job], float]) -> 
 
 
 def check_bounds(both: Both, every: int = 1) -> str:
-    """Whether what is said to bind does."""
+    """Return whether the predicted bounds are the real ones."""
     says = []
     for name, job, easier in bounds()[::every]:
         (guess, found), (easier_guess, easier_found) = both(job), both(easier)
         says.append(
-            f"{name}: relieved, {easier_found / found:.2f} times as fast "
+            f"{name}: made easier, {easier_found / found:.2f} times as fast "
             f"(predicted {easier_guess / guess:.2f})"
         )
     return "bounds: " + "; ".join(says)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse ``argv`` and :func:`run`."""
-    parser = argparse.ArgumentParser(prog="torchrl-dist bench plan")
-    add_options(parser)
-    return run(parser.parse_args(argv))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

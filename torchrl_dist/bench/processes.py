@@ -1,74 +1,45 @@
 """Fresh processes for measurements: started fast, ended for certain.
 
-A launcher process imports torch and TorchRL once, on one thread, and forks a clean child for each
-measurement. The child is the leader of a process group; it forks workers of its own. Whatever
-happens to the caller (Ctrl-C, a deadline, kill -9), the group ends: the caller kills it, and each
-process asks the kernel to be killed when its parent dies.
+A fork server forks a clean child for each measurement. The child is the leader of a process group;
+it forks workers of its own. Whatever happens to the caller (Ctrl-C, a deadline, kill -9), the group
+ends: the server kills it, and each process asks the kernel to be killed when its parent dies.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
+import importlib
 import multiprocessing
 import os
 import pickle
-import selectors
 import signal
-import struct
-import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Callable, Mapping
-from multiprocessing import resource_tracker
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 from torchrl_dist.errors import DeadlineError, PeerLostError, TorchRLDistError
+from torchrl_dist.runtime import forkserver
+from torchrl_dist.runtime.forkserver import ForkServer
+from torchrl_dist.runtime.signals import STOP_SIGNALS
 
 _PR_SET_PDEATHSIG = 1
-_START_S = 120.0  # importing torch and TorchRL takes seconds, minutes on a busy machine
 _END_S = 5.0
-# Imports leave no garbage, and looking for it is a quarter of their time.
-_SERVE = "import gc; gc.disable(); from torchrl_dist.bench.processes import _serve; _serve()"
 
 
 class MeasurementError(TorchRLDistError):
     """A measurement failed in its process; the message ends with what it printed last."""
 
 
-# ---- the caller's side
-
-
 class Launcher:
     """Starts one measurement after the other, each in a fresh process. A context manager."""
 
     def __init__(self) -> None:
-        variables = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1",
-            "MKL_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        }
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _SERVE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=variables,
-            start_new_session=True,  # Ctrl-C is for the caller, who then ends this one in order
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._requests, self._answers = self._process.stdin, self._process.stdout
-        self._child = 0
-        try:
-            self._answer(time.monotonic() + _START_S, "import torch and torchrl")
-        except BaseException:
-            self.close()
-            raise
+        self._server = ForkServer()
 
     def run(
         self,
@@ -86,72 +57,34 @@ class Launcher:
             environment: variables set in the child before the function is imported.
 
         Raises:
-            MeasurementError: it raised or died, or the launcher has.
+            MeasurementError: it raised or died.
             DeadlineError: it took longer than ``timeout_s``, and was killed.
+            PeerLostError: the fork server has died.
         """
+        variables = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        variables |= environment or {}
         call = (function.__module__, function.__qualname__, pickle.dumps(args))
+        children = self._server.start(_Measurement(call, folder, variables), range(1))
         try:
-            _send(self._requests, (call, str(folder), dict(environment or {})))
-        except BrokenPipeError as error:
-            raise MeasurementError(
-                "the launcher of the measurements died before this one"
-            ) from error
-        deadline = time.monotonic() + timeout_s
-        self._child = self._answer(time.monotonic() + _END_S, "fork")
-        try:
-            self._answer(deadline, f"measure ({timeout_s:g} s allowed)")
-        except BaseException:  # its end must not be taken for the answer of the next
-            self._end_child()
-            self._answer(time.monotonic() + _END_S, "notice that its child was killed")
-            raise
+            if not children.wait_gone(timeout_s):
+                raise DeadlineError(
+                    f"the measuring process did not measure ({timeout_s:g} s allowed) in time"
+                )
         finally:
-            self._end_child()
+            self._server.kill_children()
+        (state,) = children.states.values()
+        if state.failure is not None:
+            raise MeasurementError(f"{state.failure[0]}\n{_tail(folder / 'log')}")
         result = folder / "result"
         if not result.exists():
-            raise MeasurementError(f"the process died\n{_tail(folder / 'log')}")
-        succeeded, value = pickle.loads(result.read_bytes())
-        if not succeeded:
-            raise MeasurementError(f"{value}\n{_tail(folder / 'log')}")
-        return value
-
-    def close(self) -> None:
-        """End all processes; idempotent, blocks a few seconds at most."""
-        self._end_child()
-        if self._process.poll() is None:
-            self._process.kill()
-        self._process.wait(_END_S)
-        for stream in (self._requests, self._answers):
-            with contextlib.suppress(OSError):
-                stream.close()
+            raise MeasurementError(f"the process died ({state.exit})\n{_tail(folder / 'log')}")
+        return pickle.loads(result.read_bytes())
 
     def __enter__(self) -> Launcher:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _answer(self, deadline: float, doing: str) -> int:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._answers, selectors.EVENT_READ)
-            if not selector.select(max(0.0, deadline - time.monotonic())):
-                raise DeadlineError(f"the measuring process did not {doing} in time")
-        data = self._answers.read(8)
-        if len(data) < 8:
-            raise MeasurementError(f"the launcher of the measurements died; it had to {doing}")
-        return struct.unpack("<q", data)[0]
-
-    def _end_child(self) -> None:
-        """Kill what is left of the measurement's group: workers, and all of it after a failure."""
-        child, self._child = self._child, 0
-        if child:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child, signal.SIGKILL)
-
-
-def _send(stream: IO[bytes], message: Any) -> None:
-    data = pickle.dumps(message)
-    stream.write(struct.pack("<q", len(data)) + data)
-    stream.flush()
+        self._server.close()
 
 
 def _tail(path: Path, lines: int = 15) -> str:
@@ -159,69 +92,34 @@ def _tail(path: Path, lines: int = 15) -> str:
     return "\n".join(text.splitlines()[-lines:])
 
 
-# ---- the launcher
+@dataclass(frozen=True)
+class _Measurement:
+    """What the child does; unlike other children of a fork server it dies of signals, and its own
+    fork servers are new ones, as those of a program are."""
 
+    call: tuple[str, str, bytes]
+    folder: Path
+    environment: Mapping[str, str]
 
-def _serve() -> None:
-    """Fork a child per request from stdin; answer with its pid, then with its wait status."""
-    die_with_parent()
-    answers = os.dup(1)
-    os.dup2(2, 1)  # what libraries print must not look like answers
-    import tensordict  # noqa: F401
-    import torch
-    import torchrl.data  # noqa: F401
-
-    # Outside the groups that are killed: it removes the semaphores that those leave in /dev/shm.
-    resource_tracker.ensure_running()
-    torch.set_num_threads(1)
-    gc.enable()
-    requests = sys.stdin.buffer
-    os.write(answers, struct.pack("<q", 0))
-    while len(head := requests.read(8)) == 8:
-        call, folder, environment = pickle.loads(requests.read(struct.unpack("<q", head)[0]))
-        child = os.fork()
-        if not child:
-            os.close(answers)
-            _run_child(call, Path(folder), environment)
-        with contextlib.suppress(OSError):
-            os.setpgid(child, child)  # also here: the caller may kill the group at once
-        os.write(answers, struct.pack("<q", child))
-        _, status = os.waitpid(child, 0)
-        os.write(answers, struct.pack("<q", status))
-
-
-def _run_child(call: tuple[str, str, bytes], folder: Path, environment: dict[str, str]) -> None:
-    status = 1
-    try:
-        die_with_parent()
-        with contextlib.suppress(OSError):
-            os.setpgid(0, 0)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        for target, source in ((0, nothing), (1, log), (2, log)):
-            os.dup2(source, target)
-        os.environ.update(environment)
+    def run(self, rank: int, ready: Callable[[], None]) -> None:
+        forkserver._address = None
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        log = os.open(self.folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        for target in (1, 2):
+            os.dup2(log, target)
+        os.environ.update(self.environment)
         multiprocessing.set_start_method("fork", force=True)
-        outcome = _outcome(call)
-        part = folder / "result.part"
-        part.write_bytes(pickle.dumps(outcome))
-        part.rename(folder / "result")
-        status = 0
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-
-
-def _outcome(call: tuple[str, str, bytes]) -> tuple[bool, Any]:
-    import importlib
-
-    module, name, args = call
-    try:
-        return True, getattr(importlib.import_module(module), name)(*pickle.loads(args))
-    except BaseException as error:
-        traceback.print_exc()
-        return False, f"{type(error).__name__}: {error}"
+        module, name, args = self.call
+        try:
+            result = getattr(importlib.import_module(module), name)(*pickle.loads(args))
+        except BaseException:
+            traceback.print_exc()
+            raise
+        part = self.folder / "result.part"
+        part.write_bytes(pickle.dumps(result))
+        part.rename(self.folder / "result")
 
 
 def die_with_parent() -> None:

@@ -1,17 +1,18 @@
-"""What does a replay buffer in other processes cost, when every row travels by RPC?
+"""What does a replay buffer in other processes cost, if every row is sent by RPC?
 
     torchrl-dist bench remote --json remote.jsonl --plot remote.png
 
-1,000,000 rows of 45 B; learners sample batches of 256 (alpha 0.6) and send new priorities back.
-Each measurement runs in fresh processes with one torch thread each, all on this machine and without
-the shortcut through its memory; rounds go over all cases in turn, and the table shows medians.
+The buffer has 1,000,000 rows of 45 B. Learners sample batches of 256 (alpha 0.6) and send new
+priorities back. Each measurement runs in new processes with one torch thread each, all on this
+machine but without the shortcut through its memory. Rounds go over all cases in turn, and the table
+shows medians.
 
-- ``ours``: one owner, two batches drawn ahead, the default. ``ours-4`` and ``ours-8``: at least
-  that many batches per call.
+- ``ours``: one owner, two batches drawn ahead, which is the default. ``ours-4`` and ``ours-8``: at
+  least that many batches per call.
 - ``torchrl-rpc``: TorchRL's RemoteTensorDictReplayBuffer. ``ray``: its RayReplayBuffer.
-- ``shards``: ours over 1, 2, 4 and 8 owners, one learner, which asks all of them for each batch.
-  ``cost``: the time of an empty call; with it, ``bound`` is ``t(1) + (shards - 1) * cost``, and
-  the line ``32 nodes`` extends the measured times by a straight line.
+- ``shards``: ours over 1, 2, 4 and 8 owners, with one learner that asks all of them for each batch.
+  ``cost`` is the time of an empty call, and ``bound`` is ``t(1) + (shards - 1) * cost``. The line
+  ``32 nodes`` extrapolates the measured times linearly.
 
 ``messages`` and ``KiB`` are calls and payload per batch, in both directions together.
 """
@@ -23,7 +24,6 @@ import contextlib
 import os
 import statistics
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -55,6 +55,7 @@ from torchrl_dist.bench.replay_peers import (
 )
 from torchrl_dist.bench.workloads import make_rows
 from torchrl_dist.recipes.parts.plots import save_figure
+from torchrl_dist.ui import show_table
 
 _CALL_S = 60.0
 _FILL_BATCH = 4096
@@ -64,7 +65,7 @@ _NODES = 32
 
 
 class Ours(TorchRLBuffer):
-    """A buffer of ``shards`` owners, each a process of its own, without the shortcut."""
+    """A buffer of ``shards`` owners, each in its own process, without the shortcut."""
 
     name = "ours"
     ahead: ClassVar[tuple[int, int]] = (2, 1)
@@ -103,7 +104,7 @@ class Ours(TorchRLBuffer):
         )
 
     def traffic(self) -> tuple[int, int]:
-        """Messages and bytes since the buffer was built."""
+        """Return the messages and bytes since the buffer was built."""
         links = self.buffer.storage.client.links
         return (
             sum(link.messages for link in links),
@@ -111,7 +112,7 @@ class Ours(TorchRLBuffer):
         )
 
     def empty_call_s(self) -> float:
-        """Median duration of a call that does nothing."""
+        """Return the median duration of a call that does nothing."""
         owner = self.session.of_role("owner")[0]
         durations = []
         for _ in range(_EMPTY_CALLS):
@@ -160,8 +161,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """``rate``: batches/s of all learners; per batch: milliseconds of one learner, messages and
-    bytes where the peer counts them; ``empty_call_ms`` where it can be measured."""
+    """``rate``: batches/s of all learners. Per batch: milliseconds of one learner, and messages and
+    bytes if the peer counts them. ``empty_call_ms``, if it can be measured."""
 
     rate: float
     batch_ms: float
@@ -171,7 +172,7 @@ class Result:
 
 
 def measure(case: Case, folder: str) -> Result:
-    """Run one case, in a fresh process; blocks for about the filling and ``seconds``."""
+    """Measure one case, in a new process. Blocks for the filling and about ``seconds``."""
     import torch
 
     torch.set_num_threads(1)
@@ -214,7 +215,7 @@ class Learned:
 
 
 def learn(peer: Peer, window: Window) -> Learned:
-    """A learner's loop, after a few calls that do not count."""
+    """Run a learner's loop, after a few calls that do not count."""
     import torch
 
     priorities = [torch.rand(SAMPLE_BATCH) for _ in range(16)]
@@ -243,7 +244,7 @@ def learn(peer: Peer, window: Window) -> Learned:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and its options."""
+    """Add the command's description and options to ``parser``."""
     describe(parser, __doc__, run)
     parser.add_argument(
         "--peers",
@@ -253,12 +254,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"some of {','.join(PEERS)} (default: all)",
     )
     for option, default, text in (
-        ("--learners", [1, 4], "learners at a time, one owner (1,4)"),
-        ("--shards", [1, 2, 4, 8], "owners, one learner (1,2,4,8)"),
+        ("--learners", [1, 4], "concurrent learners, with one owner (default: 1,4)"),
+        ("--shards", [1, 2, 4, 8], "owners, with one learner (default: 1,2,4,8)"),
     ):
         parser.add_argument(option, type=counts, default=default, metavar="N,M", help=text)
     parser.add_argument(
-        "--capacity", type=above_zero(int), default=1_000_000, help="in rows (default: 1000000)"
+        "--capacity",
+        type=above_zero(int),
+        default=1_000_000,
+        help="rows of the buffer (default: 1000000)",
     )
     add_figures(
         parser,
@@ -272,15 +276,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse ``argv`` and :func:`run`."""
-    parser = argparse.ArgumentParser(prog="torchrl-dist bench remote")
-    add_options(parser)
-    return run(parser.parse_args(argv))
-
-
 def run(options: argparse.Namespace) -> int:
-    """Measure, print tables. Blocks for minutes; Ctrl-C ends it in order and prints what is there.
+    """Measure, and print tables. Blocks for minutes. Ctrl-C prints what was found and ends.
 
     Returns:
         0; 1 if a measurement failed; 130 or 143 after SIGINT or SIGTERM.
@@ -301,7 +298,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def plan(options: argparse.Namespace) -> list[Case]:
-    """What one round measures."""
+    """Return what one round measures."""
     cases = []
     for peer in options.peers:
         reason = PEERS[peer].missing()
@@ -345,13 +342,13 @@ def _median(results: list[Result]) -> Result:
 
 
 def shard_bound_ms(one: Result, shards: int) -> float:
-    """``t(1) + (shards - 1) * cost`` of one message, milliseconds per batch."""
+    """Return ``t(1) + (shards - 1) * cost`` of one message, in milliseconds per batch."""
     assert one.empty_call_ms is not None
     return one.batch_ms + (shards - 1) * one.empty_call_ms
 
 
 def extrapolated_ms(times_ms: dict[int, float], nodes: int) -> float:
-    """Milliseconds per batch at ``nodes`` shards, by least squares of ``a + b * shards``."""
+    """Return the milliseconds per batch at ``nodes`` shards, by a fit of ``a + b * shards``."""
     import numpy as np
 
     slope, start = np.polyfit(list(times_ms), list(times_ms.values()), 1)
@@ -359,51 +356,45 @@ def extrapolated_ms(times_ms: dict[int, float], nodes: int) -> float:
 
 
 def _print_rates(medians: dict[Case, Result], options: argparse.Namespace) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(width=100)
-
     def number(value: float | None, digits: int = 2) -> str:
         return "-" if value is None else f"{value:,.{digits}f}"
 
-    table = Table(title="sample + update of 256 rows by RPC, one owner")
-    for column in ("peer", "learners", "batches/s", "of torchrl-rpc", "messages", "KiB"):
-        table.add_column(column, justify="left" if column == "peer" else "right")
+    def sent(result: Result) -> list[str]:
+        kib = None if result.bytes is None else result.bytes / 1024
+        return [number(result.messages), number(kib, 1)]
+
+    rows = []
     for case, result in medians.items():
         if case.shards != 1:
             continue
         base = medians.get(Case("torchrl-rpc", case.learners, 1, case.capacity, case.seconds))
-        table.add_row(
-            case.peer,
-            str(case.learners),
-            number(result.rate, 0),
-            number(None if base is None else result.rate / base.rate),
-            number(result.messages),
-            number(None if result.bytes is None else result.bytes / 1024, 1),
+        rows.append(
+            [
+                case.peer,
+                str(case.learners),
+                number(result.rate, 0),
+                number(None if base is None else result.rate / base.rate),
+                *sent(result),
+            ]
         )
-    console.print(table)
+    columns = ["peer", "learners", "batches/s", "of torchrl-rpc", "messages", "KiB"]
+    show_table("sample + update of 256 rows by RPC, one owner", columns, rows, left=("peer",))
     times = {
         case.shards: result
         for case, result in sorted(medians.items(), key=lambda item: item[0].shards)
         if case.peer == "ours" and case.learners == 1
     }
     if 1 in times and len(times) > 1:
-        table = Table(title="ours over several owners, one learner")
-        for column in ("shards", "ms per batch", "bound ms", "messages", "KiB"):
-            table.add_column(column, justify="right")
-        for shards, result in times.items():
-            table.add_row(
-                str(shards),
-                number(result.batch_ms),
-                number(shard_bound_ms(times[1], shards)),
-                number(result.messages),
-                number(None if result.bytes is None else result.bytes / 1024, 1),
-            )
+        bounds = {shards: number(shard_bound_ms(times[1], shards)) for shards in times}
+        rows = [
+            [str(shards), number(result.batch_ms), bounds[shards], *sent(result)]
+            for shards, result in times.items()
+        ]
         beyond = extrapolated_ms({s: result.batch_ms for s, result in times.items()}, _NODES)
-        table.add_row(f"{_NODES} nodes", number(beyond), "", "", "")
-        console.print(table)
-        console.print(f"cost of an empty call: {times[1].empty_call_ms:.3f} ms")
+        rows.append([f"{_NODES} nodes", number(beyond), "", "", ""])
+        columns = ["shards", "ms per batch", "bound ms", "messages", "KiB"]
+        show_table("ours over several owners, one learner", columns, rows)
+        print(f"cost of an empty call: {times[1].empty_call_ms:.3f} ms")
 
 
 def _append_json(
@@ -423,11 +414,9 @@ def _append_json(
 
 
 def _plot(path: Path, medians: dict[Case, Result]) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.2), layout="constrained")
-    FigureCanvasAgg(figure)
     rates, shards = figure.subplots(1, 2)
     one = {case: result for case, result in medians.items() if case.shards == 1}
     labels = [f"{case.peer}, {case.learners}" for case in one]
@@ -446,7 +435,3 @@ def _plot(path: Path, medians: dict[Case, Result]) -> None:
     shards.set_ylabel("ms per batch")
     shards.set_title("ours, one learner", fontsize=9)
     save_figure(figure, path)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,22 +1,24 @@
-"""How fast is the shared replay buffer, beside everything else that can be shared?
+"""How fast is the shared replay buffer, compared with other ways to share one?
 
     torchrl-dist bench replay --json replay.jsonl --plot replay.png
 
-Workloads S (45 B per row, 1M rows) and L (28 KB, 50k rows); batches of 256, alpha 0.6. Each
-measurement runs in fresh processes with one torch thread each; rounds go over all peers in turn, so
-that a slow minute of the machine hits all of them; the table shows medians over rounds.
+There are two workloads, S (45 B per row, 1M rows) and L (28 KB, 50k rows), with batches of 256 and
+alpha 0.6. Each measurement runs in new processes with one torch thread each. Rounds go over all
+peers in turn, so that a slow minute of the machine affects all of them. The table shows medians
+over rounds.
 
 Operations:
 
 - ``write``: rows/s of 1 and 4 processes, in batches of 64 and 512.
-- ``sample``, ``sample+update``: batches/s of a learner that does not write.
-- ``mixed``: 2 writers (batches of 64) beside a learner that samples and updates.
-- ``lock``: how long a reader waits for our lock beside a writer in a tight loop (``lock-wait``),
-  and beside one whose process runs a busy Python thread as well (``lock-wait-busy``).
+- ``sample``, ``sample+update``: batches/s of a learner, without writers.
+- ``mixed``: 2 writers (batches of 64) and a learner that samples and updates.
+- ``lock``: how long a reader waits for our lock, next to a writer in a tight loop (``lock-wait``),
+  or to one whose process also runs a busy Python thread (``lock-wait-busy``).
 - ``cursor``: what an ``extend`` pays for its slots (pytorch/rl#1397): a reservation in shared
-  memory, a fetch-add of a TCPStore, a call by RPC; with a bare record lock and unlock for scale.
+  memory, a fetch-add of a TCPStore, or a call by RPC. A bare record lock and unlock gives the
+  scale.
 
-The peer ``floor`` copies between tensors without lock, tree or TensorDict: the distance to it is
+The peer ``floor`` copies between tensors without lock, tree or TensorDict. The distance to it is
 what a buffer costs.
 """
 
@@ -25,7 +27,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,13 +48,13 @@ from torchrl_dist.bench.workloads import KINDS
 from torchrl_dist.errors import ConfigurationError
 
 OPS = ("write", "sample", "sample+update", "mixed", "lock", "cursor")
-# ratios are to the first of them that was measured
+# Ratios refer to the first of these that was measured.
 _OURS = ("ours-c", "ours-numpy", "ours-c-stock", "ours-c-2t")
 _MIXED_WRITERS, _MIXED_BATCH = 2, 64
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and its options."""
+    """Add the command's description and options to ``parser``."""
     describe(parser, __doc__, run)
     for option, known in (("--peers", list(PEERS)), ("--kinds", list(KINDS)), ("--ops", OPS)):
         parser.add_argument(
@@ -64,41 +65,43 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             help=f"some of {','.join(known)} (default: all)",
         )
     parser.add_argument(
-        "--batches", type=counts, default=[64, 512], metavar="N,M", help="of writers (64,512)"
+        "--batches",
+        type=counts,
+        default=[64, 512],
+        metavar="N,M",
+        help="batch sizes of writers (default: 64,512)",
     )
     parser.add_argument(
-        "--writers", type=counts, default=[1, 4], metavar="N,M", help="writing processes (1,4)"
+        "--writers",
+        type=counts,
+        default=[1, 4],
+        metavar="N,M",
+        help="numbers of writing processes (default: 1,4)",
     )
     parser.add_argument(
-        "--capacity", type=above_zero(int), help="in rows (default: 1000000 for S, 50000 for L)"
+        "--capacity",
+        type=above_zero(int),
+        help="rows of the buffer (default: 1000000 for S, 50000 for L)",
     )
     add_figures(
         parser,
         rounds=3,
         seconds=2.0,
         timeout_s=180.0,
-        timed="one measurement, filling the buffer included",
+        timed="one measurement, including the filling of the buffer",
         plot="rates",
         scratch=True,
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse ``argv`` and :func:`run`."""
-    parser = argparse.ArgumentParser(prog="torchrl-dist bench replay")
-    add_options(parser)
-    return run(parser.parse_args(argv))
-
-
 def run(options: argparse.Namespace) -> int:
-    """Measure, print a table. Blocks for minutes; Ctrl-C ends it in order and prints what is
-    there.
+    """Measure, and print a table. Blocks for minutes. Ctrl-C prints what was found and ends.
 
     Returns:
         0; 1 if a measurement failed; 130 or 143 after SIGINT or SIGTERM.
 
     Raises:
-        ConfigurationError: nothing of what was asked for can be measured.
+        ConfigurationError: nothing that was asked for can be measured.
     """
     from torchrl_dist.bench.table import Table, append_json, plot, print_rates
 
@@ -135,12 +138,14 @@ def _available(names: list[str]) -> list[str]:
         else:
             say(f"skipped {name}: {reason}")
     if not available:
-        raise ConfigurationError("none of the peers can be measured here")
+        raise ConfigurationError(
+            "none of the peers can be measured here: see above for the reasons"
+        )
     return available
 
 
 def plan(options: argparse.Namespace, peers: list[str]) -> list[list[Cell]]:
-    """What one round measures: groups of cells that differ by the peer only."""
+    """Return what one round measures: groups of cells that differ only in the peer."""
     groups = []
     for kind in options.kinds:
         capacity = options.capacity or KINDS[kind].capacity
@@ -161,7 +166,7 @@ def plan(options: argparse.Namespace, peers: list[str]) -> list[list[Cell]]:
 
 
 def _can(peer: str, cell: Cell) -> bool:
-    if cell.op in ("lock", "cursor"):  # about our own parts, once
+    if cell.op in ("lock", "cursor"):  # these concern our own parts, so they are measured once
         return peer in ("ours-numpy", "ours-c") and cell.kind == "S"
     return not PEERS[peer].in_one_process or (cell.op != "mixed" and cell.processes == 1)
 
@@ -191,7 +196,3 @@ def _measure_all(options: argparse.Namespace, peers: list[str], table: Any) -> i
 
     groups = plan(options, peers)
     return in_rounds(options.rounds, groups, options.scratch_dir, run_one, label, take)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,6 +1,6 @@
-"""What is measured about one replay buffer; runs in the measurement's own processes.
+"""Measures one replay buffer. Runs in the measurement's own processes.
 
-The process that calls :func:`measure` is the learner: it samples and updates. Its workers write.
+The process that calls :func:`measure` is the learner, which samples and updates. Its workers write.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torchrl_dist.bench.replay_peers import PEERS, SAMPLE_BATCH, Peer
 from torchrl_dist.bench.workloads import KINDS, make_rows
 
 _PREPARED_BATCHES = 4
-_LEAD_S = 0.5  # all loops run this long before they count, so that all are running then
+_LEAD_S = 0.5  # all loops run this long before counting begins, so that all of them are running
 _LATE_S = 0.5
 _WARM_S = 2.0
-_WARM_LAPS = 8  # draws are with replacement: after so many per row, one row in 3,000 was not met
+_WARM_LAPS = 8  # draws per row: with replacement, this leaves one row in 3,000 undrawn
 _PRIORITIES = 16
-_PAUSE_S = 2e-4  # between two entries of the reader that measures its waits
+_PAUSE_S = 2e-4  # between two attempts of the reader that measures its waits
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Result:
-    """What came out; ``rate`` in ``unit``, percentiles over calls, in milliseconds."""
+    """The result. ``rate`` is in ``unit``, percentiles are over calls, in milliseconds."""
 
     op: str
     batch: int
@@ -56,7 +56,7 @@ class Result:
 
 
 def measure(cell: Cell, folder: str) -> list[Result]:
-    """Run one cell; blocks for about the time that filling takes and ``seconds``."""
+    """Measure one cell. Blocks for the filling and about ``seconds``."""
     import torch
 
     torch.set_num_threads(1)
@@ -71,7 +71,7 @@ def measure(cell: Cell, folder: str) -> list[Result]:
 
 
 def _fill(peer: Peer, cell: Cell) -> None:
-    """Write the buffer full once, each worker its part: their pages are mapped then."""
+    """Fill the buffer once, each worker its part, so that all pages are mapped."""
     if not peer.workers:
         fill(peer, cell.kind, cell.capacity, cell.capacity, cell.batch, 0)
         return
@@ -87,8 +87,8 @@ def _fill(peer: Peer, cell: Cell) -> None:
 def fill(peer: Peer, kind: str, rows: int, capacity: int, batch: int, seed: int) -> None:
     """Write ``rows`` rows, and prepare the batches for :func:`write`.
 
-    A writer meets every page of the ring for the first time once. So it goes on, up to the whole
-    capacity, unless that takes long.
+    Each writer touches each page of the ring for the first time once. So it continues up to the
+    whole capacity, unless that takes long.
     """
     size = max(1, min(KINDS[kind].fill_batch, capacity // 16))
     several = peer.prepare(make_rows(kind, size, seed))
@@ -118,7 +118,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Window:
-    """When loops count, on the clock that all processes of a machine share."""
+    """When loops count, on the clock that all processes of a node share."""
 
     start: float
     stop: float
@@ -132,7 +132,7 @@ class Window:
         """Call until the window closes, at least once.
 
         Raises:
-            MeasurementError: when it was half over before counting could begin.
+            MeasurementError: half of the window was over before counting could begin.
         """
         import numpy as np
 
@@ -144,8 +144,8 @@ class Window:
         begin = last = time.monotonic()
         if begin - self.start > max(_LATE_S, (self.stop - self.start) / 2):
             raise MeasurementError(
-                f"a process began to count {begin - self.start:.1f} s after the others were to "
-                f"begin, of {self.stop - self.start:.1f} s: take longer with --seconds"
+                f"a process began to count {begin - self.start:.1f} s late, in a window of "
+                f"{self.stop - self.start:.1f} s: use a longer window with --seconds"
             )
         while last < self.stop or not durations:
             call()
@@ -161,7 +161,7 @@ def _page_faults() -> int:
 
 
 def write(peer: Peer, window: Window, busy: bool) -> Tally:
-    """A worker's loop. ``busy``: beside a Python thread that computes all the time."""
+    """Run a worker's loop. If ``busy``, a Python thread computes all the time meanwhile."""
     stop = threading.Event()
     if busy:
         threading.Thread(target=_compute, args=(stop, window.stop), daemon=True).start()
@@ -183,7 +183,7 @@ def _compute(stop: threading.Event, until: float) -> None:
 
 
 def learn(peer: Peer, window: Window, *, update: bool) -> Tally:
-    """The learner's loop."""
+    """Run the learner's loop."""
     import torch
 
     priorities = [torch.rand(SAMPLE_BATCH) for _ in range(_PRIORITIES)]
@@ -200,8 +200,10 @@ def learn(peer: Peer, window: Window, *, update: bool) -> Tally:
 
 
 def _warm_learner(peer: Peer, cell: Cell) -> None:
-    """Sample until about every page was met, or for a while; TorchRL's shared buffer catches up
-    with what was written in the first call."""
+    """Sample until almost every page was touched, for a limited time.
+
+    In its first call, TorchRL's shared buffer also catches up with what was written.
+    """
     end = time.monotonic() + _WARM_S
     for _ in range(-(-_WARM_LAPS * cell.capacity // SAMPLE_BATCH)):
         peer.sample()
@@ -281,7 +283,7 @@ def _mixed(peer: Peer, cell: Cell) -> list[Result]:
 
 
 def _lock(peer: Peer, cell: Cell) -> list[Result]:
-    """How long a reader waits for our lock beside a writer in a tight loop."""
+    """Measure how long a reader waits for our lock next to a writer in a tight loop."""
     directory = peer.buffer.storage.directory  # type: ignore[attr-defined]  # of ours
     results = []
     for op, busy in (("lock-wait", False), ("lock-wait-busy", True)):
@@ -320,7 +322,7 @@ _OPERATIONS: dict[str, Callable[[Peer, Cell], list[Result]]] = {
 
 
 def _cursors(cell: Cell, folder: str) -> list[Result]:
-    """A reservation in shared memory against a fetch-add over TCP and a call by RPC."""
+    """Compare a reservation in shared memory, a fetch-add over TCP and a call by RPC."""
     from torchrl_dist.replay.node.cursor import SharedCursor
 
     peer: Any = PEERS[cell.peer](cell.kind, cell.capacity, folder)
@@ -358,7 +360,7 @@ def _durations(call: Callable[[], Any], seconds: float) -> Any:
 
 
 def _bare_lock(folder: str, seconds: float) -> Any:
-    """One record lock taken and given back, as plainly as Python can."""
+    """Time acquiring and releasing one record lock, as plainly as Python can."""
     import fcntl
 
     with Path(folder, "bare-lock").open("w") as file:
@@ -371,7 +373,7 @@ def _bare_lock(folder: str, seconds: float) -> Any:
 
 
 def _remote_cursors(stack: contextlib.ExitStack, batch: int) -> list[tuple[str, Callable[[], Any]]]:
-    """A TCPStore and an RPC peer in a process of their own."""
+    """Start a TCPStore and an RPC peer, each in its own process."""
     from torchrl_dist.runtime import local_cluster
     from torchrl_dist.runtime.store import connect_store
 

@@ -1,7 +1,7 @@
-"""The replay buffers that are compared: one class each, with the same four methods.
+"""The replay buffers that are compared, one class each, with the same four methods.
 
-A peer is built in the learner's process; ``open`` starts its workers, which write. TorchRL and the
-others are imported when a peer is opened, so that this module costs nothing.
+A peer is built in the learner's process. ``open`` starts its workers, which write. TorchRL and
+other packages are imported only when a peer is opened, so importing this module is cheap.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ _QUEUED_CALLS = 16
 
 @dataclass
 class Peer:
-    """A replay buffer under measurement; this base class is also each worker's view of it.
+    """A replay buffer to measure. This base class is also each worker's view of it.
 
     Args:
-        kind: of the rows, a key of ``KINDS``.
-        capacity: in rows.
-        folder: an empty folder in memory, removed afterwards.
+        kind: kind of the rows, a key of ``KINDS``.
+        capacity: maximum number of rows.
+        folder: an empty folder in memory, which is removed afterwards.
     """
 
     name: ClassVar[str]
     in_one_process: ClassVar[bool] = False
-    """Whether the learner itself has to write, because nobody else can."""
+    """Whether the learner itself must write, because no other process can."""
     environment: ClassVar[Mapping[str, str]] = {}
-    """Variables of all its processes."""
+    """Environment variables of all its processes."""
 
     kind: str
     capacity: int
     folder: str
     workers: list[Worker] = field(default_factory=list, init=False, repr=False)
     batches: list[Any] = field(default_factory=list, init=False, repr=False)
-    """Prepared rows that this process writes again and again."""
+    """Prepared rows that this process writes repeatedly."""
 
     @classmethod
     def missing(cls) -> str | None:
-        """Why this peer cannot be measured here, or None. Imports what it needs."""
+        """Return why this peer cannot be measured here, or None. Imports what it needs."""
         return None
 
     def open(self, workers: int) -> None:
@@ -59,7 +59,7 @@ class Peer:
         self.workers = [ForkedWorker(self) for _ in range(workers)]
 
     def prepare(self, rows: Any) -> Any:
-        """What a writer has to hand over for these rows, a TensorDict."""
+        """Convert rows, a TensorDict, to what ``extend`` takes."""
         return rows
 
     def extend(self, rows: Any) -> None:
@@ -67,11 +67,11 @@ class Peer:
         raise NotImplementedError
 
     def sample(self) -> Any:
-        """A batch of 256 rows with their indices and weights."""
+        """Return a batch of 256 rows with their indices and weights."""
         raise NotImplementedError
 
     def update(self, batch: Any, priorities: Any) -> None:
-        """New priorities (float32 tensor [256]) for the rows of a sampled batch."""
+        """Set new priorities (a float32 tensor [256]) for the rows of a sampled batch."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class Peer:
 
 
 class TorchRLBuffer(Peer):
-    """Whatever has the methods of TorchRL's TensorDictReplayBuffer."""
+    """A peer with the methods of TorchRL's TensorDictReplayBuffer."""
 
     buffer: Any
 
@@ -101,7 +101,7 @@ class TorchRLBuffer(Peer):
 
 
 class Ours(TorchRLBuffer):
-    """The shared buffer, attached to by each process on its own; nothing crosses the fork."""
+    """The shared buffer, which each process attaches to by itself. No handle crosses the fork."""
 
     name = "ours-numpy"
     environment: ClassVar[Mapping[str, str]] = {"TORCHRL_DIST_KERNEL": "numpy"}
@@ -149,7 +149,7 @@ class OursWithKernel(Ours):
     @classmethod
     def missing(cls) -> str | None:
         if importlib.util.find_spec("torchrl_dist.replay.law._kernel") is None:
-            return "the C kernel was not built: reinstall torchrl-dist where a C compiler is"
+            return "the C kernel was not built: reinstall torchrl-dist with a C compiler"
         return None
 
 
@@ -166,7 +166,7 @@ class OursInStockBuffer(OursWithKernel):
 
 
 class OursWithTwoThreads(OursWithKernel):
-    """The learner gathers rows on two threads."""
+    """The learner gathers rows with two threads."""
 
     name = "ours-c-2t"
     gather_threads: ClassVar[int] = 2
@@ -216,7 +216,7 @@ class TorchRL(TorchRLBuffer):
 
 
 class TorchRLShared(TorchRLBuffer):
-    """``shared=True, sync=False``: writers inherit a lock, the learner keeps the priorities."""
+    """``shared=True, sync=False``: writers inherit a lock, and the learner has the priorities."""
 
     name = "torchrl-shared"
 
@@ -280,15 +280,15 @@ class TorchRLQueue(Peer):
         self._requests.put(("update", update), timeout=_CALL_S)
 
     def close(self) -> None:
-        if self.workers:  # the learner, not one of its workers; these end after the owner, because
-            # a queued tensor is fetched from the process that sent it
+        if self.workers:  # the learner, not a worker; workers end after the owner, because a queued
+            # tensor is fetched from the process that sent it
             self._requests.put(None, timeout=_CALL_S)
             self._owner.join(_CALL_S)
         super().close()
 
 
 class TorchRLRemote(TorchRLBuffer):
-    """RemoteTensorDictReplayBuffer in a process of its own, called by torch.distributed.rpc."""
+    """RemoteTensorDictReplayBuffer in its own process, called by torch.distributed.rpc."""
 
     name = "torchrl-rpc"
 
@@ -327,7 +327,7 @@ def _remote_buffer(capacity: int) -> Any:
 
 @dataclass
 class _Calls:
-    """A buffer's methods, each one call of a Remote."""
+    """A buffer's methods, each as one call of a Remote."""
 
     remote: Any
 
@@ -393,7 +393,7 @@ class Ray(TorchRLBuffer):
 
     name = "ray"
     environment: ClassVar[Mapping[str, str]] = {
-        "RAY_AUTH_MODE": "disabled",  # or Ray writes a token into the home folder
+        "RAY_AUTH_MODE": "disabled",  # otherwise Ray writes a token into the home folder
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",
     }
@@ -430,7 +430,7 @@ class Ray(TorchRLBuffer):
             self.workers.append(_RayWorker(self._ray, remote.remote(view)))
 
     def close(self) -> None:
-        if hasattr(self, "buffer"):  # else Ray did not start
+        if hasattr(self, "buffer"):  # not if Ray failed to start
             self.buffer.close()
         self._ray.shutdown()
 
@@ -450,8 +450,8 @@ class _RayWorker:
 
 
 class Reverb(Peer):
-    """A Reverb server in a process of its own; the learner reads its batches as a TensorFlow
-    dataset, which fetches ahead."""
+    """A Reverb server in its own process. The learner reads its batches as a TensorFlow dataset,
+    which prefetches."""
 
     name = "reverb"
     environment: ClassVar[Mapping[str, str]] = {
@@ -464,7 +464,7 @@ class Reverb(Peer):
         return _not_installed("reverb", "dm-reverb[tensorflow]")
 
     def open(self, workers: int) -> None:
-        # TensorFlow does not survive a fork: each process imports it for itself, afterwards
+        # TensorFlow does not survive a fork, so each process imports it after the fork.
         self._server = ForkedWorker(self)
         self._address = f"localhost:{self._server.submit(_serve_reverb).result(_CALL_S)}"
         super().open(workers)
@@ -516,7 +516,7 @@ class Reverb(Peer):
 
 
 def _serve_reverb(peer: Reverb) -> int:
-    """Start the server in this process; returns its port."""
+    """Start the server in this process, and return its port."""
     reverb = importlib.import_module("reverb")
     table = reverb.Table(
         "replay",
@@ -530,7 +530,7 @@ def _serve_reverb(peer: Reverb) -> int:
 
 
 def _arrays(rows: Any) -> dict[str, Any]:
-    """The leaves of a TensorDict as NumPy arrays, under flat keys."""
+    """Return the entries of a TensorDict as NumPy arrays, under flat keys."""
     leaves = rows.items(include_nested=True, leaves_only=True)
     return {key if isinstance(key, str) else "_".join(key): leaf.numpy() for key, leaf in leaves}
 
@@ -545,7 +545,7 @@ def _not_installed(module: str, requirement: str) -> str | None:
 
 
 class Floor(Peer):
-    """What memory alone allows: plain copies between tensors, without lock, tree or TensorDict."""
+    """What memory allows: plain copies between tensors, without lock, tree or TensorDict."""
 
     name = "floor"
 
@@ -565,7 +565,7 @@ class Floor(Peer):
         self._random = np.random.default_rng()
         share = self.capacity // max(1, workers)
         started: list[Worker] = []
-        for index in range(workers):  # each in a part of its own, mapped when it was filled once
+        for index in range(workers):  # each in its own part, which is mapped after one filling
             self._part = range(index * share, (index + 1) * share)
             self._at = self._part.start
             started.append(ForkedWorker(self))
@@ -614,7 +614,7 @@ PEERS: dict[str, type[Peer]] = {
 
 
 def versions(names: Iterator[str] | list[str]) -> dict[str, str]:
-    """Versions of what the named peers run on."""
+    """Return the versions of the packages that the named peers use."""
     import platform
 
     wanted = ["torchrl-dist", "torch", "torchrl", "tensordict", "numpy"]

@@ -1,4 +1,4 @@
-"""What becomes of measurements: medians over rounds, a table, JSON lines, a plot."""
+"""Turns measurements into medians over rounds, a table, JSON lines and a plot."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any
 
 from torchrl_dist import own_files
 from torchrl_dist.recipes.parts.plots import save_figure
+from torchrl_dist.ui import show_table
 
 
 @dataclass(frozen=True)
 class Key:
-    """What a line of the table is about; ``peer`` is its column."""
+    """What a line of the table is about. ``peer`` is its column."""
 
     kind: str
     op: str
@@ -26,7 +27,7 @@ class Key:
 
 @dataclass
 class Entry:
-    """One peer's figures for one line, a list entry per round."""
+    """One peer's figures for one line. Lists have one entry per round."""
 
     unit: str
     rates: list[float] = field(default_factory=list)
@@ -46,7 +47,7 @@ class Table:
         self.entries: dict[Key, Entry] = {}
 
     def add(self, kind: str, peer: str, result: Any) -> None:
-        """Take in one ``replay_cells.Result``."""
+        """Add one ``replay_cells.Result``."""
         key = Key(kind, result.op, result.batch, result.processes, peer)
         entry = self.entries.setdefault(key, Entry(result.unit))
         entry.rates.append(result.rate)
@@ -56,18 +57,18 @@ class Table:
             entry.page_faults_per_call.append(result.page_faults_per_call)
 
     def of(self, key: Key, peer: str) -> Entry | None:
-        """The entry of another peer in the same line."""
+        """Return the entry of another peer in the same line."""
         return self.entries.get(Key(key.kind, key.op, key.batch, key.processes, peer))
 
     def lines(self) -> list[Key]:
-        """One key per line, in the order in which they were measured."""
+        """Return one key per line, in the order of the measurements."""
         found: dict[tuple[Any, ...], Key] = {}
         for key in self.entries:
             found.setdefault((key.kind, key.op, key.batch, key.processes), key)
         return list(found.values())
 
     def cells(self, bench: str, ours: Iterable[str], floor: str) -> list[dict[str, Any]]:
-        """One JSON object per entry; ratios are to the first of ``ours`` that was measured."""
+        """Return one JSON object per entry. Ratios refer to the first measured one of ``ours``."""
         preferred = list(ours)
         cells = []
         for key, entry in self.entries.items():
@@ -101,65 +102,46 @@ class Table:
 
 
 def append_json(path: Path, cells: list[dict[str, Any]], extra: Mapping[str, Any]) -> None:
-    """One line per cell, with ``extra`` in each."""
+    """Append one line per cell, with ``extra`` in each."""
     with own_files.open_named(path, append=True) as file:
         for cell in cells:
             file.write(json.dumps({**cell, **extra}) + "\n")
 
 
 def print_rates(cells: list[dict[str, Any]], peers: list[str]) -> None:
-    """A table with a column per peer: its rate, and that as a multiple of ours."""
-    from rich.console import Console
-    from rich.table import Table as RichTable
-
+    """Print a table with a column per peer: its rate, also as a multiple of ours."""
     throughput = [cell for cell in cells if not is_latency(cell)]
-    console = Console(width=max(100, 40 + 17 * len(peers)))
+    width = max(100, 40 + 17 * len(peers))
+    left = ("kind", "operation", "batch", "processes")
     if throughput:
-        table = RichTable(title="median rate, and its ratio to ours")
-        for column in ("kind", "operation", "batch", "processes"):
-            table.add_column(column)
         columns = [peer for peer in peers if any(cell["peer"] == peer for cell in throughput)]
-        for peer in columns:
-            table.add_column(peer, justify="right", no_wrap=True)
+        rows = []
         for line, of_line in _by_line(throughput).items():
             found = {cell["peer"]: cell for cell in of_line}
-            table.add_row(*line, *[_rate(found.get(peer)) for peer in columns])
-        console.print(table)
+            rows.append([*line, *(_rate(found.get(peer)) for peer in columns)])
+        title = "median rate, and its ratio to ours"
+        show_table(title, (*left, *columns), rows, left=left, width=width)
     faults = [cell for cell in cells if cell["page_faults_per_call"] is not None]
     if faults:
-        table = RichTable(title="the learner's calls")
-        for column in ("kind", "operation", "peer"):
-            table.add_column(column)
-        for column in ("p50 ms", "p99 ms", "page faults per call"):
-            table.add_column(column, justify="right")
-        for cell in faults:
-            table.add_row(
-                cell["kind"],
-                cell["op"],
-                cell["peer"],
-                f"{cell['p50_ms']:.3f}",
-                f"{cell['p99_ms']:.3f}",
-                f"{cell['page_faults_per_call']:.2f}",
-            )
-        console.print(table)
+        rows = [
+            [cell["kind"], cell["op"], cell["peer"], f"{cell['p50_ms']:.3f}",
+             f"{cell['p99_ms']:.3f}", f"{cell['page_faults_per_call']:.2f}"]
+            for cell in faults
+        ]  # fmt: skip
+        columns = ["kind", "operation", "peer", "p50 ms", "p99 ms", "page faults per call"]
+        show_table("the learner's calls", columns, rows, left=columns[:3], width=width)
     latencies = [cell for cell in cells if is_latency(cell)]
     if latencies:
-        table = RichTable(title="latencies; ratio: p50 to a bare lock and unlock")
-        for column in ("operation", "batch", "peer"):
-            table.add_column(column)
-        for column in ("p50 us", "p99 us", "ratio"):
-            table.add_column(column, justify="right")
         bare = next((cell["p50_ms"] for cell in latencies if cell["op"] == "lock-bare"), None)
-        for cell in latencies:
-            table.add_row(
-                cell["op"],
-                str(cell["batch"] or ""),
-                cell["peer"],
-                f"{1e3 * cell['p50_ms']:.1f}",
-                f"{1e3 * cell['p99_ms']:.1f}",
-                f"{cell['p50_ms'] / bare:.1f}" if bare else "",
-            )
-        console.print(table)
+        rows = [
+            [cell["op"], str(cell["batch"] or ""), cell["peer"],
+             f"{1e3 * cell['p50_ms']:.1f}", f"{1e3 * cell['p99_ms']:.1f}",
+             f"{cell['p50_ms'] / bare:.1f}" if bare else ""]
+            for cell in latencies
+        ]  # fmt: skip
+        columns = ["operation", "batch", "peer", "p50 us", "p99 us", "ratio"]
+        title = "latencies; ratio: p50 to a bare lock and unlock"
+        show_table(title, columns, rows, left=columns[:3], width=width)
 
 
 def is_latency(cell: Mapping[str, Any]) -> bool:
@@ -190,8 +172,7 @@ def _short(number: float) -> str:
 
 
 def plot(path: Path, cells: list[dict[str, Any]], title: str) -> None:
-    """One panel of bars per line of the table, as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    """Plot one panel of bars per line of the table, as a PNG."""
     from matplotlib.figure import Figure
 
     panels = _by_line([cell for cell in cells if not is_latency(cell)])
@@ -200,7 +181,6 @@ def plot(path: Path, cells: list[dict[str, Any]], title: str) -> None:
     columns = min(4, len(panels))
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(4 * columns, 2.6 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots(rows, columns, squeeze=False).flat
     for axis, (line, of_line) in zip(axes, panels.items(), strict=False):
         names = [cell["peer"] for cell in of_line]

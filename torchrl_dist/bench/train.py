@@ -2,20 +2,21 @@
 
     torchrl-dist bench train --env CartPole-v1 --json train.jsonl --plot train.png
 
-Each peer trains until the greedy mean of 20 fresh episodes reaches the environment's threshold
-(CartPole-v1 475, Acrobot-v1 -100, LunarLander-v3 200, Pendulum-v1 -200), in processes of its own,
-one seed of all peers after the other:
+Each peer trains until the mean return of 20 new greedy episodes reaches the environment's threshold
+(CartPole-v1 475, Acrobot-v1 -100, LunarLander-v3 200, Pendulum-v1 -200). Each run has its own
+processes. All peers run with one seed before the next seed.
 
-- ``ours-N``: ``torchrl-dist train`` with N processes that collect; 0: the learner steps the
-  environments. Evaluations are played in another process, or with 0 beside the training.
-- ``torchrl``: the same algorithm, network, settings and number of environments in one process, of
+- ``ours-N``: ``torchrl-dist train`` with N processes that collect. 0: the learner steps the
+  environments. Evaluations run in another process, or with 0 next to the training.
+- ``torchrl``: the same algorithm, network, settings and number of environments in one process, with
   TorchRL's collector, replay buffer and losses (``bench/train_torchrl.py``).
-- ``sb3``: stable-baselines3 with the settings of rl-baselines3-zoo; DQN beside apex, PPO beside
-  ddppo, A2C beside impala, SAC beside sac.
+- ``sb3``: stable-baselines3 with the settings of rl-baselines3-zoo. DQN is compared with apex, PPO
+  with ddppo, A2C with impala, SAC with sac.
 
-Seconds are those of training: starting is not counted, nor are the evaluations of the last two,
-for which training stops; what ours cost beside the training is. A run that does not reach the
-threshold within its frames or its time limit counts as one that takes for ever, in the medians too.
+Only seconds of training count. Excluded are the start and, for the last two, the evaluations,
+during which they do not train. What evaluations cost ours while it trains is included. A run that
+does not reach the threshold within its frames or its time limit counts as infinitely long, in the
+medians, too.
 """
 
 from __future__ import annotations
@@ -61,13 +62,14 @@ from torchrl_dist.bench.train_plan import (
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.recipes.catalog import RECIPES
 from torchrl_dist.recipes.parts.plots import save_figure
+from torchrl_dist.ui import show_table
 
 if TYPE_CHECKING:
     from torchrl_dist.recipes.parts.environments import Task
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and its options."""
+    """Add the command's description and options to ``parser``."""
     describe(parser, __doc__, run)
     parser.add_argument(
         "--env", default="CartPole-v1", help="a gymnasium environment (default: CartPole-v1)"
@@ -89,18 +91,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--seeds", type=above_zero(int), default=3, metavar="N", help="runs of each (default: 3)"
     )
     parser.add_argument(
-        "--threshold", type=float, metavar="RETURN", help="(default: the environment's)"
+        "--threshold",
+        type=float,
+        metavar="RETURN",
+        help="mean return that ends a run (default: the environment's)",
     )
     parser.add_argument(
         "--frames",
         type=above_zero(int),
-        help="longest run (default: the recipe's, of sb3 the zoo's)",
+        help="frames of the longest run (default: the recipe's; for sb3 the zoo's)",
     )
     parser.add_argument(
         "--threads",
         type=above_zero(int),
         default=1,
-        help="of torch in the process of torchrl and of sb3; ours have one each (default: 1)",
+        help="torch threads of torchrl and sb3; our processes have one each (default: 1)",
     )
     add_figures(
         parser,
@@ -111,22 +116,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse ``argv`` and :func:`run`."""
-    parser = argparse.ArgumentParser(prog="torchrl-dist bench train")
-    add_options(parser)
-    return run(parser.parse_args(argv))
-
-
 def run(options: argparse.Namespace) -> int:
-    """Measure, print tables. Blocks for minutes; Ctrl-C ends it in order, prints what is there, and
-    forgets the run under way. Lines are written as the runs end.
+    """Measure, and print tables. Blocks for minutes.
+
+    Ctrl-C ends it in order, prints what was found, and drops the current run. Lines are written as
+    the runs end.
 
     Returns:
         0; 1 if a run failed; 130 or 143 after SIGINT or SIGTERM.
 
     Raises:
-        ConfigurationError: nothing of what was asked for can be measured.
+        ConfigurationError: nothing that was asked for can be measured.
     """
     check_folders(options.json, options.plot)
     groups = plan(options)
@@ -139,7 +139,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def plan(options: argparse.Namespace) -> list[list[Case]]:
-    """The cases that can be measured here, a group per algorithm; says what is left out and why.
+    """Return the cases that can be measured here, one group per algorithm. Print what is left out.
 
     Raises:
         ConfigurationError: the environment cannot be built, an algorithm does not fit it, its
@@ -151,7 +151,9 @@ def plan(options: argparse.Namespace) -> list[list[Case]]:
         own = next(iter(tasks.values())).reward_threshold
         threshold = THRESHOLDS.get(options.env, own)
     if threshold is None:
-        raise ConfigurationError(f"{options.env} names no threshold: expected --threshold RETURN")
+        raise ConfigurationError(
+            f"{options.env} has no known threshold: expected --threshold RETURN"
+        )
     cases = {algorithm: list[Case]() for algorithm in tasks}
     for algorithm in tasks:
         for peer in options.peers:
@@ -162,12 +164,14 @@ def plan(options: argparse.Namespace) -> list[list[Case]]:
             limits = options.frames, options.timeout_s, options.threads
             cases[algorithm].append(Case(algorithm, options.env, peer, threshold, *limits))
     if not any(cases.values()):
-        raise ConfigurationError("none of the peers can be measured here")
+        raise ConfigurationError(
+            "none of the peers can be measured here: see above for the reasons"
+        )
     return list(cases.values())
 
 
 def _fitting(env: str, algorithms: Sequence[str] | None) -> dict[str, Task]:
-    """What each algorithm would learn; of all, where none is named, those that can."""
+    """Return the task of each algorithm. Without names, of all algorithms that can learn it."""
     from torchrl_dist.recipes.parts.environments import look_at
 
     tasks, refused = {}, None
@@ -184,9 +188,9 @@ def _fitting(env: str, algorithms: Sequence[str] | None) -> dict[str, Task]:
 
 
 def missing(algorithm: str, env: str, peer: str) -> str | None:
-    """Why the peer cannot be measured here, if so."""
+    """Return why the peer cannot be measured here, or None."""
     if same_as_another(algorithm, peer):
-        return "its learner steps environments itself: that is ours-1"
+        return "its learner steps environments itself, so 0 processes are the same as ours-1"
     if peer == TORCHRL and algorithm == "apex":
         from torchrl_dist.bench.replay_peers import PEERS as BUFFERS
 
@@ -195,7 +199,7 @@ def missing(algorithm: str, env: str, peer: str) -> str | None:
         if importlib.util.find_spec("stable_baselines3") is None:
             return "not installed: pip install 'torchrl-dist[bench-sb3]'"
         if (algorithm, env) not in ZOO:
-            return f"the zoo's settings for {env} are not known here"
+            return f"the zoo's settings for {env} are not included here"
     return None
 
 
@@ -220,7 +224,7 @@ def _measure_all(
         end = run.reached(case.threshold)
         if end is not None:
             return f"{case.threshold:g} after {end.frames:,} frames and {end.seconds:.1f} s"
-        last = f", {run.points[-1].mean:.1f} at last" if run.points else ""
+        last = f", the last mean was {run.points[-1].mean:.1f}" if run.points else ""
         return f"never reached {case.threshold:g}: out of {run.ended}{last}"
 
     def label(case: Case) -> str:
@@ -230,37 +234,30 @@ def _measure_all(
     return in_rounds(options.seeds, groups, parent, run_one, label, take)
 
 
-# ---- what becomes of it
+# ---- results
 
 
 def _print(table: list[Row]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     if not table:
         return
-    console = Console(width=120)
-    shown = Table(title="to the threshold: medians, and seconds of ours by those of a peer")
-    for column in ("algorithm", "env", "peer"):
-        shown.add_column(column)
-    figures = ("reached", "frames", "seconds", "frames/s", *(f"x {name}" for name in OTHERS))
-    for column in (*figures, "start, s"):
-        shown.add_column(column, justify="right")
-    for row in table:
-        shown.add_row(
-            row.algorithm,
-            row.env,
-            row.peer,
+    rows = [
+        [
+            *(row.algorithm, row.env, row.peer),
             f"{row.reached} of {row.runs}",
             _figure(row.frames, ",.0f"),
             _figure(row.seconds, ".1f"),
             f"{row.frames_per_s:,.0f}",
             *(_ratio(row.ratios.get(name)) for name in OTHERS),
             f"{row.start_s:.1f}",
-        )
-    console.print(shown)
+        ]
+        for row in table
+    ]
+    left = ("algorithm", "env", "peer")
+    figures = ("reached", "frames", "seconds", "frames/s", *(f"x {name}" for name in OTHERS))
+    title = "to the threshold: medians, and ratio of our seconds to a peer's"
+    show_table(title, (*left, *figures, "start, s"), rows, left=left, width=120)
     if found := gains(table):
-        console.print(_what_it_brings(found))
+        _print_gains(found)
 
 
 def _figure(value: float, form: str) -> str:
@@ -275,29 +272,23 @@ def _ratio(value: float | None) -> str:
     return f"{value:.2f}" if value else "only ours"
 
 
-def _what_it_brings(found: list[Gain]) -> Any:
-    from rich.table import Table
-
-    table = Table(title="what more processes bring: the fastest of ours by the smallest")
-    for column in ("algorithm", "env", "of", "speed-up", "frames", "frames/s", "learner waits"):
-        table.add_column(column, no_wrap=True)
-    table.add_column("because")
-    for gain in found:
-        waits = gain.best.learner_waits
-        table.add_row(
-            gain.best.algorithm,
-            gain.best.env,
-            f"{gain.best.peer} by {gain.fewest.peer}",
-            f"{gain.speed_up:.2f}",
-            f"{gain.frames:.2f}",
-            f"{gain.pace:.2f}",
-            "-" if waits is None else f"{waits:.0%}",
+def _print_gains(found: list[Gain]) -> None:
+    rows = [
+        [
+            *(gain.best.algorithm, gain.best.env, f"{gain.best.peer} by {gain.fewest.peer}"),
+            *(f"{figure:.2f}" for figure in (gain.speed_up, gain.frames, gain.pace)),
+            "-" if gain.best.learner_waits is None else f"{gain.best.learner_waits:.0%}",
             REASONS[gain.best.algorithm],
-        )
-    return table
+        ]
+        for gain in found
+    ]
+    left = ("algorithm", "env", "of")
+    columns = (*left, "speed-up", "frames", "frames/s", "learner waits", "because")
+    title = "what more processes bring: our fastest compared with our smallest"
+    show_table(title, columns, rows, left=(*left, "because"), width=120)
 
 
-_LINES = {  # told apart without colour by their strokes and marks
+_LINES = {  # strokes and marks, so that lines differ without colour
     "ours-0": ("#9ecae1", ":", "o"),
     "ours-1": ("#6baed6", "-.", "s"),
     "ours-2": ("#08519c", "-", "D"),
@@ -308,8 +299,7 @@ _LINES = {  # told apart without colour by their strokes and marks
 
 
 def _plot(path: Path, results: Mapping[Case, list[Run]]) -> None:
-    """A row of two panels per algorithm: returns over frames, and over seconds."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    """Plot a row of two panels per algorithm: returns over frames, and over seconds."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -317,7 +307,6 @@ def _plot(path: Path, results: Mapping[Case, list[Run]]) -> None:
     for case in results:
         groups.setdefault(case.group, []).append(case)
     figure = Figure(figsize=(11, 3.6 * len(groups)), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(len(groups), 2, squeeze=False)
     for ((algorithm, env), cases), pair in zip(groups.items(), panels, strict=True):
         for axis, over in zip(pair, ("frames", "seconds"), strict=True):
@@ -326,7 +315,7 @@ def _plot(path: Path, results: Mapping[Case, list[Run]]) -> None:
             axis.axhline(cases[0].threshold, color="black", linewidth=0.8, linestyle=":")
             axis.set(xlabel="frames" if over == "frames" else "training, s")
             axis.set(ylabel=f"return, greedy mean of {EPISODES} episodes")
-            axis.xaxis.set_major_formatter(EngFormatter(sep=""))  # 150k: the digits would meet
+            axis.xaxis.set_major_formatter(EngFormatter(sep=""))  # 150k, to keep labels apart
             axis.set_title(f"{algorithm} on {env}", fontsize=10)
             axis.grid(alpha=0.3)
         if pair[0].lines:
@@ -350,7 +339,3 @@ def _draw(axis: Any, case: Case, runs: list[Run], over: str) -> None:
     axis.plot(
         x, middle, stroke, color=color, marker=mark, markevery=0.15, markersize=5, label=case.peer
     )
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""One run of a peer, in a process of its own, up to the threshold."""
+"""Runs a peer in its own process, up to the threshold."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ from torchrl_dist.recipes.parts.networks import PolicySpec
 from torchrl_dist.recipes.parts.plots import Evaluation
 
 GRACE_S = 120.0
-"""For starting and ending a run, beside its limit."""
+"""Seconds for the start and end of a run, in addition to its limit."""
 _LOOK_EVERY_S = 0.05
 
 
 def measure(case: Case, seed: int, folder: str) -> Run:
-    """Learn in this process, or in the one of ours that it starts.
+    """Learn in this process, or, for ours, in a process that this one starts.
 
     Args:
-        folder: exists; for what a run leaves.
+        folder: an existing folder for the files of a run.
     """
     if case.peer in OURS:
         return _ours(case, seed, Path(folder))
@@ -70,8 +70,10 @@ def _threads(number: int) -> Iterator[None]:
 
 
 def _ours(case: Case, seed: int, folder: Path) -> Run:
-    """``torchrl-dist train``, told to stop as a user would when an evaluation of its own has
-    reached the threshold."""
+    """Run ``torchrl-dist train``, and stop it when one of its evaluations reaches the threshold.
+
+    It is stopped with a signal, as a user would stop it.
+    """
     output, settings = folder / "run", folder / "config.yaml"
     config = replace(config_of(case, seed), output_dir=str(output))
     plain = config.as_plain()
@@ -94,7 +96,7 @@ def _ours(case: Case, seed: int, folder: Path) -> Run:
         finally:
             process.kill()
     if process.returncode not in (0, 128 + signal.SIGTERM) or not said:
-        raise MeasurementError(f"torchrl-dist train ended with {process.returncode}")
+        raise MeasurementError(f"torchrl-dist train ended with exit code {process.returncode}")
     result = json.loads(said.splitlines()[-1])
     saved = load_checkpoint(config.checkpoint_path).extra["history"]["evaluations"]
     seen = [Evaluation(*row) for row in saved]
@@ -107,7 +109,7 @@ def _ours(case: Case, seed: int, folder: Path) -> Run:
 
 
 def _stop_in_time(process: subprocess.Popen, logs: Path, case: Case) -> float:
-    """Ask it to stop, at the threshold or after the limit; seconds until it began to train."""
+    """Stop the process at the threshold or the limit. Return the seconds until training began."""
     means = logs / "scalars" / "eval" / "return.csv"
     asked = began = time.monotonic()
     training = False
@@ -125,7 +127,7 @@ def _stop_in_time(process: subprocess.Popen, logs: Path, case: Case) -> float:
 
 
 def _best(means: Path) -> float:
-    """Of ``frames,mean`` lines; the last may be half written."""
+    """Return the best of the ``frames,mean`` lines. The last line may be incomplete."""
     if not means.exists():
         return -math.inf
     *lines, _ = means.read_text().split("\n")
@@ -136,7 +138,7 @@ def _best(means: Path) -> float:
 
 
 class Watch:
-    """The clock of a run, which stands still while the policy is evaluated, and the run's end.
+    """Ends a run, and measures its time. The clock stands still while the policy is evaluated.
 
     Args:
         every: frames between two evaluations.
@@ -157,7 +159,7 @@ class Watch:
         self._ended: str | None = None
 
     def over(self, frames: int) -> bool:
-        """Whether the run is to end after so many; evaluates if it is time to."""
+        """Whether the run must end after ``frames``. Evaluates if it is time to."""
         if self._ended is None and frames >= self._next:
             self._evaluate(frames)
             self._next = frames + self._every
@@ -166,7 +168,7 @@ class Watch:
         return self._ended is not None
 
     def run(self, frames: int, settings: dict[str, Any]) -> Run:
-        """What came of it, after the last frame."""
+        """Return the result after the last frame."""
         if not self._points or self._points[-1].frames < frames:
             self._evaluate(frames)
         return Run(
@@ -187,7 +189,7 @@ class Watch:
             self._act,
             self._case.env,
             episodes=EPISODES,
-            seed=1_000_000 * self._seed + EPISODES * len(self._points),  # an episode takes one
+            seed=1_000_000 * self._seed + EPISODES * len(self._points),  # one per episode
         )
         self._evaluating_s += time.monotonic() - begun
         self._points.append(Point(frames, seconds, fmean(returns)))
@@ -234,7 +236,7 @@ def _sb3(case: Case, seed: int) -> Run:
     model = getattr(stable_baselines3, zoo.algorithm)(
         "MlpPolicy", envs, seed=seed, device="cpu", **arguments
     )
-    model.set_logger(Logger(folder=None, output_formats=[]))  # its own leaves a folder in /tmp
+    model.set_logger(Logger(folder=None, output_formats=[]))  # its default leaves a folder in /tmp
 
     def act(observation: torch.Tensor) -> torch.Tensor:
         seen: Any = observation.numpy()
@@ -257,7 +259,7 @@ def _sb3(case: Case, seed: int) -> Run:
 
 
 def _schedule(value: Any) -> Any:
-    """The zoo's ``"lin_X"`` as stable-baselines3 takes it: a function of the share that is left."""
+    """Convert the zoo's ``"lin_X"`` to a function of the remaining share, as sb3 takes it."""
     if not (isinstance(value, str) and value.startswith("lin_")):
         return value
     start = float(value.removeprefix("lin_"))

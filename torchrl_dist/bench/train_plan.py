@@ -1,4 +1,4 @@
-"""What the training benchmark can compare, and what becomes of its runs. Pure: imports no torch."""
+"""What the training benchmark can compare, and how it evaluates runs. Pure: imports no torch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torchrl_dist.recipes.impala.config import ImpalaConfig
 from torchrl_dist.recipes.training.config import RecipeConfig
 
 OURS = {f"ours-{n}": n for n in (0, 1, 2, 4)}
-"""How many processes collect."""
+"""Numbers of processes that collect."""
 TORCHRL, SB3 = "torchrl", "sb3"
 OTHERS = (TORCHRL, SB3)
 PEERS = (*OURS, *OTHERS)
 
 EPISODES = 20
-"""Greedy episodes, fresh ones, of each evaluation."""
+"""New greedy episodes of each evaluation."""
 
 THRESHOLDS = {
     "CartPole-v1": 475.0,
@@ -40,14 +40,14 @@ _Config = TypeVar("_Config", bound=RecipeConfig)
 
 @dataclass(frozen=True)
 class Case:
-    """Who is to learn what.
+    """What one peer must learn.
 
     Attributes:
         algorithm: the recipe's name.
         threshold: the mean return of an evaluation at which a run stops.
-        frames: a run's length; None: the recipe's, or the zoo's.
-        limit_s: a run ends after so long.
-        threads: of torch, in the processes of others than ours, which has one in each.
+        frames: a run's length. None: the recipe's, or the zoo's.
+        limit_s: the time after which a run ends.
+        threads: torch threads of the other peers. Our processes have one each.
     """
 
     algorithm: str
@@ -60,14 +60,13 @@ class Case:
 
     @property
     def group(self) -> tuple[str, str]:
-        """What is compared with one another."""
+        """What cases that are compared have in common."""
         return self.algorithm, self.env
 
 
 @dataclass(frozen=True)
 class Point:
-    """An evaluation: mean return of the policy as it was after so many frames, and seconds of
-    training."""
+    """An evaluation: the policy's mean return after a number of frames and seconds of training."""
 
     frames: int
     seconds: float
@@ -76,15 +75,16 @@ class Point:
 
 @dataclass(frozen=True)
 class Run:
-    """What one peer made of one seed.
+    """The run of one peer with one seed.
 
     Attributes:
         points: all evaluations, up to the one that reached the threshold.
-        ended: by ``"threshold"``, ``"frames"`` or ``"time"``.
-        start_s: from the start of its process to the first frame; not part of a point's seconds.
-        evaluating_s: likewise, what evaluations took. None: they were played beside the training.
+        ended: why it ended: ``"threshold"``, ``"frames"`` or ``"time"``.
+        start_s: time from the start of its process to the first frame, which no point includes.
+        evaluating_s: time of evaluations, which no point includes either. None: they ran next to
+            the training.
         settings: plain values.
-        learner_waits: for data, as a share of the time; None: nobody told.
+        learner_waits: share of the time that the learner waited for data. None: unknown.
     """
 
     seed: int
@@ -96,12 +96,12 @@ class Run:
     learner_waits: float | None = None
 
     def reached(self, threshold: float) -> Point | None:
-        """The evaluation that did, if one has."""
+        """Return the first evaluation that reached the threshold, or None."""
         return next((point for point in self.points if point.mean >= threshold), None)
 
 
 def up_to(points: Iterable[Point], threshold: float) -> tuple[Point, ...]:
-    """Those of a run that stops at the first to reach ``threshold``."""
+    """Return the points of a run that stops at the first one to reach ``threshold``."""
     kept: list[Point] = []
     for point in points:
         kept.append(point)
@@ -114,7 +114,7 @@ def up_to(points: Iterable[Point], threshold: float) -> tuple[Point, ...]:
 
 
 def config_of(case: Case, seed: int) -> RecipeConfig:
-    """The recipe's configuration, of ours and of TorchRL's one process alike."""
+    """Return the recipe's configuration, for ours and for TorchRL in one process."""
     settings: dict[str, Any] = {
         "env": case.env,
         "seed": seed,
@@ -129,11 +129,11 @@ def config_of(case: Case, seed: int) -> RecipeConfig:
 
 
 def spread(config: _Config, processes: int) -> _Config:
-    """The same job with so many processes that collect; 0: only the learner's own.
+    """Return the same job with ``processes`` processes that collect. 0: only the learner's own.
 
     The job keeps its number of environments, and so the length of its rollouts. IMPALA, whose batch
-    is one collector's rollout, keeps each collector's. DD-PPO's processes are learners, each
-    with environments of its own.
+    is one collector's rollout, keeps the number per collector. DD-PPO's processes are learners,
+    each with its own environments.
     """
     if isinstance(config, ImpalaConfig):
         return replace(config, collectors=processes)
@@ -146,7 +146,7 @@ def spread(config: _Config, processes: int) -> _Config:
 
 
 def same_as_another(algorithm: str, peer: str) -> bool:
-    """DD-PPO's one learner collects itself, so that there is nothing less than one process."""
+    """Whether the peer is the same as ours-1, because a single DD-PPO learner collects itself."""
     return algorithm == "ddppo" and peer == "ours-0"
 
 
@@ -156,8 +156,8 @@ class Zoo:
 
     Attributes:
         frames: length of a run.
-        normalize: observations and rewards, by running moments.
-        settings: arguments of the class; ``"lin_X"`` is a value that falls from X to 0.
+        normalize: whether observations and rewards are normalized by running moments.
+        settings: arguments of the class. ``"lin_X"`` is a value that falls linearly from X to 0.
     """
 
     algorithm: str
@@ -260,7 +260,7 @@ ZOO: dict[tuple[str, str], Zoo] = {
 }
 
 
-# ---- what becomes of the runs
+# ---- evaluating the runs
 
 
 @dataclass(frozen=True)
@@ -268,14 +268,14 @@ class Row:
     """A line of the table.
 
     Attributes:
-        runs: how many there were.
-        reached: how many of them reached the threshold.
-        frames, seconds: to the threshold, median over the runs, where one that never reaches it
-            takes for ever (infinity).
+        runs: number of runs.
+        reached: number of runs that reached the threshold.
+        frames, seconds: until the threshold, median over the runs. A run that never reaches it
+            counts as infinity.
         frames_per_s: median.
-        learner_waits: median of those who told.
-        ratios: seconds by those of each of :data:`OTHERS`, for ours: 0.5 is twice as fast. None:
-            there is nothing to divide, or neither reaches it; 0: only ours does.
+        learner_waits: median of the runs for which it is known.
+        ratios: for ours, seconds divided by those of each of :data:`OTHERS`. 0.5 is twice as fast.
+            None: there is nothing to divide, or neither reaches it. 0: only ours reaches it.
     """
 
     algorithm: str
@@ -292,7 +292,7 @@ class Row:
 
 
 def rows(results: Mapping[Case, list[Run]]) -> list[Row]:
-    """One for each case that has runs; ratios are within an algorithm and environment."""
+    """Return a row for each case with runs. Ratios are within an algorithm and environment."""
     found = [_row(case, runs) for case, runs in results.items() if runs]
     told = []
     for row in found:
@@ -305,7 +305,7 @@ def rows(results: Mapping[Case, list[Run]]) -> list[Row]:
 
 
 def ratio(row: Row, other: Row | None) -> float | None:
-    """Seconds of ``row`` by those of ``other``, as :class:`Row` has it."""
+    """Return the ratio of the seconds of ``row`` and ``other``, as in :class:`Row`."""
     if other is None or (math.isinf(row.seconds) and math.isinf(other.seconds)):
         return None
     return 0.0 if math.isinf(other.seconds) else row.seconds / other.seconds
@@ -330,7 +330,7 @@ def _row(case: Case, runs: list[Run]) -> Row:
 
 
 def as_line(case: Case, run: Run) -> dict[str, Any]:
-    """The JSON object of one run."""
+    """Return the JSON object of one run."""
     end = run.reached(case.threshold)
     return {
         "bench": "train",
@@ -354,16 +354,16 @@ def as_line(case: Case, run: Run) -> dict[str, Any]:
 
 
 REASONS = {
-    "apex": "collectors bring frames, and updates per frame are a setting: it gains where steps of "
-    "the environment are dear, until the learner is what limits it",
-    "ddppo": "synchronous: learners share the steps and the gradients of one and the same batch, "
-    "so that frames stay (cleanrl's multi-GPU PPO: 30 % faster on the same curve)",
-    "impala": "nobody waits for anybody, and older data cost frames (RLlib's examples reach 450 on "
-    "CartPole after 300k frames of PPO and 2M of IMPALA)",
-    "sac": "at one update per frame nearly all time is the learner's: collectors can only take the "
-    "steps off it, which are cheap here",
+    "apex": "collectors bring frames, and updates per frame are a setting: it gains if steps of "
+    "the environment are expensive, until the learner is the limit",
+    "ddppo": "synchronous: learners share the steps and gradients of the same batch, so the number "
+    "of frames stays the same (cleanrl's multi-GPU PPO: 30 % faster on the same curve)",
+    "impala": "no process waits for another, but older data cost frames (RLlib's examples reach "
+    "450 on CartPole after 300k frames of PPO and 2M of IMPALA)",
+    "sac": "at one update per frame, the learner takes nearly all of the time: collectors only "
+    "take over the steps, which are cheap here",
 }
-"""Of what distribution brings to an algorithm."""
+"""What distribution brings to each algorithm."""
 
 
 @dataclass(frozen=True)
@@ -371,8 +371,8 @@ class Gain:
     """What more processes brought to one algorithm.
 
     Attributes:
-        fewest: ours with the fewest processes that reached the threshold.
-        best: ours, whose median was the shortest.
+        fewest: our row with the fewest processes that reached the threshold.
+        best: our row with the shortest median time.
     """
 
     fewest: Row
@@ -380,22 +380,22 @@ class Gain:
 
     @property
     def speed_up(self) -> float:
-        """Of the time to the threshold."""
+        """How many times faster the best reaches the threshold."""
         return self.fewest.seconds / self.best.seconds
 
     @property
     def frames(self) -> float:
-        """Times as many."""
+        """How many times as many frames it needs."""
         return self.best.frames / self.fewest.frames
 
     @property
     def pace(self) -> float:
-        """Times as many frames per second."""
+        """How many times as many frames per second it makes."""
         return self.best.frames_per_s / self.fewest.frames_per_s
 
 
 def gains(table: Iterable[Row]) -> list[Gain]:
-    """One for each algorithm and environment that several of ours were measured on."""
+    """Return a gain for each algorithm and environment with several rows of ours."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in table:
         if row.peer in OURS and math.isfinite(row.seconds):
@@ -408,10 +408,10 @@ def gains(table: Iterable[Row]) -> list[Gain]:
 
 
 def band(curves: Sequence[Sequence[tuple[float, float]]]) -> tuple[Any, Any, Any, Any] | None:
-    """Places, and there the lowest, the median and the highest of several curves.
+    """Return places, and at each the lowest, the median and the highest of several curves.
 
-    Between two points of a curve there is a straight line, after its last that one's value. It
-    begins where all have begun; None: there are no curves.
+    Curves are linear between two points, and constant after their last point. The band begins where
+    all curves have begun. Return None if there are no curves.
     """
     import numpy as np
 

@@ -1,10 +1,10 @@
 """The recipes' algorithms as a user of TorchRL writes them for one process.
 
 Network, hyper-parameters, exploration and number of environments are those of the recipe's
-configuration, for a job whose environments are all in one process; collector, replay buffer,
-sampler, losses and optimizer are TorchRL's and torch's, put together as in TorchRL's
-``sota-implementations``. The environments are stepped as gymnasium's vector, which TorchRL wraps:
-of its ways to step several of them in one process the fastest.
+configuration, for a job with all environments in one process. Collector, replay buffer, sampler,
+losses and optimizer are TorchRL's and torch's, combined as in TorchRL's ``sota-implementations``.
+The environments form one vector of gymnasium, which TorchRL wraps. Among TorchRL's ways to step
+several environments in one process, this is the fastest.
 """
 
 from __future__ import annotations
@@ -35,28 +35,19 @@ from torchrl_dist.recipes.apex.actor import EpsilonGreedy, actor_epsilons, n_ste
 from torchrl_dist.recipes.apex.config import ApexConfig
 from torchrl_dist.recipes.ddppo.config import DDPPOConfig
 from torchrl_dist.recipes.impala.config import ImpalaConfig
-from torchrl_dist.recipes.parts.environments import Task, make_env
+from torchrl_dist.recipes.parts.environments import TRANSITION, Task, make_env
 from torchrl_dist.recipes.parts.networks import PolicySpec, ValueNetwork
 from torchrl_dist.recipes.parts.policies import action_values_of, categorical_actor, critic_of
 from torchrl_dist.recipes.parts.policies import squashed_gaussian_actor as gaussian_actor
 from torchrl_dist.recipes.sac.config import SACConfig
 from torchrl_dist.recipes.sac.recipe import ActionValue, target_entropy
 
-_TRANSITION = (
-    "observation",
-    "action",
-    ("next", "observation"),
-    ("next", "reward"),
-    ("next", "done"),
-    ("next", "terminated"),
-)
-
 
 class Alone(ABC):
     """A learner that steps its environments itself.
 
     Attributes:
-        network: the policy's.
+        network: the policy's network.
         collector: yields ``[N, T]``.
     """
 
@@ -67,7 +58,7 @@ class Alone(ABC):
 
     @abstractmethod
     def learn(self, data: TensorDictBase, frames: int) -> None:
-        """Learn from what the collector yielded, after ``frames`` in all."""
+        """Learn from ``data`` of the collector, after ``frames`` frames in all."""
 
     def _step(self, total: torch.Tensor, max_grad_norm: float | None = None) -> None:
         self.optimizer.zero_grad()
@@ -86,10 +77,10 @@ def _collector(config: Any, policy: Callable[..., Any], **options: Any) -> Colle
         [partial(make_env, config.env)] * config.envs_per_collector,
         autoreset_mode=AutoresetMode.SAME_STEP,
     )
-    # The wrapper describes a vector's actions by the space of all of them; ids are for one env.
+    # The wrapper describes a vector's actions by the space of all of them, but ids are for one env.
     wrapped: EnvBase = GymWrapper(envs, categorical_action_encoding=True)
     if envs.single_observation_space.dtype == np.float64:
-        wrapped = TransformedEnv(wrapped, DoubleToFloat())  # as the recipes' networks do themselves
+        wrapped = TransformedEnv(wrapped, DoubleToFloat())  # the recipes' networks do this
     wrapped.set_seed(config.seed)
     return Collector(
         wrapped,
@@ -132,7 +123,7 @@ class DQN(Alone):
 
     def learn(self, data: TensorDictBase, frames: int) -> None:
         config = self.config
-        self.buffer.extend(data.select(*_TRANSITION, "steps_to_next_obs").reshape(-1))
+        self.buffer.extend(data.select(*TRANSITION, "steps_to_next_obs").reshape(-1))
         if len(self.buffer) < config.learning_starts:
             return
         share = min(1.0, frames / config.total_frames)
@@ -172,7 +163,7 @@ class SAC(Alone):
         self._owed = 0.0
 
     def learn(self, data: TensorDictBase, frames: int) -> None:
-        self.buffer.extend(data.select(*_TRANSITION).reshape(-1))
+        self.buffer.extend(data.select(*TRANSITION).reshape(-1))
         if frames < self.config.learning_starts:
             return
         self._owed += data.numel() * self.config.updates_per_frame
@@ -184,7 +175,7 @@ class SAC(Alone):
 
 
 class PPO(Alone):
-    """DD-PPO's algorithm by one learner."""
+    """DD-PPO's algorithm with one learner."""
 
     def __init__(self, config: DDPPOConfig, task: Task, policy: PolicySpec) -> None:
         self.config = config
@@ -201,7 +192,7 @@ class PPO(Alone):
             entropy_coeff=config.entropy_coef,
             critic_coeff=config.critic_coef,
             loss_critic_type="l2",
-            normalize_advantage=False,  # done by GAE, over the whole batch
+            normalize_advantage=False,  # GAE does it, over the whole batch
         )
         self.optimizer = torch.optim.Adam(self.loss.parameters(), lr=config.learning_rate, eps=1e-5)
         self.buffer = TensorDictReplayBuffer(
@@ -231,7 +222,7 @@ class PPO(Alone):
 
 
 class A2C(Alone):
-    """IMPALA's algorithm where data are always of the current policy: there V-trace is the
+    """IMPALA's algorithm if data always come from the current policy. Then V-trace is the
     advantage estimate of GAE with lambda = 1."""
 
     def __init__(self, config: ImpalaConfig, task: Task, policy: PolicySpec) -> None:

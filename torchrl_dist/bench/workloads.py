@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of row, and how many of them a buffer holds unless told otherwise."""
+    """A kind of row, and the default number of rows of a buffer."""
 
     name: str
     capacity: int
@@ -27,10 +27,11 @@ KINDS = {
 
 
 def make_rows(kind: str, count: int, seed: int = 0) -> TensorDict:
-    """S: a CartPole transition. L: four stacked 84 x 84 frames, with action, reward and done.
+    """Return rows of kind S, a CartPole transition, or L, four stacked 84 x 84 frames with action,
+    reward and done.
 
     Returns:
-        A TensorDict [count], laid out as TorchRL's collectors give it.
+        A TensorDict [count], in the layout of TorchRL's collectors.
     """
     import torch
     from tensordict import TensorDict

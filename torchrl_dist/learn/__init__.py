@@ -1,9 +1,9 @@
 """Learners that work together: a TorchRL loss whose gradients are averaged over ranks.
 
-    loss = DistributedLoss(DQNLoss(...))     # in every rank; loss(batch)["loss"].backward() as ever
+    loss = DistributedLoss(DQNLoss(...))     # on each rank; loss(batch)["loss"].backward() as usual
 
-``gradients.py`` averages, ``ranks.py`` says who takes part and who is missing, ``loss.py`` puts
-both behind TorchRL's interface.
+``gradients.py`` averages gradients, ``ranks.py`` knows which processes take part and which are
+missing, and ``loss.py`` puts both behind TorchRL's interface.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Averages the gradients of parameters over ranks, at the end of every backward pass.
 
 DistributedDataParallel arms its reducer in the module's ``forward`` and expects one backward pass
-that reaches every parameter. TorchRL's losses are used otherwise: ``loss.actor_loss(batch)`` does
-not call ``forward``; the losses of one forward go backward one by one, each before its optimizer's
-step; a delayed actor loss goes backward only sometimes. DistributedDataParallel then leaves
-gradients as they were on each rank, or raises in a later forward. Here the parameters themselves
-notice that a backward pass reached them, and its end averages what it reached, whoever called what.
+that reaches every parameter. TorchRL's losses are used differently: ``loss.actor_loss(batch)`` does
+not call ``forward``. The losses of one forward have separate backward passes, each before the step
+of its own optimizer. A delayed actor loss has a backward pass only sometimes. In these cases
+DistributedDataParallel leaves each rank's gradients unaveraged, or raises in a later forward. Here,
+hooks on the parameters notice that a backward pass reached them, and the end of the pass averages
+the gradients, no matter which method computed the loss.
 """
 
 from __future__ import annotations
@@ -25,17 +26,18 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..errors import ConfigurationError
 from .ranks import Ranks
 
-# Which parameter is averaged by whom: two averages of one parameter would do it twice.
+# The GradientAverage of each parameter. A parameter has at most one, or it would be averaged twice.
 _owners = WeakTensorKeyDictionary()
 
 
 class GradientAverage:
-    """Attached to parameters, it leaves in each ``grad`` the mean over the ranks. That is all that
-    has been accumulated there; what was averaged before is the same on all ranks, and stays what it
-    is.
+    """Averages the gradients of the attached parameters over the ranks, in each ``grad``.
 
-    One buffer per backward pass: a flag per parameter (reached by this rank or not) and all
-    gradients, so that ranks may reach different parameters.
+    The average covers everything accumulated in ``grad``. Gradients that were already averaged are
+    equal on all ranks, so averaging them again does not change them.
+
+    Each backward pass sends one buffer. It holds a flag per parameter (whether this rank reached
+    it) and all gradients, so ranks may reach different parameters.
 
     Args:
         after: called after each average.
@@ -59,17 +61,19 @@ class GradientAverage:
         self._views: list[Tensor] = []
 
     def attach(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """From now on average these and no others. Those that need no gradient are left out, until
-        they do and this is called again.
+        """Average exactly these parameters from now on.
+
+        Parameters that need no gradient are left out until they need one and this is called again.
 
         Raises:
-            ConfigurationError: they lie on several devices, or another average has one of them.
+            ConfigurationError: the parameters are on several devices, or one of them belongs to
+                another average.
         """
         for name, parameter in parameters.items():
             if self._is_taken(parameter):
                 raise ConfigurationError(
-                    f"{name} belongs to another distributed loss: close() that one first, or, to "
-                    "train it with both, distribute one LossModule that calls both losses"
+                    f"{name} belongs to another distributed loss: close() that one first. To train "
+                    "it with both, distribute one LossModule that calls both losses"
                 )
         before = [(name, id(parameter)) for name, parameter in self._parameters.items()]
         for name, identity in before:
@@ -77,8 +81,8 @@ class GradientAverage:
                 self._release(name)
         for name, parameter in parameters.items():
             if parameter.requires_grad and name not in self._hooks:
-                # Weak: torch's hooks are invisible to the garbage collector, so that parameters
-                # and their average would keep one another for ever.
+                # Weak, because the garbage collector cannot see torch's hooks: parameters and their
+                # average would keep each other alive indefinitely.
                 note = functools.partial(_note, weakref.ref(self), name)
                 self._hooks[name] = parameter.register_post_accumulate_grad_hook(note)
                 _owners[parameter] = weakref.ref(self)
@@ -90,14 +94,14 @@ class GradientAverage:
             self._digest = ""
 
     def detach(self) -> None:
-        """Average nothing from now on."""
+        """Stop averaging."""
         for name in list(self._hooks):
             self._release(name)
         self._frozen, self._dtypes, self._identities = [], [], set()
 
     def is_outdated(self, parameters: Iterable[nn.Parameter] | None = None) -> bool:
-        """Whether a parameter is not among these any more, needs a gradient first now, or was moved
-        or converted."""
+        """Whether ``parameters`` are not the attached ones, a frozen one now needs a gradient, or
+        one was moved or converted."""
         here = self._buffer.device
         return (
             (parameters is not None and set(map(id, parameters)) != self._identities)
@@ -111,7 +115,7 @@ class GradientAverage:
             return _owners.get(parameter, lambda: None)() not in (None, self)
 
         if is_taken():
-            gc.collect()  # a loss that nobody holds takes nothing, on each rank
+            gc.collect()  # frees losses without references, on every rank alike
         return is_taken()
 
     def _release(self, name: str) -> None:
@@ -121,7 +125,7 @@ class GradientAverage:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Backward passes in this block only accumulate. The next one after it averages the sum."""
+        """Only accumulate in this block. The next backward pass after it averages the sum."""
         before, self._local = self._local, True
         try:
             yield
@@ -129,7 +133,7 @@ class GradientAverage:
             self._local = before
 
     def digest(self) -> str:
-        """Short for :meth:`describe`."""
+        """Return a short hash of :meth:`describe`."""
         pattern = [parameter.requires_grad for parameter in self._parameters.values()]
         if not self._digest or pattern != self._pattern:
             self._pattern = pattern
@@ -139,7 +143,7 @@ class GradientAverage:
         return self._digest
 
     def describe(self) -> dict[str, str]:
-        """What is averaged, by name; the same on all ranks."""
+        """Return what is averaged, by name. It must be the same on all ranks."""
         return {
             n: f"{p.dtype} {list(p.shape)}{'' if p.requires_grad else ' (frozen)'}"
             for n, p in self._parameters.items()
@@ -148,18 +152,18 @@ class GradientAverage:
     # ---- a backward pass and its end
 
     def begin(self) -> None:
-        """A backward pass has come to the loss. May be called several times in one."""
+        """Note that a backward pass has reached the loss. May be called several times per pass."""
         if self._is_new_pass():
             self._versions = {name: p._version for name, p in self._parameters.items()}
         Variable._execution_engine.queue_callback(self._average)
 
     def note(self, name: str) -> None:
-        """A gradient has been accumulated."""
-        if self._is_new_pass():  # one that does not come from a call of the loss
+        """Note that a gradient has been accumulated."""
+        if self._is_new_pass():  # the pass did not start at a call of the loss
             self._versions = None
         self._reached.add(name)
-        # For each parameter, since nothing tells the first one of a pass from a later one (the
-        # pass before may have raised half-way); only the first callback finds something to do.
+        # Queued for each parameter, because the first one of a pass cannot be recognized: the
+        # previous pass may have raised half-way. Only the first callback finds something to do.
         Variable._execution_engine.queue_callback(self._average)
 
     def _is_new_pass(self) -> bool:
@@ -174,25 +178,25 @@ class GradientAverage:
                 if self._parameters[name]._version != before.get(name):
                     raise ConfigurationError(
                         f"{name} was changed during the backward pass, before its gradient was "
-                        "averaged: take the optimizer's steps after backward(), not in its hooks"
+                        "averaged: call the optimizer's step() after backward(), not in its hooks"
                     )
         if self._local or not self._reached:
             return
         parameters = list(self._parameters.values())
-        # Reached earlier, by a pass that raised, and set to None since: not reached.
+        # A pass that raised may have reached a parameter whose grad was set to None since.
         reached = [n in self._reached and p.grad is not None for n, p in self._parameters.items()]
         self._reached.clear()
         buffer, count = self._buffer, len(parameters)
         buffer[:count].copy_(torch.tensor(list(map(float, reached)), device="cpu"))
         for (name, parameter), view in zip(self._parameters.items(), self._views, strict=True):
-            # Also what this pass did not reach here: if another rank's did, the gradients that an
-            # earlier pass left on all ranks must come out as they were.
+            # Include the parameters that this pass did not reach here: if another rank reached
+            # them, the gradients that an earlier pass left on all ranks must stay as they are.
             if parameter.grad is None:
                 view.zero_()
             elif parameter.grad.is_sparse:
                 raise ConfigurationError(
-                    f"the gradient of {name} is sparse, which cannot be averaged here: build its "
-                    "embedding with sparse=False"
+                    f"the gradient of {name} is sparse, and sparse gradients cannot be averaged: "
+                    "build its embedding with sparse=False"
                 )
             else:
                 view.copy_(parameter.grad)
@@ -205,7 +209,7 @@ class GradientAverage:
             agreed=digest,
         )
         buffer[count:].div_(self._ranks.size)
-        # The flags are read only where this rank lacks a gradient: on a GPU that waits for it.
+        # Read the flags only if this rank lacks a gradient, because reading waits for a GPU.
         somewhere = reached if all(reached) else (buffer[:count] > 0).tolist()
         for parameter, view, there in zip(parameters, self._views, somewhere, strict=True):
             if not there:
@@ -216,7 +220,7 @@ class GradientAverage:
         self._after()
 
     def compare(self) -> None:
-        """Raise unless all ranks train the same parameters. Blocks until all have come."""
+        """Raise unless all ranks train the same parameters. Blocks until all ranks have called."""
         ranks = self._ranks.exchange(self.describe(), "the comparison of parameters")
         mine = self.describe()
         for index, theirs in enumerate(ranks):
@@ -225,8 +229,8 @@ class GradientAverage:
                 raise ConfigurationError(
                     f"this rank and rank {index} train different parameters, such as "
                     f"{differing[0]} (here {mine.get(differing[0], 'missing')}, there "
-                    f"{theirs.get(differing[0], 'missing')}): add, freeze, unfreeze and convert on "
-                    "all ranks alike"
+                    f"{theirs.get(differing[0], 'missing')}): add, freeze, unfreeze and convert "
+                    "parameters in the same way on all ranks"
                 )
 
     def _make_buffer(self) -> None:
@@ -238,7 +242,7 @@ class GradientAverage:
             )
         sizes = [parameter.numel() for parameter in self._parameters.values()]
         self._dtypes = [parameter.dtype for parameter in self._parameters.values()]
-        dtype = torch.float32  # at least: sums over many ranks do not fit into 16 bits
+        dtype = torch.float32  # at least, because 16 bits are too few for sums over many ranks
         dtype = functools.reduce(torch.promote_types, self._dtypes, dtype)
         device = devices.pop() if devices else torch.device("cpu")
         self._buffer = torch.zeros(len(sizes) + sum(sizes), dtype=dtype, device=device)

@@ -1,9 +1,9 @@
-"""What a loss was built of, besides its tensors: for the comparison of ranks.
+"""Describes how a loss was built, apart from its tensors, so that ranks can compare it.
 
-Two losses may hold the same tensors and compute different gradients: another loss function, another
-value estimator, tanh for relu, other keys. So each module is described by its class and by those of
-its attributes that are named like parameters of its constructor. Other attributes, such as counters
-and caches, may be a rank's own.
+Two losses may hold the same tensors and still compute different gradients: they may differ in loss
+function, value estimator, activation (tanh or relu) or keys. So each module is described by its
+class and by those attributes that are named like parameters of its constructor. Other attributes,
+such as counters and caches, may differ between ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchrl.data import TensorSpec
 from torchrl.objectives import LossModule
 from torchrl.objectives.value import ValueEstimatorBase
 
-# What else TorchRL lets a user set on a loss.
+# Further settings that TorchRL lets a user change on a loss.
 _SETTINGS = (
     "value_type",
     "loss_mask_key",
@@ -31,15 +31,17 @@ _SETTINGS = (
     "deterministic_sampling_mode",
     "reduction",
 )
-# Larger tensors are described by their types and shapes only.
+# Of larger tensors, only the types and shapes are described.
 _SHOWN_ELEMENTS = 64
 _SHOWN_CHARACTERS = 200
 _DEVICE = re.compile(r"(cpu|cuda|mps|xpu|hpu|npu)(:\d+)?")
 
 
 def description(loss: LossModule) -> dict[str, str]:
-    """By name the class of each module and the values of its settings, as text. Equal for losses
-    that were built alike, on whichever devices."""
+    """Return the class of each module and the values of its settings, as text by name.
+
+    Losses that were built alike have equal descriptions, on any devices.
+    """
     found: dict[str, str] = {"the class": _type_name(type(loss))}
     for path, module in _modules(loss):
         if module is not loss:
@@ -57,14 +59,17 @@ def description(loss: LossModule) -> dict[str, str]:
 
 
 def _modules(loss: LossModule) -> Iterator[tuple[str, nn.Module]]:
-    """Also those that TorchRL keeps out of a loss's modules, because it calls them with parameters
-    of its own; each once."""
+    """Yield each module of ``loss`` once, with its path.
+
+    These include the networks that TorchRL does not register as submodules, because it calls them
+    with the parameters that the loss holds.
+    """
     pending, seen = [("", loss)], {id(loss)}
     while pending:
         path, module = pending.pop(0)
         yield path, module
         if isinstance(module, TensorDictParams):
-            continue  # tensors only
+            continue  # has only tensors
         for name, inner in {**vars(module), **module._modules}.items():
             if isinstance(inner, nn.Module) and id(inner) not in seen:
                 seen.add(id(inner))
@@ -95,7 +100,7 @@ def _constructor_parameters(kind: type) -> tuple[str, ...]:
             continue
         try:
             found |= dict.fromkeys(inspect.signature(init).parameters)
-        except (TypeError, ValueError):  # it is not written in Python
+        except (TypeError, ValueError):  # not written in Python
             continue
     return tuple(name for name in found if name not in ("self", "device", "args", "kwargs"))
 
@@ -147,5 +152,5 @@ def _type_name(kind: Any) -> str:
     module = getattr(kind, "__module__", None)
     if module in (None, "builtins"):
         return name
-    # The second is the same script in a process of multiprocessing's.
+    # "__mp_main__" is the same script in a process that multiprocessing started.
     return f"{'__main__' if module == '__mp_main__' else module}.{name}"

@@ -35,58 +35,62 @@ from .reductions import (
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-if TYPE_CHECKING:  # _subclass mixes the classes below into one of TorchRL's
+if TYPE_CHECKING:  # _subclass combines the classes below with a loss class of TorchRL
     from torchrl.objectives import LossModule as _Loss
 else:
     _Loss = object
 
 
 class DistributedLoss(_Loss):
-    """Makes a TorchRL loss one of all ranks: ``loss = DistributedLoss(DQNLoss(...))``.
+    """Turn a TorchRL loss into a loss of all ranks: ``loss = DistributedLoss(DQNLoss(...))``.
 
-    Returns ``loss_module`` itself, which stays what it was: a ``DQNLoss`` with its attributes,
-    parameters and ``state_dict`` keys, so that target updaters, optimizers, ``set_keys`` and
-    ``make_value_estimator`` work on it, before or after this call. (Its class becomes a subclass of
-    its own and of this one, as ``torch.distributed.fsdp.fully_shard`` does it.) New are:
+    Returns ``loss_module`` itself. It remains a ``DQNLoss`` with its attributes, parameters and
+    ``state_dict`` keys, so target updaters, optimizers, ``set_keys`` and ``make_value_estimator``
+    work on it, before or after this call. (As with ``torch.distributed.fsdp.fully_shard``, its
+    class becomes a subclass of its original class and of this one.) What changes:
 
-    - All ranks start from rank 0's parameters, targets and buffers. Parameters that come later are
-      averaged from the next call on, and must be made alike on all ranks.
-    - After each backward pass, gradients are averaged over the ranks: those that the pass reached,
-      wherever its loss came from (``loss(batch)``, ``loss.actor_loss(batch)``, one forward with
-      several backward passes). Clip and step afterwards, as ever. ``torch.autograd.grad`` gives
-      this rank's own.
-    - So each gradient is that of one process that has all rows, part by part: each mean inside the
-      loss counts by what it divided by on each rank, whether by its rows, by those that a mask
-      leaves, or by the sum of their importance weights. ``reduction="sum"`` sums over all ranks.
-      Normalized advantages of the PPO losses use the statistics of all ranks.
-    - Where that is not known exactly, a backward pass is refused with the reason: other classes
-      than TorchRL's (your own subclasses, too), ``reduction="none"``, statistics of a batch such as
-      ``average_rewards``. Say then what this rank weighs: ``loss.set_rows(len(batch))``.
-      What does not come from the loss counts alike from each rank, as a penalty on parameters does.
-      Go backward from sums of losses, with coefficients if need be: of a square, say, the ranks'
-      weights would be wrong, and nobody sees it there.
-    - ``loss.ranks`` answers what ranks must agree on, and does what only one of them should.
-    - ``with DistributedLoss(...) as loss:`` tells the waiting ranks the exception that leaves the
-      block, with its traceback, and closes the loss.
+    - All ranks start from rank 0's parameters, targets and buffers. Parameters that are added later
+      are averaged from the next call on. Add them in the same way on all ranks.
+    - After each backward pass, the gradients that it reached are averaged over the ranks, no matter
+      how the loss was computed (``loss(batch)``, ``loss.actor_loss(batch)``, one forward with
+      several backward passes). Clip and step afterwards, as usual. ``torch.autograd.grad`` returns
+      this rank's own gradients.
+    - Each gradient is the one that a single process with all rows would compute. For this, each
+      mean inside the loss is weighted by its divisor on each rank: the number of rows, the number
+      of rows that a mask leaves, or the sum of their importance weights. ``reduction="sum"`` sums
+      over all ranks. The PPO losses normalize advantages by the statistics of all ranks.
+    - If this cannot be done exactly, the backward pass raises with the reason. This concerns
+      classes that are not TorchRL's (including your own subclasses), ``reduction="none"``, and
+      statistics of a batch such as ``average_rewards``. In that case, state the weight of this
+      rank: ``loss.set_rows(len(batch))``.
+    - Terms that do not come from the loss, such as a penalty on parameters, have the same weight on
+      each rank. Call ``backward()`` only on sums of losses, with or without coefficients. For
+      anything else, such as a square, the weights of the ranks would be wrong, and this is not
+      detected.
+    - ``loss.ranks`` has methods for decisions on which ranks must agree, and for work that only one
+      rank should do.
+    - ``with DistributedLoss(...) as loss:`` closes the loss at the end of the block. If the block
+      raises, the waiting ranks get the exception with its traceback.
 
-    Every rank must make the same calls of the loss (under ``torch.no_grad()`` it may make others),
-    of ``set_rows`` and of ``ranks``, and run the same backward passes, in the same order. Each one
-    blocks until all ranks have come, on the CPU for at most ``timeout_s``, and raises as
-    :class:`~torchrl_dist.learn.Ranks` says. A rank without rows calls it with an empty batch. A
-    state is loaded on all ranks, or before this call.
+    Every rank must make the same calls of the loss, of ``set_rows`` and of ``ranks``, and run the
+    same backward passes, in the same order. (Under ``torch.no_grad()`` the calls of the loss may
+    differ.) Each of them blocks until all ranks have called, on the CPU for at most ``timeout_s``,
+    and raises the errors of :class:`~torchrl_dist.learn.Ranks`. A rank without rows calls the loss
+    with an empty batch. Load a state on all ranks, or before this call.
 
     Args:
-        loss_module: built alike on every rank, on the device where it will stay.
-        group: a torch.distributed group; default: all its processes. A process that was started
-            alone needs none, and nothing changes there.
-        timeout_s: longest wait for other ranks.
+        loss_module: a loss that every rank builds in the same way, on the device where it will
+            stay.
+        group: a torch.distributed group. Default: the group of all processes. A single process
+            needs no group, and nothing changes for it.
+        timeout_s: the longest wait for other ranks.
 
     Raises:
-        ConfigurationError: the ranks' losses differ, a layer has no shape yet, the loss keeps
-            statistics of a rank's own rows (a batch norm, a ValueNorm, KLPENPPOLoss's adaptive
-            ``beta``), a parameter belongs to another distributed loss, the group has no backend for
-            the loss's device, two ranks use one GPU with NCCL, or there are several processes
-            without a torch.distributed group.
+        ConfigurationError: the ranks' losses differ; a layer has no shape yet; the loss keeps
+            statistics of this rank's rows (a batch norm, a ValueNorm, KLPENPPOLoss's adaptive
+            ``beta``); a parameter belongs to another distributed loss; the group has no backend for
+            the loss's device; two ranks use one GPU with NCCL; or there are several processes but
+            no torch.distributed group.
 
     Example:
         >>> from torchrl.modules import MLP, QValueActor
@@ -136,40 +140,47 @@ class DistributedLoss(_Loss):
         return loss_module
 
     def __init__(self, loss_module: LossModule, **_: Any) -> None:
-        # Python calls it after __new__; the loss must not be built a second time.
+        # Python calls this after __new__. It must not build the loss a second time.
         pass
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Backward passes in this block only accumulate gradients on this rank; the next one
-        outside averages the sum. Divide each loss by the number of passes, as ever."""
+        """Only accumulate this rank's gradients in this block, and average nothing.
+
+        The next backward pass outside the block averages the sum. Divide each loss by the number of
+        passes, as usual.
+        """
         return self._gradients.paused()
 
     def set_rows(self, rows: float | Tensor) -> None:
-        """Let this rank weigh ``rows`` (a count >= 0) in the coming backward passes, in place of
-        what is observed in the loss: gradients are then means over the ranks, weighted by rows.
-        Forgotten when the loss is called after gradients have been averaged.
+        """Weigh this rank by ``rows`` (a count >= 0) in the next backward passes.
 
-        Before the backward pass, on all ranks; blocks until all have come.
+        Gradients are then means over the ranks, weighted by ``rows`` instead of the divisors that
+        are observed in the loss. The weight is forgotten at the first call of the loss after
+        gradients have been averaged.
+
+        Call it on all ranks before the backward pass. It blocks until all ranks have called.
 
         Raises:
-            ConfigurationError: it is no count, or all ranks weigh 0.
+            ConfigurationError: ``rows`` is not a finite count >= 0, or is 0 on all ranks.
         """
         count = float(rows)
         if not 0 <= count < float("inf"):
             raise ConfigurationError(f"set_rows({rows}): expected a finite count >= 0")
         total = self.ranks.add_up("set_rows", [count])[0]
         if not total:
-            raise ConfigurationError("set_rows(0) on all ranks: expected a row somewhere")
+            raise ConfigurationError(
+                "set_rows(0) on all ranks: expected at least one row on some rank"
+            )
         self._weight.state(self.ranks.size * count / total)
 
     def check_drift(self) -> str:
-        """A checksum of all parameters, targets and buffers, after comparing it between ranks.
+        """Compare all parameters, targets and buffers between ranks, and return their checksum.
 
-        Blocks until all ranks have come. State that is no tensor is each rank's own, and so is what
-        the NoisyLinear layers have drawn.
+        Blocks until all ranks have called. State that is not a tensor is not compared, nor is the
+        noise of NoisyLinear layers, because both may differ between ranks.
 
         Raises:
-            DriftError: tensors differ between ranks; names them and the ranks.
+            DriftError: some tensors differ between ranks. The error names the tensors and ranks.
         """
         noise = _noise_of(self)
         tensors = named_tensors(self).items()
@@ -184,15 +195,18 @@ class DistributedLoss(_Loss):
             shown = "; ".join(f"{n} (ranks {r})" for n, r in list(differing.items())[:5])
             raise DriftError(
                 f"{len(differing)} of {len(digests)} tensors differ from rank 0's: {shown}. Every "
-                "rank must take the same steps: equal learning rates and updates, gradients "
-                "clipped after backward(), no statistics of a rank's own batches in buffers.",
+                "rank must take the same steps: use equal learning rates and numbers of updates, "
+                "clip gradients after backward(), and keep no statistics of a rank's own batches "
+                "in buffers.",
                 names=tuple(differing),
             )
         return hashlib.blake2b("".join(digests.values()).encode(), digest_size=8).hexdigest()
 
     def close(self) -> None:
-        """Average nothing any more: its networks may be given to another loss. May be called
-        again. From now on it is called under ``torch.no_grad()`` only."""
+        """Stop averaging, so that another loss may take the networks. May be called repeatedly.
+
+        Afterwards, call the loss only under ``torch.no_grad()``.
+        """
         self._is_closed = True
         self._gradients.detach()
 
@@ -209,7 +223,7 @@ class DistributedLoss(_Loss):
             self.ranks.report(error)
         self.close()
 
-    # ---- what TorchRL's losses call
+    # ---- methods that TorchRL's losses call
 
     def _reduce_loss(
         self,
@@ -240,7 +254,7 @@ class DistributedLoss(_Loss):
         self._value_estimator = value
         self._forget_likeness()
 
-    # ---- what else must be alike on all ranks
+    # ---- methods that change what must be equal on all ranks
 
     def make_value_estimator(self, *args: Any, **kwargs: Any) -> Any:
         self._forget_likeness()
@@ -255,7 +269,7 @@ class DistributedLoss(_Loss):
         self.__dict__["_likeness"] = None
 
     def _description(self) -> dict[str, str]:
-        """Of what these methods change. All else was compared when the loss was distributed."""
+        """Describe what these methods change. The rest was compared in ``__new__``."""
         kinds = ("value_type", "the key", "value_estimator")
         return {name: text for name, text in description(self).items() if name.startswith(kinds)}
 
@@ -266,13 +280,13 @@ class DistributedLoss(_Loss):
         return str(self._likeness)
 
     def _compare_again(self) -> None:
-        """Called on all ranks when they differ."""
+        """Find the difference. All ranks call this after noticing that they differ."""
         self._gradients.compare()
         _refuse_difference(
             self.ranks.exchange(self._description(), "the comparison of the ranks' losses")
         )
 
-    # ---- what else changes parameters
+    # ---- methods that change parameters
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._apply(*args, **kwargs)  # .to(), .cuda(), .double()
@@ -281,7 +295,7 @@ class DistributedLoss(_Loss):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         result = super().load_state_dict(*args, **kwargs)
-        self._attach_again()  # assign=True puts new parameters in place
+        self._attach_again()  # assign=True replaces parameters
         return result
 
     def _attach_again(self) -> None:
@@ -296,7 +310,7 @@ class DistributedLoss(_Loss):
 
 
 class _NormalizedByAll(_Loss):
-    """What PPO losses are given in addition."""
+    """Added to PPO losses: normalizes advantages by the statistics of all ranks."""
 
     def _maybe_normalize_advantage(
         self, advantage: Tensor, tensordict: TensorDictBase, *, update_norm: bool
@@ -306,14 +320,17 @@ class _NormalizedByAll(_Loss):
                 advantage, tensordict, update_norm=update_norm
             )
         if 0 in {dim % advantage.ndim for dim in self.normalize_advantage_exclude_dims}:
-            self._call.refuse("normalize_advantage_exclude_dims excludes the rows themselves")
+            self._call.refuse("normalize_advantage_exclude_dims excludes the dimension of rows")
             return advantage
         return normalized(self, advantage, tensordict, self.ranks.add_up)
 
 
 class _DrawnByFirst(_Loss):
-    """What REDQLoss is given in addition: each call draws some of its target networks, and one
-    process with all rows would compute all of them against the same ones."""
+    """Added to REDQLoss: all ranks use the target networks that rank 0 draws.
+
+    Each call draws some of the target networks, and one process with all rows would use the same
+    ones for every row.
+    """
 
     def __getattr__(self, item: str) -> Any:
         value = super().__getattr__(item)
@@ -323,7 +340,7 @@ class _DrawnByFirst(_Loss):
 
 
 class _Drawn:
-    """Parameters of several networks; those of rank 0's choice are selected."""
+    """Parameters of several networks, indexed by rank 0's choice."""
 
     def __init__(self, networks: Any, ranks: Ranks) -> None:
         self._networks, self._ranks = networks, ranks
@@ -336,8 +353,11 @@ class _Drawn:
 
 @functools.cache
 def _subclass(loss_class: type[LossModule]) -> type:
-    """``loss_class`` with what :class:`DistributedLoss` adds, and reductions observed in every
-    method that returns losses: ``forward``, and those that TorchRL names so."""
+    """Return ``loss_class`` with what :class:`DistributedLoss` adds.
+
+    Reductions are observed in every method that returns losses: ``forward``, and those that are
+    named like TorchRL's.
+    """
     methods = {
         name: _observed(getattr(loss_class, name), loss_class)
         for name in dir(loss_class)
@@ -359,15 +379,15 @@ def _subclass(loss_class: type[LossModule]) -> type:
 def _observed(method: Callable[..., Any], loss_class: type[LossModule]) -> Callable[..., Any]:
     name = method.__name__
 
-    @torch.compiler.disable  # it talks to other ranks; compiled networks in it stay compiled
+    @torch.compiler.disable  # it calls other ranks; compiled networks inside stay compiled
     @functools.wraps(method)
     def observed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # forward calls the others
+        # forward() calls the other methods, which must not be observed again.
         if self._call is not None or self.ranks.size == 1 or not torch.is_grad_enabled():
             return method(self, *args, **kwargs)
         if self._is_closed:
             raise ConfigurationError(
-                "this distributed loss was closed, so that its ranks would train apart: use "
+                "this distributed loss was closed, so gradients would no longer be averaged: use "
                 "torch.no_grad(), or distribute a new loss"
             )
         if self._gradients.is_outdated(self.parameters()):
@@ -381,14 +401,14 @@ def _observed(method: Callable[..., Any], loss_class: type[LossModule]) -> Calla
                 raise ConfigurationError(
                     f"rank {self.ranks.index} has no rows, and {loss_class.__name__}.{name} cannot "
                     f"be computed from none ({type(error).__name__}: {error}). Give each rank at "
-                    "least one row, or leave out the update on all ranks: loss.ranks.any(...)"
+                    "least one row, or skip the update on all ranks: loss.ranks.any(...)"
                 ) from error
             raise
         finally:
             self.__dict__["_call"] = None
         if name == "forward" and not args and isinstance(result, tuple):
             keys = getattr(self, "out_keys", ())
-            if len(keys) == len(result):  # called by keywords, it answers in this order
+            if len(keys) == len(result):  # a call by keywords returns a tuple in this order
                 named = dict(zip(map(str, keys), result, strict=True))
                 return tuple(_shared(self, loss_class, call, name, named, None).values())
         batch = args[0] if args else kwargs.get("tensordict")
@@ -409,14 +429,14 @@ def _has_no_rows(inputs: list[Any]) -> bool:
 def _shared(
     loss: Any, loss_class: type[LossModule], call: Call, name: str, result: Any, batch: Any
 ) -> Any:
-    """The result of a call, with gradients that count as they do among those of all ranks."""
+    """Return the result of a call, with gradients weighted for the average over all ranks."""
     outputs: list[tuple[Tensor, str | None]] = []
     sums = getattr(loss, "reduction", None) == "sum"
 
     def watch(part: str, output: Tensor) -> Tensor:
         reason = refusal(loss_class, loss, call, part) or call.trace(output, sums=sums)
         outputs.append((output, reason and f"{part} of {loss_class.__name__}: {reason}"))
-        # A tensor of its own, so that no part is passed on the way to another.
+        # A view, so that the hook of one part is not called on the way to another part.
         shown = output.view_as(output)
         shown.register_hook(
             functools.partial(_passed, loss._gradients, loss._weight, outputs[-1][1])
@@ -441,21 +461,21 @@ def _shared(
 def _passed(
     gradients: GradientAverage, weight: Weight, reason: str | None, gradient: Tensor
 ) -> Tensor | None:
-    """A backward pass comes to a part of the loss."""
+    """Handle a backward pass that reaches a part of the loss."""
     gradients.begin()
     if weight.stated is not None:
-        # Without rows it may be NaN.
+        # Without rows the gradient may be NaN, so it is not multiplied.
         return gradient * weight.stated if weight.stated else torch.zeros_like(gradient)
     if reason is not None:
         raise ConfigurationError(
-            f"{reason}, so that the gradient of all ranks' rows cannot be had from it. Call "
-            "set_rows(rows) before backward() if this rank is to weigh that many rows."
+            f"{reason}, so the gradient over all ranks' rows cannot be computed from it. Call "
+            "set_rows(rows) before backward() to weigh this rank by that many rows."
         )
     return None
 
 
 def _refuse_foreign(loss: LossModule, outputs: list[Tensor]) -> None:
-    """Raise if a parameter of the loss's networks, but not of the loss, will get a gradient."""
+    """Raise if a parameter gets a gradient that belongs to a network of the loss, but not to it."""
     mine = {id(parameter) for parameter in loss.parameters()}
     for leaf in leaves(outputs):
         if isinstance(leaf, nn.Parameter) and id(leaf) not in mine:
@@ -465,15 +485,16 @@ def _refuse_foreign(loss: LossModule, outputs: list[Tensor]) -> None:
                 for path, parameter in network.named_parameters(name):
                     if parameter is leaf:
                         raise ConfigurationError(
-                            f"{path} came to its network after the loss was built, which does not "
-                            "train it: build the loss, and distribute it, with the whole network"
+                            f"{path} was added to its network after the loss was built, so the "
+                            "loss does not train it: build and distribute the loss with the whole "
+                            "network"
                         )
 
 
 def _refuse_statistics(loss: LossModule) -> None:
-    """Raise if its calls would change tensors as this rank's rows have it."""
-    # TorchRL keeps the networks out of the loss's modules, because it calls them with parameters
-    # of its own.
+    """Raise if a call would change tensors according to this rank's rows."""
+    # TorchRL does not register the networks as submodules, because it calls them with parameters
+    # that the loss holds.
     networks = {k: v for k, v in loss.__dict__.items() if isinstance(v, nn.Module)}
     for name, network in {"": loss, **networks}.items():
         for path, module in network.named_modules(prefix=name):
@@ -483,33 +504,36 @@ def _refuse_statistics(loss: LossModule) -> None:
 
 
 def _statistics_in(module: nn.Module) -> str | None:
-    """What is wrong with it, and what to do."""
+    """Return what is wrong with the module and what to do, or None."""
     if isinstance(module, nn.SyncBatchNorm):
         return None
     if getattr(module, "running_mean", None) is not None or isinstance(module, _BATCH_NORMS):
         return (
-            "would normalize each rank's rows by themselves and keep statistics of its own. "
+            "would normalize each rank's rows separately and keep statistics of its own. "
             "Convert the network with torch.nn.SyncBatchNorm.convert_sync_batchnorm() before the "
             "loss is built (GPUs only), freeze it with eval(), or use LayerNorm."
         )
     if isinstance(module, ValueNorm):
         return (
-            "would scale by what this rank has seen. Scale rewards or advantages before the loss, "
-            "by statistics of all ranks (ranks.means)."
+            "would scale by the values that this rank has seen. Scale rewards or advantages before "
+            "the loss, by statistics of all ranks (ranks.means)."
         )
     if isinstance(module, KLPENPPOLoss) and not module.increment == module.decrement == 1:
         return (
             "adapts beta to the divergence of this rank's rows. Build it with increment=1 and "
-            "decrement=1, and set loss.beta yourself by ranks.means({'kl': ...})."
+            "decrement=1, and set loss.beta yourself from ranks.means({'kl': ...})."
         )
     return None
 
 
 def _compare(loss: LossModule, ranks: Ranks) -> None:
-    """Raise unless all ranks built the same loss, with tensors of the same names, types and shapes,
-    frozen or not: with other sizes in a collective, gloo aborts the process."""
+    """Raise unless all ranks built the same loss.
+
+    Tensors must have the same names, types and shapes, and be frozen alike, because gloo aborts the
+    process if sizes differ in a collective.
+    """
     tensors = named_tensors(loss)
-    # The first difference is shown: one of the class explains the others.
+    # Only the first difference is shown, and a different class explains the others.
     mine = {**description(loss), **{name: _card(tensor) for name, tensor in tensors.items()}}
     devices = sorted({str(t.device) for t in tensors.values()})
     assert ranks.group is not None
@@ -528,9 +552,9 @@ def _refuse_devices(devices: Iterable[str], backends: Mapping[str, str]) -> None
     for device in devices:
         if device.partition(":")[0] not in backends:
             raise ConfigurationError(
-                f"the loss has tensors on {device}, and the torch.distributed group works on "
-                f"{sorted(backends)} only ({dict(backends)}). Move the loss first, or start the "
-                "group with 'cpu:gloo,cuda:nccl'."
+                f"the loss has tensors on {device}, but the torch.distributed group works on "
+                f"{sorted(backends)} only ({dict(backends)}). Move the loss first, or initialize "
+                "the group with 'cpu:gloo,cuda:nccl'."
             )
 
 
@@ -540,15 +564,15 @@ def _card(tensor: Tensor) -> str:
 
 
 def _refuse_difference(ranks: list[Mapping[str, str]]) -> None:
-    """Raise for the first name that has another value, or is missing, on one of the ranks."""
+    """Raise for the first name whose value differs, or is missing, on one of the ranks."""
     for index, theirs in enumerate(ranks):
         for name in {**ranks[0], **theirs}:
             first, other = ranks[0].get(name, "missing"), theirs.get(name, "missing")
             if first != other:
                 raise ConfigurationError(
                     f"{name} is {first} on rank 0 and {other} on rank {index}; "
-                    "expected the same loss on every rank. Look at what its construction reads: "
-                    "configuration, environment, arguments."
+                    "expected the same loss on every rank. Check what its construction depends "
+                    "on: configuration, environment variables, arguments."
                 )
 
 
@@ -559,15 +583,15 @@ def _compare_devices(ranks: list[tuple[str, list[str]]]) -> None:
             other = seen.setdefault((host, device), index)
             if device.startswith("cuda") and other != index:
                 raise ConfigurationError(
-                    f"ranks {other} and {index} on {host} both have their loss on {device}; NCCL "
-                    "needs a GPU per rank. Call torch.cuda.set_device(int(os.environ['LOCAL_RANK'"
-                    "])) first, and put the networks on 'cuda'."
+                    f"ranks {other} and {index} on {host} both have their loss on {device}, but "
+                    "NCCL needs one GPU per rank. Call torch.cuda.set_device(int(os.environ["
+                    "'LOCAL_RANK'])) first, and put the networks on 'cuda'."
                 )
 
 
 @torch.no_grad()
 def _take_from_first(loss: LossModule, ranks: Ranks) -> None:
-    """Copy rank 0's parameters, targets and buffers; state that is no tensor stays as it is."""
+    """Copy rank 0's parameters, targets and buffers. State that is not a tensor is not copied."""
     tensors = {name: t for name, t in named_tensors(loss).items() if not _is_expanded(t)}
     packed = pack(tensors)
     data = packed.data.to(next(iter(tensors.values())).device) if tensors else packed.data
@@ -580,9 +604,9 @@ def _take_from_first(loss: LossModule, ranks: Ranks) -> None:
 
 
 def _noise_of(loss: LossModule) -> set[str]:
-    """Names of the buffers into which layers draw noise."""
+    """Return the names of the buffers into which layers draw noise."""
     found: dict[str, nn.Module] = {"": loss}
-    # Functional networks keep their tensors in the loss, under these names.
+    # The loss keeps the tensors of functional networks under these names.
     for name, network in loss.__dict__.items():
         if isinstance(network, nn.Module):
             found |= {f"{name}_params.": network, f"target_{name}_params.": network}
@@ -596,7 +620,7 @@ def _noise_of(loss: LossModule) -> set[str]:
 
 
 def _is_expanded(tensor: Tensor) -> bool:
-    """Whether it shows one value in several places: a view of a parameter that is copied anyway."""
+    """Whether ``tensor`` repeats one value, as a view of a parameter that is copied anyway."""
     return any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 

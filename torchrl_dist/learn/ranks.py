@@ -1,4 +1,4 @@
-"""The processes that learn together: who they are, what they agree on, who is missing."""
+"""The processes that learn together: which they are, what they agree on, which are missing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -29,27 +28,27 @@ from ..errors import (
     RemoteError,
     TorchRLDistError,
 )
-from ..runtime import World, current_session
+from ..runtime import World, current_session, proc
 from ..runtime.awake import awake, check_timeout, start_clock
 from ..runtime.store import AnsweringStore, StoreSilent
 from ..runtime.world import is_seen_here, process_stamp
 
-# A wait longer than this is announced to the others, and looks for failures that they announced.
+# During a longer wait, a rank announces that it waits and looks for failures of the others.
 _SLICE_S = 1.0
-# Numbers that are summed at once.
+# How many numbers are summed at once.
 _BLOCK = 64
-# By group, what its last meeting agreed on: until the next one, tensors of one size can be summed
-# without a meeting of their own.
+# What the last meeting of each group agreed on. Until the next meeting, tensors of one size can be
+# summed without another meeting.
 _agreed: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
-# By group of ranks on several hosts.
+# For each group whose ranks are on several nodes, the group in which it sums tensors.
 _groups_of_sums: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-# The whole tensor goes from each rank to each if that is not more in all than so many bytes beyond
-# its parts, and a tensor not larger than that.
+# Each rank sends its whole tensor to each other rank if this adds at most _DIRECT_BYTES in all,
+# compared with sending parts, and the tensor has at most _MOST_DIRECT_BYTES.
 _DIRECT_BYTES, _MOST_DIRECT_BYTES = 2**18, 2**24
-# How long a rank whose collective failed waits for the others to say that they wait as well.
+# How long a rank whose collective failed waits for the others to report that they wait, too.
 _GRACE_S = 3.0
 _STOPPED = ", stopped"
-# Calls pair up by their order alone, so that a rank that made one less is missed only at its end.
+# Calls pair up by their order only, so a missing call is noticed only when a rank has ended.
 _UNEQUAL = (
     "the ranks made different numbers of calls: a rank that skips an update or leaves its loop "
     "must ask the others first, as in `if loss.ranks.any(len(buffer) < 1000): continue`"
@@ -75,34 +74,39 @@ class Rank:
         return f"rank {self.index} (pid {self.pid} on {self.host})"
 
     def state(self) -> str:
-        """``"stopped"``, ``"gone"``, ``"running"``; ``"unknown"`` on another machine, or in another
-        pid namespace of this one (a container)."""
+        """Return ``"running"``, ``"stopped"``, ``"gone"`` or ``"unknown"``.
+
+        It is unknown on another node, and in another pid namespace (a container) of this node.
+        """
         if self.host != socket.gethostname() or not is_seen_here(self.stamp):
             return "unknown"
         if process_stamp(self.pid) != self.stamp:
             return "gone"
-        with contextlib.suppress(OSError):
-            text = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
-            return {"T": "stopped", "t": "stopped", "Z": "gone"}.get(text, "running")
-        return "gone"
+        letter = proc.state(self.pid) or "Z"
+        return {"T": "stopped", "t": "stopped", "Z": "gone"}.get(letter, "running")
 
 
 class Ranks:
-    """The ranks of a torch.distributed group, or this process alone. Not for several threads.
+    """The ranks of a torch.distributed group, or this process alone. Use it in one thread only.
 
-    Every rank builds it and calls its methods in the same order. All methods but ``own`` and
-    ``seed`` block until every rank has come, for at most ``timeout_s``; then they raise
-    DeadlineError with the names of those who did not and where they wait instead, PeerLostError if
-    a process died, RemoteError if a rank :meth:`report`-ed an exception, and ConfigurationError if
-    the ranks called different methods. That a process of another machine died is known at once
-    while gradients are averaged, and at the deadline otherwise. On a GPU the averaging does not
-    block: there torch's watchdog keeps the group's own deadline, and names nobody.
+    Every rank builds it and calls its methods in the same order. All methods except ``own`` and
+    ``seed`` block until every rank has called, for at most ``timeout_s``. They raise:
+
+    - DeadlineError after ``timeout_s``, with the names of the missing ranks and where these wait
+      instead,
+    - PeerLostError if a process died,
+    - RemoteError if a rank :meth:`report`-ed an exception,
+    - ConfigurationError if the ranks called different methods.
+
+    If a process on another node dies, the others notice at once while they average gradients, and
+    at the deadline otherwise. On a GPU, averaging does not block. There, torch's watchdog enforces
+    the group's own deadline and names no rank.
 
     Attributes:
         index: this process's rank in the group.
         size: how many ranks there are.
         members: all ranks, in order.
-        timeout_s: longest wait of every method.
+        timeout_s: the longest wait of every method.
 
     Raises:
         ConfigurationError: there are several processes, but no torch.distributed group.
@@ -122,7 +126,10 @@ class Ranks:
         self.index = 0 if self.group is None else dist.get_rank(self.group)
         self.size = 1 if self.group is None else dist.get_world_size(self.group)
         if self.index < 0:
-            raise ConfigurationError("This process is no member of the group.")
+            raise ConfigurationError(
+                "this process is not a member of the group: build Ranks or DistributedLoss only on "
+                "the group's ranks"
+            )
         pid = os.getpid()
         me = Rank(self.index, socket.gethostname(), pid, process_stamp(pid))
         self.members: tuple[Rank, ...] = (me,)
@@ -152,10 +159,10 @@ class Ranks:
         """Whether this is rank 0, which writes checkpoints and logs."""
         return self.index == 0
 
-    # ---- agreeing
+    # ---- agreement
 
     def exchange(self, value: Any, what: str = "an exchange") -> list[Any]:
-        """Every rank's ``value`` (of JSON's types), in rank order."""
+        """Return every rank's ``value``, in rank order. Values must have JSON's types."""
         if self.size == 1:
             return [value]
         self._calls += 1
@@ -182,13 +189,14 @@ class Ranks:
                     with contextlib.suppress(*(() if is_late() else (StoreSilent,))):
                         say_so()
                         self._raise_reported(what)
-                        # First those, since one that has come may have ended by now.
+                        # Look for ended ranks first, because a rank may come and end between the
+                        # checks.
                         gone = {who for who in self.members if who.state() == "gone"}
                         absent = self._absent(keys)
                         if gone.intersection(absent) or is_late():
                             raise self._missing_error(absent, what, late=True)
             told = [json.loads(text) for text in insist(self._store.multi_get, keys)]
-            # Who has come here has read the exchange before the last one, and so has everybody.
+            # All ranks have come here, so all have read the earlier exchanges.
             if number > 2:
                 with contextlib.suppress(StoreSilent):
                     self._store.delete_key(f"exchange/{number - 2}/{self.index}")
@@ -200,25 +208,26 @@ class Ranks:
         return [value for _, value in told]
 
     def any(self, flag: bool) -> bool:
-        """Whether ``flag`` is true on some rank; the same answer on all.
+        """Whether ``flag`` is true on some rank. All ranks get the same answer.
 
-        Ask it before every update: a rank that leaves its loop alone, after a signal, say, leaves
-        the others waiting for its gradients. So does one that skips an update:
-        ``if ranks.any(len(buffer) < 1000): continue``.
+        Call it before every update. Otherwise, a rank that leaves its loop (after a signal, for
+        example) leaves the others waiting for its gradients, and so does a rank that skips an
+        update: ``if ranks.any(len(buffer) < 1000): continue``.
         """
         what = "the question whether to stop"
-        if self._device.type != "cpu":  # it would wait for all that the GPU has to do
+        if self._device.type != "cpu":  # a sum on the GPU would wait for all work queued there
             return any(self.exchange(bool(flag), what))
         return self.add_up(what, [bool(flag)])[0] > 0
 
     def on_first(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call ``function(*args, **kwargs)`` on rank 0, such as one that writes a checkpoint.
+        """Call ``function(*args, **kwargs)`` on rank 0, for example to write a checkpoint.
 
         Returns:
-            On rank 0 the result, None elsewhere.
+            The result on rank 0, None on the other ranks.
 
         Raises:
-            RemoteError: on the other ranks, if it raised on rank 0, where the exception itself is.
+            RemoteError: on the other ranks, if the function raised on rank 0. Rank 0 gets the
+                exception itself.
         """
         what = "what rank 0 does"
         if not self.is_first:
@@ -234,15 +243,15 @@ class Ranks:
         self.exchange(None, what)
         return result
 
-    # ---- metrics that say what they count
+    # ---- metrics
 
     def sums(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Sums over the ranks that give a metric, as ``"sum_over_ranks/NAME"``."""
+        """Return the sums over the ranks that give a metric, as ``"sum_over_ranks/NAME"``."""
         gathered = self._gathered(metrics)
         return {f"sum_over_ranks/{name}": sum(values) for name, values in gathered.items()}
 
     def means(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Means over the ranks that give a metric, as ``"mean_over_ranks/NAME"``."""
+        """Return the means over the ranks that give a metric, as ``"mean_over_ranks/NAME"``."""
         gathered = self._gathered(metrics)
         return {
             f"mean_over_ranks/{name}": sum(values) / len(values)
@@ -250,7 +259,7 @@ class Ranks:
         }
 
     def own(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """This rank's values, as ``"rank2/NAME"``."""
+        """Return this rank's values, as ``"rank2/NAME"``."""
         return {f"rank{self.index}/{name}": value for name, value in metrics.items()}
 
     def _gathered(self, metrics: Mapping[str, float]) -> dict[str, list[float]]:
@@ -262,8 +271,10 @@ class Ranks:
         return gathered
 
     def seed(self, seed: int) -> int:
-        """Seed Python's, NumPy's and torch's generators of this process, differently on each rank
-        and equally in each run: equal seeds would make the ranks explore and draw alike.
+        """Seed the generators of Python, NumPy and torch in this process.
+
+        Each rank gets a different seed, and the same one in each run. Equal seeds would make the
+        ranks explore and draw alike.
 
         Returns:
             The seed of this rank, for environments.
@@ -277,10 +288,10 @@ class Ranks:
     # ---- failures
 
     def report(self, error: BaseException) -> None:
-        """Tell the ranks that wait for this one what it failed of. Does not block or raise."""
+        """Send ``error`` to the ranks that wait for this one. Does not block or raise."""
         if self.size > 1:
             with contextlib.suppress(dist.DistError):
-                if not self._store.check("failure"):  # else this one fails because of it
+                if not self._store.check("failure"):  # else this rank fails because of that one
                     self._store.set("failure", json.dumps(self._description(error)))
 
     def _description(self, error: BaseException) -> list[Any]:
@@ -291,16 +302,18 @@ class Ranks:
 
     def _remote_error(self, description: list[Any]) -> Exception:
         index, message, trace = description
-        who = self.members[index]
+        rank = self.members[index]
         for kind in (DeadlineError, PeerLostError):
             if trace == kind.__name__:
-                return kind(f"{message} (says {who})")
-        return RemoteError(message, peer=f"rank {index}", host=who.host, remote_traceback=trace)
+                return kind(f"{message} (reported by {rank})")
+        return RemoteError(message, peer=f"rank {index}", host=rank.host, remote_traceback=trace)
 
     def _raise_reported(self, what: str = "") -> None:
-        """What another rank has reported, or, while this one waits for ``what``, that the next rank
-        waits for something else in the same call of these methods. Where some ranks do, one of them
-        is next to one that does not."""
+        """Raise the failure that another rank has reported.
+
+        While this rank waits for ``what``, also raise if the next rank waits for something else in
+        the same call. If any ranks do, one of them is next to a rank that does not.
+        """
         reported = self._store.check("failure")
         other = (self.index + 1) % self.size
         theirs = self._store.found(self._waiting_key(other)) if what else None
@@ -320,12 +333,13 @@ class Ranks:
         compare: Callable[[], None] = lambda: None,
         agreed: str = "",
     ) -> None:
-        """Sum ``tensor`` over the ranks, in place. Arguments and errors are :meth:`add_up`'s; shape
-        and type must be the same on all ranks, too.
+        """Sum ``tensor`` over the ranks, in place.
+
+        Arguments and errors are those of :meth:`add_up`. Shape and type must be equal on all ranks.
 
         Args:
-            agreed: what ``add_up`` was given that stands for this shape and type. If no other
-                meeting came after it, the ranks do not meet again.
+            agreed: the ``agreed`` of an ``add_up`` whose ``details`` determine this shape and type.
+                If no other meeting followed it, the ranks do not meet again.
         """
         if self.group is None or self.size == 1:
             return
@@ -344,16 +358,16 @@ class Ranks:
         compare: Callable[[], None] = lambda: None,
         agreed: str = "",
     ) -> list[float]:
-        """The sums of ``values`` over the ranks.
+        """Return the sums of ``values`` over the ranks.
 
         Args:
-            what: this is, in errors.
-            details: must be the same on all ranks, and the count of values as well.
-            compare: called on all ranks if they are not, to raise an error that says more.
-            agreed: a part of ``details``, for ``all_reduce``.
+            what: names this call in errors.
+            details: must be equal on all ranks, like the number of values.
+            compare: called on all ranks if they differ, to raise a more precise error.
+            agreed: a part of ``details``, for a later ``all_reduce``.
 
         Raises:
-            ConfigurationError: the ranks differ in ``what``, ``details`` or the count.
+            ConfigurationError: the ranks differ in ``what``, ``details`` or the number of values.
         """
         if self.group is None or self.size == 1:
             return list(values)
@@ -372,11 +386,11 @@ class Ranks:
         values: Sequence[float],
         compare: Callable[[], None] = lambda: None,
     ) -> list[float]:
-        """Sum a block of a fixed size, which begins with what all ranks must have in common.
+        """Sum a block of fixed size, after checking that all ranks make the same call.
 
-        Each rank sends it to each, since far away it counts how often something is sent, not how
-        much; and in a collective of another kind than ``_sum``'s, since gloo would take one rank's
-        block for a part of the other's tensor.
+        Each rank sends its block to each rank, because between nodes the number of messages
+        matters more than their size. This uses another kind of collective than ``_sum``, because
+        gloo would mistake one rank's block for a part of another rank's tensor.
         """
         assert self.group is not None
         code = zlib.crc32(f"{what} {details}".encode())
@@ -385,7 +399,7 @@ class Ranks:
         _agreed.pop(self.group, None)
         codes, *sums = self._from_each(block, what).T.tolist()
         if any(other != code for other in codes):
-            # All ranks see this, and come here.
+            # All ranks see the difference and come here.
             told = self.exchange(details, what)
             compare()
             other = next(index for index, theirs in enumerate(told) if theirs != details)
@@ -396,7 +410,7 @@ class Ranks:
         return [sum(each) for each in sums[: len(values)]]
 
     def _from_each(self, block: Tensor, what: str) -> Tensor:
-        """Every rank's block, [size, len(block)]."""
+        """Return every rank's block, as [size, len(block)]."""
         assert self.group is not None
         blocks = block.repeat(self.size, 1)
         if self._device.type == "cpu":
@@ -407,7 +421,7 @@ class Ranks:
         return received
 
     def _to_each(self, rows: Tensor, what: str, group: dist.ProcessGroup) -> Tensor:
-        """What every rank has for this one: row ``i`` of ``rows`` goes to rank ``i``."""
+        """Send row ``i`` of ``rows`` to rank ``i``, and return what the ranks sent to this one."""
         received, options = torch.empty_like(rows), dist.AllToAllOptions()
         self._wait_for(lambda: group.alltoall_base(received, rows, [], [], options), options, what)
         return received
@@ -425,7 +439,7 @@ class Ranks:
             self._wait_for(lambda: group.allreduce([tensor], options), options, what)
 
     def _sum_from_afar(self, tensor: Tensor, what: str) -> None:
-        """In one round trip, or two for a large tensor, where gloo's ring takes two per rank."""
+        """Sum in one round trip, or two for a large tensor. gloo's ring takes two per rank."""
         group, size = self._group_of_sums(what), self.size
         more_bytes = (size - 2) * tensor.nbytes
         if more_bytes <= _DIRECT_BYTES and tensor.nbytes <= _MOST_DIRECT_BYTES:
@@ -439,8 +453,11 @@ class Ranks:
         tensor.copy_(received.view(-1)[: tensor.numel()])
 
     def _group_of_sums(self, what: str) -> dist.ProcessGroup:
-        """Of the same ranks: in the group itself gloo would take the block of a rank that meets for
-        a part of another rank's tensor, and abort."""
+        """Return a second group of the same ranks, for sums.
+
+        In the group itself, gloo would mistake the block of a rank that meets for a part of another
+        rank's tensor, and abort.
+        """
         assert self.group is not None
         if self.group not in _groups_of_sums:
             try:
@@ -450,15 +467,15 @@ class Ranks:
                     backend="gloo",
                     use_local_synchronization=True,
                 )
-            except RuntimeError as error:  # a rank has died or stopped since they met
+            except RuntimeError as error:  # a rank has died or stopped since the meeting
                 raise self._explanation(what, error, late=True) from error
         return _groups_of_sums[self.group]
 
     def _wait_for(self, begin: Callable[[], dist.Work], options: Any, what: str) -> None:
-        """A collective on the CPU, from its begin to its end."""
+        """Begin a collective on the CPU and wait for its end."""
         self._calls += 1
         options.timeout = timedelta(seconds=self.timeout_s)
-        start = time.monotonic()  # as gloo's own deadline
+        start = time.monotonic()  # the clock of gloo's own deadline
         try:
             work = begin()
             with self._waiting(what) as say_so:
@@ -478,9 +495,11 @@ class Ranks:
 
     @contextlib.contextmanager
     def _waiting(self, what: str) -> Iterator[Callable[[], None]]:
-        """Gives a function that tells the others, until the block is left without an error, that
-        this rank waits for ``what``: so that whoever gives up first can tell those who wait from
-        those who are missing."""
+        """Yield a function that announces that this rank waits for ``what``.
+
+        The announcement is withdrawn if the block ends without an error. It lets the rank that
+        gives up first distinguish the ranks that wait from those that are missing.
+        """
         keys = (f"place/{self.index}", self._waiting_key(self.index))
         said = False
 
@@ -519,8 +538,8 @@ class Ranks:
         return PeerLostError(f"{what}: the connection between the ranks failed: {error}")
 
     def _lost_error(self, what: str, error: dist.DistError) -> Exception:
-        """The store has died with a process, or is silent because one is stopped: without it,
-        only the kernel of this machine can tell who that is."""
+        """Return the error for a store that died with its process, or is silent because its process
+        is stopped. Without the store, only this node's kernel can tell which process that is."""
         give_up = awake() + _GRACE_S
         while True:
             states = {who: who.state() for who in self.members}
@@ -528,18 +547,19 @@ class Ranks:
             gone = [who for who, state in states.items() if state == "gone"]
             if stopped or gone or awake() > give_up:
                 break
-            time.sleep(0.05)  # a process that dies loses its connections first
+            time.sleep(0.05)  # the connections of a dying process close before it is gone
         if gone:
             return PeerLostError(
                 f"{', '.join(map(str, gone))} died or left before {what} ({error}){_IF_ENDED}"
             )
         if stopped:
             return DeadlineError(
-                f"{', '.join(map(str, stopped))}, stopped did not come to {what} within "
+                f"{', '.join(map(str, stopped))}, stopped, did not come to {what} within "
                 f"{self.timeout_s:g} s ({error})"
             )
         return PeerLostError(
-            f"{what}: {error}. It is kept by {self.members[0]}, if not by the launcher"
+            f"{what}: {error}. The store is kept by {self.members[0]}, if not by the launcher: "
+            "check whether that process is alive"
         )
 
     def _absent(self, keys: list[str]) -> list[Rank]:
@@ -552,7 +572,7 @@ class Ranks:
         if gone or not late:
             names = ", ".join(map(str, gone or absent))
             return PeerLostError(f"{names} died or left before {what}{_IF_ENDED}")
-        states.sort(key=lambda each: each[1] != "stopped")  # what keeps all of them first
+        states.sort(key=lambda each: each[1] != "stopped")  # first the cause, then its effects
         places = [self._place(who, state) for who, state in states]
         names = ", ".join(f"{who}{place}" for (who, _), place in zip(states, places, strict=True))
         waits = any(place not in ("", _STOPPED) for place in places)
@@ -571,7 +591,7 @@ class Ranks:
 
 
 def backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """By device type, such as {"cpu": "gloo", "cuda": "nccl"}."""
+    """Return the backend of each device type, such as {"cpu": "gloo", "cuda": "nccl"}."""
     config = str(dist.get_backend_config(group))
     return dict(entry.split(":") for entry in config.split(","))
 
@@ -585,7 +605,7 @@ def _apart(index: int, what: str, other: int, theirs: str) -> str:
 
 
 def _done(work: dist.Work) -> bool:
-    """Whether it ended, well or not, within a slice. Slices let signals through."""
+    """Whether ``work`` ended, well or not, within a slice. Signals are handled between slices."""
     try:
         work.wait(timedelta(seconds=_SLICE_S))
     except RuntimeError:
@@ -597,11 +617,11 @@ def _require_one_process() -> None:
     try:
         session = current_session()
         count = len(session.of_role(session.role))
-    except ConfigurationError:  # in no session
+    except ConfigurationError:  # there is no session
         count = World.from_env().world_size
     if count > 1:
         raise ConfigurationError(
-            f"{count} processes were started to learn together, but torch.distributed has no group "
-            "in this one. Call torch.distributed.init_process_group(), or enter "
+            f"{count} processes were started to learn together, but this process has no "
+            "torch.distributed group. Call torch.distributed.init_process_group(), or enter "
             'session(..., process_group="gloo"), before the loss is distributed.'
         )

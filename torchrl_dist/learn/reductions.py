@@ -1,19 +1,20 @@
-"""What each part of a loss divides by, observed where it divides.
+"""Observes what each part of a loss divides by.
 
-A part that is a mean over rows has, on rank r, the gradient ``g_r / d_r`` with its divisor d_r: the
-count of rows, of those that a mask leaves, or the sum of their weights. One process with all rows
-has ``sum_r g_r / sum_r d_r``. So each mean's gradient is multiplied by ``size * d_r / sum_r d_r``
-on its way back, and plain averages over the ranks are then exact, whatever the parts are added to,
-however many backward passes there are, and over whatever else is accumulated.
+A part that is a mean over rows has, on rank r, the gradient ``g_r / d_r``. Its divisor ``d_r`` is
+the number of rows, the number of rows that a mask leaves, or the sum of their weights. One process
+with all rows would compute ``sum_r g_r / sum_r d_r``. So each mean's gradient is multiplied by
+``size * d_r / sum_r d_r`` in the backward pass. Plain averages over the ranks are then exact, no
+matter what the parts are added to, how many backward passes there are, and what else is
+accumulated.
 
-Divisors come from two places: TorchRL's own ``_reduce_loss``, which almost all losses call, and the
-graph of each output, where a ``mean()`` leaves the number of its elements. Between a mean and the
-output there may be nothing but sums and constant factors: anything else would need the mean of all
-ranks rather than this rank's.
+Divisors come from two places: from TorchRL's own ``_reduce_loss``, which almost all losses call,
+and from the graph of each output, where a ``mean()`` leaves the number of its elements. Between a
+mean and the output, only sums and constant factors are allowed, because anything else would need
+the mean over all ranks instead of this rank's.
 
-What a graph does not show are statistics of a batch that no gradient flows through, such as those
-of a normalized advantage. So this is for classes of which that is known (``KNOWN``, of TorchRL
-0.14); others are refused unless the caller says what a rank weighs.
+A graph does not show the statistics of a batch through which no gradient flows, such as those of a
+normalized advantage. So only classes whose statistics are known are supported (``KNOWN``, for
+TorchRL 0.14). Others are refused unless the caller states the weight of each rank.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torchrl.objectives import value as estimators
 
 _MEAN, _SUM = 1, 2  # torch's numbers for reductions
 
-# Nodes of autograd that are linear in each input that has a gradient.
+# Nodes of autograd that are linear in each input with a gradient.
 _LINEAR = frozenset(
     {
         "AddBackward0",
@@ -51,11 +52,12 @@ _LINEAR = frozenset(
 
 
 class Weight:
-    """What this rank weighs, if the caller has said so, until the first call of the loss after an
-    average.
+    """The weight of this rank that the caller stated, if any.
+
+    It holds until the first call of the loss after an average.
 
     Attributes:
-        stated: size * rows / rows of all ranks; None where divisors are observed.
+        stated: size * rows / rows of all ranks. None if divisors are observed instead.
     """
 
     stated: float | None = None
@@ -65,11 +67,11 @@ class Weight:
         self.stated, self._is_old = weight, False
 
     def age(self) -> None:
-        """Gradients have been averaged."""
+        """Note that gradients have been averaged."""
         self._is_old = True
 
     def forget_old(self) -> None:
-        """The loss is called."""
+        """Note that the loss is called."""
         if self._is_old:
             self.stated = None
 
@@ -78,8 +80,8 @@ class Reduction:
     """One mean or sum over this rank's rows.
 
     Attributes:
-        divisor: what this rank divides by; None for a sum.
-        factor: what its gradient is multiplied by, once all ranks have told their divisors.
+        divisor: what this rank divides by. None for a sum.
+        factor: what its gradient is multiplied by, once the divisors of all ranks are known.
     """
 
     def __init__(self, divisor: float | None, weight: Weight) -> None:
@@ -88,14 +90,14 @@ class Reduction:
         self._weight = weight
 
     def share(self, total: float, ranks: int) -> None:
-        """Take the sum of all ranks' divisors."""
+        """Compute the factor from the sum of all ranks' divisors."""
         if self.divisor is None:
             self.factor = float(ranks)
         else:
             self.factor = ranks * self.divisor / total if total else 0.0
 
     def scale(self, gradient: Tensor) -> Tensor:
-        """The gradient of the mean, as it counts among those of all ranks."""
+        """Return the gradient of the mean, weighted for the average over all ranks."""
         return gradient if self._weight.stated is not None else gradient * self.factor
 
     def scale_node(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -103,7 +105,7 @@ class Reduction:
 
 
 class Call:
-    """One call of a loss, from outside, on its way to a result with gradients."""
+    """One call of a loss from outside, for a result with gradients."""
 
     def __init__(self, weight: Weight) -> None:
         self.reductions: list[Reduction] = []
@@ -115,7 +117,7 @@ class Call:
     def reduce(
         self, reduce: Callable[..., Tensor], loss: Tensor, how: str, **kwargs: Any
     ) -> Tensor:
-        """``reduce(loss, reduction=how, **kwargs)``, TorchRL's own, and a note of its divisor."""
+        """Return TorchRL's ``reduce(loss, reduction=how, **kwargs)``, and note its divisor."""
         result = reduce(loss, reduction=how, **kwargs)
         if not result.requires_grad or how not in ("mean", "sum"):
             return result
@@ -125,7 +127,7 @@ class Call:
                 divisor = float(reduce(torch.ones_like(loss), reduction="sum", **kwargs))
             self.is_masked |= divisor != loss.numel()
             if divisor == 0:
-                # The mean over no rows may be NaN, and so may NaN times zero.
+                # The mean over no rows may be NaN, and NaN times zero is NaN.
                 result = loss.masked_fill(torch.ones_like(loss, dtype=torch.bool), 0).sum()
         reduction = self._new(result.grad_fn, divisor)
         result.register_hook(reduction.scale)
@@ -138,7 +140,7 @@ class Call:
         """Find the reductions that ``output`` is a linear function of.
 
         Returns:
-            Why it cannot be traced back to them, or None.
+            Why ``output`` cannot be traced back to reductions, or None.
         """
         stack, seen = [output.grad_fn], set()
         while stack:
@@ -160,7 +162,7 @@ class Call:
             elif name == "DivBackward0" and (len(inputs) == 1 or inputs[1] is None):
                 stack.append(inputs[0])
             else:
-                return f"it is no sum of means over rows (there is a {name} behind them)"
+                return f"it is not a sum of means over rows (its graph contains a {name})"
         return None
 
     def _new(self, node: Any, divisor: float | None) -> Reduction:
@@ -170,12 +172,12 @@ class Call:
 
 
 def _divisor(node: Any, name: str) -> float | None:
-    """What a mean to a single number divides by; None if the node is something else."""
+    """Return the divisor of a mean to a single number, None for any other node."""
     if name == "MeanBackward0":
         return float(node._saved_self_sym_numel)
     if name == "MeanBackward1":
         sizes = node._saved_self_sym_sizes
-        # Saved as unsigned: -1 is 2 ** 64 - 1.
+        # Dimensions are saved as unsigned: -1 is 2 ** 64 - 1.
         dims = {dim - 2**64 if dim >= 2**63 else dim for dim in node._saved_dim}
         dims = {dim % len(sizes) for dim in dims}
         kept = [size for dim, size in enumerate(sizes) if dim not in dims]
@@ -186,12 +188,12 @@ def _divisor(node: Any, name: str) -> float | None:
 
 
 def _is_sum(node: Any, name: str) -> bool:
-    """Whether it is a sum over everything."""
+    """Whether ``node`` is a sum over all elements."""
     return name == "SumBackward0" or (name == "MseLossBackward0" and node._saved_reduction == _SUM)
 
 
 def leaves(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The tensors in which backward passes of these would accumulate gradients."""
+    """Yield the tensors in which backward passes from ``outputs`` would accumulate gradients."""
     stack, seen = [output.grad_fn for output in outputs], set()
     while stack:
         node = stack.pop()
@@ -199,16 +201,18 @@ def leaves(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
             continue
         seen.add(node)
         if node.name() == "torch::autograd::AccumulateGrad":
-            yield node.variable  # type: ignore[attr-defined]  # nodes of this name have it
+            yield node.variable  # type: ignore[attr-defined]  # nodes with this name have it
         stack.extend(inner for inner, _ in node.next_functions)
 
 
 def map_outputs(
     result: Any, change: Callable[[str, Tensor], Tensor], part: str, skip: Any = None
 ) -> Any:
-    """``result`` with those of its tensors changed that have a gradient, each by
-    ``change(part, tensor)``, where parts are named by keys of TensorDicts and dicts. These are
-    changed in place, but for ``skip``, the loss's input."""
+    """Return ``result`` with ``change(part, tensor)`` for each of its tensors that has a gradient.
+
+    The keys of TensorDicts and dicts name the parts. These containers are changed in place, except
+    ``skip``, the input of the loss.
+    """
     if result is skip:
         return result
     if isinstance(result, Tensor):
@@ -228,13 +232,13 @@ def map_outputs(
     return result
 
 
-# ---- what is known of TorchRL's classes
+# ---- rules for TorchRL's classes
 
 Rule = Callable[[LossModule, Call, str], "str | None"]
 
 
 def _by_row(loss: LossModule, call: Call, part: str) -> str | None:
-    """Every row is computed by itself."""
+    """Accept: every row is computed independently."""
     return None
 
 
@@ -245,13 +249,11 @@ def _cql(loss: LossModule, call: Call, part: str) -> str | None:
         return None
     if part not in ("loss_cql", "cql_loss"):
         return "alpha_prime is multiplied by a mean over this rank's rows"
-    return "of its two terms the mask leaves out rows of one only" if call.is_masked else None
+    return "its mask leaves out rows of only one of its two terms" if call.is_masked else None
 
 
 def _gail(loss: LossModule, call: Call, part: str) -> str | None:
-    return (
-        "its gradient penalty is a mean of its own in each row" if loss.use_grad_penalty else None
-    )
+    return "its gradient penalty is a separate mean in each row" if loss.use_grad_penalty else None
 
 
 def _rnd(loss: LossModule, call: Call, part: str) -> str | None:
@@ -264,9 +266,9 @@ def _td3_bc(loss: LossModule, call: Call, part: str) -> str | None:
     return None
 
 
-# By its exact class what a loss computes over several rows before its reductions, or why one of its
-# parts is refused. Each is compared with one process that has all rows in
-# tests/learn/test_classes.py.
+# For each exact class, a rule that refuses those parts that compute something over several rows
+# before their reductions. tests/learn/test_classes.py compares each class with one process that has
+# all rows.
 KNOWN: dict[type[LossModule], Rule] = {
     **dict.fromkeys(
         (
@@ -316,12 +318,12 @@ _ESTIMATORS = (
 
 
 def refusal(loss_class: type[LossModule], loss: LossModule, call: Call, part: str) -> str | None:
-    """Why the divisors of a part do not tell how ranks are to be averaged; None if they do."""
+    """Return why the divisors of a part do not determine the ranks' weights, None if they do."""
     rule = KNOWN.get(loss_class)
     if rule is None:
         return (
-            f"whether {loss_class.__name__} computes each row by itself is not known: it is none "
-            "of TorchRL's own losses that are"
+            f"whether {loss_class.__name__} computes each row by itself is not known: it is not "
+            "one of those TorchRL losses that are known to do so"
         )
     replaced = [name for name in vars(loss) if inspect.isfunction(getattr(loss_class, name, None))]
     if replaced:
@@ -330,7 +332,7 @@ def refusal(loss_class: type[LossModule], loss: LossModule, call: Call, part: st
 
 
 def estimator_refusal(estimator: Any) -> str | None:
-    """Why a loss may not call this value estimator; None if it computes each row by itself."""
+    """Return why a loss may not use this estimator, None if it computes each row by itself."""
     if type(estimator) not in _ESTIMATORS:
         return f"whether {type(estimator).__name__} computes each row by itself is not known"
     for name in ("average_gae", "average_rewards", "average_adv"):
@@ -339,7 +341,7 @@ def estimator_refusal(estimator: Any) -> str | None:
     return None
 
 
-# ---- statistics that can be had of all ranks
+# ---- statistics over all ranks
 
 AddUp = Callable[[str, "list[float]"], "list[float]"]
 
@@ -347,10 +349,10 @@ AddUp = Callable[[str, "list[float]"], "list[float]"]
 def normalized(
     loss: PPOLoss, advantage: Tensor, tensordict: TensorDictBase, add_up: AddUp
 ) -> Tensor:
-    """``advantage`` as PPO normalizes it, by mean and deviation of all ranks' rows.
+    """Return ``advantage`` as PPO normalizes it, by mean and deviation over all ranks' rows.
 
     Args:
-        add_up: gives the sums over the ranks of some numbers; the same calls on all ranks.
+        add_up: returns the sums of some numbers over the ranks. All ranks must call it alike.
     """
     kept = {dim % advantage.ndim for dim in loss.normalize_advantage_exclude_dims}
     dims = [dim for dim in range(advantage.ndim) if dim not in kept]

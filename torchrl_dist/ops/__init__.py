@@ -1,1 +1,1 @@
-"""Before, beside and after a job: check the machine, write its script, watch it."""
+"""Tools for before, during and after a job: check the machine, write its script, watch it."""

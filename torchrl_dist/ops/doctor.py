@@ -1,7 +1,8 @@
-"""``torchrl-dist doctor``: is this machine, or this allocation, fit for a job? What to do if not?
+"""``torchrl-dist doctor``: checks whether this machine, or this allocation, is fit for a job.
 
-``examine`` is pure: from what ``probe`` found, and what ``rounds`` measured between the ranks, to
-one finding per check. A check never raises: what it cannot tell, it calls a warning.
+``examine`` is pure. It turns what ``probe`` found, and what ``rounds`` measured between the ranks,
+into one finding per check, with a remedy. A check never raises. What it cannot determine is a
+warning.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import own_files
 from ..errors import ConfigurationError, TorchRLDistError
+from ..ui import show_table
 
 if TYPE_CHECKING:
     from .probe import Probe
@@ -34,10 +36,10 @@ TESTED = {
     "tensordict": ("0.14.3", "0.15"),
     "gymnasium": ("1.1", "1.5"),
 }
-"""Per package, the first version that works and the first that has not been tested."""
+"""The first version of each package that works, and the first that has not been tested."""
 
 _MIB, _GIB = 1 << 20, 1 << 30
-_CONTAINERS_SHM = 64 * _MIB  # what Docker gives where nobody says --shm-size
+_CONTAINERS_SHM = 64 * _MIB  # Docker's default without --shm-size
 _FEW_FILES, _MANY_FILES = 256, 4096
 _FEW_PROCESSES = 1024  # threads count, and torch starts one per core
 _SLOW_S = {"store": 0.02, "rpc": 0.05, "all-reduce": 0.05}
@@ -49,7 +51,7 @@ _MARKS = {OK: "[green]ok[/]", WARN: "[yellow]warn[/]", FAIL: "[bold red]fail[/]"
 
 @dataclass(frozen=True)
 class Finding:
-    """One check: its state (``ok``, ``warn`` or ``fail``), what was found, what helps."""
+    """The result of one check: its state (``ok``, ``warn`` or ``fail``), the finding, a remedy."""
 
     check: str
     state: str
@@ -58,16 +60,16 @@ class Finding:
 
 
 def examine(probe: Probe, rounds: Rounds | TorchRLDistError | None = None) -> list[Finding]:
-    """One finding per check, in a fixed order; of other hosts only what is not ok.
+    """Return one finding per check, in a fixed order. Of other nodes, only what is not ok.
 
-    ``rounds`` is an error where the ranks did not get together.
+    ``rounds`` is an error if the ranks did not meet.
     """
     findings = _machine(probe)
     if isinstance(rounds, TorchRLDistError):
         findings.append(
             Finding(
                 "round trips", FAIL, str(rounds),
-                "the check of interfaces above, a firewall between the nodes, and what the named "
+                "check the interfaces above, a firewall between the nodes, and what the named "
                 "process printed",
             )
         )  # fmt: skip
@@ -93,7 +95,7 @@ def _machine(probe: Probe) -> list[Finding]:
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
-    """0: all is well; 1: something is worth a look; 2: something will fail."""
+    """Return 0 if all is well, 1 if something needs a look, 2 if something will fail."""
     states = {finding.state for finding in findings}
     return 2 if FAIL in states else 1 if WARN in states else 0
 
@@ -128,20 +130,20 @@ def _software(probe: Probe) -> Iterator[Finding]:
         yield Finding(
             "kernel",
             WARN if numpy else FAIL,
-            "NumPy does what C does faster" if numpy else probe.kernel,
-            "a C compiler and Python's headers, then pip install --force-reinstall --no-deps "
-            "torchrl-dist; TORCHRL_DIST_KERNEL unset",
+            "the NumPy kernel is used, which is slower than C" if numpy else probe.kernel,
+            "install a C compiler and Python's headers, then pip install --force-reinstall "
+            "--no-deps torchrl-dist; leave TORCHRL_DIST_KERNEL unset",
         )
     if probe.torchrl_trees is None:
         yield Finding("TorchRL's trees", OK, "they load")
     else:
-        # Ours need them not, so this is no warning: it is what many users ask about.
+        # Not a warning, because this package does not need them. But many users ask about it.
         yield Finding(
             "TorchRL's trees",
             OK,
-            "not loaded, not needed here; TorchRL's own prioritized sampler will not work "
+            "not loaded, and not needed here; only TorchRL's own prioritized sampler will not work "
             f"({probe.torchrl_trees})",
-            "the torch that this torchrl was built with (0.14: torch 2.14 or newer)",
+            "install the torch that this torchrl was built with (0.14: torch 2.14 or newer)",
         )
 
 
@@ -151,19 +153,19 @@ def _memory(probe: Probe) -> Iterator[Finding]:
     folder = probe.folder
     if folder.error is not None:
         found = f"{folder.path}: {folder.error}"
-        yield Finding("file system", FAIL, found, "another --folder, where files can be made")
+        yield Finding("file system", FAIL, found, "choose a --folder in which files can be made")
         return
     network = is_network_file_system(folder.file_system)
     yield Finding(
         "file system",
         FAIL if network else OK,
         f"{folder.path} is {folder.file_system}",
-        "a scratch_dir (--replay-dir) that is local to the node, as under /dev/shm"
+        "choose a scratch_dir (--replay-dir) that is local to the node, for example under /dev/shm"
         if network
         else "",
     )
     found = f"{_size(folder.free_bytes)} free of {_size(folder.total_bytes)} in {folder.path}"
-    cure = "docker run --shm-size=8g (--ipc=host), a larger mount, or torchrl-dist clean --remove"
+    cure = "docker run --shm-size=8g or --ipc=host, a larger mount, torchrl-dist clean --remove"
     if folder.free_bytes < max(probe.planned_bytes, 16 * _MIB):
         planned = f", {_size(probe.planned_bytes)} planned" if probe.planned_bytes else ""
         yield Finding("space", FAIL, found + planned, cure)
@@ -176,19 +178,21 @@ def _memory(probe: Probe) -> Iterator[Finding]:
         yield Finding(
             "memory", FAIL,
             f"the cgroup allows {_size(limit)}, {_size(probe.planned_bytes)} planned",
-            "sbatch --mem, docker run --memory: what lies in /dev/shm counts, too",
+            "raise sbatch --mem or docker run --memory; files in /dev/shm count, too",
         )  # fmt: skip
     else:
         yield Finding("memory", OK, "no limit" if limit is None else f"limit {_size(limit)}")
     error = folder.fallocate_error
     yield Finding(
         "fallocate", FAIL if error else OK, error or "space can be reserved",
-        "another --folder: rows in a file without space kill their process" if error else "",
+        "choose another --folder: writing rows to a file without space kills the process"
+        if error
+        else "",
     )  # fmt: skip
     error = folder.lock_error
     yield Finding(
         "locks", FAIL if error else OK, error or "seen by other processes",
-        "another --folder: processes would overwrite one another's rows" if error else "",
+        "choose another --folder: processes would overwrite each other's rows" if error else "",
     )  # fmt: skip
 
 
@@ -204,13 +208,13 @@ def _limits(probe: Probe) -> Iterator[Finding]:
         "open files", state,
         "no limit" if files is None
         else f"at most {files}; rank 0 of {probe.world_size} processes needs up to {needed}",
-        "" if state == OK else f"ulimit -n {many}; sbatch --propagate=NONE takes the node's",
+        "" if state == OK else f"ulimit -n {many}; sbatch --propagate=NONE uses the node's limit",
     )  # fmt: skip
     threads = probe.user_processes
     few = threads is not None and threads < _FEW_PROCESSES and probe.uid != 0
     yield Finding(
         "processes", WARN if few else OK,
-        "no limit" if threads is None else f"at most {threads} with their threads",
+        "no limit" if threads is None else f"at most {threads}, including threads",
         f"ulimit -u {4 * _FEW_PROCESSES}" if few else "",
     )  # fmt: skip
 
@@ -220,28 +224,28 @@ def _cpus(probe: Probe) -> Finding:
     found = f"{probe.usable_cores} of {probe.cores} cores usable"
     if probe.cpu_quota is not None and probe.cpu_quota < cores:
         cores = probe.cpu_quota
-        found += f", the cgroup gives time for {cores:g}"
-    # torchrun sets it to 1, as our own processes do; srun and a shell leave it to the cores.
+        found += f", the cgroup allows time for {cores:g}"
+    # torchrun sets it to 1, and so do our own processes. srun and a shell use the number of cores.
     threads = probe.omp_threads or (probe.usable_cores if probe.launcher == "slurm" else 1)
     found += f"; {probe.processes} processes with {threads} threads each"
     cures = []
     if cores < probe.cores and probe.processes > cores:
-        cures.append("sbatch and srun --cpus-per-task, both; docker run --cpus")
+        cures.append("raise --cpus-per-task of both sbatch and srun, or docker run --cpus")
     if threads > 1 and probe.processes * threads > cores:
-        cures.append("OMP_NUM_THREADS=1")
+        cures.append("set OMP_NUM_THREADS=1")
     return Finding("cpus", WARN if cures else OK, found, "; ".join(cures))
 
 
 def _network(probe: Probe) -> Iterator[Finding]:
     if probe.world_error is not None:
         yield Finding(
-            "launcher", FAIL, probe.world_error, "start every process by torchrun or srun"
+            "launcher", FAIL, probe.world_error, "start every process with torchrun or srun"
         )
     elif probe.lone is not None:
         yield Finding(
             "launcher", FAIL,
-            f"a task of {probe.lone}, though not as a rank: each would be a job of its own",
-            "srun python ...; a container must be given SLURM's variables",
+            f"a task of {probe.lone}, but not as a rank: each task would be a separate job",
+            "start it with srun python ...; in a container, pass SLURM's variables on",
         )  # fmt: skip
     else:
         yield Finding("launcher", OK, probe.launcher)
@@ -253,19 +257,24 @@ def _network(probe: Probe) -> Iterator[Finding]:
     there = ", ".join(probe.interfaces)
     if absent:
         names = ", ".join(f"{variable}={value}" for variable, value in absent.items())
-        yield Finding("interfaces", FAIL, f"{names}: this machine has {there}", "one of these")
+        yield Finding(
+            "interfaces", FAIL, f"{names}, but this machine has {there}", "name one of these"
+        )
     else:
         named = [f"{variable}={value}" for variable, value in probe.wanted_interfaces.items()]
-        yield Finding("interfaces", OK, ", ".join(named) or f"none named; there are {there}")
-    # Our own sessions ask the kernel which address leads to the others; gloo alone asks the name.
-    cure = "the node's address in /etc/hosts, and TP_SOCKET_IFNAME and GLOO_SOCKET_IFNAME set"
+        yield Finding("interfaces", OK, ", ".join(named) or f"none named; available: {there}")
+    # Our own sessions ask the kernel which address leads to the others. Only gloo uses the name.
+    cure = "put the node's address in /etc/hosts, and set TP_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
     if probe.address is None:
         state = FAIL if probe.several_nodes else WARN
         yield Finding("host name", state, f"{probe.host} has no address", cure)
     elif ipaddress.ip_address(probe.address).is_loopback:
         state = WARN if probe.several_nodes else OK
         yield Finding(
-            "host name", state, f"{probe.host} is {probe.address}, of no use to other nodes", cure
+            "host name",
+            state,
+            f"{probe.host} is {probe.address}, which other nodes cannot reach",
+            cure,
         )
     else:
         yield Finding("host name", OK, f"{probe.host} is {probe.address}")
@@ -273,18 +282,21 @@ def _network(probe: Probe) -> Iterator[Finding]:
         name, address = probe.master
         if address is None:
             yield Finding(
-                "MASTER_ADDR", FAIL, f"{name} has no address", "a name that all nodes can resolve"
+                "MASTER_ADDR", FAIL, f"{name} has no address", "use a name that all nodes resolve"
             )
         elif probe.several_nodes and ipaddress.ip_address(address).is_loopback:
             yield Finding(
-                "MASTER_ADDR", WARN, f"{name} is {address} here", "the first node's address"
+                "MASTER_ADDR", WARN, f"{name} is {address} here", "use the first node's address"
             )
         else:
             yield Finding("MASTER_ADDR", OK, f"{name} is {address}")
 
 
 def _exists(wanted: str, interfaces: Sequence[str]) -> bool:
-    """In NCCL's notation: a list of prefixes, exact after ``=``, all others after ``^``."""
+    """Whether an interface matches ``wanted``, in NCCL's notation.
+
+    It is a list of prefixes, or exact names after ``=``, or excluded ones after ``^``.
+    """
     if wanted.startswith("^"):
         return True
     exact = wanted.startswith("=")
@@ -298,13 +310,13 @@ def _signals(probe: Probe) -> Finding:
     ignored = ", ".join(probe.ignored_signals)
     if ignored:
         return Finding(
-            "signals", WARN, f"ignored here: {ignored}; a job would not hear that it is to stop",
-            "start it without nohup or trap '' (setsid and tmux do not ignore signals)",
+            "signals", WARN, f"ignored here: {ignored}; these signals could not stop a job",
+            "start it without nohup and trap '' (setsid and tmux do not ignore signals)",
         )  # fmt: skip
     if probe.kill_wait_s is not None and probe.kill_wait_s < _KILL_WAIT_S:
         return Finding(
             "signals", WARN, f"Slurm kills {probe.kill_wait_s} s after SIGTERM",
-            "sbatch --signal=USR1@120, which torchrl-dist slurm writes",
+            "use sbatch --signal=USR1@120, which torchrl-dist slurm writes",
         )  # fmt: skip
     return Finding("signals", OK, "none ignored")
 
@@ -320,7 +332,7 @@ def _leftovers(probe: Probe) -> Finding:
     shown = ", ".join(f"{each.path} ({_size(each.bytes)})" for each in left[:3])
     more = f" and {len(left) - 3} more" if len(left) > 3 else ""
     return Finding(
-        "leftovers", WARN, f"of dead jobs: {shown}{more}{also}", "torchrl-dist doctor --clean"
+        "leftovers", WARN, f"from dead jobs: {shown}{more}{also}", "torchrl-dist doctor --clean"
     )
 
 
@@ -333,7 +345,7 @@ def _gpus(probe: Probe) -> Finding:
         return Finding("cuda", OK, "torch is built for the CPU")
     return Finding(
         "cuda", OK, f"torch for CUDA {cuda.built} sees no GPU",
-        "for one: sbatch --gpus-per-node=1, docker run --gpus all, an unset CUDA_VISIBLE_DEVICES",
+        "to use one: sbatch --gpus-per-node=1, docker run --gpus all, unset CUDA_VISIBLE_DEVICES",
     )  # fmt: skip
 
 
@@ -345,7 +357,7 @@ def _rounds(rounds: Rounds) -> Iterator[Finding]:
         slow = seconds > _SLOW_S[name]
         yield Finding(
             name, WARN if slow else OK, f"{1e3 * seconds:.2f} ms, {len(rounds.names)} processes",
-            "a wired interface named in GLOO_SOCKET_IFNAME; fewer processes per core"
+            "name a wired interface in GLOO_SOCKET_IFNAME, or start fewer processes per core"
             if slow
             else "",
         )  # fmt: skip
@@ -358,14 +370,14 @@ def _rounds(rounds: Rounds) -> Iterator[Finding]:
     )
     slow = slowest > _SLOW_S["rpc"] and (slowest > _SLOWEST_PAIR * usual or len(times) == 1)
     slow = slow or usual > _SLOW_S["rpc"]
-    cure = "look at the cable, the interface (TP_SOCKET_IFNAME) and the load of these two"
+    cure = "check the cable, the interface (TP_SOCKET_IFNAME) and the load of these two nodes"
     yield Finding("rpc", WARN if slow else OK, found, cure if slow else "")
     rank = max(range(len(rounds.names)), key=lambda k: abs(rounds.skew_s[k]))
     skew = rounds.skew_s[rank]
     state = FAIL if abs(skew) > _BAD_SKEW_S else WARN if abs(skew) > _SKEW_S else OK
     yield Finding(
         "clocks", state, f"{rounds.names[rank]} is {skew:+.3f} s off {rounds.names[0]}",
-        "NTP (chronyd) on the nodes" if state != OK else "",
+        "run NTP (chronyd) on the nodes" if state != OK else "",
     )  # fmt: skip
     differing = [
         f"{name} has {', '.join(f'{k} {v}' for k, v in sorted(set(own) - set(rounds.software[0])))}"
@@ -374,12 +386,11 @@ def _rounds(rounds: Rounds) -> Iterator[Finding]:
     ]
     yield Finding(
         "same software", FAIL if differing else OK,
-        f"{'; '.join(differing[:3])}, unlike {rounds.names[0]}" if differing else "on all",
-        "one environment for all nodes: activate it in the job's script" if differing else "",
+        f"{'; '.join(differing[:3])}, unlike {rounds.names[0]}" if differing else "on all ranks",
+        "use one environment on all nodes: activate it in the job's script" if differing else "",
     )  # fmt: skip
 
-
-# ---- for people
+    # ---- output
 
 
 def as_json(probe: Probe, findings: Sequence[Finding]) -> dict[str, Any]:
@@ -392,7 +403,7 @@ def as_json(probe: Probe, findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def report(probe: Probe, findings: Sequence[Finding]) -> str:
-    """A block to paste into an issue, in Markdown. Host names and paths are in it."""
+    """Return Markdown to paste into an issue. It contains host names and paths."""
     from .. import __version__
 
     def cell(text: str) -> str:
@@ -406,21 +417,17 @@ def report(probe: Probe, findings: Sequence[Finding]) -> str:
 
 
 def show(findings: Sequence[Finding]) -> None:
-    """Print a row per check, then what to do."""
+    """Print one row per check, then the remedies."""
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
     def shown(text: str) -> str:
         return escape(own_files.printable(text, lines=True))
 
-    table = Table(box=None, pad_edge=False)
-    for column in ("check", "", "found"):
-        table.add_column(column, overflow="fold")
-    for each in findings:
-        table.add_row(each.check, _MARKS[each.state], shown(each.found))
+    columns = ("check", "", "found")
+    rows = [(each.check, _MARKS[each.state], shown(each.found)) for each in findings]
+    show_table(None, columns, rows, folded=columns, width=None)
     console = Console()
-    console.print(table)
     for each in findings:
         if each.state != OK and each.cure:
             console.print(f"{_MARKS[each.state]} {each.check}: {shown(each.cure)}")
@@ -428,29 +435,41 @@ def show(findings: Sequence[Finding]) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Check this machine, or under torchrun or srun all ranks' machines: one row per check with "
-        "what was found, and what helps. Exit code 0: all is well, 1: warnings, 2: something will "
-        "fail."
+        "Check this machine. Under torchrun or srun, check the machines of all ranks. Prints one "
+        "row per check with what was found, and remedies. The exit code is 0 if all is well, 1 if "
+        "there are warnings, and 2 if something will fail."
     )
-    parser.epilog = "As a job would start: srun torchrl-dist doctor"
+    parser.epilog = "To check a Slurm job: srun torchrl-dist doctor"
     parser.add_argument(
-        "--folder", metavar="DIR", default="/dev/shm", help="for replay buffers (default: /dev/shm)"
+        "--folder",
+        metavar="DIR",
+        default="/dev/shm",
+        help="folder for replay buffers (default: /dev/shm)",
     )
     parser.add_argument(
         "--buffer-gib", type=float, default=0.0, metavar="GIB", help="planned size of the buffer"
     )
     parser.add_argument(
-        "--processes", type=int, metavar="N", help="planned on this machine (default: 4)"
+        "--processes",
+        type=int,
+        metavar="N",
+        help="planned processes on this machine (default: 4)",
     )
     parser.add_argument(
-        "--no-round-trips", action="store_true", help="start no other process, send nothing"
+        "--no-round-trips", action="store_true", help="start no process and send nothing"
     )
     parser.add_argument(
-        "--timeout-s", type=float, default=60.0, metavar="S", help="for the ranks to meet"
+        "--timeout-s",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="longest wait for the ranks to meet (default: 60)",
     )
-    parser.add_argument("--clean", action="store_true", help="remove what dead jobs of yours left")
+    parser.add_argument(
+        "--clean", action="store_true", help="remove what your dead jobs left behind"
+    )
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print one JSON object instead")
+    form.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     form.add_argument("--report", action="store_true", help="print Markdown to paste into an issue")
     parser.set_defaults(command=run)
 
@@ -467,7 +486,7 @@ def run(options: argparse.Namespace) -> int:
         told = own_files.printable(f"{socket.gethostname()}: removed {each}")
         print(told, file=sys.stderr)
 
-    def look() -> Probe:  # in the first rank of each other host, too
+    def look() -> Probe:  # also called in the first rank of each other node
         planned = int(options.buffer_gib * _GIB)
         return probe(folder, processes=options.processes, planned_bytes=planned)
 
@@ -494,7 +513,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def clean(folder: Path) -> list[Path]:
-    """Remove this user's replay directories that no job can want any more."""
+    """Remove this user's replay directories that no job can use any more."""
     from ..replay.node import leftovers
 
     removed = []
@@ -505,7 +524,7 @@ def clean(folder: Path) -> list[Path]:
 
 
 def _versions() -> dict[str, Any]:
-    """Of what all ranks must have the same."""
+    """Return the versions that must be equal on all ranks."""
     from .. import __version__
     from .probe import PACKAGES, version_of
 
@@ -516,7 +535,7 @@ def _versions() -> dict[str, Any]:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """``"2.13.0+cpu"`` is (2, 13, 0)."""
+    """Return the numbers of a version: (2, 13, 0) for ``"2.13.0+cpu"``."""
     head = re.match(r"[\d.]+", version)
     return tuple(int(part) for part in head.group().strip(".").split(".")) if head else ()
 

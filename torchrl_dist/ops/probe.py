@@ -1,4 +1,4 @@
-"""What ``torchrl-dist doctor`` finds out about a machine; what it means is said in ``doctor``."""
+"""What ``torchrl-dist doctor`` finds on a machine. The module ``doctor`` interprets it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ PACKAGES = ("torch", "torchrl", "tensordict", "gymnasium", "numpy")
 INTERFACE_VARIABLES = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _PROBED_BYTES = 1 << 20
 _ASK_S = 10.0
-# Exits with 0 if another process holds the lock on this file. Without the package, which would take
-# seconds to import.
+# Exits with 0 if another process holds the lock on a file. It does not import the package, because
+# that takes seconds.
 _IS_LOCKED = """
 import importlib.util, os, sys
 sys.path[:0] = [sys.argv[2]]
@@ -45,7 +45,7 @@ sys.exit(not lock.is_held(os.open(sys.argv[3], os.O_RDWR), 0))
 
 @dataclass(frozen=True)
 class Folder:
-    """A place for replay directories; ``error`` is why it cannot be used at all."""
+    """A folder for replay directories. ``error`` says why it cannot be used at all."""
 
     path: str
     file_system: str = ""
@@ -67,35 +67,35 @@ class Cuda:
 
 @dataclass(frozen=True)
 class Probe:
-    """One machine as one process sees it. Sizes in bytes; a limit of None is none."""
+    """One machine as one process sees it. Sizes are in bytes. A limit of None means no limit."""
 
     host: str
     python: str
     gil: bool
     versions: Mapping[str, str | None]
-    kernel: str  # "c", "numpy", or why neither
-    torchrl_trees: str | None  # None: they load; else why not
+    kernel: str  # "c", "numpy", or the reason why there is neither
+    torchrl_trees: str | None  # why TorchRL's trees do not load, None if they do
     folder: Folder
     open_files: int | None
     user_processes: int | None
     cores: int  # of the machine
-    usable_cores: int  # that this process may be scheduled on
+    usable_cores: int  # cores on which this process may be scheduled
     cpu_quota: float | None  # cores, of the cgroup
     memory_limit: int | None  # of the cgroup
     omp_threads: int | None  # OMP_NUM_THREADS
-    processes: int  # that are expected on this machine
-    world_size: int  # that are expected in the job
-    planned_bytes: int  # of the replay buffer here
+    processes: int  # expected on this machine
+    world_size: int  # processes expected in the job
+    planned_bytes: int  # size of the replay buffer here
     launcher: str
     several_nodes: bool
-    world_error: str | None  # the launcher's variables cannot be right
-    lone: str | None  # a launcher whose task this is, though not as a rank
+    world_error: str | None  # what is wrong with the launcher's variables
+    lone: str | None  # the launcher of this task, if it did not start it as a rank
     interfaces: tuple[str, ...]
     wanted_interfaces: Mapping[str, str]  # by variable
-    address: str | None  # of the host's own name
+    address: str | None  # address of the host name
     master: tuple[str, str | None] | None  # MASTER_ADDR and its address
     ignored_signals: tuple[str, ...]
-    kill_wait_s: int | None  # of Slurm, None elsewhere
+    kill_wait_s: int | None  # Slurm's KillWait, None without Slurm
     leftovers: tuple[leftovers.Found, ...]
     uid: int
     cuda: Cuda
@@ -111,11 +111,12 @@ def probe(
     proc: Path = Path("/proc"),
     cgroups: Path = Path("/sys/fs/cgroup"),
 ) -> Probe:
-    """Look at this machine; makes and removes one small file in ``folder``.
+    """Examine this machine. Makes and removes one small file in ``folder``.
 
     Args:
         folder: where replay directories will be.
-        processes: on this machine; default: what the launcher started, or a small job's.
+        processes: processes on this machine. Default: as many as the launcher started, or as a
+            small job has.
         planned_bytes: size of the replay buffer.
         env, proc, cgroups: where to look.
     """
@@ -168,7 +169,7 @@ def probe(
 
 
 def look_at(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> Folder:
-    """Free space, kind, and whether files can be allocated and locked in a folder."""
+    """Return a folder's file system, its space, and whether files can be allocated and locked."""
     path = str(folder)
     try:
         space = os.statvfs(folder)
@@ -200,7 +201,7 @@ def _fallocate_error(fd: int) -> str | None:
 
 
 def _lock_error(fd: int, name: str) -> str | None:
-    """With the buffer's own locks, which are those of open file descriptions."""
+    """Test the locks that buffers use, which are those of open file descriptions."""
     try:
         lock.lock_byte(fd, 0)
     except OSError as error:
@@ -210,12 +211,12 @@ def _lock_error(fd: int, name: str) -> str | None:
     try:
         seen = subprocess.run(command, timeout=_ASK_S, stderr=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:
-        return f"another process did not say within {_ASK_S:g} s whether it sees a lock"
+        return f"another process did not report within {_ASK_S:g} s whether it sees a lock"
     return "another process does not see a lock" if seen.returncode else None
 
 
 def cpu_quota(own: Path, root: Path) -> float | None:
-    """Cores' worth of time that a cgroup (version 1 or 2) lets this process have."""
+    """Return how many cores' worth of time the cgroup (version 1 or 2) allows this process."""
     quotas = []
     for group in _groups(own, root, "cpu"):
         with contextlib.suppress(OSError, ValueError):
@@ -229,7 +230,7 @@ def cpu_quota(own: Path, root: Path) -> float | None:
 
 
 def memory_limit(own: Path, root: Path) -> int | None:
-    """Bytes that a cgroup lets this process have; what is in /dev/shm counts, too."""
+    """Return how many bytes the cgroup allows this process. Files in /dev/shm count, too."""
     limits = []
     for group in _groups(own, root, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -240,7 +241,7 @@ def memory_limit(own: Path, root: Path) -> int | None:
 
 
 def _groups(own: Path, root: Path, controller: str) -> list[Path]:
-    """The folders of this process's cgroup and of those above it."""
+    """Return the folders of this process's cgroup and of its parents."""
     found = []
     with contextlib.suppress(OSError):
         for line in own.read_text().splitlines():
@@ -249,7 +250,7 @@ def _groups(own: Path, root: Path, controller: str) -> list[Path]:
                 continue
             top = root if number == "0" else root / controller
             inner = top / path.lstrip("/")
-            # within a container the path may be the host's, and only the top is there
+            # In a container, the path may be the host's. Then only the top exists.
             found += [inner, *(up for up in inner.parents if up == top or top in up.parents)]
     return found
 
@@ -272,7 +273,7 @@ def _torchrl_trees() -> str | None:
     try:
         import torchrl._torchrl  # noqa: F401
     except ImportError as error:
-        return str(error).split(": ", 1)[-1][:60]  # behind the path: "undefined symbol: ..."
+        return str(error).split(": ", 1)[-1][:60]  # after the path, such as "undefined symbol: ..."
     return None
 
 
@@ -285,7 +286,7 @@ def _cuda() -> Cuda:
 
 
 def _limit(kind: int) -> int | None:
-    hard = resource.getrlimit(kind)[1]  # a session raises the soft one to it
+    hard = resource.getrlimit(kind)[1]  # a session raises the soft limit to the hard limit
     return None if hard == resource.RLIM_INFINITY else hard
 
 

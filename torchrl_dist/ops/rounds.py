@@ -1,4 +1,4 @@
-"""Round trips between the ranks of a job: its store, its RPC, an all-reduce, its clocks."""
+"""Measures round trips between the ranks of a job: its store, RPC, all-reduce and clocks."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _TRIES = 5
 
 @dataclass(frozen=True)
 class Rounds:
-    """What the driver measured. Ranks are numbered as in ``names``; times are medians.
+    """What the driver measured. Ranks are numbered as in ``names``. Times are medians.
 
     Attributes:
-        names: ``"rank3 on node7"``.
-        store_s: one key written and read back in the job's store, by the slowest rank.
-        all_reduce_s: of one number over all ranks.
-        rpc_s: a call and its answer, by pair of ranks; the first one called.
+        names: such as ``"rank3 on node7"``.
+        store_s: time to write a key to the job's store and read it back, on the slowest rank.
+        all_reduce_s: time of an all-reduce of one number over all ranks.
+        rpc_s: time of a call and its answer by pair of ranks, the caller first.
         skew_s: by how much each rank's clock is ahead of rank 0's.
         software: versions of packages on each rank.
-        elsewhere: what ``look`` returned on one rank of each other host.
+        elsewhere: what ``look`` returned on one rank of each other node.
     """
 
     names: tuple[str, ...]
@@ -42,18 +42,18 @@ class Rounds:
 
 
 class Served:
-    """This rank has answered the driver, who has the figures."""
+    """The result on every rank except the driver, which has the figures."""
 
 
 def measure(
     software: Callable[[], Mapping[str, Any]], look: Callable[[], Any], *, timeout_s: float
 ) -> Rounds | Served:
-    """Meet the other ranks and measure; a process that nobody launched starts another.
+    """Meet the other ranks and measure. A process without a launcher starts a second process.
 
-    Both functions are called in other ranks, too. Blocks; every wait ends after ``timeout_s``.
+    Both functions are called in other ranks, too. Blocks, and every wait ends after ``timeout_s``.
 
     Raises:
-        TorchRLDistError: ranks do not meet, or do not answer.
+        TorchRLDistError: ranks do not meet or do not answer.
     """
     with _job(timeout_s) as me:
         if not me.is_driver:
@@ -75,7 +75,7 @@ def _job(timeout_s: float) -> Iterator[Session]:
 def _measure(me: Session, software: Callable, look: Callable) -> Rounds:
     peers = me.peers
     rpc_s: dict[tuple[int, int], float] = {}
-    for peer in peers[:-1]:  # one pair at a time: they would slow one another down
+    for peer in peers[:-1]:  # one caller at a time, because concurrent calls slow each other down
         answers = me.call(peer, _call_those_above)
         rpc_s |= {(peer.global_rank, rank): seconds for rank, seconds in answers.items()}
     skew_s = [0.0]
@@ -97,7 +97,7 @@ def _measure(me: Session, software: Callable, look: Callable) -> Rounds:
 
 
 def _call_those_above() -> dict[int, float]:
-    """Runs in each rank: how long each rank above it takes to answer."""
+    """Run in each rank: return how long each rank above it takes to answer."""
     me = current_session()
     times = {}
     for peer in me.peers[me.me.global_rank + 1 :]:
@@ -125,7 +125,7 @@ def _all_reduce() -> float:
 
 
 def _usual(what: Callable[[], Any]) -> float:
-    """Seconds of the usual call; the first one, which connects, does not count."""
+    """Return the median duration of a call in seconds, without the first call, which connects."""
     what()
     times = []
     for _ in range(_TRIES):

@@ -1,8 +1,8 @@
 """``torchrl-dist slurm -- COMMAND``: a batch script that starts the command's ranks under Slurm.
 
-The script is text for people: all that Slurm does not do by itself is spelled out in it. ``script``
-is pure. One ``srun`` makes one step, and so one job for ``session``, also over the two components
-of a heterogeneous job; what it sets and why is said at the lines.
+The script is written for readers, and spells out everything that Slurm does not do by itself.
+``script`` is pure. One ``srun`` makes one step, and so one job for ``session``, even over the two
+components of a heterogeneous job. Comments at the lines say what they set and why.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -23,17 +23,18 @@ from ..recipes.catalog import RECIPES
 from ..recipes.training.config import RecipeConfig, ReplayConfig
 from ..recipes.training.options import add_options as add_fields
 from ..recipes.training.options import given_options, read_options
+from ..ui import at_least
 
 STOPPED_BY_USR1, STOPPED_BY_TERM = 138, 143
-"""Exit codes of ``torchrl-dist train`` after these signals: its checkpoint is written, go on."""
+"""Exit codes of ``torchrl-dist train`` after these signals, once its checkpoint is written."""
 
 _SBATCH_S = 60.0
-_MOST_SIGNAL_S = 65535  # of sbatch --signal
+_MOST_SIGNAL_S = 65535  # the limit of sbatch --signal
 
 
 @dataclass(frozen=True)
 class Component:
-    """Nodes of one kind."""
+    """Nodes of one kind, and the tasks on them."""
 
     nodes: int = 1
     tasks_per_node: int = 1
@@ -51,7 +52,8 @@ class Component:
         return lines
 
     def step(self) -> str:
-        # since 22.05 a step has not the job's --cpus-per-task unless told: all tasks on one core
+        # Since Slurm 22.05, a step does not inherit the job's --cpus-per-task. All tasks would
+        # share one core.
         return (
             f"--nodes={self.nodes} --ntasks={self.nodes * self.tasks_per_node} "
             f"--ntasks-per-node={self.tasks_per_node} --cpus-per-task={self.cpus_per_task}"
@@ -63,18 +65,19 @@ class Job:
     """What to start, and where.
 
     Attributes:
-        command: of each rank; ``train ...`` stands for ``torchrl-dist train ...``.
+        command: the command of each rank. ``train ...`` stands for ``torchrl-dist train ...``.
         first: nodes of rank 0, the learner.
-        collectors: nodes of the other ranks, where they are of another kind: heterogeneous job.
-        time: the limit, as Slurm takes it.
+        collectors: nodes of the other ranks, if these are of another kind (a heterogeneous job).
+        time: the time limit in one of Slurm's forms.
         requeues: how often the job is queued again after it was stopped with a checkpoint.
-        signal_s: how long before the limit it is stopped.
-        seeds: as Slurm's ``--array``; one job each.
-        interface: of the network between the nodes, where the kernel's choice is not right.
-        container: what runs a command in a container, as ``("apptainer", "exec", "image.sif")``.
-        torchrun: ranks per node that torchrun starts, None: srun starts them.
-        python: runs ``torchrl-dist train``.
-        setup: lines of shell before anything runs.
+        signal_s: how many seconds before the limit the job is stopped.
+        seeds: seeds in the notation of Slurm's ``--array``. Each one gets its own job.
+        interface: network interface between the nodes, if the kernel's choice is wrong.
+        container: words that run a command in a container, such as ``("apptainer", "exec",
+            "image.sif")``.
+        torchrun: ranks per node that torchrun starts. None: srun starts the ranks.
+        python: the interpreter for ``torchrl-dist train``.
+        setup: lines of shell that run first.
         sbatch: further options of sbatch.
     """
 
@@ -105,10 +108,10 @@ _ENDLESS = ("infinite", "unlimited")
 
 
 def seconds_of(time: str) -> float:
-    """Of a time limit in one of Slurm's forms; infinite for ``UNLIMITED``.
+    """Return the seconds of a time limit in one of Slurm's forms, infinity for ``UNLIMITED``.
 
     Raises:
-        ConfigurationError: it has none of them.
+        ConfigurationError: ``time`` has none of these forms.
     """
     if time.lower() in _ENDLESS:
         return math.inf
@@ -121,7 +124,7 @@ def seconds_of(time: str) -> float:
         )
     days, *rest = match.groups()
     numbers = [int(each) for each in rest if each is not None]
-    if days is not None or len(numbers) == 3:  # the first are hours
+    if days is not None or len(numbers) == 3:  # the first number is hours
         hours, minutes, seconds = [*numbers, 0, 0][:3]
     else:
         hours, minutes, seconds = 0, *[*numbers, 0][:2]
@@ -129,42 +132,47 @@ def seconds_of(time: str) -> float:
 
 
 def check(job: Job) -> None:
-    """Raise ConfigurationError for what Slurm or the command would refuse after the queue."""
+    """Raise ConfigurationError for what Slurm or the command would refuse after queueing."""
     limit_s = seconds_of(job.time)
     if limit_s == 0:
         raise ConfigurationError(
-            f"--time: got {job.time!r}, which Slurm takes for no limit; say --time UNLIMITED, "
+            f"--time: got {job.time!r}, which Slurm takes as no limit. Give --time UNLIMITED, "
             "or how long the job may run"
         )
     if job.signal_s >= limit_s:
         raise ConfigurationError(
-            f"--signal-s: the job is to be stopped {job.signal_s} s before its limit, but --time "
-            f"{job.time} is {limit_s:g} s: it would be stopped at its start, again and again; "
-            "expected less. --time without a colon is in minutes"
+            f"--signal-s: the job would be stopped {job.signal_s} s before its limit, but --time "
+            f"{job.time} is only {limit_s:g} s. It would be stopped at each start. Expected fewer "
+            "seconds than the limit; note that --time without a colon is in minutes"
         )
     if job.signal_s > _MOST_SIGNAL_S:
         raise ConfigurationError(
-            f"--signal-s: got {job.signal_s}, Slurm takes at most {_MOST_SIGNAL_S}"
+            f"--signal-s: got {job.signal_s}, expected at most {_MOST_SIGNAL_S}, the limit of Slurm"
         )
     if not job.command:
         raise ConfigurationError(
-            "no command: torchrl-dist slurm -- train apex, or torchrl-dist slurm -- python train.py"
+            "no command: expected torchrl-dist slurm -- train apex, or torchrl-dist slurm -- "
+            "python train.py"
         )
     if job.seeds is not None:
         if job.collectors is not None:
             raise ConfigurationError(
-                "--seeds makes a job array, and Slurm has no arrays of heterogeneous jobs; submit "
+                "--seeds makes a job array, but Slurm has no arrays of heterogeneous jobs; submit "
                 "one job per seed, or leave --collector-nodes out"
             )
         if not re.fullmatch(r"\d+([-,:]\d+)*(%\d+)?", job.seeds):
-            raise ConfigurationError(f"--seeds: got {job.seeds!r}, expected such as 0-4 or 0,7,9%2")
+            raise ConfigurationError(
+                f"--seeds: got {job.seeds!r}, expected a list such as 0-4 or 0,7,9%2"
+            )
         for low, high in re.findall(r"(\d+)-(\d+)", job.seeds):
             if int(low) > int(high):
-                raise ConfigurationError(f"--seeds: got {low}-{high}, expected the lower one first")
+                raise ConfigurationError(
+                    f"--seeds: got {low}-{high}, expected the lower number first"
+                )
     if job.torchrun is not None and job.collectors is not None:
         raise ConfigurationError(
-            "--torchrun starts equally many ranks per node, which a heterogeneous job has not; "
-            "leave --torchrun out: srun starts the ranks"
+            "--torchrun starts the same number of ranks on each node, which does not fit a "
+            "heterogeneous job; leave --torchrun out: srun starts the ranks"
         )
     if job.recipe:
         _check_recipe(job)
@@ -172,19 +180,21 @@ def check(job: Job) -> None:
 
 def _check_recipe(job: Job) -> None:
     if job.torchrun is not None:
-        raise ConfigurationError("--torchrun is for scripts of your own; srun starts a recipe")
+        raise ConfigurationError(
+            "--torchrun is for your own scripts; leave it out, because srun starts a recipe"
+        )
     config, given = recipe_of(job.command)
     ranks = sum(each.nodes * each.tasks_per_node for each in _components(job))
     config.check_launched(given, ranks)
     config.roles(ranks)
     if job.seeds is not None and {"seed", "output_dir"} & given.keys():
         raise ConfigurationError(
-            "--seeds gives each job its --seed and its folder; leave --seed and --output-dir out"
+            "--seeds gives each job its own seed and folder; leave --seed and --output-dir out"
         )
 
 
 def recipe_of(command: Sequence[str]) -> tuple[RecipeConfig, dict[str, Any]]:
-    """The configuration that ``train RECIPE ...`` names, and the fields that it gives."""
+    """Return the configuration for ``train RECIPE ...``, and the fields that the words give."""
     parser = _Parser(prog="torchrl-dist train", allow_abbrev=False, add_help=False)
     parser.add_argument("recipe", choices=sorted(RECIPES))
     recipe = RECIPES[parser.parse_known_args(command[1:2])[0].recipe]
@@ -211,7 +221,7 @@ def _components(job: Job) -> list[Component]:
 
 
 def script(job: Job) -> str:
-    """The batch script; it passes shellcheck."""
+    """Return the batch script. It passes shellcheck."""
     parts = [
         "#!/usr/bin/env bash",
         *(f"#SBATCH {line}" for line in _header(job)),
@@ -223,7 +233,8 @@ def script(job: Job) -> str:
 
 
 def _header(job: Job) -> list[str]:
-    # B: the shell gets it, because torchrun says by no exit code that its ranks were stopped
+    # "B:" sends the signal to the shell, because torchrun's exit code does not say that its ranks
+    # were stopped.
     shell = "B:" if job.torchrun else ""
     both = [f"--time={job.time}", f"--signal={shell}USR1@{job.signal_s}"]
     output = "%x-%A_%a.out" if job.seeds else "%x-%j.out"
@@ -242,7 +253,7 @@ def _environment(job: Job) -> list[str]:
         lines += ["# shellcheck disable=SC1090,SC1091", line]
     lines += [
         "set -u",
-        "# Names, not addresses: a host's own may be a loopback one. Rank 0 is in component 0.",
+        "# Names, because a node's own address may be a loopback one. Rank 0 is in component 0.",
         'nodes=$(scontrol show hostnames "${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}")',
         "MASTER_ADDR=${nodes%%$'\\n'*}",
         "MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000))",
@@ -258,7 +269,7 @@ def _environment(job: Job) -> list[str]:
         cleaner = shlex.join([*job.container, job.python, "-m", "torchrl_dist"])
         lines += [
             "# Home folders are on the network, where a replay buffer cannot be. The next start",
-            "# may be on another node, so the memory is given back.",
+            "# may be on another node, so the memory is released.",
             'replay=$(mktemp -d "/dev/shm/torchrl_dist-$SLURM_JOB_ID-XXXXXX")',
             "# shellcheck disable=SC2317",
             "clean() {",
@@ -272,14 +283,14 @@ def _environment(job: Job) -> list[str]:
 
 
 _OUTCOME = (
-    "# The learner's exit code, however its collectors ended.",
+    "# The learner's exit code, no matter how its collectors ended.",
     "TORCHRL_DIST_EXIT_FILE=$(mktemp)",
     "export TORCHRL_DIST_EXIT_FILE",
 )
 _READ_OUTCOME = (
     'if [ -s "$TORCHRL_DIST_EXIT_FILE" ]; then code=$(cat "$TORCHRL_DIST_EXIT_FILE"); fi'
 )
-"""srun's own is the highest of all."""
+"""srun's own exit code is the highest of all tasks."""
 
 
 def _at_exit(job: Job) -> list[str]:
@@ -289,7 +300,10 @@ def _at_exit(job: Job) -> list[str]:
 
 
 def _own_replay_dir(job: Job) -> bool:
-    """Of several nodes each keeps a shard, in memory that goes with the job by itself."""
+    """Whether the script makes a replay directory: for a recipe on one node without --replay-dir.
+
+    On several nodes, each node keeps a shard, in memory that is freed when the job ends.
+    """
     if not job.recipe or sum(each.nodes for each in _components(job)) > 1:
         return False
     config, _ = recipe_of(job.command)
@@ -305,7 +319,7 @@ def _command(job: Job) -> str:
     text += ' --replay-dir "$replay"' if _own_replay_dir(job) else ""
     if job.torchrun is None:
         return text
-    # is_host: a host may not recognize its own name in the endpoint (pytorch#73656)
+    # is_host: a node may not recognize its own name in the endpoint (pytorch#73656).
     torchrun = (
         f"exec torchrun --nnodes={job.first.nodes} --nproc-per-node={job.torchrun} "
         '--rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" '
@@ -325,13 +339,13 @@ def _is_python(word: str) -> bool:
 
 
 def _run(job: Job) -> list[str]:
-    # Without the first two, one lost collector ends the step, and what could go on with it.
+    # Without the first two options, one lost collector would end the step, and all other ranks.
     common = "srun --kill-on-bad-exit=0 --wait=0 --unbuffered --label"
     command = _command(job)
     if job.collectors is None:
         step = [f"{common} {job.first.step()} \\", f"  {command}"]
     else:
-        # rank 0 is in the first group, whatever the names of the hosts are
+        # Rank 0 is in the first group, whatever the nodes are called.
         threads = f"env OMP_NUM_THREADS={job.first.cpus_per_task} "
         step = [
             f"{common} \\",
@@ -367,11 +381,11 @@ def _end(job: Job) -> list[str]:
     clean = ["  clean"] if _own_replay_dir(job) else []
     return [
         "",
-        f"# {STOPPED_BY_USR1} and {STOPPED_BY_TERM}: stopped by USR1 and TERM, the checkpoint is "
-        "written. Whom scancel ended stays ended.",
+        f"# {STOPPED_BY_USR1} and {STOPPED_BY_TERM}: stopped by USR1 and TERM, after writing the "
+        "checkpoint. A job that scancel ended is not queued again.",
         f'if [ "$code" = {STOPPED_BY_USR1} ] || [ "$code" = {STOPPED_BY_TERM} ]; then',
         f'  if [ "${{SLURM_RESTART_COUNT:-0}}" -ge {job.requeues} ]; then',
-        f'    echo "stopped, and was requeued {job.requeues} times already" >&2',
+        f'    echo "stopped, but was already requeued {job.requeues} times" >&2',
         '  elif scontrol show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING; then',
         *("  " + line for line in clean),
         f'    scontrol requeue "{number}" && exit 0',
@@ -382,7 +396,7 @@ def _end(job: Job) -> list[str]:
 
 
 def submit(text: str) -> str:
-    """Hand the script to sbatch; the id of the job.
+    """Submit the script with sbatch, and return the job's id.
 
     Raises:
         ConfigurationError: there is no sbatch, or it refuses the script.
@@ -405,90 +419,89 @@ def submit(text: str) -> str:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Print a batch script for Slurm that starts COMMAND in every task: a recipe (train apex "
-        "...), or a script of yours that enters session(...). It is stopped ahead of the time "
-        "limit, writes its checkpoint, and goes on where it was when Slurm starts it again."
+        "Print a batch script for Slurm that starts COMMAND in every task. COMMAND is a recipe "
+        "(train apex ...), or your own script that enters session(...). The job is stopped before "
+        "the time limit and writes its checkpoint. When Slurm starts it again, it continues from "
+        "there."
     )
     parser.epilog = (
-        "A learner with a GPU and two nodes of collectors: torchrl-dist slurm --gpus 1 "
+        "Example, a learner with a GPU and two nodes of collectors: torchrl-dist slurm --gpus 1 "
         "--cpus-per-task 8 --partition gpu --collector-nodes 2 --collector-cpus-per-task 32 "
         "--collector-partition cpu -- python train.py"
     )
     first = parser.add_argument_group("nodes")
-    first.add_argument("--nodes", type=_count, default=1, metavar="N", help="(default: 1)")
+    first.add_argument("--nodes", type=at_least(1), default=1, metavar="N", help="(default: 1)")
     first.add_argument(
-        "--tasks-per-node", type=_count, metavar="N",
-        help="ranks on each (default: 1; for a recipe on one node all its processes)",
+        "--tasks-per-node", type=at_least(1), metavar="N",
+        help="ranks on each node (default: 1; for a recipe on one node all its processes)",
     )  # fmt: skip
-    first.add_argument("--cpus-per-task", type=_count, default=1, metavar="N", help="(default: 1)")
     first.add_argument(
-        "--gpus", type=_count_or_0, default=0, metavar="N", help="per node (default: 0)"
+        "--cpus-per-task", type=at_least(1), default=1, metavar="N", help="(default: 1)"
+    )
+    first.add_argument(
+        "--gpus", type=at_least(0), default=0, metavar="N", help="per node (default: 0)"
     )
     first.add_argument("--partition", metavar="NAME")
-    first.add_argument("--mem", metavar="SIZE", help="per node, with what lies in /dev/shm")
+    first.add_argument("--mem", metavar="SIZE", help="memory per node, including /dev/shm")
     second = parser.add_argument_group(
-        "nodes of another kind for the collectors", "Makes a heterogeneous job, the learner first."
+        "nodes of another kind for the collectors",
+        "These options make a heterogeneous job with the learner in the first component.",
     )
-    second.add_argument("--collector-nodes", type=_count, metavar="N")
-    second.add_argument("--collector-tasks-per-node", type=_count, metavar="N")
-    second.add_argument("--collector-cpus-per-task", type=_count, metavar="N")
+    second.add_argument("--collector-nodes", type=at_least(1), metavar="N")
+    second.add_argument("--collector-tasks-per-node", type=at_least(1), metavar="N")
+    second.add_argument("--collector-cpus-per-task", type=at_least(1), metavar="N")
     second.add_argument("--collector-partition", metavar="NAME")
     second.add_argument("--collector-mem", metavar="SIZE")
     job = parser.add_argument_group("job")
     job.add_argument("--name", default="torchrl-dist", help="(default: torchrl-dist)")
     job.add_argument(
         "--time", default="04:00:00",
-        help="limit, as Slurm takes it: minutes, 08:00:00, 2-12 (default: 04:00:00)",
+        help="time limit in Slurm's notation: minutes, 08:00:00, 2-12 (default: 04:00:00)",
     )  # fmt: skip
     job.add_argument(
-        "--requeues", type=_count_or_0, default=3, metavar="N",
-        help="how often it goes on after the limit or a preemption (default: 3)",
+        "--requeues", type=at_least(0), default=3, metavar="N",
+        help="how often the job continues after the limit or a preemption (default: 3)",
     )  # fmt: skip
     job.add_argument(
-        "--signal-s", type=_count, default=120, metavar="S",
-        help="it is stopped so long before the limit (default: 120)",
+        "--signal-s", type=at_least(1), default=120, metavar="S",
+        help="seconds before the limit at which the job is stopped (default: 120)",
     )  # fmt: skip
-    job.add_argument("--seeds", metavar="LIST", help="a job for each, such as 0-4; gives --seed")
-    job.add_argument("--interface", metavar="NAME", help="of the network between the nodes")
     job.add_argument(
-        "--container", default="", metavar="WORDS", help="e.g. 'apptainer exec --nv image.sif'"
+        "--seeds", metavar="LIST", help="start one job with --seed for each of these, such as 0-4"
+    )
+    job.add_argument("--interface", metavar="NAME", help="network interface between the nodes")
+    job.add_argument(
+        "--container",
+        default="",
+        metavar="WORDS",
+        help="command that runs others in a container, such as 'apptainer exec --nv image.sif'",
     )
     job.add_argument(
-        "--torchrun", type=_count, metavar="N", help="torchrun starts N ranks on each node"
+        "--torchrun", type=at_least(1), metavar="N", help="start N ranks on each node with torchrun"
     )
     job.add_argument(
         "--setup", action="append", default=[], metavar="LINE",
-        help="of shell, such as 'source .venv/bin/activate'; several times",
+        help="shell command to run first, such as 'source .venv/bin/activate'; may be repeated",
     )  # fmt: skip
     job.add_argument(
-        "--sbatch", action="append", default=[], metavar="OPTION", help="such as --sbatch=--qos=low"
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="further option, such as --sbatch=--qos=low; may be repeated",
     )
-    job.add_argument("--python", help="runs a recipe (default: this one; with --container: python)")
-    parser.add_argument("--submit", action="store_true", help="submit it, and print the job's id")
+    job.add_argument(
+        "--python", help="interpreter for a recipe (default: this one; with --container: python)"
+    )
+    parser.add_argument(
+        "--submit", action="store_true", help="submit the script, and print the job's id"
+    )
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND")
     parser.set_defaults(command=run)
 
 
-def _whole(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if value < least:
-            raise argparse.ArgumentTypeError(
-                f"got {text!r}, expected a whole number, at least {least}"
-            )
-        return value
-
-    return number
-
-
-_count, _count_or_0 = _whole(1), _whole(0)
-
-
 def job_of(options: argparse.Namespace) -> Job:
-    """The job that the command line describes."""
+    """Return the job that the command line describes."""
     words = tuple(options.words[1:] if options.words[:1] == ["--"] else options.words)
     tasks = options.tasks_per_node
     if tasks is None:
@@ -509,7 +522,9 @@ def job_of(options: argparse.Namespace) -> Job:
             mem=options.collector_mem,
         )
     elif any(value for name, value in vars(options).items() if name.startswith("collector_")):
-        raise ConfigurationError("--collector-nodes is missing beside other options of collectors")
+        raise ConfigurationError(
+            "--collector-nodes is missing, which the other options of collectors need"
+        )
     if options.torchrun:
         first = replace(first, tasks_per_node=1)
     container = tuple(shlex.split(options.container))

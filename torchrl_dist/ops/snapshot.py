@@ -1,7 +1,7 @@
-"""What ``torchrl-dist top`` sees of a job at one instant, and what two instants say.
+"""What ``torchrl-dist top`` sees of a job at one instant, and how two instants differ.
 
-Only files are read, of this user: the job's pulse, /proc, the tables of replay directories, the
-run's CSV files. Nothing is attached, locked, called or written.
+It only reads files of this user: the job's pulse, /proc, the tables of replay directories, the
+run's CSV files. It attaches to nothing, takes no lock, calls no process and writes nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..replay.inspection import limiter_in
 from ..replay.law.limiter import Counts, RateLimiter
 from ..replay.node import files, leftovers
 from ..replay.node.tables import Word, control_bytes, control_tables, counters_in
-from ..runtime import pulse
+from ..runtime import proc, pulse
 from ..runtime.world import has_ended
 
 DEAD, ELSEWHERE = "dead", "elsewhere"
@@ -34,14 +34,14 @@ _STATES = {
     "R": "running", "S": "waiting", "D": "disk wait", "T": "stopped", "t": "traced", "Z": DEAD,
 }  # fmt: skip
 _TAIL_BYTES = 4096
-_WAITS = 0.5  # of the time: then the other side is what limits the job
+_WAITS = 0.5  # if one side waits for a larger fraction of the time, the other side limits the job
 _IDLE = 0.7
 _FULL = 0.95
 
 
 @dataclass(frozen=True)
 class Process:
-    """``cpu_s``: seconds of CPU so far; None where it runs on another machine."""
+    """A process of the job. ``cpu_s`` is its CPU time so far, None if it is on another node."""
 
     name: str
     role: str
@@ -53,10 +53,10 @@ class Process:
 
 @dataclass(frozen=True)
 class Buffer:
-    """A replay directory; ``written`` and ``sampled`` count rows.
+    """A replay directory. ``written`` and ``sampled`` count rows.
 
-    What is sampled is exact under a limiter. Without one a few may be missing, of processes that
-    count at the same instant; draws for other nodes count where the rows are.
+    With a limiter, ``sampled`` is exact. Without one, it may miss a few rows if processes count at
+    the same instant. A draw for another node counts on the node that has the rows.
     """
 
     path: str
@@ -78,12 +78,13 @@ class Snapshot:
     """A job at ``unix_time_s``.
 
     Attributes:
-        job_id: as its launcher calls it.
-        host: of the learner.
-        figures: of its pulse, as ``runtime.pulse`` writes them; empty where there is none.
-        scalars: last values in the run's CSV files, by tag.
-        run_frames: of the whole run, restarts included, at the last point of these files.
-        slurm: state of a Slurm job whose learner is not to be seen, such as "PENDING (Resources)".
+        job_id: the launcher's id of the job.
+        host: the learner's node.
+        figures: its pulse, as ``runtime.pulse`` writes it. Empty if there is none.
+        scalars: the last values in the run's CSV files, by tag.
+        run_frames: frames of the whole run, including those before a restart, at the last point of
+            these files.
+        slurm: the state of a Slurm job whose learner is not visible, such as "PENDING (Resources)".
     """
 
     unix_time_s: float
@@ -103,14 +104,14 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Rates:
-    """Per second between two snapshots; shares are of the time.
+    """Rates per second between two snapshots. Shares are fractions of the time.
 
     Attributes:
-        by_worker: frames per second, by name.
-        learner_waits: share of the time that the learner waited for rollouts; None where they are
-            taken in the background, and what the learner waits for is its own business.
-        workers_busy: share that the workers stepped environments or wrote rows, on average.
-        cpu: cores, by process.
+        by_worker: frames per second, by worker name.
+        learner_waits: share of the time that the learner waited for rollouts. None if rollouts are
+            taken in the background, because then the learner's waiting is not visible.
+        workers_busy: mean share of the time that workers stepped environments or wrote rows.
+        cpu: cores used, by process name.
         written, sampled: rows, by path of the buffer.
     """
 
@@ -126,12 +127,12 @@ class Rates:
     sampled: Mapping[str, float]
 
 
-# ---- where jobs are
+# ---- finding jobs
 
 
 @dataclass(frozen=True)
 class Target:
-    """What to look at: the job's pulse if there is one, its run's folder, its buffers."""
+    """What to look at: the job's pulse, if there is one, its run's folder and its buffers."""
 
     job_id: str | None
     pulse: Path | None
@@ -140,7 +141,7 @@ class Target:
 
 
 def pulses() -> dict[Path, dict[str, Any]]:
-    """Of this user's jobs whose learner runs on this machine, oldest first."""
+    """Return the pulses of this user's jobs whose learner is on this node, oldest first."""
     found = {}
     for folder in own_files.user_folders():
         for path in folder.glob(f"{pulse.PREFIX}*.json"):
@@ -160,10 +161,10 @@ def _read_pulse(path: Path) -> dict[str, Any] | None:
 
 
 def find(name: str | None) -> Target:
-    """The job called ``name``: a run's folder, a replay directory, a job's id, None: the only one.
+    """Find a job by a run's folder, a replay directory or a job's id. None: the only job.
 
     Raises:
-        ConfigurationError: there is none, or several; names them.
+        ConfigurationError: there is no such job, or there are several. The error names them.
     """
     jobs = pulses()
     if name is None:
@@ -172,10 +173,10 @@ def find(name: str | None) -> Target:
             return _target(content["job_id"], path, content)
         listed = "; ".join(f"{c['job_id']} ({c['directory']})" for c in jobs.values())
         raise ConfigurationError(
-            f"several jobs run on this machine, name one: {listed}"
+            f"several jobs run on this machine, name one of them: {listed}"
             if jobs
             else "no job of yours collects on this machine; name a run's folder, a replay "
-            "directory or a job, or ask on the machine of its learner"
+            "directory or a job, or run this command on the machine of its learner"
         )
     place = Path(name)
     job_id = _job_of(place) if place.is_dir() else None
@@ -203,7 +204,7 @@ def _target(
     job_id: str, path: Path | None, content: Mapping[str, Any], place: Path | None = None
 ) -> Target:
     run = place if place is not None and (place / "run.json").exists() else None
-    if run is None and content:  # the folder that the job was started in has its runs
+    if run is None and content:  # the folder in which the job was started contains its runs
         for note in sorted(Path(content["directory"]).glob("runs/*/run.json")):
             run = note.parent if _job_of(note.parent) == job_id else run
     places = {Path("/dev/shm")} | set(own_files.user_folders())
@@ -214,11 +215,11 @@ def _target(
     return Target(job_id, path, run, tuple(sorted(set(found))))
 
 
-# ---- one instant
+# ---- one snapshot
 
 
 def look(target: Target) -> Snapshot | None:
-    """The job as it is now, None if its learner has gone."""
+    """Return the job's current state, None if its learner is gone."""
     figures: dict[str, Any] = {}
     if target.pulse is not None:
         read = _read_pulse(target.pulse)
@@ -250,23 +251,23 @@ def _process(told: Mapping[str, Any], here: str) -> Process:
 
 
 def _stat(pid: int) -> tuple[str, float | None]:
-    try:
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    words = proc.stat(pid)
+    if words is None:
         return DEAD, None
-    ticks = int(words[11]) + int(words[12])
-    return _STATES.get(words[0], words[0]), ticks / os.sysconf("SC_CLK_TCK")
+    ticks = int(words[proc.USER]) + int(words[proc.SYSTEM])
+    letter = words[proc.STATE]
+    return _STATES.get(letter, letter), ticks / os.sysconf("SC_CLK_TCK")
 
 
 def read_buffer(folder: Path) -> Buffer | None:
-    """Its counters, from the first table alone: no row, priority or lock is touched."""
+    """Read a buffer's counters from the first table alone. Touches no row, priority or lock."""
     try:
         header = files.read_header(folder)
         with open(own_files.open_ours(folder / files.TABLES[0]), "rb") as file:
             control = np.fromfile(file, np.int64, control_bytes() // 8)
         words, _, members = control_tables(control)
     except (OSError, ValueError, DirectoryError):
-        return None  # it is being made or removed
+        return None  # the buffer is being made or removed
     return Buffer(
         str(folder),
         int(words[Word.LENGTH]),
@@ -280,23 +281,23 @@ def read_buffer(folder: Path) -> Buffer | None:
 
 
 def read_points(run: Path) -> dict[str, tuple[int, float]]:
-    """The last point of each tag in a run's CSV files: frames of the run, value."""
+    """Return the last point of each tag in a run's CSV files, as (frames of the run, value)."""
     found = {}
     for path in sorted(run.glob("csv/scalars/**/*.csv")):
         with contextlib.suppress(OSError, ValueError, IndexError):
             with open(own_files.open_ours(path), "rb") as file:
                 file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-                last = file.read().decode().split("\n")[-2]  # behind the last end of line is less
+                last = file.read().decode().split("\n")[-2]  # the last line that is complete
             tag = str(path.relative_to(run / "csv" / "scalars").with_suffix(""))
             found[tag] = (int(float(last.split(",")[0])), float(last.split(",")[1]))
     return found
 
 
-# ---- what two instants say; pure
+# ---- comparing two snapshots (pure)
 
 
 def rates(before: Snapshot, now: Snapshot) -> Rates:
-    """What happened per second between two snapshots of a job. Counts that fell count as 0."""
+    """Return the rates between two snapshots of a job. A count that fell counts as 0."""
     a, b = before.figures, now.figures
     told_at = [each.get("unix_time_s", each_at.unix_time_s) for each, each_at in
                ((a, before), (b, now))]  # fmt: skip
@@ -349,7 +350,7 @@ def _over(difference: float, seconds: float) -> float:
 
 
 def who_waits(buffer: Buffer, batch_size: int = 1) -> str | None:
-    """Who is held back by the buffer's limiter now, None if nobody or without one."""
+    """Say which side the buffer's limiter holds back now. None if neither, or without limiter."""
     told = buffer.limiter
     if told is None:
         return None
@@ -368,12 +369,12 @@ def who_waits(buffer: Buffer, batch_size: int = 1) -> str | None:
 
 
 def bound_by(now: Snapshot, per: Rates) -> str:
-    """What limits the job's pace, and how that is known."""
+    """Return what limits the job's speed, and the evidence."""
     for process in now.processes:
         if process.state == "stopped":
             return f"{process.name}: it is stopped (kill -CONT {process.pid})"
     if not now.figures.get("frames"):
-        return "nothing yet: no batch has come"
+        return "nothing yet: no batch has arrived"
     for buffer in now.buffers:
         waits = who_waits(buffer)
         if waits is not None:
@@ -386,8 +387,8 @@ def bound_by(now: Snapshot, per: Rates) -> str:
         if full:
             return f"the {now.cores} cores: all are busy"
         return (
-            "neither side by the other: they collect in the background"
-            + ("" if busy is None else f" and work {busy:.0%} of the time")
+            "neither side: rollouts come in the background"
+            + ("" if busy is None else f", collectors work {busy:.0%} of the time")
             + ("" if own is None else f", the learner's process runs {own:.0%}")
         )
     if per.learner_waits > _WAITS:

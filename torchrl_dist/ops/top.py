@@ -1,4 +1,4 @@
-"""``torchrl-dist top``: who works and who waits in a running job, live."""
+"""``torchrl-dist top``: shows live which processes of a running job work and which wait."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 _ASK_S = 10.0
 _SLURM_EVERY_S = 30.0
 _STYLES = {"running": "green", "waiting": "", "stopped": "bold red", "dead": "bold red"}
-_HELP = "q: quit, 0-9: stack of that process (py-spy)"
+_HELP = "q: quit, 0-9: show the stack of that process (py-spy)"
 
 
-# ---- rendering: pure
+# ---- rendering (pure)
 
 
 def render(
     now: Snapshot, per: Rates | None, note: str = "", *, keys: bool = False
 ) -> RenderableType:
-    """The whole picture; ``note`` is shown below, such as a stack."""
+    """Return the whole screen. ``note``, such as a stack, is shown at the bottom."""
     from rich.console import Group
     from rich.text import Text
 
@@ -62,7 +62,7 @@ def render(
 
 
 def line(now: Snapshot, per: Rates) -> str:
-    """The same in one line, for logs."""
+    """Return the same in one line, for logs."""
     from .snapshot import bound_by
 
     words = [time.strftime("%H:%M:%S", time.localtime(now.unix_time_s)), _headline(now, per)]
@@ -197,7 +197,7 @@ def _bytes(count: float) -> str:
 
 
 def stack_of(pid: int) -> str:
-    """What py-spy says about a process on this machine, or why it cannot."""
+    """Return what py-spy says about a process on this machine, or why it cannot."""
     if shutil.which("py-spy") is None:
         return "py-spy is not installed: pip install py-spy"
     try:
@@ -214,17 +214,20 @@ def stack_of(pid: int) -> str:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Show who works and who waits in a running job: processes, frames, buffers, limiter. It "
-        "only reads; the job does not notice. Off a terminal it prints a line per interval."
+        "Show which processes of a running job work and which wait: processes, frames, buffers, "
+        "limiter. It only reads, and does not affect the job. Without a terminal, it prints one "
+        "line per interval."
     )
     parser.add_argument(
         "job", metavar="DIR|RUN|JOB", nargs="?",
-        help="a replay directory, a run's folder, or a job's id, such as Slurm's; default: the job "
-        "that runs on this machine",
+        help="a replay directory, a run's folder, or a job's id, such as Slurm's (default: the job "
+        "that runs on this machine)",
     )  # fmt: skip
-    parser.add_argument("--interval", type=float, default=2.0, metavar="S", help="(default: 2)")
-    parser.add_argument("--once", action="store_true", help="show one interval and end")
-    parser.add_argument("--json", action="store_true", help="one JSON object per interval")
+    parser.add_argument(
+        "--interval", type=float, default=2.0, metavar="S", help="seconds (default: 2)"
+    )
+    parser.add_argument("--once", action="store_true", help="show one interval and exit")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per interval")
     parser.set_defaults(command=run)
 
 
@@ -238,7 +241,9 @@ def run(options: argparse.Namespace) -> int:
     except ConfigurationError as error:
         _go_to_its_node(options.job)
         if (state := slurm_state(options.job)) is not None:
-            raise ConfigurationError(f"{error}; Slurm says {state} of job {options.job}") from error
+            raise ConfigurationError(
+                f"{error}; Slurm says {state} for job {options.job}"
+            ) from error
         raise
     try:
         if sys.stdout.isatty() and sys.stdin.isatty() and not (options.once or options.json):
@@ -265,7 +270,7 @@ def _look(target: Target) -> Snapshot | None:
     now = look(target)
     if now is None or now.figures:
         return now
-    # It waits, has failed, or is elsewhere. Slurm is not asked at every look.
+    # The job waits, has failed, or is on another node. Slurm is not asked at every look.
     return replace(now, slurm=_slurm_state(now.job_id, time.monotonic() // _SLURM_EVERY_S))
 
 
@@ -331,7 +336,7 @@ def _live(target: Target, interval_s: float) -> int:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Any]:
-    """Reads single keys: a function that waits for one, at most so many seconds, "" for none."""
+    """Yield a function that waits for a key. After ``timeout_s`` it returns ""."""
     import termios
     import tty
 
@@ -350,8 +355,10 @@ def _keys() -> Iterator[Any]:
 
 
 def slurm_state(job: str | None) -> str | None:
-    """What Slurm says of a job, as ``PENDING (Resources)``; None where it is no job of Slurm's, or
-    there is no Slurm."""
+    """Return Slurm's state of a job, such as ``PENDING (Resources)``.
+
+    Return None if Slurm does not know the job, or there is no Slurm.
+    """
     number = re.fullmatch(r"(\d+)(\.\d+)?", job or "")
     if number is None:
         return None
@@ -368,10 +375,10 @@ def slurm_state(job: str | None) -> str | None:
 
 
 def _go_to_its_node(job: str | None) -> None:
-    """Run this command where a Slurm job's learner is, if that is another node."""
+    """If the learner of a Slurm job is on another node, replace this process by one there."""
     if job is None or not job.isdigit() or shutil.which("squeue") is None:
         return
-    if os.environ.get("SLURM_JOB_ID") == job:  # we are there
+    if os.environ.get("SLURM_JOB_ID") == job:  # this is the job's node
         return
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         asked = ["squeue", "-h", "-j", job, "-t", "R", "-o", "%B"]

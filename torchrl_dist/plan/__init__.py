@@ -1,1 +1,1 @@
-"""``torchrl-dist plan``: measure this machine, predict layouts, say whether to distribute."""
+"""``torchrl-dist plan``: measures this node, predicts layouts, and says whether to distribute."""

@@ -1,4 +1,4 @@
-"""``torchrl-dist plan``: how fast a job will be, and whether it is better not to distribute it."""
+"""``torchrl-dist plan``: predicts how fast a job will be, and whether distributing it pays."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from typing import TYPE_CHECKING, Any
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.planner import MIN_GAIN, Costs, Layout, Prediction, decide, predict, rank, time_to
 from torchrl_dist.recipes.catalog import RECIPES
+from torchrl_dist.ui import at_least, show_table
 
 if TYPE_CHECKING:
     from .measure import Measured, Subject
 
-# As the collector chooses by itself: messages of half a second (longer where more processes share a
-# core), and of at most so many bytes.
+# The collector's own defaults: messages of half a second (longer if more processes share a core),
+# and of at most this many bytes.
 _MESSAGE_S, _MESSAGE_BYTES, _PROCESSES_PER_CORE = 0.5, 8 << 20, 4
-_MOST_PER_CORE, _MOST = 32, 256  # env processes that are considered
-_DRAWS = 100  # for an interval
-_NEARLY = 0.9  # of the best: from how many processes on more bring little
-_BUSY = 0.5  # of the cores have work already
+_MOST_PER_CORE, _MOST = 32, 256  # limits on the number of env processes that are considered
+_DRAWS = 100  # resamplings for an interval
+_NEARLY = 0.9  # fraction of the best rate from which on more processes bring little
+_BUSY = 0.5  # load average per core from which on this node counts as busy
 
 
 @dataclass(frozen=True)
 class Learning:
-    """What a learner does, where the user does not say.
+    """What a learner does if the user does not say.
 
     Attributes:
         hidden: widths of each network's layers.
-        networks: that an update trains.
+        networks: number of networks that an update trains.
         batch_size: rows of an update.
     """
 
@@ -46,7 +47,7 @@ class Learning:
 
 
 def learning_of(recipe: str) -> Learning:
-    """Of a recipe without options."""
+    """Return what a recipe's learner does with default options."""
     config: Any = RECIPES[recipe].config()
     frames = config.frames_per_batch
     updates, rows, networks = {
@@ -63,85 +64,86 @@ def learning_of(recipe: str) -> Learning:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and its options."""
+    """Add the command's description and options to ``parser``."""
     parser.description = (
-        "Measure on this machine, in under a minute, what a step, a message and an update cost; "
-        "predict frames per second for one process, several, several nodes and a policy at the "
-        "learner; print the best three and whether to distribute at all."
+        "Measure on this machine, in under a minute, how long a step, a message and an update "
+        "take. Predict frames per second for one process, for several, for several nodes and for "
+        "a policy at the learner. Print the best three layouts and whether to distribute at all."
     )
-    parser.epilog = (
-        "A slow machine of its own: torchrl-dist plan --env my_package:make --nodes 4 --cores 48"
-    )
+    parser.epilog = "Example: torchrl-dist plan --env my_package:make --nodes 4 --cores 48"
     parser.add_argument(
         "--env", metavar="ID|PACKAGE:MAKE",
-        help="gymnasium's id, or a function (default: the recipe's)",
+        help="gymnasium id, or a function that makes an env (default: the recipe's)",
     )  # fmt: skip
     parser.add_argument(
         "--recipe", choices=sorted(RECIPES),
-        help="plan for its networks, batches and updates per frame, as they are without options",
+        help="plan for the networks, batches and updates per frame of this recipe's defaults",
     )  # fmt: skip
     parser.add_argument(
         "--policy", metavar="PACKAGE:MAKE",
-        help="returns the policy's module (default: two layers of 64, or random actions)",
+        help="a function that returns the policy's module (default: two layers of 64 units, or "
+        "random actions)",
     )  # fmt: skip
-    parser.add_argument("--cores", type=_count, metavar="N", help="per node (default: those here)")
-    parser.add_argument("--nodes", type=_count, default=1, metavar="N", help="at most (default: 1)")
     parser.add_argument(
-        "--frames", type=float, default=1e6, metavar="N", help="length of the job (default: 1e6)"
+        "--cores", type=at_least(1), metavar="N",
+        help="cores per node (default: those of this machine)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--nodes",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="maximum number of nodes (default: 1)",
     )
     parser.add_argument(
-        "--updates-per-frame", type=_not_negative, metavar="X",
-        help="of the learner (default: the recipe's, or 1/32, four epochs of minibatches of 128)",
+        "--frames", type=float, default=1e6, metavar="N", help="frames of the job (default: 1e6)"
+    )
+    parser.add_argument(
+        "--updates-per-frame", type=at_least(0, float), metavar="X",
+        help="the learner's updates per frame (default: the recipe's, or 1/32, as for four epochs "
+        "of minibatches of 128)",
     )  # fmt: skip
     parser.add_argument(
-        "--update-s", type=_not_negative, metavar="S",
-        help="of one update (default: measured, of the recipe's networks, or one of two layers of "
-        "64)",
+        "--update-s", type=at_least(0, float), metavar="S",
+        help="seconds of one update (default: measured with the recipe's networks, or with a "
+        "network of two layers of 64 units)",
     )  # fmt: skip
     parser.add_argument(
-        "--batch-size", type=_count, metavar="N",
-        help="of an update (default: the recipe's, or 128)",
+        "--batch-size", type=at_least(1), metavar="N",
+        help="rows of an update (default: the recipe's, or 128)",
     )  # fmt: skip
     parser.add_argument(
         "--gbit-s", type=float, default=10.0, metavar="X",
-        help="of the network between nodes, which is not measured (default: 10)",
+        help="bandwidth of the network between nodes, which is not measured (default: 10)",
     )  # fmt: skip
     parser.add_argument(
-        "--seconds", type=float, default=1.0, metavar="S", help="per figure (default: 1)"
+        "--seconds", type=float, default=1.0, metavar="S", help="time per measurement (default: 1)"
     )
     parser.add_argument(
-        "--timeout-s", type=float, default=120.0, metavar="S", help="(default: 120)"
+        "--timeout-s",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="longest wait for the processes (default: 120)",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.set_defaults(command=run)
 
 
-def _count(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text}, expected at least 1")
-    return int(text)
-
-
-def _not_negative(text: str) -> float:
-    if not 0 <= float(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"got {text}, expected a number of at least 0")
-    return float(text)
-
-
 def run(options: argparse.Namespace) -> int:
-    """Measure, predict, print."""
+    """Measure, predict and print."""
     for name in ("frames", "gbit_s", "seconds", "timeout_s"):
         if not 0 < getattr(options, name) < math.inf:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigurationError(f"{flag}: got {getattr(options, name)}, expected more than 0")
-    sys.path.insert(0, "")  # as for python -m: package:make of the working directory
+    sys.path.insert(0, "")  # like python -m, to find package:make in the working directory
     learning = Learning() if options.recipe is None else learning_of(options.recipe)
     env = options.env or learning.env
     if env is None:
         raise ConfigurationError("--env: expected a gymnasium id or package:make, or a --recipe")
     from .measure import Subject, envs_of, measure, named, small_policy, usable_cores
 
-    if options.recipe is not None:  # what train would refuse is not worth a minute
+    if options.recipe is not None:  # refuse first what `train` would refuse
         from torchrl_dist.recipes.parts.environments import look_at
 
         look_at(env, discrete=RECIPES[options.recipe].config.discrete)
@@ -159,7 +161,7 @@ def run(options: argparse.Namespace) -> int:
     )  # fmt: skip
     here = usable_cores()
     cores = options.cores or here
-    load = os.getloadavg()[0]  # before what is measured adds its own
+    load = os.getloadavg()[0]  # before the measurement adds its own load
     measured = measure(subject, seconds=options.seconds, timeout_s=options.timeout_s)
     found = plan(measured, subject, cores, options.nodes, options.frames, env, options.recipe)
     found["load"] = {"average": load, "cores": here, "busy": load > _BUSY * here}
@@ -174,7 +176,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def candidates(costs: Costs, cores: int, nodes: int) -> list[Layout]:
-    """Everything that is compared."""
+    """Return all layouts to compare."""
     counts = [envs for envs, _ in costs.step_cpu_s]
     most = min(_MOST, _MOST_PER_CORE * cores)
     processes = sorted({2**i for i in range(9)} | {max(1, cores - 1), cores})
@@ -196,10 +198,11 @@ def _doubled(most: int) -> Iterable[int]:
 
 
 def steps_per_message(costs: Costs, envs: int, per_core: float, joined: int) -> int:
-    """What ``RPCBatchedCollector`` chooses with ``frames_per_batch=None``.
+    """Return the steps that ``RPCBatchedCollector`` chooses with ``frames_per_batch=None``.
 
     Args:
-        envs: of an env process, of which ``per_core`` share a core.
+        envs: envs of an env process.
+        per_core: env processes that share a core.
         joined: env processes whose steps travel in one message.
     """
     step_s = costs.step_s(envs) + envs * costs.idle_s
@@ -217,18 +220,18 @@ def plan(
     env: str,
     recipe: str | None = None,
 ) -> dict[str, Any]:
-    """The object that ``--json`` prints.
+    """Return the object that ``--json`` prints.
 
     Args:
-        frames: length of the job, for its time.
-        env: as the user named it, for the commands.
-        recipe: that it is planned for.
+        frames: frames of the job, to predict its duration.
+        env: the env as the user named it, for the printed commands.
+        recipe: the recipe to plan for.
     """
     costs = measured.costs(subject)
     layouts = candidates(costs, cores, nodes)
-    if recipe:  # what it can be told
+    if recipe:  # keep only what the recipe's options can express
         layouts = [each for each in layouts if not each.node_workers and not each.groups]
-    if recipe == "ddppo":  # whose only learner steps environments itself
+    if recipe == "ddppo":  # a single learner steps its environments itself
         layouts = [each for each in layouts if each.alone or each.stepping > 1]
     ranked = rank(costs, layouts, cores)
     verdict = decide(ranked)
@@ -272,9 +275,12 @@ def plan(
 def thriftiest(
     ranked: Sequence[tuple[Layout, Prediction]], best: Layout
 ) -> tuple[Layout, Prediction]:
-    """The fastest with the fewest env processes that make nearly as many frames as those of
-    ``best``, which has the most: what is recommended where more bring little. Of one node it has as
-    many as :func:`processes_that_pay` says."""
+    """Return the layout with the fewest env processes that is nearly as fast as the fastest one.
+
+    Only layouts with as many nodes as ``best`` are considered. This one is recommended, because
+    further processes bring little. On one node, it has as many processes as
+    :func:`processes_that_pay` returns.
+    """
     alike = [e for e in ranked if e[0].nodes == best.nodes and e[0].alone == best.alone]
     enough = _NEARLY * max(prediction.frames_per_s for _, prediction in alike)
     alike = [e for e in alike if e[1].frames_per_s >= enough]
@@ -282,7 +288,7 @@ def thriftiest(
 
 
 def _different(ranked: Iterable[tuple[Layout, Prediction]]) -> list[tuple[Layout, Prediction]]:
-    """The first, and of the others the fastest that differ by more than details."""
+    """Return the first layout, and the fastest others that differ from it by more than details."""
     chosen: dict[tuple[Any, ...], tuple[Layout, Prediction]] = {}
     for layout, prediction in ranked:
         kind = (layout.alone, layout.nodes > 1, layout.node_workers, layout.lag, layout.groups)
@@ -293,16 +299,22 @@ def _different(ranked: Iterable[tuple[Layout, Prediction]]) -> list[tuple[Layout
 
 
 def processes_that_pay(ranked: Sequence[tuple[Layout, Prediction]]) -> int:
-    """The fewest env processes of one node that make nearly as many frames as the best number
-    does; 1: one process is as good."""
+    """Return the fewest env processes of one node that are nearly as fast as the best number.
+
+    1 means that one process is as good.
+    """
     here = [each for each in ranked if each[0].nodes == 1]
     enough = _NEARLY * max(prediction.frames_per_s for _, prediction in here)
     return min(lay.stepping for lay, prediction in here if prediction.frames_per_s >= enough)
 
 
 def deadline_of(costs: Costs, ranked: Sequence[tuple[Layout, Prediction]]) -> dict[str, Any] | None:
-    """What a receive deadline would bring to the best layout that waits for all without lag:
-    ``gain`` (a factor), ``deadline_s`` (None: none pays), ``spread`` of a rollout."""
+    """Return what a receive deadline would bring.
+
+    It is computed for the best layout that waits for all workers without policy lag. ``gain`` is a
+    factor, ``deadline_s`` is None if no deadline pays, and ``spread`` is that of a rollout. Return
+    None if there is no such layout.
+    """
     from .regimes import best_deadline
 
     in_rounds = (lay for lay, _ in ranked if lay.wait_all and lay.lag == 0 and lay.messages > 1)
@@ -324,18 +336,18 @@ def deadline_of(costs: Costs, ranked: Sequence[tuple[Layout, Prediction]]) -> di
 
 def _limit(prediction: Prediction) -> str:
     cures = {
-        "environment": "stepping the environments is what takes the time",
+        "environment": "most of the time goes into stepping the environments",
         "cores": "the cores are full",
-        "learner": "the learner's updates are what takes the time, which no collector changes",
-        "messages": "messages are what takes the time: more steps or envs in each would help",
+        "learner": "most of the time goes into the learner's updates, which no collector changes",
+        "messages": "most of the time goes into messages: put more steps or envs into each",
         "network": "the network between the nodes is full",
-        "stragglers": "waiting for the slowest is what takes the time",
+        "stragglers": "most of the time goes into waiting for the slowest",
     }
     return cures[prediction.bound_by]
 
 
 def name_of(layout: Layout) -> str:
-    """In words."""
+    """Describe ``layout`` in words."""
     envs = f"{layout.envs} env{'s' * (layout.envs > 1)}"
     if layout.alone:
         return f"one process, {envs}"
@@ -347,11 +359,11 @@ def name_of(layout: Layout) -> str:
 
 
 def start_of(layout: Layout, env: str, recipe: str | None = None) -> str:
-    """How to start it: the recipe that it was planned for, or the collector's arguments."""
+    """Return the command of the recipe, or the collector's arguments, that start ``layout``."""
     if recipe:
         train = f"train {recipe} --env {env} --envs-per-collector {layout.envs}"
         ranks = 0 if layout.alone else layout.stepping
-        if layout.nodes > 1:  # as many collect as are started beside the learner
+        if layout.nodes > 1:  # all tasks except the learner's collect
             learners = int(recipe != "ddppo")  # whose learners step environments themselves
             tasks = -(-(ranks + learners) // layout.nodes)
             nodes = f"--nodes {layout.nodes} --tasks-per-node {tasks}"
@@ -372,14 +384,13 @@ def start_of(layout: Layout, env: str, recipe: str | None = None) -> str:
     return f"{slurm} {layout.processes} -- python train.py; in it {collector}"
 
 
-# ---- for people
+# ---- output as text
 
 
 def show(found: dict[str, Any]) -> None:
-    """Verdict, the best three, what was measured."""
+    """Print the verdict, the best three layouts and the measurements."""
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
     console = Console(width=max(100, Console().width))
     console.print(f"[bold]{found['verdict']}[/]: {escape(found['reason'])}")
@@ -387,8 +398,8 @@ def show(found: dict[str, Any]) -> None:
     if load is not None and load["busy"]:
         console.print(
             f"[bold]a busy machine[/]: the load average was {load['average']:.1f} on "
-            f"{load['cores']} cores before anything was measured. Others' work makes these figures "
-            "worse and less certain: repeat it when they are done",
+            f"{load['cores']} cores before the measurement. Other work makes these figures worse "
+            "and less certain: run this command again when it is done",
             highlight=False,
         )
     count = found["processes_that_pay"]
@@ -398,31 +409,28 @@ def show(found: dict[str, Any]) -> None:
     if deadline := found["deadline"]:
         pays = "would make" if deadline["gain"] >= MIN_GAIN else "does not pay: it would make"
         console.print(
-            f"a receive deadline {pays} {deadline['gain']:.2f} times as many frames of "
+            f"a receive deadline {pays} {deadline['gain']:.2f} times as many frames with "
             f"{deadline['layout']} (a rollout varies by {deadline['spread']:.1%})",
             highlight=False,
         )
-    table = Table(box=None, pad_edge=False)
-    frames = found["settings"]["frames"]
-    for column in ("layout", "frames/s", "interval", "efficiency", f"{frames:,.0f} frames",
-                   "bound by"):  # fmt: skip
-        table.add_column(column, justify="left" if column in ("layout", "bound by") else "right")
-    for each in found["predicted"]:
-        low, high = each["interval"]
-        table.add_row(
-            each["name"], f"{each['frames_per_s']:,.0f}", f"{low:,.0f} - {high:,.0f}",
-            f"{each['efficiency']:.0%}", f"{each['seconds_to_frames']:,.0f} s", each["bound_by"],
-        )  # fmt: skip
-    console.print(table)
+    length = f"{found['settings']['frames']:,.0f} frames"
+    rows = [
+        (each["name"], f"{each['frames_per_s']:,.0f}",
+         f"{each['interval'][0]:,.0f} - {each['interval'][1]:,.0f}", f"{each['efficiency']:.0%}",
+         f"{each['seconds_to_frames']:,.0f} s", each["bound_by"])
+        for each in found["predicted"]
+    ]  # fmt: skip
+    columns = ("layout", "frames/s", "interval", "efficiency", length, "bound by")
+    show_table(None, columns, rows, left=("layout", "bound by"), width=console.width)
     for number, each in enumerate(found["predicted"], 1):
         console.print(f"{number}. {escape(each['start'])}", highlight=False, soft_wrap=True)
     measured = found["measured"]
     steps = ", ".join(f"{n}: {_time(s)}" for n, s in measured["step_cpu_s"].items())
     console.print(f"step of an env {_time(measured['step_s'])}, spread {measured['spread']:.2f}, "
                   f"idle {_time(measured['idle_s'])}, reset {_time(measured['reset_s'])}; CPU of a "
-                  f"step of so many envs with policy and loop: {steps}; message "
-                  f"{_time(measured['message_worker_s'])} of the worker and "
-                  f"{_time(measured['message_learner_s'])} of the learner; update "
+                  f"step with policy and loop, by number of envs: {steps}; message "
+                  f"{_time(measured['message_worker_s'])} on the worker and "
+                  f"{_time(measured['message_learner_s'])} on the learner; update "
                   f"{_time(measured['update_s'])}", highlight=False, style="dim")  # fmt: skip
 
 

@@ -1,11 +1,12 @@
-"""How far does it grow? The planner's model and a simulation, up to 32 nodes of 48 cores.
+"""How does the speed grow with nodes? The planner's model and a simulation, up to 32 nodes.
 
     torchrl-dist plan --env CartPole-v1 --json > plan.json
     python -m torchrl_dist.plan.growth plan.json
 
-Beside the efficiencies that tianshou#1172 measured with Ray for steps that sleep 1, 0.1, 0.01 and
-0.001 s: what messages cost here, measured on this machine, for a rank per core and for one node
-worker per node. What binds first is named, and from which node on one learner takes in no more.
+Prints the efficiencies that tianshou#1172 measured with Ray on nodes of 48 cores, for steps that
+sleep 1, 0.1, 0.01 and 0.001 s. Next to them are predictions from the cost of messages on this
+machine, for one rank per core and for one node worker per node. The table names what binds first.
+Below it is the number of nodes at which one learner is full.
 """
 
 from __future__ import annotations
@@ -24,21 +25,22 @@ import numpy as np
 from torchrl_dist import own_files
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.planner import Costs, Layout, predict
+from torchrl_dist.ui import show_table
 
 CORES, NODES, STEPS_S = 48, (2, 4, 8, 16, 32), (1.0, 0.1, 0.01, 0.001)
 RAY = {
     2: (0.96, 0.71, 0.33, 0.04), 4: (0.95, 0.67, 0.21, 0.02), 8: (0.91, 0.56, 0.11, 0.01),
     16: (0.86, 0.41, 0.05, 0.01), 32: (0.78, 0.26, 0.03, 0.0),
 }  # fmt: skip
-"""Published efficiencies by nodes, for ``STEPS_S``."""
-_MESSAGE_S = 0.5  # of steps in a message, as the collector chooses by itself; one step at least
+"""Published efficiencies by number of nodes, one for each of ``STEPS_S``."""
+_MESSAGE_S = 0.5  # duration of the steps in a message, the collector's default; at least one step
 
 
 def costs_of(plan: dict[str, Any]) -> Costs:
-    """What ``torchrl-dist plan --json`` measured.
+    """Return the costs that ``torchrl-dist plan --json`` measured.
 
     Raises:
-        ConfigurationError: that is no such object.
+        ConfigurationError: ``plan`` is not an object of that command.
     """
     try:
         measured, settings = plan["measured"], plan["settings"]
@@ -52,23 +54,24 @@ def costs_of(plan: dict[str, Any]) -> Costs:
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigurationError(
-            f"expected what torchrl-dist plan --json prints; {error!r} is missing"
+            f"expected the output of torchrl-dist plan --json, but {error!r} is missing: run that "
+            "command again and pass its output"
         ) from error
 
 
 def sleeping(costs: Costs, step_s: float) -> Costs:
-    """The same messages and loop, for an env that sleeps; nobody learns."""
+    """Return the costs with the same messages and loop, for an env that sleeps and no learning."""
     return replace(costs, idle_s=step_s, spread=0.0, update_s=0.0)
 
 
 def layout_of(nodes: int, step_s: float, node_workers: bool) -> Layout:
-    """A process per core, and messages of half a second; nobody waits for anybody."""
+    """Return a layout with one process per core, messages of half a second and no waiting."""
     steps = max(1, int(_MESSAGE_S / step_s))
     return Layout(nodes, CORES, 1, steps, node_workers, lag=1, wait_all=False)
 
 
 def growth(costs: Costs) -> list[dict[str, Any]]:
-    """A line per number of nodes, step time and kind of worker."""
+    """Return one line for each number of nodes, step time and kind of worker."""
     lines = []
     for nodes in NODES:
         for step_s, published in zip(STEPS_S, RAY[nodes], strict=True):
@@ -93,14 +96,14 @@ def growth(costs: Costs) -> list[dict[str, Any]]:
 
 
 def full_at(costs: Costs, step_s: float, node_workers: bool) -> float:
-    """Nodes from which one learner takes in no more, whatever is added."""
+    """Return the number of nodes from which on one learner takes in no more frames."""
     one = predict(sleeping(costs, step_s), layout_of(1, step_s, node_workers), CORES)
     busy = one.learner_busy
     return math.inf if busy <= 0 else 1 / busy
 
 
 def simulated(costs: Costs, layout: Layout, step_s: float) -> float:
-    """Frames per second, message by message, with a core for each process."""
+    """Simulate message by message, with a core for each process, and return the frames/s."""
     per_process = layout.processes if layout.node_workers else 1
     frames = layout.steps * layout.envs * per_process
     size = frames * costs.frame_bytes
@@ -116,11 +119,11 @@ def intake_rate(
     sources: int, rollout_s: float, intake_s: float, *, lag: int = 1, spread: float = 0.05,
     messages_each: int = 40, seed: int = 0,
 ) -> float:  # fmt: skip
-    """Messages per second that a learner takes in from so many sources, simulated.
+    """Simulate ``sources`` that send to one learner, and return the messages/s that it takes in.
 
-    A source makes a message in ``rollout_s`` (lognormal, with that relative spread), and may be
-    ``lag`` messages ahead of what the learner has taken; the learner takes ``intake_s`` for each,
-    in the order of arrival.
+    A source makes a message in ``rollout_s`` (lognormal, with relative spread ``spread``). It may
+    be ``lag`` messages ahead of what the learner has taken. The learner spends ``intake_s`` on
+    each, in the order of arrival.
     """
     rng = np.random.default_rng(seed)
     sigma = math.sqrt(math.log1p(spread**2))
@@ -134,7 +137,7 @@ def intake_rate(
         taken += 1
         if taken == total // 4:
             warm_at = free_at
-        # the next begins when this one was made, unless as many as allowed are not yet taken
+        # The source begins its next message now, unless it is too far ahead of the learner.
         ends = waiting[source]
         ends.append(free_at)
         begins = max(arrived, ends[-1 - lag]) if len(ends) > lag else arrived
@@ -145,15 +148,11 @@ def intake_rate(
 
 
 def print_table(costs: Costs, lines: Sequence[dict[str, Any]]) -> None:
-    """Efficiencies side by side, then where the learner is full."""
+    """Print the efficiencies side by side, then where the learner is full."""
     from rich.console import Console
-    from rich.table import Table
 
     console = Console(width=110)
-    table = Table(title=f"efficiency on nodes of {CORES} cores, model (simulation)")
-    for column in ("nodes", "step s", "Ray, published", "a rank per core", "bound by",
-                   "a node worker", "bound by"):  # fmt: skip
-        table.add_column(column, justify="right")
+    rows = []
     for ranks, node in zip(lines[::2], lines[1::2], strict=True):
         cells = [
             cell
@@ -161,25 +160,31 @@ def print_table(costs: Costs, lines: Sequence[dict[str, Any]]) -> None:
             for cell in (f"{line['efficiency']:.0%} ({line['simulated']:.0%})", line["bound_by"])
         ]
         published = f"{ranks['ray_efficiency']:.0%}"
-        table.add_row(str(ranks["nodes"]), f"{ranks['step_s']:g}", published, *cells)
-    console.print(table)
+        rows.append((str(ranks["nodes"]), f"{ranks['step_s']:g}", published, *cells))
+    show_table(
+        f"efficiency on nodes of {CORES} cores, model (simulation)",
+        ("nodes", "step s", "Ray, published", "a rank per core", "bound by", "a node worker",
+         "bound by"), rows, width=110,
+    )  # fmt: skip
     for step_s in STEPS_S:
         by_rank, by_node = (full_at(costs, step_s, joined) for joined in (False, True))
         console.print(
-            f"steps of {step_s:g} s: the learner's intake is full at {by_rank:,.0f} nodes with a "
-            f"rank per core, at {by_node:,.0f} with a node worker each"
+            f"steps of {step_s:g} s: the learner's intake is full at {by_rank:,.0f} nodes with one "
+            f"rank per core, and at {by_node:,.0f} nodes with one node worker each"
         )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table; seconds of one core."""
+    """Print the table. Takes a few seconds of one core."""
     parser = argparse.ArgumentParser(
         prog="python -m torchrl_dist.plan.growth",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("plan", type=Path, metavar="PLAN.json", help="of torchrl-dist plan --json")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write a line per cell")
+    parser.add_argument(
+        "plan", type=Path, metavar="PLAN.json", help="output of torchrl-dist plan --json"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write one line per cell")
     options = parser.parse_args(argv)
     costs = costs_of(json.loads(options.plan.read_text().splitlines()[-1]))
     lines = growth(costs)

@@ -1,8 +1,8 @@
-"""What things cost on this machine: measured with the collector itself, in under a minute.
+"""Measures the costs of a job on this node, with the collector itself, in under a minute.
 
-Times of a clock are free of the time that a process waited for a core (the kernel counts it), so
-that a machine which others use at the same time changes them little. Each figure is measured
-several times; ``Measured.costs`` takes medians, or draws anew for an interval.
+Wall-clock times exclude the time that a process waited for a core, which the kernel counts. So
+other work on the node changes the results little. Each figure is measured several times.
+``Measured.costs`` takes medians, or resamples them for an interval.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from torchrl_dist.recipes.parts.environments import image_factory
 from torchrl_dist.runtime import ForkServer, local_cluster
 
 ENVS, NATIVE_ENVS = (1, 8, 64), (1, 8, 64, 512)
-_REPEATS = 5  # of everything, for its median and its interval
-_LARGE_BYTES = 4 << 20  # of the message that shows what a byte costs
-_ASKING = 4  # env processes at the same time
+_REPEATS = 5  # of every measurement, for its median and its interval
+_LARGE_BYTES = 4 << 20  # size of the message that shows the cost of a byte
+_ASKING = 4  # env processes that send requests at the same time
 _STAMP = "worker_cpu_s"
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is to be planned.
+    """What to plan for.
 
     Attributes:
-        make_env: called with the number of envs; returns what makes one env, or a vector env of
-            so many.
-        native: it makes vector envs of more than one.
-        policy: a module; None: random actions.
-        update_s: of an update of the learner; None: measure one of ``networks`` networks with these
-            ``hidden`` layers.
-        updates_per_frame, batch_size: of the learner.
-        bytes_per_s: of the network between nodes.
+        make_env: called with a number of envs. Returns a function that makes one env, or a vector
+            env with that many envs.
+        native: whether it makes vector envs of more than one env.
+        policy: a module. None: random actions.
+        update_s: seconds of one update of the learner. None: measure an update of ``networks``
+            networks with these ``hidden`` layers.
+        updates_per_frame, batch_size: updates per frame, and rows of an update.
+        bytes_per_s: bandwidth of the network between nodes.
     """
 
     make_env: Callable[[int], Callable[[], Any]]
@@ -65,12 +65,12 @@ class Subject:
 
 @dataclass
 class Measured:
-    """Repeated measurements by name; seconds.
+    """Repeated measurements by name, in seconds.
 
     Attributes:
-        step_cpu: by the number of envs, CPU of a step of all of them with policy and loop.
-        figures: of ``Costs``, by the names of its fields, and what is only shown.
-        policy: by the rows of a batch.
+        step_cpu: by number of envs, the CPU time of a step of all of them with policy and loop.
+        figures: by name, the fields of ``Costs`` and some figures that are only shown.
+        policy: by number of rows, the CPU time of a call of the policy.
     """
 
     step_cpu: dict[int, list[float]] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class Measured:
     figures: dict[str, list[float]] = field(default_factory=dict)
 
     def costs(self, subject: Subject, rng: np.random.Generator | None = None) -> Costs:
-        """Medians; with ``rng`` medians of repeats that are drawn with replacement."""
+        """Return the medians. With ``rng``, of repeats drawn with replacement."""
 
         def value(of: list[float]) -> float:
             chosen = of if rng is None else rng.choice(of, len(of)).tolist()
@@ -106,12 +106,12 @@ def measure(
     timeout_s: float = 120.0,
     fork_server: ForkServer | None = None,
 ) -> Measured:
-    """Measure everything; blocks, and starts two processes for a while.
+    """Measure everything. Blocks, and starts two processes for a while.
 
     Args:
-        seconds: for each of about ten figures.
-        timeout_s: for the processes to start and to answer.
-        fork_server: starts them; default: one of its own.
+        seconds: time for each of about ten figures.
+        timeout_s: the longest wait for processes to start and to answer.
+        fork_server: starts the processes. Default: a new one.
 
     Raises:
         RemoteError, ConfigurationError: the env or the policy cannot be used.
@@ -134,7 +134,7 @@ def measure(
 
 
 def _waited_s() -> float:
-    """For how long this thread has waited for a core so far; 0 where the kernel does not count."""
+    """Return how long this thread has waited for a core, 0 if the kernel does not count it."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
@@ -142,8 +142,8 @@ def _waited_s() -> float:
 
 
 class _Clock:
-    """CPU of this process, and time of a clock less this thread's wait for a core, since it was
-    made."""
+    """Measures from its creation on this process's CPU time, and the wall-clock time without this
+    thread's wait for a core."""
 
     def __init__(self) -> None:
         self._waited, self._cpu = _waited_s(), time.process_time()
@@ -155,7 +155,8 @@ class _Clock:
 
 
 def _repeat(call: Callable[[], Any], seconds: float) -> Iterator[tuple[float, float]]:
-    """CPU and clock of a call, ``_REPEATS`` times, each the mean over a part of ``seconds``."""
+    """Yield CPU and clock time of a call ``_REPEATS`` times, each a mean over a part of the
+    time."""
     call()
     for _ in range(_REPEATS):
         clock, until, calls = _Clock(), time.perf_counter() + seconds / _REPEATS, 0
@@ -170,7 +171,7 @@ def _repeat(call: Callable[[], Any], seconds: float) -> Iterator[tuple[float, fl
 
 
 def _measure_env(subject: Subject, found: Measured, seconds: float) -> None:
-    """Reset time, and the step times of one env with their spread."""
+    """Measure the reset time, and the step times of one env with their spread."""
     with contextlib.closing(_single(subject)) as env:
         resets = _repeat(env.reset, seconds / 4)
         found.figures["reset_s"] = [passed for _, passed in resets]
@@ -180,7 +181,7 @@ def _measure_env(subject: Subject, found: Measured, seconds: float) -> None:
         until = time.perf_counter() + seconds
         while len(times) < 3 or (time.perf_counter() < until and len(times) < 20_000):
             action = act()
-            if asleep:  # beside that the count of waits is too dear to be read at each step
+            if asleep:  # for shorter steps, reading the time that this thread waited costs too much
                 waited = _waited_s()
                 begun = time.perf_counter()
                 ended = step(action)
@@ -202,7 +203,7 @@ def _measure_env(subject: Subject, found: Measured, seconds: float) -> None:
 
 
 def _is_idle(act: Callable[[], Any], step: Callable[[Any], Any]) -> bool:
-    """Whether a step does anything else than compute on this thread."""
+    """Whether a step does anything but compute on this thread."""
     clock = _Clock()
     for _ in range(3):
         step(act())
@@ -215,7 +216,7 @@ def _single(subject: Subject) -> Any:
 
 
 def _actions(env: Any) -> tuple[Callable[[], Any], Callable[[Any], bool]]:
-    """How to draw an action, and to step: a gymnasium env, a vector env of one, or TorchRL's."""
+    """Return functions that draw an action and that step, for any kind of env."""
     if isinstance(env, gymnasium.Env | gymnasium.vector.VectorEnv):
 
         def step(action: Any) -> bool:
@@ -235,9 +236,9 @@ def _actions(env: Any) -> tuple[Callable[[], Any], Callable[[Any], bool]]:
 
 
 def _measure_steps(subject: Subject, found: Measured, seconds: float) -> TensorDict:
-    """One process with more and more envs, by the collector itself; returns a rollout ``[1, T]``.
+    """Measure one process with more and more envs, and return a rollout ``[1, T]``.
 
-    A number of envs is left out where a step of all of them would take too long to be repeated.
+    A number of envs is left out if a step of all of them takes too long to be repeated.
     """
     step_s = statistics.median(found.figures["step_s"])
     rows: TensorDict | None = None
@@ -260,7 +261,7 @@ def _measure_steps(subject: Subject, found: Measured, seconds: float) -> TensorD
         idle = [max(0.0, passed - cpu) / steps / envs for cpu, passed in repeats]
         if envs == 1:
             first = idle
-    # a vector env may step its envs at the same time: what is idle with the most of them counts
+    # A vector env may step its envs concurrently, so the idle time with the most envs counts.
     found.figures["idle_s"] = idle if subject.native else first
     assert rows is not None
     found.figures["frame_bytes"] = [sum(v.nbytes for v in rows.values(True, True)) / rows.numel()]
@@ -274,13 +275,13 @@ def _measure_policy(subject: Subject, rows: TensorDict, found: Measured, seconds
     for size in (1, 16, 256):
         batch = rows.reshape(-1)[:1].expand(size).clone().exclude("next", "action")
         with torch.no_grad():
-            # not timed for long: shown for the reader, and part of every step that was timed
+            # Measured briefly, because it is only shown. The timed steps include the policy.
             repeats = _repeat(functools.partial(policy, batch), seconds / 10)
             found.policy[size] = [cpu for cpu, _ in repeats]
 
 
 def _measure_update(subject: Subject, rows: TensorDict, found: Measured, seconds: float) -> None:
-    """Adam's step for the subject's networks, where the user does not know better."""
+    """Measure a step of Adam for the subject's networks, unless the user gave its time."""
     if subject.update_s is not None:
         found.figures["update_s"] = [subject.update_s]
         return
@@ -301,7 +302,7 @@ def _measure_update(subject: Subject, rows: TensorDict, found: Measured, seconds
 
 
 def _observations(rows: TensorDictBase) -> list[torch.Tensor]:
-    """What is before the step as well as behind it, but for flags."""
+    """Return the values that exist both before and after the step, without flags."""
     following = rows["next"]
     return [
         value
@@ -314,7 +315,7 @@ def _observations(rows: TensorDictBase) -> list[torch.Tensor]:
 
 
 class Blank(gymnasium.Env):
-    """Observes zeros, at once."""
+    """An env that returns observations of zeros without any delay."""
 
     def __init__(self, observations: gymnasium.Space, actions: gymnasium.Space) -> None:
         self.observation_space, self.action_space = observations, actions
@@ -329,7 +330,7 @@ class Blank(gymnasium.Env):
 
 
 class Stamped:
-    """A postproc that sends the same rows each time, with the CPU time of the process so far."""
+    """A postproc that sends the same rows each time, with the CPU time of its process so far."""
 
     def __init__(self, rows: TensorDict) -> None:
         self._rows = rows
@@ -347,7 +348,7 @@ def _measure_messages(
     timeout_s: float,
     fork_server: ForkServer | None,
 ) -> None:
-    """Both sides of messages, small and large; weights; requests to the learner's policy."""
+    """Measure messages of both sizes on both sides, weights, and requests to the policy."""
     begun = time.perf_counter()
     blank = functools.partial(
         Blank, gymnasium.spaces.Box(-1, 1, (1,)), gymnasium.spaces.Discrete(2)
@@ -368,7 +369,7 @@ def _measure_messages(
         large = small.expand(1, count).clone()
         with collect(blank, None, max_policy_lag=1, postproc=Stamped(large)) as collector:
             many = _messages(collector, seconds)
-        size = (count - 1) * (frame_bytes + 8)  # with the stamp of each row
+        size = (count - 1) * (frame_bytes + 8)  # each row also carries its stamp
         for side in ("worker", "learner"):
             found.figures[f"message_{side}_s"] = few[side]
             found.figures[f"byte_{side}_s"] = [
@@ -387,7 +388,7 @@ def _measure_messages(
 
 
 def _messages(collector: RPCBatchedCollector, seconds: float) -> dict[str, list[float]]:
-    """CPU of both sides per message."""
+    """Return the CPU time per message, on both sides."""
     sides: dict[str, list[float]] = {"learner": [], "worker": []}
     stamp = float(collector.next()[_STAMP].flatten()[0])
     for _ in range(_REPEATS):
@@ -403,7 +404,7 @@ def _messages(collector: RPCBatchedCollector, seconds: float) -> dict[str, list[
 
 
 def _weights(subject: Subject) -> nn.Module:
-    """Something with as many weights as the policy, which acts at once."""
+    """Return a module with as many weights as the policy that computes almost nothing."""
     if subject.policy is None:
         count = 1
     else:
@@ -423,7 +424,10 @@ class _Heavy(nn.Module):
 def _measure_rounds(
     collector: RPCBatchedCollector, few: dict[str, list[float]], found: Measured, seconds: float
 ) -> None:
-    """A round without lag: what is neither side's CPU is the way; what weights add to it."""
+    """Measure a round without policy lag, and what new weights add to it.
+
+    The part of a round that is CPU time of neither side is the latency.
+    """
     plain = list(_repeat(collector.next, seconds))
     both = [sum(parts) for parts in zip(few["learner"], few["worker"], strict=True)]
     found.figures["latency_s"] = [
@@ -441,7 +445,7 @@ def _measure_rounds(
 
 
 def _measure_processes(collector: RPCBatchedCollector, found: Measured, seconds: float) -> None:
-    """Messages of single steps of env processes: what they cost all processes, less a message."""
+    """Measure the CPU time of all processes for messages of single steps, without one message."""
     sides = [found.figures[f"message_{side}_s"] for side in ("worker", "learner")]
     own = sum(statistics.median(side) for side in sides)
     found.figures["process_s"] = []
@@ -456,10 +460,10 @@ def _measure_processes(collector: RPCBatchedCollector, found: Measured, seconds:
 
 
 def _family_cpu_s() -> float:
-    """CPU time so far of this process and all that descend from it and live."""
+    """Return the CPU time so far of this process and all its living descendants."""
     parents, used = {}, {}
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, IndexError, ValueError):  # it has ended
+        with contextlib.suppress(OSError, IndexError, ValueError):  # the process has ended
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
             parents[int(folder.name)] = int(fields[1])
             used[int(folder.name)] = int(fields[11]) + int(fields[12])  # utime, stime in ticks
@@ -472,8 +476,11 @@ def _family_cpu_s() -> float:
 
 
 def _measure_requests(subject: Subject, collect: Any, found: Measured, seconds: float) -> None:
-    """With the policy at the learner, an env that takes no time: one request per step. What the
-    way takes shows one env process; what a request costs, several whose requests are joined."""
+    """Measure requests to a policy at the learner, one per step of an env that takes no time.
+
+    A single env process shows the latency. Several processes, whose requests are joined, show the
+    cost of a request.
+    """
     found.figures["request_s"] = found.figures["request_latency_s"] = [0.0]
     spaces = _spaces(subject)
     if spaces is None or subject.policy is None:
@@ -497,7 +504,8 @@ def _measure_requests(subject: Subject, collect: Any, found: Measured, seconds: 
 
 
 def _spaces(subject: Subject) -> tuple[gymnasium.Space, gymnasium.Space] | None:
-    """Of one env; None for TorchRL's, and where ``Blank`` cannot make up observations."""
+    """Return the spaces of one env. None for TorchRL's envs, for which ``Blank`` cannot stand
+    in."""
     with contextlib.closing(_single(subject)) as env:
         if isinstance(env, gymnasium.vector.VectorEnv):
             return env.single_observation_space, env.single_action_space
@@ -506,7 +514,7 @@ def _spaces(subject: Subject) -> tuple[gymnasium.Space, gymnasium.Space] | None:
     return None
 
 
-# ---- what is to be measured
+# ---- building the subject
 
 
 def _layers(inputs: int, hidden: Sequence[int], outputs: int) -> list[nn.Module]:
@@ -518,7 +526,7 @@ def _layers(inputs: int, hidden: Sequence[int], outputs: int) -> list[nn.Module]
 
 
 def small_policy(make_env: Callable[[], Any], hidden: Sequence[int] = (64, 64)) -> nn.Module | None:
-    """A few layers for flat observations; None (random actions) for others."""
+    """Return a few layers for flat observations, None (random actions) for others."""
     with contextlib.closing(make_env()) as env:
         vector = isinstance(env, gymnasium.vector.VectorEnv)
         if not vector and not isinstance(env, gymnasium.Env):
@@ -548,10 +556,10 @@ class _Acting(nn.Module):
 
 
 def named(text: str) -> Any:
-    """The object ``package:name``.
+    """Return the object ``package:name``.
 
     Raises:
-        ConfigurationError: there is none.
+        ConfigurationError: there is no such object.
     """
     import importlib
 
@@ -563,12 +571,12 @@ def named(text: str) -> Any:
 
 
 def envs_of(text: str) -> tuple[Callable[[int], Callable[[], Any]], bool]:
-    """``make_env`` and ``native`` of a :class:`Subject`, from a gymnasium id or ``package:make``.
+    """Return ``make_env`` and ``native`` of a :class:`Subject`.
 
-    A gymnasium id that has a vectorized form of its own (as CartPole has) is used in that form.
+    A gymnasium id that has its own vectorized form (such as CartPole) is used in that form.
 
     Raises:
-        ConfigurationError: neither.
+        ConfigurationError: ``text`` is neither a gymnasium id nor ``package:make``.
     """
     images = image_factory(text)
     if images is not None:
@@ -580,19 +588,20 @@ def envs_of(text: str) -> tuple[Callable[[int], Callable[[], Any]], bool]:
     spec, reason = None, ""
     try:
         spec = gymnasium.spec(text)
-    except Exception as error:  # whatever gymnasium thinks of a name that is not its own
+    except Exception as error:  # gymnasium raises many kinds of errors for an unknown name
         reason = f" ({error})"
     if spec is None and ":" in text:
         make = named(text)
         with contextlib.closing(make()) as env:
             if isinstance(env, gymnasium.vector.VectorEnv) and env.num_envs > 1:
                 raise ConfigurationError(
-                    f"--env {text}: got a vector env of {env.num_envs}, expected a single env"
+                    f"--env {text}: got a vector env of {env.num_envs}, expected a single env: "
+                    "let the function make one env"
                 )
         return lambda envs: make, False
     if spec is None:
         raise ConfigurationError(
-            f"--env: got {text!r}, expected gymnasium's id, or package:make{reason}"
+            f"--env: got {text!r}, expected a gymnasium id or package:make{reason}"
         )
     if spec.vector_entry_point is not None:
         return functools.partial(_own_vector_env, text), True
@@ -600,7 +609,7 @@ def envs_of(text: str) -> tuple[Callable[[int], Callable[[], Any]], bool]:
 
 
 def _own_vector_env(text: str, envs: int) -> Callable[[], Any]:
-    """Of one env the plain form: what is vectorized pays only for more."""
+    """Return a factory. One env uses the plain form, because vectorizing pays only for more."""
     if envs == 1:
         return functools.partial(gymnasium.make, text)
     mode = gymnasium.VectorizeMode.VECTOR_ENTRY_POINT
@@ -608,5 +617,5 @@ def _own_vector_env(text: str, envs: int) -> Callable[[], Any]:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))

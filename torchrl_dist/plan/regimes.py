@@ -1,19 +1,23 @@
-"""When does a receive deadline pay? By simulation of a learner that takes what has arrived.
+"""When does a receive deadline pay? A simulation of a learner that takes what has arrived.
 
     python -m torchrl_dist.plan.regimes --plot regimes.png
 
-A learner without lag waits until all of ``workers`` have delivered, or until a deadline has passed
-and at least one has (``Quorum(1, timeout_s)``). It works on what it took, and then those workers
-begin anew, while the others go on. Two things decide whether that brings more frames per second:
+A learner without policy lag waits until all ``workers`` have delivered a rollout, or until a
+deadline has passed and at least one has delivered (``Quorum(1, timeout_s)``). It learns from the
+rollouts that it took. Then those workers start new ones, while the others continue theirs. Two
+things decide whether this brings more frames per second:
 
-- the spread of a *rollout*. Of a step that takes 1 +- s a rollout of n envs and K steps takes
-  1 +- s / sqrt(n K): more envs widen the gaps in seconds, and narrow them in parts of a rollout;
-- what the learner's work follows: the batch (a small network, one call whatever its rows), or the
-  rows (a large one). One that follows the rows loses nothing by smaller batches.
+- the spread of a *rollout*. If a step takes 1 +- s, a rollout of n envs and K steps takes
+  1 +- s / sqrt(n K). More envs widen the gaps in seconds, but narrow them as a fraction of a
+  rollout.
+- whether the learner's work depends on the number of batches (a small network, one call for any
+  number of rows) or on the number of rows (a large network). In the second case, smaller batches
+  lose nothing.
 
-All times are in units of a mean rollout. The map has the gain of the best deadline over none. Where
-one pays the shortest pays most: it is the waiting for others that costs. What it brings along, rows
-that are older by an update and fewer rows per update, is for the user to weigh.
+All times are in units of a mean rollout. The map shows the gain of the best deadline over none. If
+any deadline pays, the shortest pays most, because the cost is in waiting for others. A deadline
+also makes some rows one update older, and gives fewer rows per update. Weighing this is up to the
+user.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ import numpy as np
 from torchrl_dist import own_files
 from torchrl_dist.planner import MIN_GAIN
 from torchrl_dist.recipes.parts.plots import save_figure
+from torchrl_dist.ui import show_table
 
 SPREADS = (0.01, 0.03, 0.1, 0.3, 1.0, 1.5)
 WORKERS = (2, 4, 8, 16, 32, 128)
@@ -42,13 +47,14 @@ NETWORKS = {
     "half a rollout, by row": (0.0, 0.5),
     "as long as a rollout, by row": (0.0, 1.0),
 }
-"""Learner's work on a batch of all workers: (whatever its rows, in proportion to its rows)."""
+"""The learner's work on a batch of all workers: a part that does not depend on its number of rows,
+and a part in proportion to it."""
 _ROUNDS, _REPLICAS = 60, 24
 
 
 @dataclass(frozen=True)
 class Received:
-    """A simulated run: rollouts per time (of a mean rollout), and workers per receive."""
+    """A simulated run: rollouts per mean rollout time, and workers per receive."""
 
     rate: float
     workers: float
@@ -65,13 +71,15 @@ def simulate(
     replicas: int = _REPLICAS,
     seed: int = 0,
 ) -> Received:
-    """Collect with a deadline. Rollouts are lognormal with mean 1.
+    """Simulate collecting with a deadline. Rollouts are lognormal with mean 1.
 
     Args:
         spread: standard deviation of a rollout.
-        batch_s, rows_s: learner's work on any batch, and on one of all workers, in proportion.
-        deadline_s: from the beginning of a receive; infinite: wait for all.
-        rounds: receives, of each of ``replicas`` independent runs.
+        batch_s: the learner's work on any batch.
+        rows_s: its additional work on a batch of all workers. Smaller batches take a part of it.
+        deadline_s: time from the beginning of a receive. If infinite, wait for all workers.
+        rounds: receives in each run.
+        replicas: independent runs.
     """
     rng = np.random.default_rng(seed)
     sigma = math.sqrt(math.log1p(spread**2))
@@ -96,8 +104,11 @@ def simulate(
 
 @dataclass(frozen=True)
 class Gain:
-    """Of the best deadline over waiting for all: ``gain`` is a factor; ``deadline_s`` infinite and
-    ``gain`` 1 where none pays. ``workers_per_receive`` with it."""
+    """The best deadline, compared with waiting for all.
+
+    ``gain`` is a factor. If no deadline pays, ``deadline_s`` is infinite and ``gain`` is 1.
+    ``workers_per_receive`` is the mean number of rollouts that the learner takes at once.
+    """
 
     gain: float
     deadline_s: float
@@ -107,7 +118,7 @@ class Gain:
 def best_deadline(
     workers: int, spread: float, *, batch_s: float = 0.0, rows_s: float = 0.0
 ) -> Gain:
-    """The deadline, in mean rollouts, with the most frames per second."""
+    """Return the deadline, in mean rollouts, with the most frames per second."""
     work: dict[str, Any] = {"batch_s": batch_s, "rows_s": rows_s}
     patient = simulate(workers, spread, **work)
     best = Gain(1.0, math.inf, patient.workers)
@@ -119,7 +130,7 @@ def best_deadline(
 
 
 def regimes() -> list[dict[str, Any]]:
-    """The map: a line per network, number of workers and spread of a rollout."""
+    """Return the map: one line per network, number of workers and spread of a rollout."""
     return [
         {
             "network": name,
@@ -134,19 +145,15 @@ def regimes() -> list[dict[str, Any]]:
 
 
 def print_table(lines: Sequence[dict[str, Any]]) -> None:
-    """Per network, the gain by workers and spread, with the best deadline in mean rollouts."""
-    from rich.console import Console
-    from rich.table import Table
-
+    """Print for each network the gain by workers and spread, with the best deadline."""
     for name in dict.fromkeys(line["network"] for line in lines):
-        table = Table(title=f"gain of the best deadline (and that deadline); learner: {name}")
-        table.add_column("workers", justify="right")
-        for spread in SPREADS:
-            table.add_column(f"spread {spread:g}", justify="right")
-        for workers in WORKERS:
-            row = [line for line in lines if (line["network"], line["workers"]) == (name, workers)]
-            table.add_row(str(workers), *[_cell(line) for line in row])
-        Console(width=100).print(table)
+        title = f"gain of the best deadline (and that deadline); learner: {name}"
+        rows = [
+            [str(workers)]
+            + [_cell(x) for x in lines if (x["network"], x["workers"]) == (name, workers)]
+            for workers in WORKERS
+        ]
+        show_table(title, ("workers", *(f"spread {spread:g}" for spread in SPREADS)), rows)
 
 
 def _cell(line: dict[str, Any]) -> str:
@@ -156,13 +163,10 @@ def _cell(line: dict[str, Any]) -> str:
 
 
 def plot(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    """A panel per network: gain over spread and workers; the line is where deadlines begin to
-    pay."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    """Plot one panel per network: gain over spread and workers, with the line of ``MIN_GAIN``."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(3.4 * len(NETWORKS), 3.4), layout="constrained")
-    FigureCanvasAgg(figure)
     for axis, name in zip(figure.subplots(1, len(NETWORKS)), NETWORKS, strict=True):
         gains = np.array([line["gain"] for line in lines if line["network"] == name])
         gains = gains.reshape(len(WORKERS), len(SPREADS))
@@ -181,14 +185,16 @@ def plot(path: Path, lines: Sequence[dict[str, Any]]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the map; seconds of one core."""
+    """Print the map. Takes a few seconds of one core."""
     parser = argparse.ArgumentParser(
         prog="python -m torchrl_dist.plan.regimes",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the map, a line per cell")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the map, with one line per cell"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="plot the map")
     options = parser.parse_args(argv)
     lines = regimes()
     print_table(lines)

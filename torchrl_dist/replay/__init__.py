@@ -7,7 +7,9 @@ invariant                                  guard                                
 =========================================  ====================================  ================
 a slot has one writer                      tickets and claims, ``cursor``        processes, kills
 a row that is read is one whole row        versions, compared after the copy:    torn
-                                           ``storage``, ``slices``, ``passes``
+                                           ``storage.read_rows``
+a slice is read as a whole, in one shard   ``storage.read_rows``; numbers of     slices,
+                                           steps over hosts, ``slices``          contracts
 a priority meets its row, or none [1]_     generations, ``priorities.update``    buffer, law,
                                                                                  hosted
 only published rows count and are drawn    four rules at the top of              kills, int64
@@ -17,7 +19,8 @@ a killed process leaves no harm            ``DIRTY`` and ``cursor.repair``; a   
 sums equal leaves                          marks in ``tree``                     tree, kills
 the law and the weights of one buffer      ``tree``, ``sampler``; over shards    law, shard_law,
                                            ``shard_law``                         shard_hosts
-at most once per pass, by all processes    one counter, ``passes``               passes
+at most once per pass, by all processes    one counter per shard, ``passes``     passes,
+                                                                                 contracts
 by RPC: in order, each once                one call under way, none repeated:    link, host,
                                            ``remote_link``                       hosted
 samples per insert stay in their range     ``limiter``; ``gate`` on a node,      limiter, gate,
@@ -27,7 +30,7 @@ the earlier checkpoint, or the new one     one rename, ``disk``; the ring's     
 any of these, in any order of calls        a plain model                         fuzz
 =========================================  ====================================  ================
 
-.. [1] Where C was built, ``torchrl_dist_update`` in ``law/_kernel.c`` asks. Over hosts the client
+.. [1] Where C was built, ``replay_update`` in ``law/_kernel.c`` asks. Over hosts the client
    sends the generation along, and the same function asks. A call that names slots alone is looked
    up among the rows this process drew or wrote (``sampler.RecentGenerations``); slots that are not
    among them are set as they are, and counted as ``unverified_updates``.
@@ -35,7 +38,13 @@ any of these, in any order of calls        a plain model                        
 
 from torchrl_dist.replay.hosts.buffer import HostedReplayBuffer, replay_buffer
 from torchrl_dist.replay.hosts.owner import ReplayOwner, host_replay
-from torchrl_dist.replay.hosts.samplers import RPCPrioritizedSampler, RPCRandomSampler
+from torchrl_dist.replay.hosts.samplers import (
+    RPCPrioritizedSampler,
+    RPCPrioritizedSliceSampler,
+    RPCRandomSampler,
+    RPCSamplerWithoutReplacement,
+    RPCSliceSampler,
+)
 from torchrl_dist.replay.hosts.storage import RemoteStorage
 from torchrl_dist.replay.law.limiter import RateLimiter
 from torchrl_dist.replay.parts.buffer import SharedReplayBuffer
@@ -52,7 +61,10 @@ from torchrl_dist.replay.parts.writer import SharedCursorWriter
 __all__ = [
     "HostedReplayBuffer",
     "RPCPrioritizedSampler",
+    "RPCPrioritizedSliceSampler",
     "RPCRandomSampler",
+    "RPCSamplerWithoutReplacement",
+    "RPCSliceSampler",
     "RateLimiter",
     "RemoteStorage",
     "ReplayOwner",

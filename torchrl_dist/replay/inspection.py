@@ -38,6 +38,7 @@ from torchrl_dist.replay.node.tables import (
 from torchrl_dist.replay.row.spec import RowSpec
 from torchrl_dist.replay.saving.disk import MANIFEST, read_dump, read_manifest
 from torchrl_dist.replay.saving.snapshot import SavedShard
+from torchrl_dist.runtime.proc import state
 
 _QUANTILES = (0, 1, 10, 25, 50, 75, 90, 99, 100)
 _BINS = 10
@@ -198,11 +199,8 @@ def _members(table: np.ndarray, fd: int) -> list[dict[str, Any]]:
 
 def _process_state(pid: int) -> str:
     """As in /proc: running or not, stopped; "elsewhere" in another pid namespace."""
-    try:
-        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "elsewhere"
-    return {"T": "stopped", "t": "traced", "Z": "zombie", "D": "disk wait"}.get(letter, "alive")
+    states = {"T": "stopped", "t": "traced", "Z": "zombie", "D": "disk wait", None: "elsewhere"}
+    return states.get(state(pid), "alive")
 
 
 def _command(pid: int) -> str:

@@ -1,8 +1,8 @@
-"""Deadlines that run only while this process does.
+"""Deadlines that advance only while this process runs.
 
 A process that was stopped (SIGSTOP, a suspended machine, a debugger) finds its deadlines passed
-when it goes on, although the others had no time to answer it. So waits are measured on
-:func:`awake`, which a thread of this module moves: its ticks stop with the process.
+when it resumes, although the others had no time to answer it. So waits are measured on the clock
+:func:`awake`. A thread of this module advances it, so it stops with the process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..forks import now_and_in_children
 
 _T = TypeVar("_T")
 _TICK_S = 0.25
-# Two ticks are further apart only where the process was stopped, or got no processor in between.
+# Two ticks are further apart only if the process was stopped, or got no CPU time in between.
 _MOST_S = 2 * _TICK_S
 _LONGEST_S = 1e9
 
@@ -36,8 +36,8 @@ class _Clock:
         self._lock = threading.Lock()
         self._sooner = threading.Event()
         self._next_look = 0.0
-        # Assigned as one object, since others read it without a lock: the last tick on
-        # time.monotonic() (None before the first), and for how long this process was stopped.
+        # The last tick on time.monotonic() (None before the first), and how long this process was
+        # stopped. Assigned as one tuple, because other threads read it without a lock.
         self._ticked: tuple[float | None, float] = (None, 0.0)
         self._due: dict[int, tuple[float, Callable[[], None]]] = {}
 
@@ -69,7 +69,7 @@ class _Clock:
 
     def _run(self) -> None:
         while True:
-            self._next_look = self.now() + _TICK_S  # before looking: what comes later sees it
+            self._next_look = self.now() + _TICK_S  # set first, because call_at reads it
             soonest = min((due for due, _ in list(self._due.values())), default=self._next_look)
             self._next_look = min(self._next_look, soonest)
             self._sooner.wait(max(0.0, self._next_look - self.now()))
@@ -83,7 +83,7 @@ class _Clock:
                 if due <= now and self.forget(key):
                     try:
                         function()
-                    except Exception:  # the other deadlines must not pass unseen
+                    except Exception:  # the other deadlines still need their calls
                         traceback.print_exc()
 
 
@@ -91,7 +91,7 @@ _clock = _Clock()
 
 
 def check_timeout(timeout_s: float) -> None:
-    """Raises ConfigurationError for what is no deadline, or too long for the clocks of C++."""
+    """Raise ConfigurationError if this is not a deadline, or too long for the clocks of C++."""
     if not 0 < timeout_s <= _LONGEST_S:
         raise ConfigurationError(
             f"timeout_s={timeout_s}: expected a positive, finite number of seconds, at most "
@@ -100,31 +100,33 @@ def check_timeout(timeout_s: float) -> None:
 
 
 def awake() -> float:
-    """``time.monotonic()`` without the time for which this process was stopped.
+    """Return ``time.monotonic()`` minus the time for which this process was stopped.
 
-    Stops shorter than half a second count as time, and so do all before :func:`start_clock`.
+    Stops shorter than half a second are not subtracted, nor any before :func:`start_clock`.
     """
     return _clock.now()
 
 
 def start_clock() -> None:
-    """Notice stops from now on; idempotent. Starts a thread, for as long as this process lives."""
+    """Notice stops from now on; idempotent. Starts a thread that lives as long as this process."""
     _clock.start()
 
 
 def call_at(due: float, function: Callable[[], None]) -> int:
-    """Call ``function()`` in the clock's thread when :func:`awake` reaches ``due``; it must not
-    block. Returns a key for :func:`forget`."""
+    """Call ``function()`` in the clock's thread when :func:`awake` reaches ``due``.
+
+    The function must not block. Returns a key for :func:`forget`.
+    """
     return _clock.call_at(due, function)
 
 
 def forget(key: int) -> bool:
-    """Do not make that call; whether it had not begun. True once per key at most."""
+    """Cancel the call; return whether it had not begun. True at most once per key."""
     return _clock.forget(key)
 
 
 def result_of(future: Future[_T], timeout_s: float) -> _T:
-    """``future.result(timeout_s)``, on :func:`awake`."""
+    """Return ``future.result(timeout_s)``, with the deadline measured on :func:`awake`."""
     due = awake() + timeout_s
     while True:
         try:

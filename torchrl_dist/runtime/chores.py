@@ -1,5 +1,8 @@
-"""The thread in which this process serves others, for what must run in one thread from beginning to
-end: envs with signal handlers, event loops or windows even want it to be the main thread."""
+"""Run work in the thread that serves other processes.
+
+Some environments must run in one thread from beginning to end. Those with signal handlers, event
+loops or windows even need the main thread.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,17 @@ from .signals import Latch, say, wait_any
 
 Chore = Callable[[], None]
 
-# When the job ends, the call under way has this long; then it is interrupted, as by Ctrl-C.
+# When the job ends, a running call has this long before it is interrupted, as by Ctrl-C.
 _END_S = 1.0
-# After that the process is ended from outside the thread, because it must not outlive its job.
+# If it still runs after this time, another thread ends the process, which must not outlive its job.
 _INTERRUPT_S = 5.0
 
 
 class Chores:
-    """Calls that wait for the thread that serves. One owner at a time."""
+    """A queue of calls for the serving thread. It has one owner at a time."""
 
     def __init__(self) -> None:
-        self.expected = False  # this process is in a session in which it may serve
+        self.expected = False  # whether this process is in a session in which it may serve
         now_and_in_children(self, Chores._renew)
 
     def _renew(self) -> None:
@@ -36,8 +39,10 @@ class Chores:
         self._serves = self._claimed = self._busy = False
 
     def claim(self, patience_s: float) -> bool:
-        """Become the owner, in a process that serves, or begins to within ``patience_s``. False if
-        it does not, or has another owner."""
+        """Become the owner if this process serves, or starts to within ``patience_s``.
+
+        Returns False if it does not serve, or if there is another owner.
+        """
         until = time.monotonic() + patience_s
         with self._cond:
             while self.expected and not self._claimed and not self._serves:
@@ -49,23 +54,23 @@ class Chores:
             return True
 
     def submit(self, chore: Chore) -> None:
-        """Run it soon, after those before it; does not block. It must not raise."""
+        """Run ``chore`` soon, after those submitted earlier. Does not block. It must not raise."""
         with self._cond:
             self._work.append(chore)
             if self._wake_fd is not None:
                 os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
-        """Give the thread back; what was submitted before still runs."""
+        """Release the thread; chores submitted earlier still run."""
         with self._cond:
             self._claimed = False
 
     def run_until(self, end: Latch, interrupt: Callable[[], None]) -> None:
-        """Run what is submitted until the latch is set.
+        """Run submitted chores until the latch is set.
 
         Args:
-            interrupt: makes a signal raise in the main thread, for a call that is under way then
-                and does not return.
+            interrupt: makes the next signal raise in the main thread, to interrupt a chore that
+                does not return when the latch is set.
         """
         wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         poller = select.poll()
@@ -123,7 +128,7 @@ class Chores:
         with self._cond:
             if self._cond.wait_for(lambda: not self._busy, _INTERRUPT_S):
                 return
-        say("torchrl_dist: the job has ended, and a call in this process does not return: it exits")
+        say("torchrl_dist: the job has ended, but a call in this process does not return: exiting")
         os._exit(1)
 
 

@@ -1,15 +1,17 @@
-"""A process that imports torch and torchrl once and forks the children of ``local_cluster``, and
-the env processes of a node worker, each with an end of a pair of sockets.
+"""A server process that imports torch and torchrl once and forks processes that need them.
 
-Importing takes seconds of CPU per process; a fork takes milliseconds. It is sound only while the
-server has no second thread, no RPC and no CUDA, so it does nothing but fork, wait and report.
+It forks the children of ``local_cluster``, and the env processes of a node worker, each with one
+end of a socket pair. Importing takes seconds of CPU per process; a fork takes milliseconds. Forking
+is safe only while the server has no second thread, no RPC and no CUDA, so it does nothing but fork,
+wait and report.
 
-Who is such a child needs no imports again for processes of its own: it is another client of the
-server that it comes from, at a socket that only this user's processes can speak to.
+A child that needs processes of its own does not import anything again: it becomes another client of
+the server that forked it, at a socket that accepts only this user's processes.
 
-Lifetimes. The server ends a client's children when the client is gone (it watches it by pidfd and
-the command pipe), and itself with its parent, the first client; the kernel kills a child when the
-server dies; a client kills what is left of its children's process groups in every other case.
+Lifetimes. The server ends a client's children when the client is gone, which it notices by a pidfd
+and the command stream. It ends itself with its parent, the first client. The kernel kills a child
+when the server dies. In every other case a client kills what is left of its children's process
+groups.
 
     client --commands (a stream)-->  server  --fork-->  child
     client <--reports (datagrams)--  server and children
@@ -59,12 +61,12 @@ _PRELOAD = (
 )
 _MAX_REPORT_BYTES = 64 * 1024
 _PR_SET_PDEATHSIG = 1
-# A start-up in which every child competes for few cores must not count as dead.
+# Long, because a slow start-up, in which many children compete for few cores, is not a failure.
 _BOOT_TIMEOUT_S = 120.0
 _KILL_TIMEOUT_S = 5.0
-_JOIN_S = 1.0  # until a client that has connected says what it wants
+_JOIN_S = 1.0  # how long a new connection may take to send its descriptors
 _FULL_S = 0.01
-# The server that this process was forked by, or the one to use in place of new ones in tests.
+# Address of the server that forked this process, or of the one that tests use instead of new ones.
 _address: str | None = None
 
 
@@ -72,13 +74,13 @@ _address: str | None = None
 class ChildState:
     pid: int | None = None
     ready: bool = False
-    failure: tuple[str, str] | None = None  # (summary, traceback) of an exception in the child
+    failure: tuple[str, str] | None = None  # (summary, traceback) of the child's exception
     exit: str | None = None  # how it ended, such as "killed by SIGKILL"
 
 
 @dataclass
 class Children:
-    """The processes of one cluster as the parent sees them; updated by the monitor thread."""
+    """The parent's view of the processes of one cluster; the monitor thread updates it."""
 
     job: int
     states: dict[int, ChildState]
@@ -86,8 +88,7 @@ class Children:
     on_exit: Callable[[int, str], None] | None = None
 
     def watch(self, on_exit: Callable[[int, str], None]) -> None:
-        """Call ``on_exit(rank, how)`` for every death, past and to come, in the monitor thread
-        or this one."""
+        """Call ``on_exit(rank, how)`` for every past and future death, in any thread."""
         with self.changed:
             self.on_exit = on_exit
             dead = [(rank, state.exit) for rank, state in self.states.items() if state.exit]
@@ -95,14 +96,14 @@ class Children:
             on_exit(rank, how)
 
     def wait_ready(self, timeout_s: float, describe: Callable[[int], tuple[str, str]]) -> None:
-        """Block until every child has run its set-up.
+        """Block until every child has finished its start-up.
 
-        ``describe(rank)`` is the (name, host) that errors mention.
+        ``describe(rank)`` returns the (name, host) that errors mention.
 
         Raises:
-            RemoteError: a child's set-up raised.
-            PeerLostError: a child died in it.
-            DeadlineError: not all were ready in time.
+            RemoteError: a child's start-up raised.
+            PeerLostError: a child died during start-up.
+            DeadlineError: some children were not ready in time.
         """
 
         def settled() -> bool:
@@ -126,12 +127,12 @@ class Children:
             late = [describe(rank)[0] for rank, state in self.states.items() if not state.ready]
         if late:
             raise DeadlineError(
-                f"{', '.join(late)} did not start within {timeout_s:g} s: look at init_fn, or "
+                f"{', '.join(late)} did not start within {timeout_s:g} s: check init_fn, or "
                 "raise timeout_s."
             )
 
     def wait_gone(self, timeout_s: float) -> bool:
-        """Block until every child has ended; whether they have."""
+        """Block until every child has ended; return whether they have."""
         with self.changed:
             return self.changed.wait_for(
                 lambda: all(state.exit for state in self.states.values()), timeout_s
@@ -139,17 +140,17 @@ class Children:
 
 
 class ForkServer:
-    """The parent's side. One server may serve several clusters, one after the other:
+    """The parent's side of a fork server. It may serve several clusters, one after the other:
 
         with ForkServer() as server:
             with local_cluster({"learner": 1, "collector": 2}, fork_server=server) as s: ...
 
-    The children see the modules and files of the moment when the server started.
+    The children see modules and files as they were when the server started.
 
     Args:
-        fork: the server is forked from this process, whose imports it has then. Only for a program
-            that has done nothing else yet, not even run a module of a user's. With more than one
-            thread here, it is started as ever.
+        fork: fork the server from this process, so that it keeps the imports. Only for a program
+            that has done nothing else yet, and has not run any user code. If this process has more
+            than one thread, the server is started as a new process after all.
     """
 
     def __init__(self, *, fork: bool = False) -> None:
@@ -158,9 +159,10 @@ class ForkServer:
         self._up = threading.Event()
         self._error: str | None = None
         self._closed = False
-        self._owner = os.getpid()  # a process that is forked from it has a copy of this object
-        self._process: subprocess.Popen[bytes] | _Fork | None = None  # None: another client's
-        self._command_lock = threading.RLock()  # a command and what belongs to it go together
+        self._owner = os.getpid()  # a fork of this process has a copy of this object
+        # None: another client started the server.
+        self._process: subprocess.Popen[bytes] | _Fork | None = None
+        self._command_lock = threading.RLock()  # keeps a command and its descriptors together
         self._link, commands = _pair(socket.SOCK_STREAM)
         self._commands = Connection(os.dup(self._link.fileno()))
         self._reports, reports = _pair(socket.SOCK_SEQPACKET)
@@ -168,7 +170,7 @@ class ForkServer:
         self.pid = 0
         if _address is not None:
             self.address = _address
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # that server has ended
                 self.pid = self._join(fds)
         if not self.pid:
             self.address = f"\0torchrl_dist-{secrets.token_hex(16)}"
@@ -184,7 +186,7 @@ class ForkServer:
         self._monitor.start()
 
     def _join(self, fds: tuple[int, int]) -> int:
-        """Be one more client of a server that is there; returns its pid."""
+        """Become another client of a running server; return its pid."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
             link.settimeout(_JOIN_S)
             until = time.monotonic() + _JOIN_S
@@ -192,13 +194,13 @@ class ForkServer:
                 try:
                     link.connect(self.address)
                     break
-                except BlockingIOError:  # its queue is full: any user of the machine may fill it
+                except BlockingIOError:  # its queue is full; any user may fill it
                     if time.monotonic() > until:
                         raise
                     time.sleep(_FULL_S)
             pid, uid = _peer(link)
             if uid != os.getuid():
-                raise ConnectionError("another user's")
+                raise ConnectionError("the fork server belongs to another user")
             socket.send_fds(link, [b"client"], fds)
             return pid
 
@@ -234,7 +236,7 @@ class ForkServer:
     def _start_process(self, fds: tuple[int, int]) -> subprocess.Popen[bytes]:
         numbers = [int(number) for number in STOP_SIGNALS]
         code = (
-            # imports leave no garbage, and looking for it is a quarter of their time
+            # imports leave no garbage, but collecting it takes a quarter of their time
             "import gc, signal, sys; gc.disable(); "
             f"[signal.signal(n, signal.SIG_IGN) for n in {numbers}]; "
             f"signal.pthread_sigmask(signal.SIG_UNBLOCK, {numbers}); "
@@ -242,8 +244,8 @@ class ForkServer:
             "from torchrl_dist.runtime.forkserver import serve; "
             f"serve({fds[0]}, {fds[1]}, {os.getpid()}, {self.address!r})"
         )
-        # Stop signals are for the parent, who ends the children in order. Blocked until the server
-        # ignores them: Slurm sends them to every process that it finds.
+        # Stop signals are for the parent, which ends the children cleanly. They are blocked until
+        # the server ignores them, because Slurm sends them to every process that it finds.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             return subprocess.Popen(
@@ -257,23 +259,25 @@ class ForkServer:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def start(self, job: Any, ranks: range, ends: Sequence[int] = ()) -> Children:
-        """Fork one child per rank, each running ``job.run(rank, ready)``; does not wait for them.
+        """Fork one child per rank, which runs ``job.run(rank, ready)``. Does not wait for the
+        children.
 
         Args:
-            ends: descriptors, one for each rank, such as ends of socket pairs, which only that
-                child inherits: it runs ``job.run(rank, ready, descriptor)``. Sent, not closed here.
+            ends: one descriptor per rank, such as an end of a socket pair. Only that child inherits
+                it, and runs ``job.run(rank, ready, descriptor)``. The caller must close its own
+                copy.
 
         Raises:
             PeerLostError: the server died.
             ConfigurationError: another cluster's children still run.
-            DeadlineError: the server did not come up.
+            DeadlineError: the server did not start in time.
         """
         assert len(ends) in (0, len(ranks))
         self.wait_up()
         if self._children is not None and not self._children.wait_gone(0):
             raise ConfigurationError(
                 "This fork server's children of another cluster still run; leave that cluster "
-                "first, or use a fork server for each."
+                "first, or use one fork server per cluster."
             )
         self._jobs += 1
         self._children = Children(self._jobs, {rank: ChildState() for rank in ranks})
@@ -281,11 +285,11 @@ class ForkServer:
         return self._children
 
     def wait_up(self) -> None:
-        """Block until the server can fork, which after its start takes seconds.
+        """Block until the server can fork, which takes seconds after its start.
 
         Raises:
             PeerLostError: it died.
-            DeadlineError: it did not come up.
+            DeadlineError: it did not start in time.
         """
         if not self._up.wait(_BOOT_TIMEOUT_S):
             raise DeadlineError(f"the fork server was not up after {_BOOT_TIMEOUT_S:g} s")
@@ -293,11 +297,11 @@ class ForkServer:
             raise PeerLostError(f"the fork server (pid {self.pid}) is gone: {self._error}")
 
     def restart(self, job: Any, rank: int, end: int | None = None) -> None:
-        """Fork another child in the place of one that has ended; does not wait for it. ``end`` as
-        in :meth:`start`.
+        """Fork a child to replace one that has ended. Does not wait for it. ``end`` as in
+        :meth:`start`.
 
         Raises:
-            PeerLostError: the server died, or the other has not ended.
+            PeerLostError: the server died, or the old child has not ended.
         """
         children = self._children
         assert children is not None
@@ -315,8 +319,10 @@ class ForkServer:
         self._send((children.job, [rank], pickle.dumps(job), bool(ends)), ends)
 
     def kill_children(self) -> None:
-        """End the children of the last cluster now; blocks until they are gone (seconds). Does
-        nothing in a process that was forked from this one: they are not its."""
+        """End the children of the last cluster now; blocks until they are gone (seconds).
+
+        Does nothing in a fork of this process, because the children are not its own.
+        """
         children = self._children
         if children is None or os.getpid() != self._owner:
             return
@@ -325,13 +331,15 @@ class ForkServer:
             children.wait_gone(_KILL_TIMEOUT_S)
 
     def close(self) -> None:
-        """End all its children, and the server, unless it is another client's. Idempotent; blocks
-        for at most a few seconds. In a process that was forked from this one, only its descriptors
-        are closed."""
+        """End all children of this client, and the server unless another client started it.
+
+        Idempotent; blocks for at most a few seconds. In a fork of this process, only closes the
+        descriptors.
+        """
         if self._closed:
             return
         self._closed = True
-        self._hang_up()  # the server sees the end of the stream, and kills
+        self._hang_up()  # the server sees the end of the stream and kills the children
         if self._process is not None and os.getpid() == self._owner:
             try:
                 self._process.wait(_KILL_TIMEOUT_S)
@@ -339,7 +347,7 @@ class ForkServer:
                 self._process.kill()
                 self._process.wait()
         self._monitor.join(_KILL_TIMEOUT_S)
-        if not self._monitor.is_alive():  # else it would wait for whose number these are next
+        if not self._monitor.is_alive():  # otherwise it would poll whatever reuses these numbers
             self._reports.close()
             os.close(self._pidfd)
 
@@ -352,8 +360,8 @@ class ForkServer:
     def _send(self, command: Any, ends: Sequence[int] = ()) -> None:
         if os.getpid() != self._owner:
             raise ConfigurationError(
-                f"This fork server belongs to process {self._owner}, of which this one is a fork: "
-                "make another here."
+                f"This fork server belongs to process {self._owner}, and this one is a fork of it: "
+                "make another fork server here."
             )
         with self._command_lock:
             if self._commands.closed:
@@ -363,15 +371,15 @@ class ForkServer:
                 for end in ends:
                     socket.send_fds(self._link, [b"\0"], [end])
             except (BrokenPipeError, ConnectionResetError):
-                pass  # a dead server is the monitor's business
-            except BaseException:  # in the middle, or closed: the server must not wait for the rest
+                pass  # the monitor handles a dead server
+            except BaseException:  # the server must not wait for the rest
                 self._hang_up()
                 raise
 
     def _hang_up(self) -> None:
         if os.getpid() == self._owner:
-            with contextlib.suppress(OSError):  # closed before, or by the server
-                # closing is not enough: processes that were forked meanwhile have copies
+            with contextlib.suppress(OSError):  # closed already, or by the server
+                # closing is not enough, because processes forked meanwhile have copies
                 self._link.shutdown(socket.SHUT_RDWR)
         self._commands.close()
         self._link.close()
@@ -390,7 +398,7 @@ class ForkServer:
                         return
                     self._take(*report)
         except EOFError:
-            if self._process is None:  # it has not taken us in, or it dies
+            if self._process is None:  # it has not accepted us, or it is dying
                 self._lose_children("closed")
                 return
             poller.unregister(self._reports)
@@ -398,10 +406,10 @@ class ForkServer:
         self._server_died()
 
     def _next_report(self) -> tuple[Any, ...] | None:
-        """None: there is none yet.
+        """Return the next report, or None if there is none yet.
 
         Raises:
-            EOFError: there will be none, nobody has the other end.
+            EOFError: there will be none, because no process has the other end.
         """
         try:
             data = self._reports.recv(2 * _MAX_REPORT_BYTES, socket.MSG_DONTWAIT)
@@ -444,7 +452,7 @@ class ForkServer:
             self._lose_children(_how_it_ended(-code if code < 0 else code << 8))
 
     def _lose_children(self, how: str) -> None:
-        """The server is gone, for us at least, and in this way."""
+        """Note how this client lost the server, and with it the children."""
         self._error = how
         self._up.set()
         children = self._children
@@ -458,7 +466,7 @@ class ForkServer:
 
 
 class _Fork:
-    """The server as a fork of this process, with what ``Popen`` has."""
+    """A server that is a fork of this process, with the methods of ``Popen`` that are used."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -466,16 +474,16 @@ class _Fork:
         self._code: int | None = None
 
     def wait(self, timeout: float | None = None) -> int:
-        """How it ended.
+        """Return the exit code.
 
         Raises:
-            subprocess.TimeoutExpired: it has not.
+            subprocess.TimeoutExpired: it has not ended.
         """
         with self._lock:
             if self._code is None:
                 try:
                     self._code = self._wait(timeout)
-                except (ProcessLookupError, ChildProcessError):  # as Popen: SIGCHLD is ignored
+                except (ProcessLookupError, ChildProcessError):  # like Popen, if SIGCHLD is ignored
                     self._code = 0
             return self._code
 
@@ -500,28 +508,28 @@ class _Fork:
 
 
 def _keep_only(fds: tuple[int, int]) -> None:
-    """Close what the server has from the process that it is a fork of, but for its output."""
+    """Close all descriptors inherited from the parent, except ``fds`` and the outputs."""
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in (0, 1, 2, *fds):
-            with contextlib.suppress(OSError):  # the folder's own is closed already
+            with contextlib.suppress(OSError):  # listdir's own is closed already
                 os.close(int(name))
 
 
 def serve(command_fd: int, report_fd: int, parent_pid: int, address: str) -> None:
-    """The server process, from its first line to its last. Called by ForkServer only."""
+    """Run the server process from start to end. Called by ForkServer only."""
     global _address
     outlive_readers()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, nobody could wait for a child
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, waiting for a child fails
     parent = os.pidfd_open(parent_pid)
     if os.getppid() != parent_pid:
         return  # the parent died before we could watch it
     outlive_stop_signals()
     for name in _PRELOAD:
         importlib.import_module(name)
-    # Shared by all children: their own would be killed with their process groups, and what it was
-    # to unlink (semaphores of env processes, say) would stay in /dev/shm.
+    # Shared by all children. A tracker of their own would be killed with their process group, and
+    # what it has to unlink, such as semaphores of env processes, would stay in /dev/shm.
     resource_tracker.ensure_running()
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
@@ -530,40 +538,40 @@ def serve(command_fd: int, report_fd: int, parent_pid: int, address: str) -> Non
             "be unsafe. A preloaded library started one."
         )
     gc.collect()
-    gc.freeze()  # children would otherwise copy every page the collector touches
+    gc.freeze()  # otherwise children would copy every page that garbage collection touches
     gc.enable()
-    flush(sys.stdout, sys.stderr)  # else every child would once more
+    flush(sys.stdout, sys.stderr)  # otherwise every child would write it again
     _address = address
     _Server(_Client(command_fd, report_fd, parent), address).run()
-    # Nothing is left to finalize, and what counts its objects then (nanobind under triton, which
-    # tensordict imports with torch 2.15) would print those that are frozen as leaked.
+    # Nothing is left to finalize. A normal exit would print the frozen objects as leaked, because
+    # nanobind (in triton, which tensordict imports with torch 2.15) counts its objects at exit.
     flush(sys.stdout, sys.stderr)
     os._exit(0)
 
 
 def report(reports: socket.socket, kind: str, job: int, rank: int, content: Any) -> None:
-    """Tell the client; one datagram, so that writers need no lock."""
-    with contextlib.suppress(OSError):  # it is gone: nobody to tell
+    """Send a report to the client, as one datagram, so that writers need no lock."""
+    with contextlib.suppress(OSError):  # the client is gone
         reports.send(pickle.dumps((kind, job, rank, content)))
 
 
 def _peer(link: socket.socket) -> tuple[int, int]:
-    """pid and uid of who is at the other end."""
+    """Return pid and uid of the process at the other end."""
     pid, uid, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, uid
 
 
 class _Client:
-    """Who has the server fork, by the server's ends of its connections.
+    """A client of the server, with the server's ends of its connections.
 
     Attributes:
         children: pidfd -> pid, job, rank.
-        waiting: job, rank and blob of children whose ends have not come yet.
-        problem: why the server ends this client, if it is not the client who has ended.
+        waiting: job, rank and blob of children whose descriptors have not arrived yet.
+        problem: why the server drops this client, if the client has not ended by itself.
     """
 
     def __init__(self, command_fd: int, report_fd: int, process: int) -> None:
-        self.reports = socket.socket(fileno=report_fd)  # raises for what is no socket
+        self.reports = socket.socket(fileno=report_fd)  # raises if it is not a socket
         try:
             link = os.dup(command_fd)
             try:
@@ -572,7 +580,7 @@ class _Client:
                 os.close(link)
                 raise
         except OSError:
-            self.reports.detach()  # whoever called closes it
+            self.reports.detach()  # the caller closes it
             raise
         self.link.setblocking(True)
         self.commands = Connection(command_fd)
@@ -611,8 +619,8 @@ class _Server:
         try:
             while self._parent in self._clients:
                 events = [fd for fd, _ in self._poller.poll()]
-                door = self._door.fileno()  # of use to nobody who is here
-                # one at a time: what is done may close the others
+                door = self._door.fileno()  # last: existing clients do not need it
+                # one event at a time, because handling it may close the others
                 self._serve(next((fd for fd in events if fd != door), door))
         finally:
             for client in self._clients + self._ended:
@@ -641,15 +649,15 @@ class _Server:
                 return
 
     def _open_door(self) -> None:
-        """Take in a client, if it is this user's."""
+        """Accept a client, if it belongs to this user."""
         try:
             link, _ = self._door.accept()
-        except OSError:  # out of descriptors: who waits there would have us ask for ever
+        except OSError:  # no descriptors left: poll() would spin on the waiting connection
             self._poller.unregister(self._door)
             return
         with link, contextlib.suppress(OSError, ValueError):
             pid, uid = _peer(link)
-            if uid == os.getuid():  # who may do with us what he wants
+            if uid == os.getuid():  # this user may do anything with the server
                 link.settimeout(_JOIN_S)
                 self._admit(pid, list(socket.recv_fds(link, 16, 2)[1]))
 
@@ -683,7 +691,7 @@ class _Server:
             self._ended.remove(client)
             report(client.reports, "end", 0, 0, client.problem)
             client.close()
-        self._poller.register(self._door, select.POLLIN)  # there may be descriptors again
+        self._poller.register(self._door, select.POLLIN)  # some descriptors may be free again
 
     def _obey(self, client: _Client) -> None:
         if client.waiting:
@@ -705,11 +713,14 @@ class _Server:
             self._fork(client, job, rank, blob, None)
 
     def _take_end(self, client: _Client) -> None:
-        """Fork the next child that waits for its end. One at a time: no child has another's, and
-        nobody waits for a client that was stopped in between."""
+        """Receive one descriptor and fork the child that waits for it.
+
+        One at a time, so that no child inherits another's descriptor, and the server never waits
+        for a client that was stopped in between.
+        """
         data, ends, _, _ = socket.recv_fds(client.link, 1, 1)
         if not ends:
-            if data:  # it was sent: there is no number for it here
+            if data:  # it was sent, but no number was free for it
                 client.problem = "out of descriptors (ulimit -n)"
             self._end(client)
             return
@@ -740,7 +751,7 @@ class _Server:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         with contextlib.suppress(OSError):
-            os.setpgid(pid, pid)  # in both processes, so that nobody sees the old group
+            os.setpgid(pid, pid)  # in both processes, so that neither sees the old group
         try:
             child = os.pidfd_open(pid)
         except OSError:
@@ -756,9 +767,9 @@ class _Server:
         if os.getppid() != server_pid:
             os._exit(1)
         outlive_stop_signals()
-        # A group of its own: what the child starts can be ended with it.
+        # A group of its own, so that processes that the child starts can be ended with it.
         os.setpgid(0, 0)
-        self._door.close()  # first: the next line needs a descriptor
+        self._door.close()  # first, because the next line needs a descriptor
         reports = of.reports.dup()
         for client in self._clients + self._ended:
             client.close()
@@ -770,7 +781,7 @@ class _Server:
         pid, job, rank = client.children.pop(fd)
         self._poller.unregister(fd)
         os.close(fd)
-        _kill_group(pid)  # before the wait, while the pid cannot be anybody else's
+        _kill_group(pid)  # before the wait, while no other process can have this pid
         _, status = os.waitpid(pid, 0)
         how = _how_it_ended(status)
         if client.problem is not None:
@@ -780,7 +791,7 @@ class _Server:
 
 
 def _pair(kind: socket.SocketKind) -> tuple[socket.socket, socket.socket]:
-    """Connected sockets that block, whatever ``socket.setdefaulttimeout`` says."""
+    """Return connected sockets that block, whatever ``socket.setdefaulttimeout`` says."""
     pair = socket.socketpair(socket.AF_UNIX, kind)
     for end in pair:
         end.setblocking(True)
@@ -794,14 +805,15 @@ def _run_child(reports: socket.socket, job: int, rank: int, blob: bytes, end: in
     except BaseException as error:
         trace = "".join(traceback.format_exception(error))[-_MAX_REPORT_BYTES // 2 :]
         summary = traceback.format_exception_only(error)[-1].strip()[:1000]
-        flush(sys.stdout, sys.stderr)  # before who is told so may kill us
+        # First, because the client may kill this process once it gets the report.
+        flush(sys.stdout, sys.stderr)
         report(reports, "failed", job, rank, (summary, trace))
         return 1
     return 0
 
 
 def _kill_group(pid: int) -> None:
-    """Kill a child and what it started, as far as that stayed in its process group."""
+    """Kill a child and those processes it started that are still in its process group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 

@@ -1,8 +1,8 @@
-"""What a job needs of this process' limits. Beyond them C++ aborts, without a word of the limit.
+"""Check that this process's limits suffice for a job, because C++ aborts without naming the limit.
 
-The figures were measured with torch 2.13: for each process of the job that the driver is connected
-to, and for a session of two, with the files of a recipe's run. Between hosts TensorPipe opens more
-connections for large tensors.
+The numbers of descriptors and threads were measured with torch 2.13: for each process that the
+driver is connected to, and for a session of two processes, including the files of a recipe's run.
+Between hosts, TensorPipe opens more connections for large tensors.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import resource
 from pathlib import Path
 
 from ..errors import ConfigurationError
+from . import proc
 
 _OF_ONE_NODE, _OF_SEVERAL = 12, 40
 _SESSION_OF_ONE_NODE, _SESSION_OF_SEVERAL = 60, 160
@@ -22,7 +23,7 @@ _FAR_AWAY = 1 << 14
 
 
 def descriptors_of(world_size: int, one_node: bool) -> int:
-    """How many the driver of such a job may have open at once, with some of the user's."""
+    """Return how many descriptors the driver may have open at once, with some for the user."""
     if world_size == 1:
         return _SESSION_OF_ONE_NODE
     if one_node:
@@ -33,13 +34,14 @@ def descriptors_of(world_size: int, one_node: bool) -> int:
 def check_limits(
     world_size: int, *, one_node: bool, starts: int, driver: bool, launched: bool = False
 ) -> None:
-    """Raise this process' soft limits to its hard ones, and refuse a job that they cannot hold.
+    """Raise this process's soft limits to its hard ones, and refuse a job that exceeds them.
 
     Args:
-        starts: how many processes of the job this one starts, itself included.
-        driver: this process is connected to all others.
-        launched: the ``starts`` are instead those that a launcher starts on this machine. Each of
-            them looks, at about the same time, so the others count with what they will need.
+        starts: how many processes of the job this one starts, including itself.
+        driver: whether this process is connected to all others.
+        launched: ``starts`` counts instead the processes that a launcher starts on this machine.
+            Each of them checks at about the same time, so the others are counted by what they will
+            need.
 
     Raises:
         ConfigurationError: names the limit and the command that raises it.
@@ -47,7 +49,7 @@ def check_limits(
     needed = descriptors_of(world_size if driver else 2, one_node)
     if world_size == 1:
         needed = descriptors_of(1, one_node)
-    # A third of them is for large tensors and the user's own files, which there may never be.
+    # A third of them is for large tensors and the user's own files, and may never be needed.
     least = len(os.listdir("/proc/self/fd")) + needed * 2 // 3
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_RAISED if hard == resource.RLIM_INFINITY else min(hard, _MOST_RAISED)
@@ -58,9 +60,9 @@ def check_limits(
     if limit != resource.RLIM_INFINITY and limit < least:
         job = "a job of one process" if world_size == 1 else f"a job of {world_size} processes"
         raise ConfigurationError(
-            f"this process may have {limit} files and sockets open, and in {job} it needs up to "
-            f"{needed}: raise the limit before the start (ulimit -n {max(4096, needed)}; where "
-            "that is refused, the administrator's hard limit)"
+            f"this process may have {limit} files and sockets open, but in {job} it needs up to "
+            f"{needed}: raise the limit before the start (ulimit -n {max(4096, needed)}; if "
+            "that is refused, the administrator must raise the hard limit)"
         )
     of_each = _THREADS_OF_ONE_NODE if one_node else _THREADS_OF_SEVERAL
     _check_threads(_THREADS_ALONE if world_size == 1 else starts * of_each, launched=launched)
@@ -75,28 +77,25 @@ def _check_threads(needed: int, *, launched: bool) -> None:
     running = _threads_of(os.getuid(), but_children_of=os.getppid() if launched else None)
     if running + needed > hard:
         raise ConfigurationError(
-            f"this user may have {hard} processes and threads, {running} are there, and this job "
+            f"this user may have {hard} processes and threads, {running} are running, and this job "
             f"starts about {needed}: raise the limit before the start (ulimit -u "
             f"{max(4096, running + 2 * needed)}), or start fewer processes"
         )
 
 
 def _threads_of(uid: int, *, but_children_of: int | None = None) -> int:
-    """Of all processes of the user, without those with this parent."""
+    """Count the threads of all processes of the user, except those with this parent."""
     count = 0
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
             try:
                 if process.stat().st_uid != uid:
                     continue
-                if but_children_of is not None and _parent_of(process) == but_children_of:
-                    continue
+                if but_children_of is not None:
+                    words = proc.stat(int(process.name))
+                    if words is None or int(words[proc.PARENT]) == but_children_of:
+                        continue
                 count += len(os.listdir(process / "task"))
             except OSError:  # it ended meanwhile
                 continue
     return count
-
-
-def _parent_of(process: Path) -> int:
-    # the name in parentheses may have any character in it
-    return int((process / "stat").read_bytes().rpartition(b")")[2].split()[1])

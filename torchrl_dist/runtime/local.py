@@ -1,4 +1,4 @@
-"""The same session for processes of this machine: from a script, a notebook or a test."""
+"""Start a session's processes on this machine, from a script, a notebook or a test."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .surroundings import Surroundings
 from .world import JOB_ID_VARIABLE, World
 
 _LOOPBACK = "127.0.0.1"
-# The children of a session that has ended run their exit functions for at most this long.
+# After a session ends, its children have at most this long to run their exit functions.
 _EXIT_S = 3.0
 
 
@@ -41,26 +41,26 @@ def local_cluster(
 ) -> Iterator[Session]:
     """Start the other processes of a job on this machine and join it as its driver.
 
-    The caller becomes the first process of the first role; the others are forked from a server
-    that has imported torch and torchrl, and ``serve()``. They get this process's environment
-    (with ``env``), working directory, ``sys.argv`` and ``sys.path``, and run ``init_fn()`` first:
-    register environments there. Nothing listens on another address than loopback.
+    The caller becomes the first process of the first role. The others are forked from a server that
+    has imported torch and torchrl, and call ``serve()``. They get this process's environment (with
+    ``env`` added), working directory, ``sys.argv`` and ``sys.path``. They run ``init_fn()`` first,
+    in which you can register environments. All of them listen on the loopback address only.
 
-    A child that dies does not end the job: ``session.lost()`` names it, calls to it raise
-    PeerLostError. When the block is left, or this process dies in whatever way, all children end.
+    A child that dies does not end the job: ``session.lost()`` lists it, and calls to it raise
+    PeerLostError. When the block is left, or this process dies for any reason, all children end.
 
     Args:
-        roles: processes per role, e.g. ``{"learner": 1, "collector": 4}``, the caller included.
-        timeout_s: deadline for start-up, and of every call that names none.
-        threads_per_process: torch threads of each child; this process keeps its own.
+        roles: processes per role, e.g. ``{"learner": 1, "collector": 4}``, including the caller.
+        timeout_s: deadline for start-up and default deadline of every call.
+        threads_per_process: torch threads of each child; this process keeps its setting.
         process_group: as for ``session``.
-        fork_server: one that runs already, to save the seconds of its imports.
+        fork_server: a running server, which saves the seconds that its imports take.
 
     Raises:
-        ConfigurationError: the roles cannot be right, or this process is in a session already.
+        ConfigurationError: the roles are invalid, or this process is in a session already.
         RemoteError: ``init_fn`` raised in a child.
         PeerLostError: a child died while starting.
-        DeadlineError: not everybody was ready in time.
+        DeadlineError: some children were not ready in time.
 
     Example:
         >>> with local_cluster({"learner": 1, "collector": 2}) as me:
@@ -68,7 +68,7 @@ def local_cluster(
         [3, 3]
     """
     if any(count < 0 for count in roles.values()) or not sum(roles.values()):
-        raise ConfigurationError(f"roles={dict(roles)}: expected counts >= 0 and a process.")
+        raise ConfigurationError(f"roles={dict(roles)}: expected counts >= 0, not all of them 0.")
     check_timeout(timeout_s)
     seats = assign_roles(roles, sum(roles.values()))
     with only_session():
@@ -116,17 +116,17 @@ def local_cluster(
                 except TorchRLDistError:
                     children.wait_ready(
                         0, describe
-                    )  # a child's own error says more, if there is one
+                    )  # a child's own error, if there is one, says more
                     raise
                 children.watch(me._peer_exited)
                 yield me
-            if me._everybody_left():  # else somebody hangs, and will not exit either
+            if me._everybody_left():  # otherwise a child hangs and will not exit either
                 children.wait_gone(_EXIT_S)
 
 
 @dataclass(frozen=True)
 class _Job:
-    """What a child must know; crosses to it as a pickle."""
+    """What a child needs to know; sent to it as a pickle."""
 
     roles: dict[str, int]
     host: str
@@ -154,15 +154,15 @@ class _Job:
         )
 
     def run(self, rank: int, ready: Callable[[], None]) -> None:
-        """The life of a child, in a fresh fork of the server."""
+        """Run a child from start to end, in a fresh fork of the server."""
         self.surroundings.adopt()
-        os.environ[JOB_ID_VARIABLE] = self.job_id  # for whoever asks World.from_env()
+        os.environ[JOB_ID_VARIABLE] = self.job_id  # for World.from_env()
         if self.init_fn is not None:
             cloudpickle.loads(self.init_fn)()
         assert self.port is not None
         store = connect_store(_LOOPBACK, self.port, self.timeout_s)
         ready()
-        with contextlib.suppress(PeerLostError):  # the driver failed and says so itself
+        with contextlib.suppress(PeerLostError):  # the driver failed and reports it
             with joined(
                 self.world(rank),
                 self.roles,
@@ -171,4 +171,4 @@ class _Job:
                 process_group=self.process_group,
             ) as me:
                 me.serve()
-        atexit._run_exitfuncs()  # the fork leaves by os._exit, which runs none of them
+        atexit._run_exitfuncs()  # the child ends by os._exit, which runs none of them

@@ -1,6 +1,6 @@
-"""What one process knows about the others: who serves, who is lost, who has left.
+"""What one process knows about the others: which ones serve, are lost or have left.
 
-No communication here: the session feeds it and acts on what it returns.
+This module does not communicate: the session passes in what it learns, and acts on the answers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .awake import awake
 
 
 class Membership:
-    """Thread-safe. Ranks are global ranks; ``me`` is never lost."""
+    """The states of all other ranks. Thread-safe. Ranks are global; ``me`` is never lost."""
 
     def __init__(self, world_size: int, me: int) -> None:
         self._others = frozenset(range(world_size)) - {me}
@@ -28,7 +28,7 @@ class Membership:
         self._changed = threading.Condition()
 
     def lose(self, rank: int, reason: str) -> bool:
-        """Note that ``rank`` is gone; False if that was known or it had left in order."""
+        """Note that ``rank`` is lost; return False if that was known or it had left cleanly."""
         with self._changed:
             if rank in self._lost or rank in self._left or rank not in self._others:
                 return False
@@ -43,19 +43,19 @@ class Membership:
         self._after_change()
 
     def leave(self, rank: int) -> None:
-        """Note that ``rank`` leaves in order."""
+        """Note that ``rank`` leaves cleanly."""
         with self._changed:
             self._left.add(rank)
         self._after_change()
 
     def when_all_left(self, release: Callable[[], None]) -> None:
-        """``release()`` is called once every other rank has left or is lost."""
+        """Call ``release()`` once every other rank has left or is lost."""
         with self._changed:
             self._departing.append(release)
         self._after_change()
 
     def lost(self) -> dict[int, str]:
-        """Lost ranks and why, in rank order."""
+        """Return the lost ranks and the reasons, in rank order."""
         with self._changed:
             return dict(sorted(self._lost.items()))
 
@@ -64,27 +64,30 @@ class Membership:
             return self._lost.get(rank)
 
     def gone(self, rank: int) -> bool:
-        """Whether ``rank`` is lost or has left in order."""
+        """Whether ``rank`` is lost or has left cleanly."""
         with self._changed:
             return rank in self._gone()
 
     def wait_until_all_serve(self, timeout_s: float) -> set[int]:
-        """Block until every other rank serves or is gone; returns those that do not yet."""
+        """Block until every other rank serves or is gone; return those that still do neither."""
         return self._wait_for(lambda: self._busy(), timeout_s)
 
     def wait_until_all_left(self, timeout_s: float) -> set[int]:
-        """Block until every other rank left or is lost; returns those that have not yet."""
+        """Block until every other rank has left or is lost; return those that remain."""
         return self._wait_for(lambda: set(self._others - self._gone()), timeout_s)
 
     def arrive(self, number: int, rank: int, release: Callable[[], None]) -> None:
-        """``rank`` has come to barrier ``number``; ``release()`` is called when all have who
-        run code of their own: ranks that serve, left or are lost do not count."""
+        """Note that ``rank`` has reached barrier ``number``.
+
+        ``release()`` is called when all ranks that run code of their own have reached it. Ranks
+        that serve, have left or are lost do not count.
+        """
         with self._changed:
             self._arrived.setdefault(number, {})[rank] = release
         self._after_change()
 
     def missing(self, number: int) -> set[int]:
-        """Ranks that barrier ``number`` still waits for."""
+        """Return the ranks that barrier ``number`` still waits for."""
         with self._changed:
             return self._busy() - set(self._arrived.get(number, ()))
 
@@ -99,7 +102,7 @@ class Membership:
         with self._changed:
             self._changed.notify_all()
             for number, arrived in list(self._arrived.items()):
-                # The barrier's keeper is a rank like any other: it must have arrived itself.
+                # The rank that keeps the barrier must have arrived as well.
                 if not self._busy() - arrived.keys() and self._keeper_arrived(arrived):
                     released += self._arrived.pop(number).values()
             if not self._others - self._gone():

@@ -1,4 +1,4 @@
-"""Which interface leads to the other hosts, and under which address. Sends nothing."""
+"""Find the network interface that leads to other machines, and its address. Sends nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GLOBAL_SCOPE = "00"
 
 
 def source_address(host: str) -> str | None:
-    """The address from which this machine would send to ``host``."""
+    """Return the address from which this machine would send to ``host``."""
     with contextlib.suppress(OSError):
         for family, kind, protocol, _, address in socket.getaddrinfo(
             host, 9, type=socket.SOCK_DGRAM
@@ -27,7 +27,7 @@ def source_address(host: str) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """The interface that has this address."""
+    """Return the interface that has this address."""
     for _, name in socket.if_nameindex():
         if address in addresses_of(name):
             return name
@@ -35,7 +35,7 @@ def interface_of(address: str) -> str | None:
 
 
 def addresses_of(interface: str) -> list[str]:
-    """Its first IPv4 address, if it has one, and its IPv6 addresses of global scope."""
+    """Return the first IPv4 address, if there is one, and the IPv6 addresses of global scope."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         with contextlib.suppress(OSError):

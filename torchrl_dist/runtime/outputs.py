@@ -1,4 +1,4 @@
-"""Standard output and error of this package's own processes: a job outlives their readers."""
+"""Let a job outlive the readers of its standard output and standard error."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ import select
 import sys
 from typing import Any, TextIO
 
-# The reader has ended, the terminal was closed, or the descriptor was.
+# The reader has ended, or the terminal or the descriptor was closed.
 _GONE = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)
-_replaced: list[TextIO] = []  # the end of such an object may close its descriptor
-_FULL_S = 1.0  # how long a write waits for a reader of a non-blocking descriptor
+_replaced: list[TextIO] = []  # kept, because deleting one may close its descriptor
+_FULL_S = 1.0  # how long a write to a full non-blocking descriptor waits
 
 
 class _Lasting(io.FileIO):
-    """Drops what cannot be written. Once the reader is gone, the descriptor is /dev/null's, so
-    that other libraries and child processes can write, too.
+    """A file that drops what cannot be written.
+
+    Once the reader is gone, the descriptor is replaced by /dev/null, so that other libraries and
+    child processes can still write to it.
 
     Attributes:
-        problem: why something was dropped.
+        problem: the first error because of which something was dropped.
     """
 
     problem: OSError | None = None
@@ -42,10 +44,10 @@ class _Lasting(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """From here on no write to ``sys.stdout`` or ``sys.stderr`` raises because it fails.
+    """From now on, failed writes to ``sys.stdout`` and ``sys.stderr`` do not raise.
 
-    For processes that belong to this package, before they run any code of the user's. Streams that
-    are not Python's own are left alone.
+    Only for processes that belong to this package, before they run any user code. Streams that are
+    not Python's own are left alone.
     """
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
@@ -72,23 +74,23 @@ def outlive_readers() -> None:
 
 
 def problem_of(stream: Any) -> OSError | None:
-    """Why something that was written to a stream of :func:`outlive_readers` was dropped."""
+    """Return the error because of which a stream of :func:`outlive_readers` dropped output."""
     buffer = getattr(stream, "buffer", None)
     return getattr(getattr(buffer, "raw", buffer), "problem", None)
 
 
 def flush(*streams: TextIO | None) -> None:
-    """Flush them as far as that is possible. Without an output (``>&-``) there is no stream."""
+    """Flush the streams as far as possible. With a closed output (``>&-``) a stream is None."""
     for stream in streams:
         if stream is not None:
             try:
                 stream.flush()
-            except Exception:  # closed, a full disk: there is nobody to tell
+            except Exception:  # closed, or a full disk: nothing else can be done
                 pass
 
 
 class BestEffort:
-    """Writes to a stream of any kind, and drops what cannot be written."""
+    """A wrapper of any stream that drops what cannot be written."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""Who takes part in a job."""
+"""The processes of a job, as values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads that run other processes' calls, and never keep this process alive."""
+"""A thread pool for the calls of other processes, which never keeps this process alive."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ..forks import now_and_in_children
 
 
 class DaemonPool:
-    """Up to ``max_threads`` daemon threads, started when there is work for them.
+    """A pool of up to ``max_threads`` daemon threads, started when there is work for them.
 
-    ``concurrent.futures.ThreadPoolExecutor`` would join its threads when the interpreter exits,
-    so that one call that never returns would keep a finished process alive.
+    ``concurrent.futures.ThreadPoolExecutor`` joins its threads when the interpreter exits, so one
+    call that never returns would keep a finished process alive.
     """
 
     def __init__(self, max_threads: int, name: str) -> None:
@@ -40,7 +40,7 @@ class DaemonPool:
             threading.Thread(target=self._run, name=self._name, daemon=True).start()
 
     def close(self) -> None:
-        """Let every thread end after what it is doing; does not wait for them."""
+        """Let every thread end after its queued work; does not wait for that."""
         with self._lock:
             for _ in range(self._threads):
                 self._work.put(None)

@@ -1,8 +1,8 @@
-"""A job's pulse: its figures in a small file for ``torchrl-dist top``, and a word when it stops.
+"""A job's pulse: its counts in a small file for ``torchrl-dist top``, and warnings about stalls.
 
-The learner's process counts in memory; a thread writes what it has counted to this user's folder
-in /dev/shm once a second, and says once who made no progress for a minute, and what it waits for.
-Only ``top`` reads the file, and takes no lock: a job does not notice.
+The learner's process counts in memory. Once a second a thread writes the counts to this user's
+folder in /dev/shm. If a process makes no progress for a minute, the thread warns once and says what
+that process waits for. Only ``top`` reads the file, without a lock, so it does not disturb the job.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Any
 
 from .. import own_files
+from . import proc
 from .peer import Peer
 from .session import Session
 from .world import has_ended, is_stamp, process_stamp
@@ -32,17 +33,17 @@ FORMAT = 1
 PATIENCE_S = 60.0
 _EVERY_S = 1.0
 _ANSWER_S = 3.0
-_FRAMES = 3  # of a stack that are told
-# Code of these waits for something of its caller, which is the place to tell.
+_FRAMES = 3  # of a stack that a warning shows
+# If code of these modules waits, a warning shows its caller instead.
 _LIBRARIES = sys.stdlib_module_names | {"numpy", "tensordict", "torch", "torchrl"}
 _numbers = itertools.count()
 _log = logging.getLogger("torchrl_dist")
 
 
 class Progress:
-    """Who stands still? Pure: counts and times are given.
+    """Find out which processes make no progress. Pure: counts and times are passed in.
 
-    A name is told once, and again only after it has moved in between.
+    A name is reported once, and again only if it has made progress in between.
     """
 
     def __init__(self, patience_s: float = PATIENCE_S) -> None:
@@ -51,7 +52,7 @@ class Progress:
         self._told: set[str] = set()
 
     def stalled(self, counts: Mapping[str, int], now: float) -> list[str]:
-        """Those of ``counts`` that have not changed for ``patience_s``, and were not told yet."""
+        """Return unreported names whose count has not changed for ``patience_s``."""
         for name, count in counts.items():
             if name not in self._seen or self._seen[name][0] != count:
                 self._seen[name] = (count, now)
@@ -65,7 +66,7 @@ class Progress:
         return late
 
     def excuse(self, names: Sequence[str], seconds: float) -> None:
-        """Do not count these seconds for them: nobody could have seen them move."""
+        """Do not count these seconds for ``names``, because their progress could not be seen."""
         for name in names:
             if name in self._seen:
                 count, since = self._seen[name]
@@ -73,14 +74,15 @@ class Progress:
 
 
 class Pulse:
-    """Of one collector of a job, in the process that takes its batches.
+    """The pulse of one collector of a job, in the process that takes its batches.
 
-    ``waits``, ``took`` and ``close`` are called by the thread that does; they only set numbers.
+    The thread that takes the batches calls ``waits``, ``took`` and ``close``; they only set
+    numbers.
 
     Args:
         session: the job.
-        workers: the collector's, by worker index; empty if this process collects itself.
-        figures: called by the writing thread; plain values for the file.
+        workers: the collector's workers, by index; empty if this process collects itself.
+        figures: called by the writing thread; returns plain values for the file.
     """
 
     def __init__(
@@ -105,10 +107,10 @@ class Pulse:
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
         self._name = f"{PREFIX}{process_stamp(self._pid)}-{next(_numbers)}.json"
-        self.path: Path | None = None  # where it was written last
+        self.path: Path | None = None  # where the file was written last
 
     def waits(self) -> None:
-        """The caller is about to block for a batch."""
+        """Note that the caller is about to block for a batch."""
         self._caller = threading.get_ident()
         self._waiting_since = time.time()
         if self._thread is None and not self._end.is_set():
@@ -119,7 +121,7 @@ class Pulse:
             self._thread.start()
 
     def took(self, frames_by_worker: Mapping[int, int]) -> None:
-        """The caller has a batch; frames so far by worker index."""
+        """Note that the caller has a batch; takes the frames so far by worker index."""
         self._waiting_since = None
         self._batches += 1
         self._frames = dict(frames_by_worker)
@@ -153,7 +155,7 @@ class Pulse:
         figures = self._figures()
         if figures is None:
             return False
-        # where there is no place, or a full one, a job goes on without being watched
+        # without a place for the file, or with a full one, the job continues unwatched
         with contextlib.suppress(OSError):
             text = json.dumps(self._content(session, figures())).encode()
             self.path = own_files.user_folder() / self._name
@@ -190,7 +192,7 @@ class Pulse:
     # ---- the watchdog
 
     def _counts(self, session: Session) -> dict[str, int]:
-        """How far each has come, of those whose fault it would be to stand still."""
+        """Return the progress of each process that is responsible if it does not advance."""
         own = session.me.name
         lost = {peer.name for peer in session.lost()} | {own}
         workers = {
@@ -202,14 +204,14 @@ class Pulse:
         passed, self._looked = now - self._looked, now
         taking = self._waiting_since is not None or self._batches != self._known
         self._known = self._batches
-        if not taking:  # the caller is at work, and takes no rollouts
+        if not taking:  # the caller is working, and takes no rollouts
             self._progress.excuse(list(workers), passed)
         if workers and self._waiting_since is not None:
             self._progress.excuse([own], passed)
         return {own: self._batches, **workers}
 
     def _describe(self, session: Session, name: str) -> str:
-        told = f"no progress of {name} for {self._progress.patience_s:g} s"
+        told = f"{name} made no progress for {self._progress.patience_s:g} s"
         if name == session.me.name:
             frame = sys._current_frames().get(self._caller or 0)
             return f"{told}: {_place(frame) if frame else 'its thread has ended'}"
@@ -219,19 +221,21 @@ class Pulse:
         try:
             return f"{told}: {asked.result(2 * _ANSWER_S)}"
         except Exception as error:
-            state = _stopped(session.pid_of(peer)) if peer.host == session.me.host else ""
+            pid, state = session.pid_of(peer), ""
+            if peer.host == session.me.host and proc.state(pid) in ("T", "t"):
+                state = f", because it is stopped; kill -CONT {pid} lets it go on"
             return f"{told}: it does not answer{state} ({type(error).__name__})"
 
 
 def places() -> str:
-    """Where the threads of this process are that collect; runs in a worker."""
+    """Describe where this process's collecting threads are; runs in a worker."""
     found = []
     frames = sys._current_frames()
-    del frames[threading.get_ident()]  # which would keep itself and its callers
+    del frames[threading.get_ident()]  # it would keep itself and its callers alive
     for frame in frames.values():
         if any(_module(each).startswith("torchrl_dist.collect.") for each in _stack(frame)):
             found.append(_place(frame))
-    return "; ".join(found) or "none of its threads collects"
+    return "; ".join(found) or "none of its threads is collecting"
 
 
 def _stack(frame: FrameType | None) -> list[FrameType]:
@@ -243,12 +247,12 @@ def _stack(frame: FrameType | None) -> list[FrameType]:
 
 
 def _module(frame: FrameType) -> str:
-    """Its name, wherever the package is installed."""
+    """Return the module's name, wherever the package is installed."""
     return str(frame.f_globals.get("__name__", ""))
 
 
 def _place(frame: FrameType) -> str:
-    """``in step (env.py:12) < rollout (rollout.py:30)``, the innermost first."""
+    """Return ``in step (env.py:12) < rollout (rollout.py:30)``, the innermost frame first."""
     frames = _stack(frame)
     modules = [_module(each).partition(".")[0] for each in frames]
     known = next((k for k, name in enumerate(modules) if name not in _LIBRARIES), 0)
@@ -259,16 +263,8 @@ def _place(frame: FrameType) -> str:
     return "it is in " + " < ".join(told)
 
 
-def _stopped(pid: int) -> str:
-    with contextlib.suppress(OSError, IndexError):
-        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        if letter in "Tt":
-            return f", because it is stopped; kill -CONT {pid} lets it go on"
-    return ""
-
-
 def remove_pulses_of_the_dead() -> None:
-    """Remove files that this user's processes could not, because they were killed."""
+    """Remove the files that this user's processes left because they were killed."""
     for folder in own_files.user_folders():
         with contextlib.suppress(OSError):
             for path in folder.iterdir():
@@ -277,7 +273,7 @@ def remove_pulses_of_the_dead() -> None:
 
 
 def stamp_of(path: Path) -> str | None:
-    """Of the process that writes a pulse's file, or wrote a part of it before it was killed."""
+    """Return the stamp of the process that writes this pulse file, complete or not; else None."""
     name = path.name.removeprefix(".")
     stamp = name.removeprefix(PREFIX).rpartition("-")[0]
     return stamp if name.startswith(PREFIX) and is_stamp(stamp) else None

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Caller(Protocol):
-    """What a handle needs of the session: calls to the object's process."""
+    """What a handle needs from the session: calls to the object's process."""
 
     session_id: str
     me: Peer
@@ -33,19 +33,19 @@ _current: Caller | None = None
 
 @dataclass(frozen=True)
 class Remote(Generic[T]):
-    """A handle to an object of another process (or of this one), made by ``Session.remote``.
+    """A handle to an object in another process (or in this one), made by ``Session.remote``.
 
-    It pickles: any process of the same session may call the object. Calls run concurrently, each
-    in a thread of the object's process (64 at once, more queue), and in no particular order: the
-    object does its own locking. A method that returns a ``concurrent.futures.Future`` is answered
-    with its result, and keeps no thread until then. Arguments and results are copies, except within
-    one process. Tensors are read while they are being sent: leave those of an argument unchanged
-    until the answer is there, and return copies of what the object goes on changing. The object
-    lives until the session ends.
+    It can be pickled, so any process of the same session may call the object. Calls run
+    concurrently and in no particular order, each in a thread of the object's process (64 at once;
+    more calls queue). The object must do its own locking. If a method returns a
+    ``concurrent.futures.Future``, the caller gets the future's result, and no thread waits for it.
+    Arguments and results are copies, except within one process. Tensors are read while they are
+    being sent. Do not change those of an argument until the answer has arrived, and return copies
+    of tensors that the object continues to change. The object lives until the session ends.
 
     Example:
         >>> with session() as me:
-        ...     rows = me.remote(me.me, list)  # an object there
+        ...     rows = me.remote(me.me, list)  # an object in that process
         ...     rows.call("append", "row")
         ...     rows.submit("count", "row").result()
         1
@@ -56,13 +56,15 @@ class Remote(Generic[T]):
     session_id: str
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
-        """Call ``method`` there and block for its result, at most ``timeout_s`` (default: the
-        session's). A call that ran out of time still runs to its end there.
+        """Call ``method`` of the object and block for its result, at most ``timeout_s``.
+
+        The default of ``timeout_s`` is the session's. A method that misses the deadline still runs
+        to its end.
 
         Raises:
-            RemoteError: the method raised; ``__cause__`` is its exception where that pickles.
-            DeadlineError: no answer in time.
-            PeerLostError: the process is gone; at once if that is known.
+            RemoteError: the method raised; ``__cause__`` is its exception if that can be pickled.
+            DeadlineError: there was no answer in time.
+            PeerLostError: the process is gone; raised at once if that is known.
         """
         operation = ("method", self.key, method, args, kwargs)
         return self._session()._call(self.peer, operation, timeout_s)
@@ -70,11 +72,13 @@ class Remote(Generic[T]):
     def submit(
         self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any
     ) -> Future[Any]:
-        """Like ``call``, without blocking. The future fails with the errors of ``call``; it
-        cannot be cancelled, and its callbacks run in a thread that must not block. With
-        ``timeout_s=math.inf`` it fails only when the process is known to be gone: when its
-        connection breaks, or, for a host that vanishes, when the session has missed its signs of
-        life for the session's deadline."""
+        """Like ``call``, without blocking.
+
+        The future fails with the errors of ``call``. It cannot be cancelled, and its callbacks run
+        in a thread that must not block. With ``timeout_s=math.inf`` it fails only when the process
+        is known to be gone: its connection breaks or, if its node disappears, it gives no sign of
+        life for the session's deadline.
+        """
         operation = ("method", self.key, method, args, kwargs)
         return self._session()._submit(self.peer, operation, timeout_s)
 
@@ -89,27 +93,27 @@ class Remote(Generic[T]):
 
 
 def current() -> Caller:
-    """The session that this process is in.
+    """Return the session that this process is in.
 
     Raises:
-        ConfigurationError: it is in none.
+        ConfigurationError: it is not in a session.
     """
     if _current is None:
-        raise ConfigurationError("This process is in no session; enter one with session(...).")
+        raise ConfigurationError("This process is not in a session; enter one with session(...).")
     return _current
 
 
-_taken = threading.Lock()  # by the session that this process is in, enters or leaves
+_taken = threading.Lock()  # held by the session that this process is in, enters or leaves
 
 
 @contextlib.contextmanager
 def only_session() -> Iterator[None]:
-    """Refuse to enter a session inside or beside another: a process has one RPC agent."""
+    """Refuse a second session in this process, because a process has one RPC agent."""
     if not _taken.acquire(blocking=False):
         where = "another one" if _current is None else f"one as {_current.me.name}"
         raise ConfigurationError(
             f"This process is already in a session or enters it, {where}: leave that one first. "
-            "Two at a time, in two threads say, need a process each."
+            "Two sessions at a time, for example in two threads, need a process each."
         )
     try:
         yield

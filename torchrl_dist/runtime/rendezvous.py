@@ -1,4 +1,4 @@
-"""How the processes of a job find one another: through a store, with a deadline."""
+"""Let the processes of a job find one another through a store, with a deadline."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from .store import AnsweringStore, StoreSilent, connect_store, keep_store
 from .world import World
 
 _INTERFACES = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-# How often rank 0 looks for a newer card of somebody who did not confirm the one it found.
+# How often rank 0 looks for a newer card of a rank that did not confirm the one it found.
 _NEWER_CARD_S = 0.5
-# Where rank 0 may be on several hosts: how long one of them may take to answer, and a pause.
+# If rank 0 may be on one of several nodes: how long each may take to answer, and the pause.
 _PROBE_S, _PROBE_EVERY_S = 2.0, 0.2
-_LEAST_WAIT_S = 0.001  # a store takes a time-out of 0 for "none"
-# Sessions that this process entered; every rank of a job enters them in the same order.
+_LEAST_WAIT_S = 0.001  # a store treats a timeout of 0 as none
+# Counts the sessions that this process entered. All ranks of a job enter them in the same order.
 _entered = itertools.count()
 
 
 @dataclass
 class Member:
-    """What a process knows after it met the others."""
+    """What a process knows after the rendezvous."""
 
     world: World
     peers: tuple[Peer, ...]
@@ -52,9 +52,11 @@ class Member:
 
 
 def launcher_store(world: World, timeout_s: float) -> tuple[dist.Store | None, World]:
-    """The store of the launcher, or one that rank 0 keeps at MASTER_ADDR:MASTER_PORT, and the world
-    with the address at which it was found. The store may hold keys of an earlier start of the
-    ranks: torchrun's outlives a restart."""
+    """Return the launcher's store, or rank 0's at MASTER_ADDR:MASTER_PORT, and the world.
+
+    The returned world has the address at which the store was found. The store may hold keys of an
+    earlier start of the ranks, because torchrun's store outlives a restart.
+    """
     number = next(_entered)
     if world.world_size == 1:
         return None, world
@@ -63,7 +65,7 @@ def launcher_store(world: World, timeout_s: float) -> tuple[dist.Store | None, W
     launcher_keeps_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     keep = world.global_rank == 0 and not launcher_keeps_it
     hosts = () if keep else world.master_hosts
-    # The port is ours alone by luck only. The ids of Slurm's jobs are the same on all their nodes.
+    # Another job may use the same port, so keys carry the job's id if all nodes know the same.
     mine = f"torchrl_dist/{world.job_id}" if world.launcher == "slurm" else "torchrl_dist"
     store, found = _launcher_store(
         hosts or (world.master_addr,),
@@ -76,7 +78,7 @@ def launcher_store(world: World, timeout_s: float) -> tuple[dist.Store | None, W
     return dist.PrefixStore(f"{mine}/{number}", store), replace(world, master_addr=found)
 
 
-@functools.cache  # kept for later sessions: closing it would race with ranks that enter the next
+@functools.cache  # kept for later sessions: closing it would race with ranks entering the next
 def _launcher_store(
     hosts: tuple[str, ...],
     port: int,
@@ -86,12 +88,12 @@ def _launcher_store(
     one_node: bool,
     timeout_s: float,
 ) -> tuple[dist.TCPStore, str]:
-    """The store and its host; ``mark`` is a key that rank 0 sets in it."""
+    """Return the store and its host; ``mark`` is a key that rank 0 sets in it."""
     if not keep and len(hosts) > 1:
         return _find_store(hosts, port, mark, timeout_s)
     if not keep:
         return connect_store(hosts[0], port, timeout_s), hosts[0]
-    # Of several nodes, this machine may know its own name by a loopback address.
+    # In a job of several nodes, this machine may resolve its own name to a loopback address.
     store, _ = keep_store(hosts[0], port, timeout_s, everywhere=not one_node)
     store.set(mark, "")
     return store, hosts[0]
@@ -100,7 +102,7 @@ def _launcher_store(
 def _find_store(
     hosts: tuple[str, ...], port: int, mark: str, timeout_s: float
 ) -> tuple[dist.TCPStore, str]:
-    """Ask one host after the other until the store of rank 0 answers: its own address decides."""
+    """Ask one node after the other until the store of rank 0 answers."""
     deadline = awake() + timeout_s
     probe_s = min(_PROBE_S, timeout_s)
     errors: dict[str, Exception | str] = {}
@@ -112,7 +114,7 @@ def _find_store(
                 if AnsweringStore(store).wait([mark], probe_s):
                     store.set_timeout(timedelta(seconds=timeout_s))
                     return store, host
-                errors[host] = "that of another job, or not ready"
+                errors[host] = "a store of another job, or not ready"
             except (OSError, dist.DistError, DeadlineError) as error:
                 errors[host] = error
             if awake() >= deadline and len(errors) == len(hosts):
@@ -121,19 +123,19 @@ def _find_store(
     tried = ", ".join(f"{host} ({errors[host]})" for host in hosts if host in errors)
     raise DeadlineError(
         f"no store of rank 0 at port {port} of any host within {timeout_s:g} s: is rank 0 running, "
-        f"and may this machine connect to it? Tried {tried}. If its name cannot be reached, set "
-        "MASTER_ADDR to the address of rank 0."
+        f"and may this machine connect to it? Tried {tried}. If its host cannot be reached by "
+        "name, set MASTER_ADDR to the address of rank 0."
     )
 
 
 def meet(
     world: World, roles: Mapping[str, int], store: dist.Store | None, timeout_s: float
 ) -> Member:
-    """Exchange names, hosts and pids with everybody; blocks for at most ``timeout_s``.
+    """Exchange names, hosts and pids with all processes; blocks for at most ``timeout_s``.
 
     Raises:
         ConfigurationError: two processes were given different roles.
-        DeadlineError: somebody did not come in time; names who.
+        DeadlineError: some processes did not come in time; names them.
     """
     seats = assign_roles(roles, world.world_size)
     card: dict[str, Any] = {
@@ -165,7 +167,7 @@ def meet(
         world=replace(
             world,
             job_id=cards[0]["job_id"],
-            # torchrun counts per node: only where a rank failed, not where others took note of it
+            # torchrun counts restarts per node, and only on the node where a rank failed
             restart_count=max(other["restart_count"] for other in cards),
         ),
         peers=peers,
@@ -179,14 +181,15 @@ def meet(
 def make_process_group(
     backends: str | Mapping[str, str] | None, member: Member, timeout_s: float
 ) -> dist.ProcessGroup | None:
-    """Make this role's default torch.distributed group, if ``backends`` asks for one."""
+    """Make this role's default torch.distributed group if ``backends`` asks for one."""
     me = member.peers[member.world.global_rank]
     backend = backends.get(me.role) if isinstance(backends, Mapping) else backends
     if not backend:
         return None
     if dist.is_initialized():
         raise ConfigurationError(
-            "process_group was asked for, but torch.distributed is already initialized here."
+            "process_group was requested, but torch.distributed is already initialized here; "
+            "leave process_group out, or do not initialize it before the session."
         )
     store = dist.HashStore() if member.store is None else member.store
     dist.init_process_group(
@@ -200,12 +203,12 @@ def make_process_group(
 
 
 class _Exchange:
-    """Every rank's card, given to every rank, through a store that may hold cards of the dead.
+    """Gives every rank's card to every rank, through a store that may hold cards of dead processes.
 
-    After a restart torchrun's store still has the cards of the ranks before, and over several
-    hosts nothing in the environment tells the starts apart. So each card has a token: rank 0
-    answers the card it found at a key that only the owner of the token reads, the owner confirms
-    that it is alive, and when all have confirmed, rank 0 publishes the cards.
+    After a restart, torchrun's store still has the cards of the earlier ranks, and in a job of
+    several nodes nothing in the environment tells the starts apart. So each card has a token. Rank
+    0 answers each card it finds at a key that only the owner of the token reads. The owner confirms
+    that it is alive. When all have confirmed, rank 0 publishes the cards.
     """
 
     def __init__(self, store: dist.Store, seats: list[tuple[str, int]], timeout_s: float) -> None:
@@ -215,13 +218,13 @@ class _Exchange:
         self._store = AnsweringStore(store, until=self._deadline)
 
     def run(self, rank: int, card: dict[Any, Any]) -> list[dict[Any, Any]]:
-        """Blocks for at most ``timeout_s``; raises DeadlineError, which names the missing."""
+        """Return all cards; blocks for at most ``timeout_s``. DeadlineErrors name missing ranks."""
         try:
             return self._collect(card) if rank == 0 else self._join(rank, card)
         except StoreSilent as error:
             raise DeadlineError(
                 f"the store of the job did not answer within {self._timeout_s:g} s: the process "
-                "that keeps it is stopped, or its host cannot be reached any more"
+                "that keeps it is stopped, or its node cannot be reached any more"
             ) from error
         except dist.DistError as error:
             raise PeerLostError(
@@ -280,17 +283,17 @@ class _Exchange:
         names = [f"{self._seats[r][0]}{self._seats[r][1]} (rank {r})" for r in missing]
         return DeadlineError(
             f"{', '.join(names)} did not join within {self._timeout_s:g} s; {len(self._seats)} "
-            "processes were expected. Look at what they print, or raise timeout_s."
+            "processes were expected. Look at their output, or raise timeout_s."
         )
 
 
 def _set_interface(world: World, cards: list[dict[Any, Any]]) -> Callable[[], None]:
     """Choose the network interface of RPC and gloo until the returned function is called.
 
-    Left alone, both listen on the address of the host's own name. Between hosts that is often a
-    loopback address, and the job hangs: take the interface through which this host reaches another.
-    In a job of one node listen on loopback only, because whoever reaches RPC's port runs code.
-    Under a launcher, set variables win.
+    By default both listen on the address to which the node's own name resolves. In a job of several
+    nodes that is often a loopback address, and the job hangs. So use the interface through which
+    this node reaches another one. In a job of one node, listen on loopback only, because anyone who
+    can connect to RPC's port can run code. Under a launcher, variables that are already set win.
     """
     before = {name: os.environ.get(name) for name in _INTERFACES}
     interface = "lo" if world.one_node else _interface_towards_others(world, cards)
@@ -310,14 +313,14 @@ def _set_interface(world: World, cards: list[dict[Any, Any]]) -> Callable[[], No
 
 def _interface_towards_others(world: World, cards: list[dict[Any, Any]]) -> str | None:
     others = [card["address"] for card in cards if card["node_rank"] != world.node_rank]
-    # The first node's address is a loopback one where its own name is; then ask for its name.
+    # The first node sees itself at a loopback address if its own name resolves to one.
     usable = [a for a in others if a and not ipaddress.ip_address(a).is_loopback]
     source = source_address((usable or [world.master_addr])[0])
     return None if source is None else interface_of(source)
 
 
 def own_address(world: World) -> str:
-    """Where this process of a member's world listens for others: as RPC does."""
+    """Return the address at which this process listens for others, the same as RPC's."""
     interface = os.environ.get(_INTERFACES[0])
     addresses = addresses_of(interface) if interface else []
     return addresses[0] if addresses else str(socket.getaddrinfo(world.host, 0)[0][4][0])

@@ -1,4 +1,4 @@
-"""Who plays which role: pure arithmetic over ranks."""
+"""Assign roles to ranks. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ DEFAULT_ROLES = {"worker": -1}
 
 
 def assign_roles(roles: Mapping[str, int], world_size: int) -> list[tuple[str, int]]:
-    """(role, index) of every rank, in rank order: ``{"learner": 1, "collector": -1}`` makes
-    rank 0 the learner and all others collectors. One count may be -1: it takes the rest, which
-    may be nobody. The first rank of the first role drives the job.
+    """Return the (role, index) of every rank, in rank order.
+
+    ``{"learner": 1, "collector": -1}`` makes rank 0 the learner and all others collectors. One
+    count may be -1: that role takes the remaining ranks, if any. The first rank of the first role
+    is the driver.
 
     Raises:
         ConfigurationError: the counts do not add up to ``world_size``.
@@ -27,6 +29,6 @@ def assign_roles(roles: Mapping[str, int], world_size: int) -> list[tuple[str, i
     if total != world_size:
         raise ConfigurationError(
             f"roles={dict(roles)} need {total} processes, the job has {world_size}. Change the "
-            "counts, give one role -1 to take the rest, or start another number of processes."
+            "counts, give one role -1 to take the rest, or start a different number of processes."
         )
     return [(role, index) for role, count in counts.items() for index in range(count)]

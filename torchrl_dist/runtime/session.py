@@ -1,4 +1,4 @@
-"""A process's membership in the job: who am I, who else is there, how do I call them."""
+"""A process's membership in the job: its role, the other processes, and calls to them."""
 
 from __future__ import annotations
 
@@ -36,31 +36,31 @@ from .signs import SignPost, give_sign
 from .transport import Transport
 from .world import World, launched_without_us
 
-# Calls of other processes that run at once in this one; more of them queue.
+# How many calls of other processes run at once in this one; more of them queue.
 _MAX_CONCURRENT_CALLS = 64
-# After a stop signal, how long the driver waits for those who do not serve yet. torchrun and SLURM
-# kill 30 s after SIGTERM.
+# After a stop signal, how long the driver waits for processes that do not serve yet. torchrun and
+# SLURM kill 30 s after SIGTERM.
 _STOP_GRACE_S = 10.0
 _GOODBYE_S = 3.0
 _GLANCE_S = 1.0
 # How long a broken connection waits for the supervisor to say how the process died.
 _CAUSE_S = 1.0
-# Between hosts: how often a sign of life is given, of the session's deadline and at most.
+# Between nodes: the interval of signs of life, as a fraction of the session's deadline and at most.
 _SIGN_EVERY, _SIGN_AT_LEAST_EVERY_S = 0.1, 10.0
 
 
 class Session:
-    """Made by ``session(...)`` or ``local_cluster(...)``, not directly.
+    """A process's membership in a job, made by ``session(...)`` or ``local_cluster(...)``.
 
-    The first rank of the first role is the driver: when it leaves its session, the job ends.
-    All methods may be called from any thread, ``serve`` and ``close`` from one.
+    The first rank of the first role is the driver: when it leaves its session, the job ends. Any
+    thread may call its methods; only ``serve`` and ``close`` belong to a single thread.
 
     Attributes:
-        world: this process's place as its launcher gave it.
+        world: this process's place in the job, as its launcher gave it.
         me: this process.
-        peers: all processes of the job in rank order, this one included.
-        timeout_s: the deadline of every call that names none.
-        process_group: this role's torch.distributed group, if one was asked for; None once the
+        peers: all processes of the job in rank order, including this one.
+        timeout_s: the default deadline of every call.
+        process_group: this role's torch.distributed group, if one was requested; None after the
             session has ended.
         session_id: unique among all sessions.
 
@@ -81,7 +81,7 @@ class Session:
         self.process_group: dist.ProcessGroup | None = None
         self._member = member
         self._pids = member.pids
-        self._supervised = supervised  # somebody will call _peer_exited for each death
+        self._supervised = supervised  # the launcher calls _peer_exited for each death
         self._driver = member.peers[0]
         self._transport: Transport | None = None
         self._pool = DaemonPool(_MAX_CONCURRENT_CALLS, "torchrl_dist-call")
@@ -95,7 +95,7 @@ class Session:
         self._suspects: set[int] = set()
         self._watchers: dict[
             int, Callable[[tuple[Any, ...]], None]
-        ] = {}  # by the rank that watches us
+        ] = {}  # keyed by the rank that watches this one
         self._stop = Latch()
         self._end = Latch()  # the driver has ended the job, or is lost
         self._end_reason: str | None = None
@@ -110,9 +110,9 @@ class Session:
         self._sign_every_s = min(_SIGN_EVERY * timeout_s, _SIGN_AT_LEAST_EVERY_S)
         self._sign_post: SignPost | None = None
         self._signs: threading.Thread | None = None
-        self._asked: set[int] = set()  # for a sign by a call that is under way
-        self._heard: dict[int, float] = {}  # the last sign of those that are watched, on awake()
-        if supervised:  # by local_cluster, whose children do nothing but serve
+        self._asked: set[int] = set()  # ranks with an unanswered "beat" message
+        self._heard: dict[int, float] = {}  # the last sign of each watched rank, on awake()
+        if supervised:  # by local_cluster, whose children only serve
             for peer in self.peers[1:]:
                 self._members.serve(peer.global_rank)
 
@@ -123,23 +123,23 @@ class Session:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigurationError(
             "a session cannot be copied or pickled, because it is this process's membership in the "
-            "job: pass on a handle from session.remote(...), or have the other process enter a "
-            "session of its own"
+            "job: pass a handle from session.remote(...), or enter a session in the other process"
         )
 
     def check_process(self) -> None:
-        """
+        """Check that this process is a member, not a fork of one.
+
         Raises:
-            ConfigurationError: this process was forked from the one whose session this is.
+            ConfigurationError: this process was forked from the session's process.
         """
         if os.getpid() != self._pid:
             raise ConfigurationError(
                 f"process {os.getpid()} was forked from {self._pid}, {self.me.name} of a session, "
-                "and is no member of it: its connections stay with that process. Start processes "
-                "that call others with local_cluster, torchrun or Slurm"
+                "but is not a member of it, because its connections stay with that process. Use "
+                "local_cluster, torchrun or Slurm to start processes that call one another"
             )
 
-    # ---- who
+    # ---- members
 
     @property
     def role(self) -> str:
@@ -150,14 +150,14 @@ class Session:
         return self.me == self._driver
 
     def of_role(self, role: str) -> tuple[Peer, ...]:
-        """The processes of a role in index order; empty if nobody plays it."""
+        """Return the processes of a role in index order; empty if there are none."""
         return tuple(peer for peer in self.peers if peer.role == role)
 
     def check_peers(self, name: str, peers: Sequence[Peer]) -> None:
-        """Refuse what are not processes of this session, as the argument ``name`` of something.
+        """Check the argument ``name``, which must be processes of this session.
 
         Raises:
-            ConfigurationError: there is none, or one is no peer; names the roles that there are.
+            ConfigurationError: it is empty, or contains something else; names the existing roles.
         """
         if isinstance(peers, str) or not peers or any(peer not in self.peers for peer in peers):
             counts = Counter(peer.role for peer in self.peers)
@@ -168,16 +168,18 @@ class Session:
             )
 
     def lost(self) -> tuple[Peer, ...]:
-        """Peers known to be dead, in rank order. On the driver this is kept up to date without
-        calls; the others are told by the driver."""
+        """Return the peers known to be lost, in rank order.
+
+        The driver notices losses without a call, and tells the others.
+        """
         return tuple(self.peers[rank] for rank in self._members.lost())
 
     def lost_reason(self, peer: Peer) -> str | None:
-        """How a lost peer died, such as ``"killed by SIGKILL"``; None if it is not lost."""
+        """Return how a lost peer died, such as ``"killed by SIGKILL"``; None if it is not lost."""
         return self._members.why_lost(peer.global_rank)
 
     def pid_of(self, peer: Peer) -> int:
-        """Its process id, on its own machine."""
+        """Return the peer's process id on its own machine."""
         return self._pids[peer.global_rank]
 
     # ---- calls
@@ -190,10 +192,10 @@ class Session:
         timeout_s: float | None = None,
         **kwargs: Any,
     ) -> Remote[Any]:
-        """Run ``factory(*args, **kwargs)`` in ``peer``'s process, keep the object there until the
-        session ends, return a handle. Everything may be a lambda or a closure.
+        """Run ``factory(*args, **kwargs)`` in ``peer``'s process and return a handle to the result.
 
-        Blocks; raises as ``Remote.call`` does.
+        The object stays there until the session ends. The factory and its arguments may be lambdas
+        or closures. Blocks; raises as ``Remote.call`` does.
         """
         key = self._call(peer, ("create", factory, args, kwargs), timeout_s)
         return Remote(peer, key, self.session_id)
@@ -229,7 +231,7 @@ class Session:
             return self._run_here(operation)
         future = self._submit(peer, operation, timeout_s)
         try:
-            # The transport keeps the deadline; ours is for the case that it does not.
+            # The transport enforces the deadline; this one is a fallback.
             return result_of(future, timeout_s + 2 * _GOODBYE_S)
         except FutureTimeoutError as error:
             if future.done():
@@ -250,7 +252,7 @@ class Session:
         rank = peer.global_rank
         with self._lock:
             self._in_flight[rank].add(future)
-        # After the registration: a loss noted in between fails the future in either place.
+        # Checked after the registration, so that a loss in between fails the future here or there.
         if self._closed or self._members.why_lost(rank) is not None:
             self._settle(rank, future, error=self._lost_error(peer))
             return future
@@ -281,14 +283,14 @@ class Session:
             raise ConfigurationError("This session is closed.")
         return timeout_s
 
-    # ---- running what others (or this process itself) asked for
+    # ---- running calls of other processes, or of this one
 
     def _execute(self, operation: tuple[Any, ...]) -> Any:
         kind, *rest = operation
         if kind == "method":
             key, method, args, kwargs = rest
             if key not in self._objects:
-                raise KeyError(f"no object {key} in {self.me.name}: its session has ended")
+                raise KeyError(f"{self.me.name} has no object {key}: its session has ended")
             return getattr(self._objects[key], method)(*args, **kwargs)
         fn, args, kwargs = rest
         result = fn(*args, **kwargs)
@@ -302,9 +304,9 @@ class Session:
         try:
             result = self._execute(operation)
             return result.result() if isinstance(result, Future) else result
-        except (KeyboardInterrupt, Stopped):  # of a second signal
+        except (KeyboardInterrupt, Stopped):  # from a second signal
             raise
-        except BaseException as error:  # also a SystemExit: of the code that was called
+        except BaseException as error:  # including SystemExit, which the called code raised
             raise self._remote_error(self.me, _describe(error)) from error
 
     def _run_into(self, future: Future[Any], operation: tuple[Any, ...]) -> None:
@@ -317,7 +319,7 @@ class Session:
         self, body: bytes, tensors: list[Any], answer: Callable[[tuple[Any, ...]], None]
     ) -> None:
         def run() -> Any:
-            # RPC is up before this process has left _open.
+            # RPC is up before this process has finished _open.
             self._opened.wait(self.timeout_s)
             return self._execute(wire.loads(body, tensors))
 
@@ -328,9 +330,9 @@ class Session:
                     content.add_done_callback(lambda done: reply(done.result))
                     return
                 message = (True, *wire.dumps(content))
-            except BaseException as error:  # also SystemExit: the caller's business, not ours
+            except BaseException as error:  # including SystemExit: the caller must handle it
                 message = (False, *_dump_error(error))
-            if not self._closed:  # the agent that would carry the answer is gone
+            if not self._closed:  # otherwise the agent that sends the answer is gone
                 answer(message)
 
         reply(run)
@@ -358,8 +360,8 @@ class Session:
         with self._lock:
             self._in_flight[rank].discard(future)
             if future.done():
-                return  # failed meanwhile, because the peer was lost
-        with contextlib.suppress(Exception):  # InvalidStateError: settled in this instant
+                return  # it failed meanwhile, because the peer was lost
+        with contextlib.suppress(Exception):  # InvalidStateError: already settled by another thread
             if error is None:
                 future.set_result(result)
             else:
@@ -374,8 +376,10 @@ class Session:
     # ---- losing peers
 
     def _suspect(self, rank: int, reason: str) -> None:
-        """The connection to ``rank`` failed. Where a supervisor will say how the process died,
-        wait a moment for its words."""
+        """Note that the connection to ``rank`` failed.
+
+        If a supervisor will report how the process died, wait a moment for that report.
+        """
         with self._lock:
             known = rank in self._suspects
             self._suspects.add(rank)
@@ -408,10 +412,10 @@ class Session:
         return PeerLostError(f"{peer} (pid {pid}) is lost: {reason}")
 
     def _peer_exited(self, rank: int, how: str) -> None:
-        """A supervisor of this process's children saw ``rank`` die. Called in any thread."""
+        """Note that ``rank`` died; called by the supervisor of the children, in any thread."""
         self._lose(rank, how)
 
-    # ---- control messages: handled in the RPC thread, never block
+    # ---- control messages, handled in the RPC thread without blocking
 
     def _receive(
         self, kind: str, body: bytes, tensors: list[Any], answer: Callable[[tuple[Any, ...]], None]
@@ -420,7 +424,7 @@ class Session:
             self._pool.submit(self._run_for_peer, body, tensors, answer)
             return
         args = wire.loads(body, tensors)
-        if kind == "watch":  # answered when this process leaves; fails when it dies
+        if kind == "watch":  # answered when this process leaves, fails when it dies
             with self._lock:
                 if not self._ending:
                     self._watchers[args[0]] = answer
@@ -431,7 +435,7 @@ class Session:
             self._members.arrive(number, rank, lambda: answer(()))
         elif kind == "leaving":
             self._left(*args)
-            if self._ending and self._end_reason is None:  # it may still be called by others
+            if self._ending and self._end_reason is None:  # others may still call it
                 self._members.when_all_left(lambda: answer(()))
             else:
                 answer(())
@@ -451,7 +455,7 @@ class Session:
     def _tell(
         self, peer: Peer, kind: str, *args: Any, timeout_s: float | None = _GOODBYE_S
     ) -> Future[Any]:
-        """Send a control message. The future never fails: it gives (answer, error)."""
+        """Send a control message. The future never fails: its result is (answer, error)."""
         self.check_process()
         future: Future[Any] = Future()
         assert self._transport is not None
@@ -465,7 +469,7 @@ class Session:
         return future
 
     def _watch(self, peer: Peer) -> None:
-        """Notice at once when ``peer`` leaves or dies: a call that it answers when it leaves."""
+        """Send ``peer`` a message that it answers when it leaves and that fails when it dies."""
 
         def done(answer: tuple[Any, ...] | None, error: Exception | None) -> None:
             if answer is None:
@@ -483,10 +487,10 @@ class Session:
         )
 
     def _hear_signs(self, post: SignPost) -> None:
-        """Runs on the driver in a thread of its own, until the session ends.
+        """Receive signs of life. Runs on the driver in a thread of its own, until the session ends.
 
-        A host that vanishes closes no connection: without this, its loss would be known only after
-        the deadline of a call.
+        A node that disappears closes no connection. Without these signs, its loss would be noticed
+        only at the deadline of a call.
         """
 
         def heard(rank: int) -> tuple[str | None, bool, str | None]:
@@ -500,8 +504,11 @@ class Session:
             post.release()
 
     def _give_signs(self, card: str) -> None:
-        """Runs in the other processes, and tells them that the driver is lost, or counts this one
-        as lost, because it was paused or cut off for a while."""
+        """Send signs of life to the driver. Runs in a thread of every other process.
+
+        The process thus also learns that the driver is lost, or that the driver counts this process
+        as lost, because it was paused or cut off for a while.
+        """
         driver = self._driver.global_rank
         wait_s = 0.0
         while not self._no_more_signs.wait(wait_s):
@@ -528,10 +535,10 @@ class Session:
             if awake() - at > self.timeout_s:
                 self._lose(rank, f"no sign of life for {self.timeout_s:g} s")
             elif rank not in self._asked:
-                # An answer to a call is a sign as well, where the others' way is blocked; and a
-                # firewall forgets a connection that says nothing for long.
+                # An answer to a message counts as a sign too, in case the port for signs is
+                # blocked. It also keeps firewalls from dropping an idle connection.
                 self._asked.add(rank)
-                with self._signs_lock:  # nothing may be sent while the transport closes
+                with self._signs_lock:  # do not send while the transport closes
                     if self._no_more_signs.is_set():
                         return
                     told = self._tell(self.peers[rank], "beat", timeout_s=None)
@@ -545,53 +552,56 @@ class Session:
 
     def _end_job(self, reason: str | None) -> None:
         if self._end.is_set():
-            return  # the first reason stays: after an end in order, connections break
+            return  # keep the first reason: connections break after a clean end too
         self._end_reason = reason
-        self._stop.set()  # first: whoever comes out of serve() sees it
+        self._stop.set()  # first, so that it is set when serve() returns
         self._end.set()
 
     # ---- waiting
 
     @property
     def stop_requested(self) -> bool:
-        """Whether the driver ended the job, or SIGINT, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 came, of
-        which :attr:`stop_signal` says the first, or torchrun's process died: finish in order.
+        """Whether this process should finish its work and leave.
 
-        The driver prints a line when the first one comes. Another SIGINT, SIGTERM or SIGHUP after
-        one of these raises KeyboardInterrupt or SystemExit in the main thread of a process that
-        does not serve. SIGUSR1 and SIGUSR2 announce SIGTERM (``sbatch --signal=USR1@60``) and never
-        raise; where the program handles them itself, they are no request to stop.
+        True once the driver has ended the job, torchrun's process has died, or SIGINT, SIGTERM,
+        SIGHUP, SIGUSR1 or SIGUSR2 came. :attr:`stop_signal` is the first of these signals, for
+        which the driver prints a line. If SIGINT, SIGTERM or SIGHUP comes after another of these
+        three, it raises KeyboardInterrupt or SystemExit in the main thread, unless the process
+        serves. SIGUSR1 and SIGUSR2 announce SIGTERM (``sbatch --signal=USR1@60``) and never raise.
+        If the program handles these two itself, they are not a request to stop.
         """
         return self._stop.is_set()
 
     @property
     def stop_signal(self) -> signal.Signals | None:
-        """The first of these signals that this process received in its session, if any."""
+        """The first stop signal that this process received in its session, if any."""
         return self._signals.received
 
     def _say_stop(self, name: signal.Signals) -> None:
         say(
-            f"torchrl_dist: {name.name} received: {self.me.name} finishes what is at hand and "
+            f"torchrl_dist: {name.name} received: {self.me.name} finishes its current work and "
             "stops; a second SIGINT or SIGTERM ends it at once"
         )
 
     def wait_stop(self, timeout_s: float) -> bool:
-        """Block until ``stop_requested``, at most ``timeout_s``; whether it is."""
+        """Block until ``stop_requested`` is true, at most ``timeout_s``; return whether it is."""
         return self._stop.wait(timeout_s)
 
     def serve(self) -> None:
-        """Answer other processes' calls until the driver ends the job. Called by every process
-        but the driver, in its main thread; blocks. Stop signals, which Slurm or torchrun may send
-        to every process, do not end it: the driver, who gets them too, finishes through it.
+        """Answer other processes' calls until the driver ends the job; blocks.
+
+        Every process except the driver calls it, in its main thread. Stop signals, which Slurm or
+        torchrun may send to every process, do not end it, because the driver gets them too and
+        needs this process to finish its work.
 
         Raises:
             PeerLostError: the driver failed or died.
-            ConfigurationError: this process is the driver, for which nobody would end the wait.
+            ConfigurationError: this process is the driver, which would wait indefinitely.
         """
         if self.is_driver:
             raise ConfigurationError(
-                f"serve() was called by {self.me.name}, the driver of the job: the first process "
-                "of the first role does the work, the others serve"
+                f"serve() was called by {self.me.name}, the driver of the job. The first process "
+                "of the first role does the work; only the others serve"
             )
         if not self._serving:
             self._serving = True
@@ -608,10 +618,10 @@ class Session:
         self._signals.interrupts = True
 
     def barrier(self, timeout_s: float | None = None) -> None:
-        """Block until every process has come here that is alive and does not serve.
+        """Block until every living process that does not serve has called this.
 
         Raises:
-            DeadlineError: somebody did not come in time.
+            DeadlineError: a process did not call it in time.
             PeerLostError: the driver, which keeps the barrier, is gone.
         """
         timeout_s = self._deadline(timeout_s)
@@ -635,18 +645,22 @@ class Session:
         if error is not None:
             raise error
 
-    # ---- up and down
+    # ---- start and end
 
     def on_leave(self, callback: Callable[[bool], None]) -> None:
-        """Have ``callback(clean)`` called first thing when this process leaves its session in
-        order or by an exception (``clean`` is false then), while the others still answer: they
-        wait for it, at most 3 s. For whoever holds something that they should get. Its exceptions
-        become warnings."""
+        """Call ``callback(clean)`` first when this process leaves its session.
+
+        ``clean`` is false if it leaves because of an exception. The other processes still answer,
+        and wait for the callback at most 3 s, so that it can hand something over to them. Its
+        exceptions become warnings.
+        """
         self._at_leave.append(callback)
 
     def on_end(self, callback: Callable[[bool], None]) -> None:
         """Like ``on_leave``, but called last, when no process can call this one any more.
-        ``clean`` is also false after a stop signal, and where the driver has failed."""
+
+        ``clean`` is also false after a stop signal, and if the driver has failed.
+        """
         self._at_end.append(callback)
 
     def _run_callbacks(self, callbacks: list[Callable[[bool], None]], clean: bool) -> None:
@@ -658,7 +672,7 @@ class Session:
                 warnings.warn(f"at the end of the session: {_summary(error)}", stacklevel=2)
 
     def _open(self, process_group: str | Mapping[str, str] | None) -> None:
-        """Connect to everybody. Called once, in the thread that enters the session."""
+        """Connect to all processes. Called once, in the thread that enters the session."""
         world = self.world
         if world.world_size > 1:
             assert self._member.store is not None
@@ -696,8 +710,7 @@ class Session:
         self._opened.set()
 
     def _follow_launcher(self, pid: int) -> None:
-        """Finish in order once torchrun's agent, our parent, is dead: nothing else would end the
-        job, whose processes are nobody's then."""
+        """Request a stop once torchrun's agent, our parent, is dead; nothing else would."""
         try:
             agent = os.pidfd_open(pid)
         except OSError:
@@ -709,7 +722,7 @@ class Session:
                 if poller.poll(1000 * _GLANCE_S):
                     say(
                         f"torchrl_dist: torchrun's process {pid} is dead: {self.me.name} finishes "
-                        "what is at hand and stops"
+                        "its current work and stops"
                     )
                     self._stop.set()
                     return
@@ -722,7 +735,7 @@ class Session:
         target: Callable[[], None]
         if self._sign_post is not None:
             target = functools.partial(self._hear_signs, self._sign_post)
-        else:  # the driver set its card before anybody was connected
+        else:  # the driver set its card before any process connected
             card = self._member.store.get("signs").decode()
             target = functools.partial(self._give_signs, card)
         self._signs = threading.Thread(target=target, name="torchrl_dist-signs", daemon=True)
@@ -731,14 +744,15 @@ class Session:
     def close(self) -> None:
         """Leave the job. Idempotent; never hangs on a dead peer.
 
-        The driver first waits until every living process serves or closes (at most the session's
-        deadline, 10 s after a stop signal), then ends the job. Another process serves until then.
+        The driver first waits until every living process serves or closes, at most for the
+        session's deadline (10 s after a stop signal). Then it ends the job. Others serve until
+        then.
         """
         self._close(None)
 
     def _close(self, error: BaseException | None) -> None:
         if os.getpid() != self._pid:
-            return  # it is not a forked child's to leave
+            return  # a forked child is not a member
         with self._lock:
             if self._closed or self._ending:
                 return
@@ -760,14 +774,14 @@ class Session:
                     names = ", ".join(self.peers[rank].name for rank in sorted(busy))
                     warnings.warn(f"the job ends while {names} still work", stacklevel=4)
             self._answer_watchers(failure)
-            # Where a long message is under way, only signs tell of the end in time.
+            # While a long message is being sent, only signs announce the end in time.
             by_signs_s = 0.0 if self._signs is None else self._sign_every_s
             self._members.wait_until_all_left(_GOODBYE_S + by_signs_s)
             return
         if failure is None and not self._end.is_set():
             with contextlib.suppress(PeerLostError):
                 self.serve()
-            self._run_callbacks(self._at_leave, True)  # of what calls have made
+            self._run_callbacks(self._at_leave, True)  # calls may have added some
         self._answer_watchers(failure)
         if self._members.why_lost(self._driver.global_rank) is None:
             told = self._tell(self._driver, "leaving", self.me.global_rank, failure)
@@ -820,7 +834,7 @@ class Session:
             self._signs.join(_GOODBYE_S)
 
     def _destroy_group(self) -> None:
-        self.process_group = None  # its threads and sockets go with the last reference to it
+        self.process_group = None  # the last reference, which holds its threads and sockets
         dist.destroy_process_group()
 
 
@@ -832,29 +846,30 @@ def session(
     timeout_s: float = 60.0,
     process_group: str | Mapping[str, str] | None = None,
 ) -> Iterator[Session]:
-    """Join the job that torchrun or SLURM started; every one of its processes enters this.
+    """Join the job that torchrun or SLURM started; every process of the job calls this.
 
-    A process that nobody launched is a job of one: nothing is started, and calls to itself are
-    direct. Inside, the driver (the first rank of the first role) does the work through the
-    others; they call ``serve()``, or run code of their own and leave the block, which serves
-    until the driver is done. If the driver leaves with an exception, ``serve`` raises
+    A process without a launcher is a job of one: nothing is started, and its calls to itself are
+    direct. Inside the block, the driver (the first rank of the first role) does the work with the
+    help of the others. They call ``serve()``, or run code of their own and then leave the block,
+    which serves until the driver is done. If the driver leaves with an exception, ``serve`` raises
     PeerLostError in the others and ``stop_requested`` becomes true.
 
     Args:
         roles: counts in rank order, e.g. ``{"learner": 1, "collector": -1}``; one may be -1 and
             takes the rest. Default: every rank is a ``"worker"``.
         world: default ``World.from_env()``.
-        timeout_s: deadline for start-up, and of every call that names none. In a job of several
-            hosts, a process that gives no sign of life for this long is lost, for good.
+        timeout_s: deadline for start-up and default deadline of every call. In a job of several
+            nodes, a process that gives no sign of life for this long is lost permanently.
         process_group: a torch.distributed backend, such as ``"gloo"``. Each role gets a default
-            group of its own; a mapping (``{"learner": "nccl"}``) makes groups for these only.
+            group of its own; a mapping (``{"learner": "nccl"}``) makes groups only for the given
+            roles.
 
     Raises:
-        ConfigurationError: the environment or the roles cannot be right, or processes disagree.
-        DeadlineError: not everybody joined in time; names the missing.
+        ConfigurationError: the environment or the roles are invalid, or processes disagree.
+        DeadlineError: some processes did not join in time; names them.
 
     Example:
-        >>> with session({"learner": 1}) as me:  # nobody launched this process: a job of one
+        >>> with session({"learner": 1}) as me:  # no launcher: a job of one
         ...     me.me.name, me.call(me.me, max, 1, 2)
         ('learner0', 2)
     """
@@ -871,10 +886,10 @@ def session(
 
 
 def current_session() -> Session:
-    """The session that this process is in.
+    """Return the session that this process is in.
 
     Raises:
-        ConfigurationError: it is in none.
+        ConfigurationError: it is not in a session.
 
     Example:
         >>> with session() as me:
@@ -887,13 +902,13 @@ def current_session() -> Session:
 
 
 def look_for_others(alone: str) -> None:
-    """Say so where this process, for itself a job of one, looks like one of several.
+    """Warn if this process counts as a job of one, but looks like one of several tasks.
 
     Args:
         alone: how to start a job of one.
 
     Raises:
-        ConfigurationError: it looks like one, and not like the first.
+        ConfigurationError: it looks like one of several, and is not the first.
     """
     others = launched_without_us(os.environ)
     if others is None:
@@ -901,9 +916,9 @@ def look_for_others(alone: str) -> None:
     rank, size, launcher = others
     told = (
         f"this process looks like task {rank} of {size} that {launcher} started, but not as a rank "
-        "of a job: each of them would be a job of its own. Start them with torchrun or with srun "
-        "(srun python ...), whose RANK or SLURM_STEP_ID must reach the program, into a container "
-        f"too; {alone}"
+        "of a job: each task would be a job of its own. Start them with torchrun or with srun "
+        "(srun python ...), whose RANK or SLURM_STEP_ID must reach the program, also in a "
+        f"container; {alone}"
     )
     if rank:
         raise ConfigurationError(told)
@@ -920,8 +935,8 @@ def joined(
     process_group: str | Mapping[str, str] | None,
     supervised: bool = False,
 ) -> Iterator[Session]:
-    """``session`` over a given store; for the launchers of this package."""
-    if not supervised:  # local_cluster has looked already
+    """Enter a session over a given store; for the launchers of this package."""
+    if not supervised:  # local_cluster has checked already
         launched = world.launcher != "local" and world.local_world_size > 1
         check_limits(
             world.world_size,
@@ -955,7 +970,7 @@ def _dump_error(error: BaseException) -> tuple[bytes, list[Any]]:
     message, trace, cause = _describe(error)
     try:
         body, tensors = wire.dumps((message, trace, cause))
-        wire.loads(body, tensors)  # many exceptions pickle but cannot be built again
+        wire.loads(body, tensors)  # many exceptions can be pickled but not unpickled
     except Exception:
         body, tensors = wire.dumps((message, trace, None))
     return body, tensors

@@ -1,4 +1,4 @@
-"""Signals that ask a job to finish, and an event that a signal handler may set."""
+"""Handle the signals that ask a job to finish, with an event that a signal handler may set."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from torchrl_dist.stopping import Stopped, note_stop_request
 
 # A launcher or a terminal may send each of them to every process of a job.
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # as sbatch --signal=USR1@60; their default is to kill
+_NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # as by sbatch --signal=USR1@60; they kill by default
 STOP_SIGNALS = (*_ENDS, *_NOTICES)
 _Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
-# Slurm and timeout(1) send SIGTERM twice for one reason; who types Ctrl-C twice means it.
+# Slurm and timeout(1) send SIGTERM twice for one stop, so a second one this soon is ignored. Ctrl-C
+# typed twice always counts.
 _SAME_S = 0.25
 _LONGEST_POLL_MS = 2**31 - 1
 
@@ -29,8 +30,8 @@ _LONGEST_POLL_MS = 2**31 - 1
 class Latch:
     """An event that stays set.
 
-    Setting it is safe inside a signal handler (``threading.Event`` may deadlock there), and
-    several of them can be awaited at once.
+    It can be set safely in a signal handler, where ``threading.Event`` may deadlock. Several
+    latches can be awaited at once.
     """
 
     def __init__(self) -> None:
@@ -47,17 +48,17 @@ class Latch:
                 os.write(self._write_fd, b"!")  # never read: stays readable for every waiter
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until set, at most ``timeout_s``; whether it is set."""
+        """Block until it is set, at most ``timeout_s``; return whether it is set."""
         return wait_any((self,), timeout_s)
 
     def add_to(self, poller: select.poll) -> bool:
-        """Let the poller wake when it is set; False if it is closed, and nothing sets it."""
+        """Let the poller wake when it is set. Return False if it is closed and cannot wake it."""
         if self._read_fd >= 0:
             poller.register(self._read_fd, select.POLLIN)
         return self._read_fd >= 0
 
     def close(self) -> None:
-        """Give the file descriptors back. Whether it was set stays readable."""
+        """Close the file descriptors. ``is_set`` still works."""
         fds, self._read_fd, self._write_fd = (self._read_fd, self._write_fd), -1, -1
         for fd in fds:
             if fd >= 0:
@@ -65,7 +66,7 @@ class Latch:
 
 
 def wait_any(latches: tuple[Latch, ...], timeout_s: float | None) -> bool:
-    """Block until one of them is set, at most ``timeout_s`` (None: for ever)."""
+    """Block until one of them is set, at most ``timeout_s`` (None: indefinitely)."""
     poller = select.poll()
     for latch in latches:
         if latch.is_set() or latch._read_fd < 0:
@@ -77,15 +78,15 @@ def wait_any(latches: tuple[Latch, ...], timeout_s: float | None) -> bool:
 class StopSignals:
     """While installed, SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 set ``latch``.
 
-    A second one of the first three raises KeyboardInterrupt or SystemExit in the main thread,
-    unless ``patient`` is set. SIGUSR1 and SIGUSR2 never do: launchers send them ahead of SIGTERM.
-    Handlers that somebody installed before are called too, and signals that were ignored, or for
-    SIGUSR1 and SIGUSR2 are handled already, are left alone.
+    A second SIGINT, SIGTERM or SIGHUP raises KeyboardInterrupt or SystemExit in the main thread,
+    unless ``patient`` is set. SIGUSR1 and SIGUSR2 never raise, because launchers send them ahead of
+    SIGTERM. Previously installed handlers are called too. Signals that were ignored are left alone,
+    and so are SIGUSR1 and SIGUSR2 if the program already handles them.
 
-    Python delivers signals to the main thread only: ``install`` elsewhere does nothing.
+    Python handles signals in the main thread only, so ``install`` does nothing in other threads.
 
     Args:
-        first: called with the first signal, inside its handler.
+        first: called with the first signal, in its handler.
     """
 
     def __init__(self, latch: Latch, first: Callable[[signal.Signals], None] | None = None) -> None:
@@ -94,7 +95,7 @@ class StopSignals:
         self._previous: dict[int, _Handler] = {}
         self._asked_at: float | None = None
         self.patient = False
-        self.interrupts = False  # the next one raises KeyboardInterrupt, whatever came before
+        self.interrupts = False  # the next signal raises KeyboardInterrupt in any case
         self.received: signal.Signals | None = None  # the first one
 
     def install(self) -> None:
@@ -108,11 +109,11 @@ class StopSignals:
                 signal.signal(number, self._handle)
 
     def restore(self) -> None:
-        """Put the previous handlers back, unless somebody replaced ours meanwhile."""
+        """Restore the previous handlers, unless other code has replaced ours meanwhile."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number, previous in self._previous.items():
-            # None: the previous handler was not installed from Python and cannot be put back.
+            # None: the previous handler was not installed from Python and cannot be restored.
             if signal.getsignal(number) == self._handle and previous is not None:
                 signal.signal(number, previous)
         self._previous.clear()
@@ -141,10 +142,10 @@ class StopSignals:
 
 
 def outlive_stop_signals() -> None:
-    """Let none of these signals end this process: somebody else, who also gets them, will.
+    """Let none of these signals end this process: another process, which gets them too, will do so.
 
-    Called in the main thread. Programs that this process starts are ended by SIGINT, SIGTERM and
-    SIGHUP as ever, and so are its forked children; they all ignore SIGUSR1 and SIGUSR2.
+    Called in the main thread. SIGINT, SIGTERM and SIGHUP still end the programs that this process
+    starts and its forked children. All of these ignore SIGUSR1 and SIGUSR2.
     """
     for number in _ENDS:
         signal.signal(number, _outlive)  # an ignored signal would stay ignored across exec
@@ -159,13 +160,13 @@ def _outlive(number: int, frame: FrameType | None) -> None:
 
 def say(line: str) -> None:
     """Print a line to stderr from a signal handler, which may have interrupted another print."""
-    with contextlib.suppress(Exception):  # RuntimeError: it has; a closed stderr
-        start = "\n" if sys.stderr.isatty() else ""  # behind ^C, or a bar of progress
+    with contextlib.suppress(Exception):  # RuntimeError: it did; others: a closed stderr
+        start = "\n" if sys.stderr.isatty() else ""  # after ^C or a progress bar
         print(start + line, file=sys.stderr, flush=True)
 
 
 def _is_caught(number: int) -> bool:
-    """Whether this process has a handler for a signal, in Python or (faulthandler) in C."""
+    """Whether this process has a handler for a signal, in Python or in C (such as faulthandler)."""
     if signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN):
         return True
     status = Path("/proc/self/status").read_text()
@@ -177,7 +178,7 @@ _masks = threading.local()
 
 
 def _block_at_fork() -> None:
-    """Until the child has its handlers: what it got before, would be lost."""
+    """Block stop signals until the child has its handlers, because earlier ones would be lost."""
     _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
@@ -186,8 +187,11 @@ def _unblock_after_fork() -> None:
 
 
 def _forget_in_child() -> None:
-    """A forked child is not in the session: ``multiprocessing`` ends its children by SIGTERM and
-    waits for them, and a handler of ours would tell the parent's waits of a stop."""
+    """Remove our handlers in a forked child, which is not in the session.
+
+    ``multiprocessing`` ends its children by SIGTERM and waits for them, while our handler would
+    only set the parent's latch.
+    """
     defaults: dict[int, _Handler] = {number: signal.SIG_DFL for number in _ENDS}
     defaults[signal.SIGINT] = signal.default_int_handler
     for number in STOP_SIGNALS:

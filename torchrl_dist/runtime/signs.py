@@ -1,8 +1,8 @@
-"""Signs of life between hosts, on a way of their own.
+"""Signs of life between nodes, on connections of their own.
 
-A sign that travels with the calls queues behind the long ones, and after a cut it comes as late as
-TCP sends again. So every sign is a connection of its own to a port of the driver: a few bytes that
-prove that the process is of the job, and a few with what the driver has to say.
+A sign sent with the calls would queue behind long ones, and after a network failure it would wait
+for TCP's retransmission. So every sign is a new connection to a port of the driver. The process
+sends a few bytes, which prove that it belongs to the job, and the driver answers with its news.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ from typing import Any
 
 _TOKEN, _RANK = 16, 4
 _MOST_ANSWER = 1 << 16
-# A connection that has not said enough by then is no sign.
+# A connection that has not sent a whole sign by then is dropped.
 _PATIENCE_S = 5.0
 _NO_DESCRIPTOR_S = 0.1
 
 
 class SignPost:
-    """Where the driver hears signs. Reads a few bytes from whoever connects, and interprets them
-    only where they begin with this session's secret.
+    """Receives the signs of life on the driver.
+
+    It reads a few bytes from each connection, and interprets them only if they begin with this
+    session's secret.
 
     Args:
-        address: of the interface that it listens on.
-        size: how many processes give signs.
+        address: address of the interface to listen on.
+        size: number of processes that give signs.
     """
 
     def __init__(self, address: str, size: int) -> None:
@@ -40,7 +42,7 @@ class SignPost:
         )
         self._listener.setblocking(False)
         self._most = 64 + 2 * size
-        self._since: dict[socket.socket, float] = {}  # in the order in which they came
+        self._since: dict[socket.socket, float] = {}  # in order of arrival
         self._read: dict[socket.socket, bytes] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -48,9 +50,9 @@ class SignPost:
         self.card = json.dumps([address, port, self._ask.hex(), self._answer.hex()])
 
     def serve(self, timeout_s: float, heard: Callable[[int], Any]) -> bool:
-        """Answer signs for so long: ``heard(rank)`` gives what JSON can say. False after ``close``.
+        """Answer signs for ``timeout_s``; return False after ``close``. Called in one thread.
 
-        Called in one thread.
+        ``heard(rank)`` returns the answer, a value that JSON can express.
         """
         until = time.monotonic() + timeout_s
         while (left_s := until - time.monotonic()) > 0:
@@ -70,12 +72,12 @@ class SignPost:
         return True
 
     def close(self) -> None:
-        """Have ``serve`` return in its thread. Idempotent."""
+        """Let ``serve`` return in its thread. Idempotent."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
 
     def release(self) -> None:
-        """Called when nothing serves any more."""
+        """Close all connections. Called when no thread is in ``serve`` any more."""
         for connection in list(self._since):
             self._drop(connection)
         self._selector.close()
@@ -88,7 +90,7 @@ class SignPost:
             return True
         except OSError:
             if self._listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                time.sleep(_NO_DESCRIPTOR_S)  # none left, or no memory: it will ask again
+                time.sleep(_NO_DESCRIPTOR_S)  # no descriptor left, or no memory: try again later
                 return True
             return False
         connection.setblocking(False)
@@ -99,7 +101,7 @@ class SignPost:
 
     def _take(self, connection: socket.socket, heard: Callable[[int], Any]) -> None:
         if connection not in self._since:
-            return  # dropped in this round
+            return  # dropped earlier in this loop
         try:
             more = connection.recv(_TOKEN + _RANK - len(self._read[connection]))
         except BlockingIOError:
@@ -122,13 +124,13 @@ class SignPost:
 
 
 def give_sign(card: str, rank: int, timeout_s: float) -> Any:
-    """Give the driver a sign of life; what it says.
+    """Give the driver a sign of life and return its answer.
 
     Args:
-        card: the ``SignPost``'s.
+        card: the card of the driver's ``SignPost``.
 
     Raises:
-        OSError: there was no answer.
+        OSError: there was no valid answer.
     """
     address, port, ask, answer = json.loads(card)
     until = time.monotonic() + timeout_s
@@ -142,7 +144,7 @@ def give_sign(card: str, rank: int, timeout_s: float) -> Any:
                 break
             said += more
     if not hmac.compare_digest(said[:_TOKEN], bytes.fromhex(answer)):
-        raise ConnectionError(f"what listens at port {port} of {address} is not the driver")
+        raise ConnectionError(f"not the driver, but another program listens at {address}:{port}")
     try:
         return json.loads(said[_TOKEN:])
     except ValueError as error:

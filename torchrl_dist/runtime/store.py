@@ -1,8 +1,9 @@
-"""torch.distributed's store, with a deadline for every operation, connecting included.
+"""torch.distributed's store, with a deadline for every operation and for connecting.
 
-TCPStore's own deadlines are the server's: while the process that keeps the store is stopped, most
-operations of the others block indefinitely, and so does connecting to a port where something else
-listens and stays silent. So a thread makes them here, and the caller waits for it only so long.
+The server enforces TCPStore's own deadlines. While the process that keeps the store is stopped,
+most operations of other processes block indefinitely. So does connecting to a port where another
+program listens and stays silent. Here a thread makes these calls, and the caller waits for it only
+until a deadline.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ import torch.distributed as dist
 from ..errors import ConfigurationError, DeadlineError
 from .awake import awake
 
-_LEAST_S = 0.001  # a store takes a deadline of 0 for none
+_LEAST_S = 0.001  # a store treats a deadline of 0 as none
 _ANSWER_S = 1.0
 _BACKLOG = 1024
-# Where the operation before has not been answered either.
+# The deadline if the previous operation was not answered either.
 _AGAIN_S = 0.1
 _NOTHING = "\0"  # no value
 
@@ -44,11 +45,12 @@ class _Task:
 
 
 class AnsweringStore:
-    """Operations of ``store``, each of which raises StoreSilent where it is not answered within
-    about a second; one that was under way may still take effect. Errors are otherwise the store's.
+    """Operations of ``store`` that raise StoreSilent if it does not answer within about a second.
+
+    An operation that was being sent may still take effect. Other errors are the store's own.
 
     Args:
-        until: on ``awake()``; until then an operation may take longer than a second.
+        until: until this time on ``awake()``, an operation may take longer than a second.
     """
 
     def __init__(self, store: dist.Store, *, until: float = 0.0) -> None:
@@ -56,7 +58,7 @@ class AnsweringStore:
         self._until = until
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._answers = True
-        # A daemon: it may be in a call that never returns.
+        # A daemon thread, because its call may never return.
         threading.Thread(target=_work, args=(self._tasks,), daemon=True).start()
         weakref.finalize(self, self._tasks.put, None)
 
@@ -73,8 +75,8 @@ class AnsweringStore:
         return self._do(self._store.check, [key])
 
     def found(self, key: str) -> str | None:
-        """What is there, without waiting for it; None if nothing is."""
-        # of a missing key this returns what was expected, and sets nothing
+        """Return the value of the key without waiting for it; None if it is missing."""
+        # For a missing key, compare_set returns the expected value and sets nothing.
         value: str = self._do(self._store.compare_set, key, _NOTHING, _NOTHING).decode()
         return None if value == _NOTHING else value
 
@@ -85,10 +87,10 @@ class AnsweringStore:
         return self._do(self._store.add, key, amount, wait_s=timeout_s)
 
     def wait(self, keys: list[str], timeout_s: float) -> bool:
-        """Whether all are there, within ``timeout_s``."""
+        """Whether all keys are set within ``timeout_s``."""
         try:
             self._do(self._store.wait, keys, timedelta(seconds=timeout_s), wait_s=timeout_s)
-        except (dist.DistStoreError, StoreSilent):  # the deadline; a lost store is another error
+        except (dist.DistStoreError, StoreSilent):  # the deadline; a lost store raises others
             return False
         return True
 
@@ -121,7 +123,7 @@ def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
     """Connect to the store that another process keeps.
 
     Raises:
-        DeadlineError: there is none, or something else listens there.
+        DeadlineError: there is no store, or another program listens there.
     """
     return _make(host, port, timeout_s)
 
@@ -129,11 +131,11 @@ def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 def keep_store(
     host: str, port: int, timeout_s: float, *, everywhere: bool = False
 ) -> tuple[dist.TCPStore, int]:
-    """A store that this process keeps, and its port; port 0 takes a free one.
+    """Make a store that this process keeps; return it and its port. Port 0 takes a free one.
 
     Args:
-        everywhere: it listens on all addresses; else on ``host``'s only, where a plain TCPStore
-            would listen on all as well.
+        everywhere: listen on all addresses, as a plain TCPStore always does; otherwise only on the
+            address of ``host``.
 
     Raises:
         ConfigurationError: this process cannot listen there.
@@ -153,7 +155,7 @@ def keep_store(
         ) from error
     with listener:
         port = listener.getsockname()[1]
-        # The store's daemon owns this one, and may have closed it where the store cannot be made.
+        # The store's daemon owns this descriptor, and may have closed it after a failure.
         fd = os.dup(listener.fileno())
         try:
             return _make(host, port, timeout_s, is_master=True, master_listen_fd=fd), port
@@ -191,7 +193,7 @@ def _make(host: str, port: int, timeout_s: float, **options: Any) -> dist.TCPSto
 
     before = _connections_to(port)
     threading.Thread(target=make, name="torchrl_dist-connect", daemon=True).start()
-    # Its own deadline comes first, unless it is connected and waits for a word.
+    # The store's own deadline comes first, unless it is connected and waits for an answer.
     due = awake() + timeout_s + _ANSWER_S
     while not done.wait(max(0.0, due - awake())):
         if awake() >= due:
@@ -218,7 +220,7 @@ def _make(host: str, port: int, timeout_s: float, **options: Any) -> dist.TCPSto
 
 
 def _connections_to(port: int) -> dict[str, int]:
-    """Descriptors of this process' connections to a port, by what the kernel calls them."""
+    """Return this process's connections to a port, as descriptors by the kernel's name."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # not connected, or closed meanwhile

@@ -1,4 +1,4 @@
-"""What a process forked from a server must be given of the one it works for."""
+"""The settings that a process forked from a server takes over from the process it works for."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Environment, working directory, ``sys.argv``, ``sys.path`` and torch threads; crosses as a
-    pickle."""
+    """Environment, directory, ``sys.argv``, ``sys.path`` and torch threads; sent as a pickle."""
 
     environment: dict[str, str]
     directory: str
@@ -21,12 +20,12 @@ class Surroundings:
 
     @classmethod
     def of_this_process(cls, threads: int, env: Mapping[str, str] | None = None) -> Surroundings:
-        """Those of the caller, with ``env`` added to the environment."""
+        """Return those of this process, with ``env`` added to the environment."""
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), **(env or {})}
         return cls(environment, os.getcwd(), list(sys.argv), list(sys.path), threads)
 
     def adopt(self) -> None:
-        """Called once in the new process, before anything of the user's runs."""
+        """Apply them. Called once in the new process, before any user code runs."""
         import numpy
         import torch
 
@@ -36,6 +35,6 @@ class Surroundings:
         sys.argv[:] = self.arguments
         sys.path[:] = self.path
         torch.set_num_threads(self.threads)
-        # Else every child has the server's; Python does so by itself.
+        # Otherwise all children have the server's random state. Python reseeds its own generator.
         numpy.random.seed()
         torch.default_generator.seed()

@@ -1,7 +1,7 @@
-"""torch.distributed.rpc as a message transport: the only module that knows it.
+"""A message transport over torch.distributed.rpc, which no other module uses.
 
-A message is a kind, bytes and tensors; the answer is a tuple that RPC can carry. Exceptions of
-user code travel inside answers, so that an RPC error always means the transport.
+A message consists of a kind, bytes and tensors. The answer is a tuple that RPC can send. Exceptions
+of user code are sent inside answers, so an RPC error always means that the transport failed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Answer = tuple[Any, ...]
 Handler = Callable[[str, bytes, list[Any], Callable[[Answer], None]], None]
 
 _SCHEME = "torchrl-dist"
-# A request only hands work to a pool, so few threads do; facts: fewer are faster.
+# A request only hands work to a pool, so four threads suffice. Measured: fewer are faster.
 _SERVER_THREADS = 4
 _LOG_ERRORS_ONLY = 2
 
@@ -32,13 +32,13 @@ _store_for_init: dist.Store | None = None
 
 
 class Transport:
-    """One TensorPipe agent with a static world. At most one per process.
+    """A TensorPipe agent with a fixed set of ranks. At most one per process.
 
     Args:
-        store: a store of its own for this session (a ``PrefixStore``).
-        names: the unique names of all ranks, new in every session of a process.
+        store: a store that only this session uses (a ``PrefixStore``).
+        names: the unique names of all ranks, different in every session of a process.
         handler: called as ``handler(kind, body, tensors, answer)`` in an RPC thread for every
-            message; must not block, and calls ``answer`` exactly once, in any thread.
+            message. It must not block, and must call ``answer`` exactly once, in any thread.
 
     Blocks until every rank is connected, at most about ``timeout_s``.
 
@@ -59,8 +59,8 @@ class Transport:
         global _handler
         if rpc._is_current_rpc_agent_set():
             raise ConfigurationError(
-                "torch.distributed.rpc is already initialized in this process; a session starts "
-                "it itself. Shut it down first."
+                "torch.distributed.rpc is already initialized in this process, but a session "
+                "starts it itself. Shut it down first."
             )
         _handler = handler
         self._log_level = _find_log_level()
@@ -85,15 +85,18 @@ class Transport:
         timeout_s: float | None,
         done: Callable[[Answer | None, Exception | None], None],
     ) -> None:
-        """Send and return at once; ``done(answer, error)`` is called once, in an RPC thread, in
-        the clock's or in this one. ``error`` is a DeadlineError or a PeerLostError. With None
-        there is no deadline."""
+        """Send a message and return at once.
+
+        ``done(answer, error)`` is called once, in an RPC thread, in the clock's thread or in this
+        one. ``error`` is a DeadlineError or a PeerLostError. With ``timeout_s=None`` there is no
+        deadline.
+        """
         try:
             future = rpc.rpc_async(
                 self._workers[to_rank],
                 _receive,
                 args=(kind, body, tensors),
-                timeout=0,  # none: RPC's own runs on while this process is stopped
+                timeout=0,  # no deadline: RPC's own advances while this process is stopped
             )
         except RuntimeError as error:
             done(None, _translate(error, timeout_s))
@@ -116,16 +119,16 @@ class Transport:
         future.add_done_callback(arrived)
 
     def expect_broken_connections(self) -> None:
-        """Called when the job ends: from now until ``close``, let C++ print errors only.
+        """Let C++ log only errors from now until ``close``. Called when the job ends.
 
-        TensorPipe warns twice per peer whose agent closes before ours. Its graceful shutdown does
-        not, but waits for the dead, and for every call that somebody still runs.
+        TensorPipe warns twice about each peer whose agent closes before ours. Its graceful shutdown
+        does not, but it waits for dead peers and for every call that still runs.
         """
         if self._log_level is not None and self._logged is None:
             self._logged, self._log_level.value = self._log_level.value, _LOG_ERRORS_ONLY
 
     def close(self) -> None:
-        """Close all connections now, without waiting for anybody."""
+        """Close all connections now, without waiting for other processes."""
         global _handler
         self.expect_broken_connections()
         if rpc._is_current_rpc_agent_set():
@@ -138,7 +141,7 @@ class Transport:
 def _find_log_level() -> ctypes.c_int | None:
     try:
         return ctypes.c_int.in_dll(ctypes.CDLL("libc10.so"), "FLAGS_caffe2_log_level")
-    except (OSError, ValueError):  # a build with another logger: it prints
+    except (OSError, ValueError):  # a build with another logger; its warnings are printed
         return None
 
 
@@ -175,12 +178,13 @@ def _init_rpc(
         _transports=["uv"],
         _channels=["basic"] if one_node else None,
     )
-    # The agent first builds a gloo group, whose time-out is otherwise 24 days.
+    # The agent first builds a gloo group, whose timeout would otherwise be 24 days.
     constants = rpc.constants
     pg_timeout = constants.DEFAULT_PROCESS_GROUP_TIMEOUT
     constants.DEFAULT_PROCESS_GROUP_TIMEOUT = timedelta(seconds=timeout_s)
-    # init_rpc numbers its calls per process and puts the number into its keys. The store is new
-    # for each session, and a process that was in a session before must meet others that were not.
+    # init_rpc counts its calls per process and puts the number into its keys. Reset it, because a
+    # process that was in a session before must meet others that were not. The store is new for each
+    # session, so no keys clash.
     rpc._init_counter = 0
     _store_for_init = store
     try:
@@ -201,7 +205,7 @@ _registered = False
 
 
 def _register_scheme() -> None:
-    """Make ``init_rpc`` use the store that we give it; it takes one by a URL only."""
+    """Make ``init_rpc`` use our store, which it takes only by a URL."""
     global _registered
     if not _registered:
         dist.register_rendezvous_handler(_SCHEME, _our_store)

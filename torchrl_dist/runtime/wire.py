@@ -1,8 +1,8 @@
-"""What crosses a process boundary: any Python object as bytes plus a list of tensors.
+"""Serialize any Python object as bytes plus a list of tensors.
 
-cloudpickle carries lambdas, closures and what is defined in ``__main__`` or a notebook; large
-tensors (the leaves of a TensorDict too) stay outside the bytes, so that the transport moves their
-memory without a copy through pickle.
+cloudpickle handles lambdas, closures and definitions in ``__main__`` or a notebook. Large tensors,
+including those in a TensorDict, stay outside the bytes, so that the transport sends their memory
+without a copy by pickle.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import torch
 
 from ..tensors import NAMES, is_plain
 
-# A tensor beside the bytes costs each side about 55 us of CPU time; copying this much costs less.
+# A tensor outside the bytes costs each side about 55 us of CPU time; copying this much costs less.
 _INSIDE_BYTES = 2**16
-# cloudpickle looks up each class and function anew, which is most of the time that a small message
-# takes. What these packages have under its name stays there; users may reload their modules.
+# cloudpickle looks up each class and function by name every time, which is most of the time that a
+# small message takes. Names in these packages do not change, so they are looked up once. Users may
+# reload their own modules.
 _STABLE = ("torchrl_dist", "torch", "numpy", "tensordict")
 _found_by_name: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -31,12 +32,13 @@ _table = threading.local()
 
 
 def dumps(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """Split ``obj`` into bytes and tensors. Large tensors are not copied: leave them unchanged
-    until the message has arrived.
+    """Split ``obj`` into bytes and tensors.
+
+    Large tensors are not copied: do not change them until the message has arrived.
 
     Raises:
         TypeError: ``obj`` holds a tensor that is not in CPU memory.
-        Exception: whatever pickling one of its parts raises.
+        Exception: any error raised when one of its parts is pickled.
     """
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
@@ -45,7 +47,7 @@ def dumps(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
 
 
 def loads(body: bytes, tensors: list[torch.Tensor]) -> Any:
-    """Join what ``dumps`` split; runs code of the sender's choice, like every unpickling."""
+    """Join what ``dumps`` split. Like any unpickling, this can run code that the sender chose."""
     outer = getattr(_table, "tensors", None)
     _table.tensors = tensors
     try:

@@ -1,6 +1,6 @@
-"""Which process of the job is this? Read from the environment of torchrun, SLURM or nobody.
+"""Read from the launcher's environment which process of the job this is.
 
-Pure: nothing is started and nothing is imported from torch.
+The launcher is torchrun, SLURM, Lightning Fabric or none. Pure: starts nothing, imports no torch.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigurationError
+from . import proc
 
-# Set in the children of local_cluster, and so in what they start: the job of their driver.
+# Set in the children of local_cluster, and inherited by what they start: the job of their driver.
 JOB_ID_VARIABLE = "TORCHRL_DIST_JOB_ID"
 
 _UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[0-9a-f]{4}-[0-9a-f]{12}"
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# What Lightning Fabric sets in the script and in the copies of it that it starts.
+# Set by Lightning Fabric in the script and in the copies of the script that it starts.
 _FABRIC = ("WORLD_SIZE", "NODE_RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_JOB_ID")
 
@@ -29,13 +30,13 @@ class World:
     """This process's place in the job, as its launcher gave it.
 
     ``job_id`` is the same in every process of one node and after a restart by the launcher, and
-    differs between two launches. Where the launcher does not say on which host rank 0 is,
-    ``master_addr`` is a guess and ``master_hosts`` has all that it can be. ``launcher`` is
-    ``"torchrun"``, ``"slurm"``, ``"fabric"`` (Lightning Fabric's own, on one node), ``"local"`` (a
-    child of, or the caller of, ``local_cluster``) or ``"single"``.
+    differs between two launches. If the launcher does not say on which machine rank 0 is,
+    ``master_addr`` is a guess and ``master_hosts`` has all candidates. ``launcher`` is
+    ``"torchrun"``, ``"slurm"``, ``"fabric"`` (Lightning Fabric's own, on one node), ``"local"``
+    (the caller of ``local_cluster``, or a child of it) or ``"single"``.
 
     Example:
-        >>> World.from_env({}).world_size  # nobody launched it
+        >>> World.from_env({}).world_size  # no launcher
         1
     """
 
@@ -59,15 +60,14 @@ class World:
 
     @property
     def starter(self) -> str | None:
-        """Stamp of the process on this machine without which no process of this job comes back.
+        """Stamp of a process on this machine: once it ends, this job cannot be started again.
 
-        None where there may be none: SLURM starts a job of the same id again, and so may a user
-        who gave torchrun an id.
+        None if there may be no such process: SLURM may start a job with the same id again, and so
+        may a user who gave torchrun an id.
         """
         named_by_agent = is_stamp(self.job_id) or re.fullmatch(_UUID, self.job_id)  # --standalone
         if self.launcher == "torchrun" and named_by_agent:
-            # Over several nodes the job's id is the stamp of rank 0's agent. It says nothing about
-            # a process of this machine.
+            # With several nodes, the job's id is the stamp of rank 0's agent, maybe elsewhere.
             return process_stamp(os.getppid())
         return self.job_id if is_stamp(self.job_id) else None
 
@@ -75,11 +75,11 @@ class World:
     def from_env(cls, environ: Mapping[str, str] | None = None) -> World:
         """Read ``environ`` (default: this process's environment).
 
-        torchrun's variables win over SLURM's, because ``srun torchrun`` sets both. An sbatch
-        script has SLURM variables without being a task of a step; it counts as a single process.
+        torchrun's variables win over SLURM's, because ``srun torchrun`` sets both. An sbatch script
+        has SLURM variables without being a task of a step, so it counts as a single process.
 
         Raises:
-            ConfigurationError: some of a launcher's variables are missing or cannot be right.
+            ConfigurationError: some of a launcher's variables are missing or invalid.
         """
         env = os.environ if environ is None else environ
         if "RANK" not in env and all(env.get(name) for name in _FABRIC):
@@ -94,7 +94,7 @@ class World:
         return world
 
 
-# Variables of launchers that a World is not read from: rank, number of ranks.
+# Launchers that ``from_env`` does not read: their variables for the rank and the number of ranks.
 _OTHER_LAUNCHERS = {
     "SLURM": ("SLURM_PROCID", "SLURM_NTASKS"),
     "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -103,8 +103,10 @@ _OTHER_LAUNCHERS = {
 
 
 def launched_without_us(env: Mapping[str, str]) -> tuple[int, int, str] | None:
-    """(rank, size, launcher) where a process that counts as single is one of several, or, as
-    rank 0, the script of a SLURM job with several tasks."""
+    """Return (rank, size, launcher) if a process that counts as single looks like one of several.
+
+    With rank 0, it may also be the batch script of a SLURM job with several tasks.
+    """
     for launcher, (rank, size) in _OTHER_LAUNCHERS.items():
         if env.get(size, "").isdigit() and int(env[size]) > 1:
             # salloc's shell has no rank
@@ -113,17 +115,17 @@ def launched_without_us(env: Mapping[str, str]) -> tuple[int, int, str] | None:
 
 
 def process_stamp(pid: int) -> str:
-    """Name a process for good: pid, start time in clock ticks, pid namespace, boot of the machine.
+    """Return a unique name of a process: pid, start time in clock ticks, pid namespace, boot id.
 
-    The namespace is in it because containers that share a ``/dev/shm`` have equal pids, and equal
-    start times where they share a ``/proc``.
+    The namespace is part of it because containers that share a ``/dev/shm`` may have equal pids,
+    and equal start times if they share a ``/proc``.
     """
-    stat = _stat(pid)
-    return f"{pid}-{stat[_START] if stat else 0}-{_namespace()}-{_boot()}"
+    stat = proc.stat(pid)
+    return f"{pid}-{stat[proc.START] if stat else 0}-{_namespace()}-{_boot()}"
 
 
 def has_ended(stamp: str) -> bool:
-    """Whether a process of this machine, named by :func:`process_stamp`, is gone for sure.
+    """Whether a process of this machine, named by :func:`process_stamp`, has certainly ended.
 
     A process of another boot has ended; the caller must know that it ran on this machine. A process
     in another pid namespace of this machine counts as running.
@@ -133,17 +135,19 @@ def has_ended(stamp: str) -> bool:
         return False
     if boot != _boot():
         return True
-    own = _stat(os.getpid())
+    own = proc.stat(os.getpid())
     if namespace != str(_namespace()) or own is None or own[0] != str(os.getpid()):
-        return False  # what ``/proc`` calls by this pid is not that process
-    stat = _stat(int(pid))
-    return stat is None or stat[_STATE] == "Z" or process_stamp(int(pid)) != stamp
+        return False  # this pid in ``/proc`` is another process
+    stat = proc.stat(int(pid))
+    return stat is None or stat[proc.STATE] == "Z" or process_stamp(int(pid)) != stamp
 
 
 def is_seen_here(stamp: str) -> bool:
-    """Whether the pid of a :func:`process_stamp` means the same process in this one's ``/proc``:
-    same machine, same pid namespace."""
-    own = _stat(os.getpid())
+    """Whether a :func:`process_stamp` is from this machine and pid namespace.
+
+    Its pid then means the same process in this process's ``/proc``.
+    """
+    own = proc.stat(os.getpid())
     place = [str(_namespace()), _boot()]
     return own is not None and own[0] == str(os.getpid()) and stamp.split("-")[2:] == place
 
@@ -154,30 +158,8 @@ def is_stamp(text: str) -> bool:
 
 
 def is_of_this_boot(stamp: str) -> bool:
-    """Whether a :func:`process_stamp` was made on this machine since it was started."""
+    """Whether a :func:`process_stamp` was made on this machine since its last boot."""
     return stamp.rpartition("-")[2] == _boot()
-
-
-_STATE, _PARENT, _START = 2, 3, 21  # places in what :func:`_stat` gives
-
-
-def _stat(pid: int) -> list[str] | None:
-    """The words of ``/proc/PID/stat``, None if there is no such process.
-
-    Our own and our parent's are found where ``/proc`` is that of another pid namespace, too.
-    """
-    name = str(pid)
-    if pid == os.getpid():
-        name = "self"
-    elif pid == os.getppid():
-        own = _stat(os.getpid())
-        name = own[_PARENT] if own else name
-    try:
-        # The second word is the command in parentheses and may hold anything.
-        head, _, tail = Path(f"/proc/{name}/stat").read_text().rpartition(")")
-        return [head.split()[0], "", *tail.split()]
-    except (OSError, IndexError):
-        return None
 
 
 def _namespace() -> int:
@@ -245,7 +227,7 @@ def _from_torchrun(env: Mapping[str, str]) -> World:
         host=socket.gethostname(),
         master_addr=env["MASTER_ADDR"],
         master_port=_integer(env, "MASTER_PORT", at_least=1),
-        # "none" is torchrun's default and the same for every job; its agent is our parent.
+        # "none" is torchrun's default, the same for every job, so use our parent, the agent.
         job_id=process_stamp(os.getppid()) if run_id == "none" else run_id,
         restart_count=_integer(env, "TORCHELASTIC_RESTART_COUNT", default=0),
         launcher="torchrun",
@@ -257,7 +239,7 @@ def _from_fabric(env: Mapping[str, str]) -> World:
     if env["MASTER_ADDR"] not in ("127.0.0.1", "localhost"):
         raise ConfigurationError(
             f"Lightning Fabric started this process for several nodes (MASTER_ADDR="
-            f"{env['MASTER_ADDR']}), and its variables do not say how many processes a node has. "
+            f"{env['MASTER_ADDR']}), but its variables do not say how many processes a node has. "
             "Start the job with torchrun, which Fabric recognizes."
         )
     return World(
@@ -281,8 +263,8 @@ def _from_slurm(env: Mapping[str, str]) -> World:
     hosts = expand_hosts(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", ""))
     if not hosts and "MASTER_ADDR" not in env:
         raise ConfigurationError(
-            "SLURM task without SLURM_STEP_NODELIST or SLURM_JOB_NODELIST: the first host is "
-            "where rank 0 listens. Start the job with srun, or set MASTER_ADDR."
+            "SLURM task without SLURM_STEP_NODELIST or SLURM_JOB_NODELIST: rank 0 listens on the "
+            "first host of that list. Start the job with srun, or set MASTER_ADDR."
         )
     host = env.get("SLURMD_NODENAME") or socket.gethostname()
     global_rank, node_rank = _integer(env, "SLURM_PROCID"), _integer(env, "SLURM_NODEID")
@@ -293,8 +275,8 @@ def _from_slurm(env: Mapping[str, str]) -> World:
     world_size = _integer({"SLURM_NTASKS": step_size}, "SLURM_NTASKS", at_least=1)
     # Derived from the job, so that two jobs on one node differ and all ranks agree.
     port = 20_000 + (job_id * 31 + sum(step_id.encode())) % 12_000
-    # Both lists are in the order of names, which is that of node ids only as long as the job has
-    # one component and the usual distribution of tasks.
+    # Both lists are sorted by name. This is the order of node ids only if the job has one component
+    # and the usual distribution of tasks.
     place = hosts.index(host) if host in hosts else node_rank
     masters: list[str] = []
     if not env.get("MASTER_ADDR"):
@@ -316,9 +298,9 @@ def _from_slurm(env: Mapping[str, str]) -> World:
 
 
 def _first_component_first(env: Mapping[str, str], hosts: list[str]) -> list[str]:
-    """``hosts``, those of a heterogeneous job's earlier components first, where rank 0 is.
+    """Sort ``hosts`` by the components of a heterogeneous job, because rank 0 is in an early one.
 
-    Slurm up to at least 22.05 calls the variable of a step PACK and that of a batch script HET.
+    Slurm, up to at least 22.05, names the variable of a step PACK and that of a batch script HET.
     With ``--distribution=arbitrary`` rank 0 may be on any host.
     """
     ordered: list[str] = []
@@ -329,7 +311,7 @@ def _first_component_first(env: Mapping[str, str], hosts: list[str]) -> list[str
 
 
 def _tasks_on_node(tasks_per_node: str, place: int, world_size: int, nodes: int) -> int:
-    """``"4(x2),3"`` means 4, 4 and 3 tasks on the hosts in places 0, 1 and 2 of their list."""
+    """Return the tasks on a host: ``"4(x2),3"`` means 4, 4 and 3 tasks on hosts 0, 1 and 2."""
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node):
         counts += [int(count)] * int(times or 1)
@@ -371,7 +353,8 @@ def _integer(
 def _check(world: World) -> None:
     if world.global_rank >= world.world_size:
         raise ConfigurationError(
-            f"rank {world.global_rank} in a world of {world.world_size}: expected a rank below it."
+            f"rank {world.global_rank} in a world of {world.world_size}: expected a rank below it. "
+            "Check the launcher's variables."
         )
     if world.local_rank >= world.local_world_size or world.local_world_size > world.world_size:
         raise ConfigurationError(

@@ -24,7 +24,7 @@
 # shellcheck disable=SC1090,SC1091
 source .venv/bin/activate
 set -u
-# Names, not addresses: a host's own may be a loopback one. Rank 0 is in component 0.
+# Names, because a node's own address may be a loopback one. Rank 0 is in component 0.
 nodes=$(scontrol show hostnames "${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}")
 MASTER_ADDR=${nodes%%$'\n'*}
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000))
@@ -39,10 +39,10 @@ srun --kill-on-bad-exit=0 --wait=0 --unbuffered --label \
   python train.py --note 'it'"'"'s quoted'
 code=$?
 
-# 138 and 143: stopped by USR1 and TERM, the checkpoint is written. Whom scancel ended stays ended.
+# 138 and 143: stopped by USR1 and TERM, after writing the checkpoint. A job that scancel ended is not queued again.
 if [ "$code" = 138 ] || [ "$code" = 143 ]; then
   if [ "${SLURM_RESTART_COUNT:-0}" -ge 3 ]; then
-    echo "stopped, and was requeued 3 times already" >&2
+    echo "stopped, but was already requeued 3 times" >&2
   elif scontrol show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING; then
     scontrol requeue "$SLURM_JOB_ID" && exit 0
   fi

@@ -10,13 +10,13 @@
 #SBATCH --cpus-per-task=1
 
 set -u
-# Names, not addresses: a host's own may be a loopback one. Rank 0 is in component 0.
+# Names, because a node's own address may be a loopback one. Rank 0 is in component 0.
 nodes=$(scontrol show hostnames "${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}")
 MASTER_ADDR=${nodes%%$'\n'*}
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000))
 export MASTER_ADDR MASTER_PORT PYTHONFAULTHANDLER=1 PYTHONUNBUFFERED=1
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# The learner's exit code, however its collectors ended.
+# The learner's exit code, no matter how its collectors ended.
 TORCHRL_DIST_EXIT_FILE=$(mktemp)
 export TORCHRL_DIST_EXIT_FILE
 trap 'rm -f "$TORCHRL_DIST_EXIT_FILE"' EXIT
@@ -26,10 +26,10 @@ srun --kill-on-bad-exit=0 --wait=0 --unbuffered --label --nodes=1 --ntasks=3 --n
 code=$?
 if [ -s "$TORCHRL_DIST_EXIT_FILE" ]; then code=$(cat "$TORCHRL_DIST_EXIT_FILE"); fi
 
-# 138 and 143: stopped by USR1 and TERM, the checkpoint is written. Whom scancel ended stays ended.
+# 138 and 143: stopped by USR1 and TERM, after writing the checkpoint. A job that scancel ended is not queued again.
 if [ "$code" = 138 ] || [ "$code" = 143 ]; then
   if [ "${SLURM_RESTART_COUNT:-0}" -ge 3 ]; then
-    echo "stopped, and was requeued 3 times already" >&2
+    echo "stopped, but was already requeued 3 times" >&2
   elif scontrol show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING; then
     scontrol requeue "$SLURM_JOB_ID" && exit 0
   fi

@@ -11,7 +11,7 @@
 #SBATCH --gpus-per-node=4
 
 set -u
-# Names, not addresses: a host's own may be a loopback one. Rank 0 is in component 0.
+# Names, because a node's own address may be a loopback one. Rank 0 is in component 0.
 nodes=$(scontrol show hostnames "${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}")
 MASTER_ADDR=${nodes%%$'\n'*}
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000))
@@ -32,10 +32,10 @@ while [ "$interrupted" = 1 ]; do # the trap ends a wait early
 done
 if [ "$stopped" = 1 ] && [ "$code" != 0 ]; then code=138; fi
 
-# 138 and 143: stopped by USR1 and TERM, the checkpoint is written. Whom scancel ended stays ended.
+# 138 and 143: stopped by USR1 and TERM, after writing the checkpoint. A job that scancel ended is not queued again.
 if [ "$code" = 138 ] || [ "$code" = 143 ]; then
   if [ "${SLURM_RESTART_COUNT:-0}" -ge 3 ]; then
-    echo "stopped, and was requeued 3 times already" >&2
+    echo "stopped, but was already requeued 3 times" >&2
   elif scontrol show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING; then
     scontrol requeue "$SLURM_JOB_ID" && exit 0
   fi

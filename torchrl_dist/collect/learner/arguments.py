@@ -9,7 +9,7 @@ import operator
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -18,11 +18,10 @@ import torch
 from torch import nn
 from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
-from torchrl.envs.utils import ExplorationType
 
 from torchrl_dist.collect.learner.readiness import Preempt, Readiness, WaitAll
-from torchrl_dist.collect.loop.policies import Compilation, cpu_copy
-from torchrl_dist.collect.worker.worker import Hooks, WorkerConfig
+from torchrl_dist.collect.loop.policies import cpu_copy
+from torchrl_dist.collect.worker.worker import WorkerConfig, WorkerOptions
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.runtime import Peer, Session, current_session
 
@@ -107,11 +106,11 @@ def check_inference(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(WorkerOptions):
     """What a collector is asked for, apart from where it runs.
 
     Attributes:
-        num_workers, here: how many workers there are, and whether all are this process.
+        here: whether all workers are this process.
         make_envs, policy_factories: of each worker.
         others: see :class:`~torchrl_dist.collect.RPCBatchedCollector`.
 
@@ -119,42 +118,28 @@ class Settings:
         ConfigurationError: a value is invalid, or two cannot work together.
     """
 
-    num_workers: int
     here: bool
     make_envs: tuple[str | Callable[[], Any], ...]
     policy: Any
     policy_factories: tuple[PolicyFactory, ...] | None
     frames_per_batch: int | None
     total_frames: int
-    num_envs: int
-    env_processes: int
-    step_timeout_s: float | None
     readiness: Readiness
     max_policy_lag: int
-    replay_buffer: Any
     inference: str
     env_groups: int
     trajs_per_batch: int | None
     traj_format: str | None
     split_trajs: bool
-    postproc: Any
-    postproc_factory: Any
     seed: int | None
-    exploration_type: ExplorationType
     min_workers: int
     worker_timeout_s: float | None
     replace_lost: bool
     timeout_s: float | None
-    categorical_action_encoding: bool
     init_random_frames: int
-    reset_at_each_iter: bool
-    max_frames_per_traj: int
-    set_truncated: bool
     track_policy_version: bool | None
-    hooks: Hooks
     cat_results: Literal["stack"] | int | None
     storing_device: torch.device | None
-    compilation: Compilation
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -301,25 +286,12 @@ class Settings:
             policy=self._policy_of_workers(),
             policy_factories=self.policy_factories or (),
             frames_per_rollout=None if frames is None else -(-frames // self.rollouts_per_batch),
-            num_envs=self.num_envs,
-            env_processes=self.env_processes,
-            step_timeout_s=self.step_timeout_s,
-            num_workers=self.num_workers,
             seed=seed,
             seed_given=self.seed is not None,
             keep_env_seeds=self.seed is None,
-            exploration_type=self.exploration_type,
-            categorical_action_encoding=self.categorical_action_encoding,
-            replay_buffer=self.replay_buffer,
-            postproc=self.postproc,
-            postproc_factory=self.postproc_factory,
-            compilation=self.compilation,
-            reset_at_each_iter=self.reset_at_each_iter,
-            max_frames_per_traj=self.max_frames_per_traj,
-            set_truncated=self.set_truncated,
             stamp_version=self.track_policy_version,
             whole_trajectories=self.trajs_per_batch is not None and self.replay_buffer is not None,
-            hooks=self.hooks,
+            **{option.name: getattr(self, option.name) for option in fields(WorkerOptions)},
         )
 
     def _policy_of_workers(self) -> Any:

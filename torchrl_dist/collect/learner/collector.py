@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -251,6 +251,7 @@ class RPCBatchedCollector(BaseCollector):
         cudagraph_policy: bool | Mapping[str, Any] | None = None,
         **torchrl: Any,
     ) -> None:
+        given = dict(locals())  # what Settings takes as it is goes by the same names
         super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook)
         if make_env is None:
             make_env = torchrl.pop("create_env_fn", None)
@@ -259,46 +260,24 @@ class RPCBatchedCollector(BaseCollector):
         num_workers = len(peers) or 1
         here = not env_processes and all(session is None or peer == session.me for peer in peers)
         one = here and num_workers == 1
-        settings = Settings(
-            num_workers=num_workers,
-            here=here,
-            make_envs=choose_envs(
+        chosen = {
+            "num_workers": num_workers,
+            "here": here,
+            "make_envs": choose_envs(
                 make_env, create_env_kwargs, num_workers, here=one, num_envs=num_envs
             ),
-            policy=policy,
-            policy_factories=choose_policy_factories(policy_factory, num_workers),
-            frames_per_batch=frames_per_batch,
-            total_frames=-1 if total_frames is None else total_frames,
-            num_envs=num_envs,
-            env_processes=env_processes,
-            step_timeout_s=step_timeout_s,
-            readiness=choose_readiness(readiness, preemptive_threshold, num_workers),
-            max_policy_lag=max_policy_lag,
-            replay_buffer=replay_buffer,
-            inference=inference,
-            env_groups=env_groups,
-            trajs_per_batch=trajs_per_batch,
-            traj_format=traj_format,
-            split_trajs=bool(split_trajs),
-            postproc=postproc,
-            postproc_factory=postproc_factory,
-            seed=None if seed is None else choose_seed(seed),
-            exploration_type=exploration_type,
-            min_workers=min_workers,
-            worker_timeout_s=worker_timeout_s,
-            replace_lost=replace_lost,
-            timeout_s=timeout_s,
-            categorical_action_encoding=categorical_action_encoding,
-            init_random_frames=max(0, init_random_frames or 0),
-            reset_at_each_iter=reset_at_each_iter,
-            max_frames_per_traj=max_frames_per_traj or 0,
-            set_truncated=set_truncated,
-            track_policy_version=track_policy_version,
-            hooks=(pre_collect_hook, post_collect_hook),
-            cat_results=cat_results,
-            storing_device=choose_storing_device(device, storing_device),
-            compilation=Compilation(compile_policy, cudagraph_policy),
-        )
+            "policy_factories": choose_policy_factories(policy_factory, num_workers),
+            "total_frames": -1 if total_frames is None else total_frames,
+            "readiness": choose_readiness(readiness, preemptive_threshold, num_workers),
+            "split_trajs": bool(split_trajs),
+            "seed": None if seed is None else choose_seed(seed),
+            "init_random_frames": max(0, init_random_frames or 0),
+            "max_frames_per_traj": max_frames_per_traj or 0,
+            "hooks": (pre_collect_hook, post_collect_hook),
+            "storing_device": choose_storing_device(device, storing_device),
+            "compilation": Compilation(compile_policy, cudagraph_policy),
+        }
+        settings = Settings(**{each.name: (given | chosen)[each.name] for each in fields(Settings)})
         self._begin(settings, session)
         self._start(session, peers)
 

@@ -63,8 +63,38 @@ _MEASURED_S = 0.02
 _MOST_MEASURED = 64
 
 
+@dataclass(frozen=True, kw_only=True)
+class WorkerOptions:
+    """The arguments of a collector that its workers take unchanged.
+
+    Attributes:
+        replay_buffer: if given, rollouts are written there and ``collect`` returns no data.
+        postproc: rollout ``[N, T]`` -> rows. ``postproc_factory(policy)`` makes one on the worker.
+        env_processes: 0, or the number of processes in which the worker's envs run.
+        step_timeout_s: an env process that makes no step for this many seconds is replaced.
+        compilation: how the policy is compiled.
+        reset_at_each_iter, max_frames_per_traj, set_truncated: as TorchRL's; 0: no limit.
+        hooks: called before and after each rollout; the latter with the rows.
+    """
+
+    num_workers: int = 1
+    num_envs: int = 1
+    env_processes: int = 0
+    step_timeout_s: float | None = None
+    exploration_type: ExplorationType = ExplorationType.RANDOM
+    categorical_action_encoding: bool = False
+    replay_buffer: Any = None
+    postproc: Postproc | None = None
+    postproc_factory: Callable[[Any], Postproc] | None = None
+    compilation: Compilation = field(default_factory=Compilation)
+    reset_at_each_iter: bool = False
+    max_frames_per_traj: int = 0
+    set_truncated: bool = False
+    hooks: Hooks = (None, None)
+
+
 @dataclass(frozen=True)
-class WorkerConfig:
+class WorkerConfig(WorkerOptions):
     """Everything that a worker is built from. Sent by cloudpickle, so callables may be lambdas.
 
     Attributes:
@@ -75,21 +105,14 @@ class WorkerConfig:
         seed: of the whole job; the envs of all workers take consecutive seeds of TorchRL's chain.
         seed_given: by the user, who expects each env to have its own.
         keep_env_seeds: TorchRL envs stay seeded as ``make_env`` left them.
-        replay_buffer: if given, rollouts are written there and ``collect`` returns no data.
-        postproc: rollout ``[N, T]`` -> rows. ``postproc_factory(policy)`` makes one on the worker.
         own_process: the worker may seed this process' global random generators.
         packed: rows are returned as ``PackedRows``, for the way to another process.
-        env_processes: 0, or the number of processes in which the worker's envs run.
-        step_timeout_s: an env process that makes no step for this many seconds is replaced.
-        call_timeout_s: limit of calls to env processes between rollouts. Their start may take as
-            long, too, but always at least two minutes.
+        call_timeout_s: limit of calls to env processes between rollouts. The limit of their start
+            is this, or two minutes if that is longer.
         inference: if the policy stays at the learner.
-        compilation: of the policy.
-        reset_at_each_iter, max_frames_per_traj, set_truncated: as TorchRL's; 0: no limit.
         stamp_version: None: rows say which version of the policy made them; True: also under
             ``"next"``, as TorchRL's; False: they do not.
         whole_trajectories: the replay buffer gets complete trajectories, one after the other.
-        hooks: called before and after each rollout; the latter with the rows.
         make_envs, policy_factories: of each worker, if they differ; see :meth:`of_worker`.
         shown_index: of the worker that this one is a part of, for data and statistics.
         registrations: gymnasium environments to register in the worker's process.
@@ -99,32 +122,18 @@ class WorkerConfig:
     policy: Callable[[TensorDictBase], Any] | None = None
     policy_factory: Callable[[int, int], nn.Module] | None = None
     frames_per_rollout: int | None = 1
-    num_envs: int = 1
     worker_index: int = 0
-    num_workers: int = 1
     seed: int | None = None
     keep_env_seeds: bool = False
-    exploration_type: ExplorationType = ExplorationType.RANDOM
-    categorical_action_encoding: bool = False
-    replay_buffer: Any = None
-    postproc: Postproc | None = None
-    postproc_factory: Callable[[Any], Postproc] | None = None
     seed_given: bool = False
     own_process: bool = False
     packed: bool = False
-    env_processes: int = 0
-    step_timeout_s: float | None = None
     call_timeout_s: float = 60.0
     shown_index: int | None = None
     inference: Inference | None = None
-    compilation: Compilation = field(default_factory=Compilation)
     registrations: Registrations = field(default_factory=dict)
-    reset_at_each_iter: bool = False
-    max_frames_per_traj: int = 0
-    set_truncated: bool = False
     stamp_version: bool | None = None
     whole_trajectories: bool = False
-    hooks: Hooks = (None, None)
     make_envs: tuple[str | Callable[[], Any], ...] = ()
     policy_factories: tuple[Callable[[int, int], Any], ...] = ()
 

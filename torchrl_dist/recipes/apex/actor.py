@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrl.data.postprocs import MultiStep
 from torchrl.envs.utils import ExplorationType, exploration_type
 
-from ..parts.environments import check_finite
+from ..parts.environments import TRANSITION, check_finite
 from ..parts.networks import QNetwork
 
 
@@ -96,15 +96,7 @@ class RowsWithPriority:
         return rows
 
     def _behind_what_waits(self, rollout: TensorDictBase) -> TensorDictBase:
-        steps = rollout.select(
-            "observation",
-            "action",
-            ("next", "observation"),
-            ("next", "reward"),
-            ("next", "done"),
-            ("next", "terminated"),
-            ("collector", "traj_ids"),
-        )
+        steps = rollout.select(*TRANSITION, ("collector", "traj_ids"))
         if self._waiting is None or self._waiting.shape[1] == 0:
             return steps
         waiting = self._waiting[: steps.shape[0]]  # a job's last rollout may have fewer envs

@@ -161,6 +161,13 @@ def as_number(reward: Any) -> float:
     return float(reward.item() if hasattr(reward, "item") else reward)
 
 
+# The keys of a row of a replay buffer.
+TRANSITION = (
+    "observation", "action", ("next", "observation"), ("next", "reward"), ("next", "done"),
+    ("next", "terminated"),
+)  # fmt: skip
+
+
 def check_finite(rows: TensorDictBase, env: str) -> None:
     """Raise TorchRLDistError if ``rows`` to be written hold a number that is not finite."""
     for key, value in rows.items(True, True):

@@ -46,7 +46,6 @@ def draw_learning_curve(
         best: the evaluation whose weights were kept.
     """
     # The object interface: pyplot would choose a backend for the whole process.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -77,7 +76,6 @@ def draw_learning_curve(
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="best", fontsize="small")
-    FigureCanvasAgg(figure)
     save_figure(figure, path)
 
 

@@ -23,7 +23,7 @@ from ...collect import CollectReport, RPCBatchedCollector
 from ...learn.ranks import Ranks
 from ...replay import RateLimiter, SharedReplayBuffer
 from ...runtime import Session
-from ..parts.environments import Task, check_finite, for_collectors
+from ..parts.environments import TRANSITION, Task, check_finite, for_collectors
 from ..parts.networks import PolicySpec, layers
 from ..parts.policies import action_values_of, squashed_gaussian_actor
 from ..training.feed import Feed
@@ -61,14 +61,7 @@ def rows(rollout: TensorDictBase, env: str = "the environment") -> TensorDictBas
     Raises:
         TorchRLDistError: a value is not finite: in the buffer, it would ruin every later run.
     """
-    kept = rollout.select(
-        "observation",
-        "action",
-        ("next", "observation"),
-        ("next", "reward"),
-        ("next", "done"),
-        ("next", "terminated"),
-    )
+    kept = rollout.select(*TRANSITION)
     for key in ("observation", "action", ("next", "observation"), ("next", "reward")):
         kept.set(key, kept.get(key).to(torch.float32))
     check_finite(kept, env)

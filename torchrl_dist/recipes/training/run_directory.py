@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 from pathlib import Path
@@ -160,15 +159,11 @@ def _not_empty(output: Path, checkpoint: Path) -> ConfigurationError:
 def _hold(output: Path, held: contextlib.ExitStack) -> None:
     folder = os.open(output, os.O_RDONLY | os.O_DIRECTORY)
     held.callback(os.close, folder)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not own_files.lock_folder(folder):
         raise ConfigurationError(
             f"--output-dir: another run is going on in {output}; choose another folder, or wait "
             "for its end"
-        ) from None
-    except OSError:
-        pass  # some network file systems lock no folders
+        )
 
 
 def _holds_at_most_our_note(output: Path) -> bool:

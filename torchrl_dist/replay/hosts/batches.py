@@ -26,6 +26,7 @@ from torchrl_dist.errors import ConfigurationError, DirectoryError
 from torchrl_dist.forks import now_and_in_children
 from torchrl_dist.replay.hosts.client import ReplayClient
 from torchrl_dist.replay.hosts.link import Answer, Rows
+from torchrl_dist.replay.hosts.messages import UNIFORM, Law
 from torchrl_dist.replay.law.shard_law import (
     KnownMasses,
     ShardRequest,
@@ -34,6 +35,7 @@ from torchrl_dist.replay.law.shard_law import (
     split_index,
 )
 from torchrl_dist.replay.parts.sampler import EMPTY
+from torchrl_dist.replay.parts.slices import NoSlicesError
 from torchrl_dist.replay.parts.storage import NoRowsError
 from torchrl_dist.replay.row.spec import RowSpec
 from torchrl_dist.runtime.awake import awake
@@ -53,7 +55,7 @@ class Batch:
     """Rows of one batch: int64 ``index`` (global) and ``generation``, float64 ``leaf``, [n] each;
     ``tensors`` [n, ...] in the order of ``spec``; ``mass``, float64 [n]: what the weights go by,
     the leaf except for rows of a second round; ``minimum``: the smallest mass of any row of the
-    buffer at the draw."""
+    buffer at the draw; ``lengths``, int64 [slices], if these are slices."""
 
     spec: RowSpec
     index: torch.Tensor
@@ -62,6 +64,7 @@ class Batch:
     tensors: list[torch.Tensor]
     mass: torch.Tensor
     minimum: float
+    lengths: torch.Tensor | None
 
     @property
     def nbytes(self) -> int:
@@ -70,7 +73,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class _Round:
-    """Draws that were asked for: ``count`` rows in all, a future per shard."""
+    """Draws that were asked for: ``count`` units in all, a future per shard."""
 
     count: int
     request: ShardRequest | None
@@ -89,6 +92,7 @@ class BatchSource:
     that would make rows older and hide nothing. ``batches_ahead`` says how many these are now.
 
     Args:
+        law: of a batch with so many rows, and the number of its units, slices or rows.
         uniforms: random numbers for the choice of shards.
     """
 
@@ -96,13 +100,14 @@ class BatchSource:
         self,
         client: ReplayClient,
         *,
-        prioritized: bool,
+        law: Callable[[int], tuple[Law, int]],
         prefetch: int | None,
         batches_per_call: int,
         uniforms: Uniforms,
     ) -> None:
         self._client = client
-        self._prioritized = prioritized
+        self._law_of = law
+        self._law, self._units = UNIFORM, 1
         self._prefetch = prefetch
         fewest = max(_FEWEST_AHEAD, batches_per_call) if prefetch is None else prefetch
         self.batches_ahead = self._fewest = fewest
@@ -136,18 +141,17 @@ class BatchSource:
         self._client.check()
         if batch_size < 1:
             raise ConfigurationError(f"batch_size={batch_size}: expected at least 1")
-        if self._lock._is_owned():  # type: ignore[attr-defined]  # not in typeshed
-            raise DirectoryError(
-                "a signal handler that interrupted a sample of the buffer cannot sample from it. "
-                "Have the handler set a flag, and act on it between two uses"
-            )
+        check_not_sampling(self._lock)
         with self._lock:
             self._waited_s = 0.0
             if self._prefetch is None and not self._batch_size:
                 self._client.states()  # a short call to each host tells how far it is
             if batch_size != self._batch_size:
+                law, units = self._law_of(batch_size)
                 self._drop()
-                self._batch_size = batch_size
+                if law != self._law:
+                    self._known = KnownMasses(len(self._client.links))
+                self._law, self._units, self._batch_size = law, units, batch_size
             if not self._ready:
                 self._return_dropped()
                 if not self._rounds:
@@ -252,7 +256,7 @@ class BatchSource:
     def _top_up(self, about_to_use: int) -> None:
         """Ask for more once less than half is left, so that one call brings several batches."""
         ahead = len(self._ready) - about_to_use
-        ahead += sum(round_.count for round_ in self._rounds) // self._batch_size
+        ahead += sum(round_.count for round_ in self._rounds) // self._units
         if 2 * ahead < self.batches_ahead:
             missing = self.batches_ahead - ahead
             self._rounds.append(self._start(-(-missing // self._per_call) * self._per_call))
@@ -260,17 +264,17 @@ class BatchSource:
     # --- one round ---------------------------------------------------------------------------
 
     def _start(self, batches: int) -> _Round:
-        count = batches * self._batch_size
+        count = batches * self._units
         client = self._client
         if len(client.links) == 1:
-            return _Round(count, None, client.ask([count], self._prioritized))
+            return _Round(count, None, client.ask([count], self._law))
         if not self._known.has_mass:
-            states = client.answers(client.ask([0] * len(client.links), self._prioritized))
+            states = client.answers(client.ask([0] * len(client.links), self._law))
             self._known.learn(self._masses(states))
             if not self._known.has_mass:
-                raise NoRowsError(EMPTY)
+                raise self._nothing(states)
         request = self._known.plan(count, self._uniforms)
-        return _Round(count, request, client.ask(request.rows.tolist(), self._prioritized))
+        return _Round(count, request, client.ask(request.rows.tolist(), self._law))
 
     @staticmethod
     def _masses(answers: list[Answer | None]) -> np.ndarray:
@@ -284,17 +288,17 @@ class BatchSource:
         if round_.request is None:
             answer = present[0]
             if answer.rows is None:
-                raise NoRowsError(EMPTY)
+                raise self._nothing(answers)
             rows = answer.rows
             self._client.learn_spec(rows.spec)
             batches = self._split(rows, rows.slot, rows.leaf, answer.state.minimum)
-            rest = slice(len(batches) * self._batch_size, None)
+            rest = slice(sum(batch.index.numel() for batch in batches), None)
             self._client.return_draws(0, rows.slot[rest], rows.generation[rest], rows.leaf[rest])
             return batches
         masses = self._masses(answers)
         self._known.learn(masses, round_.request)
         if not self._known.has_mass:
-            raise NoRowsError(EMPTY)
+            raise self._nothing(answers)
         shards = round_.request.correct(masses, self._uniforms)
         return self._assemble(shards, masses, answers)
 
@@ -313,13 +317,13 @@ class BatchSource:
                     minimum = min(minimum, answer.state.minimum * scale)
                     if answer.rows is not None:
                         found[shard].append(answer.rows)
-                        scales[shard].append(np.full(answer.rows.slot.numel(), scale))
-            received = np.array([sum(rows.slot.numel() for rows in part) for part in found])
+                        scales[shard].append(np.full(answer.rows.units, scale))
+            received = np.array([sum(rows.units for rows in part) for part in found])
             row, missing = number_rows(shards, received)
             if not missing.any():
                 break
             asked = [int(count) if count else None for count in missing]
-            answers = self._answers(self._client.ask(asked, self._prioritized))
+            answers = self._answers(self._client.ask(asked, self._law))
             for shard in np.flatnonzero(missing).tolist():
                 answer = answers[shard]
                 if answer is None or answer.rows is None:  # lost or emptied in this instant
@@ -328,18 +332,18 @@ class BatchSource:
             if gone.size:
                 if not masses.any():
                     if not self._client.counts_draws:
-                        raise NoRowsError(EMPTY)
+                        raise self._nothing(answers)
                     break
                 shards = shards.copy()
                 shards[gone] = choose_shards(masses, gone.size, self._uniforms)
         if not received.any():
             return []
-        rows = _concatenate([each for part in found for each in part])
+        rows = concatenated([each for part in found for each in part])
         self._client.learn_spec(rows.spec)
         first = np.cumsum(received) - received
         if self._client.counts_draws:
             drawn = np.flatnonzero(row >= 0)
-            drawn = drawn[: drawn.size // self._batch_size * self._batch_size]
+            drawn = drawn[: drawn.size // self._units * self._units]
             shards, row = shards[drawn], row[drawn]
             spare = first + np.bincount(shards, minlength=received.size)
             for shard, (start, stop) in enumerate(zip(spare, first + received, strict=True)):
@@ -347,42 +351,57 @@ class BatchSource:
                     shard, rows.slot[start:stop], rows.generation[start:stop], rows.leaf[start:stop]
                 )
         select = torch.from_numpy(first[shards] + row)
-        rows = Rows(
-            rows.spec,
-            rows.slot.index_select(0, select),
-            rows.generation.index_select(0, select),
-            rows.leaf.index_select(0, select),
-            [tensor.index_select(0, select) for tensor in rows.tensors],
-        )
-        index = rows.slot + torch.from_numpy(shards * self._client.shard_capacity)
+        rows = rows.select(select)
+        index = rows.slot + rows.per_row(torch.from_numpy(shards * self._client.shard_capacity))
         mass = rows.leaf
         if any(len(part) > 1 for part in scales):
             every = np.concatenate([each for part in scales for each in part])
-            mass = rows.leaf * torch.from_numpy(every).index_select(0, select)
+            mass = mass * rows.per_row(torch.from_numpy(every).index_select(0, select))
         return self._split(rows, index, mass, float(minimum))
 
     def _split(
         self, rows: Rows, index: torch.Tensor, mass: torch.Tensor, minimum: float
     ) -> list[Batch]:
-        size = self._batch_size
+        size, begin = self._units, 0
         batches = []
-        for start in range(0, index.numel() - size + 1, size):
+        for start in range(0, rows.units - size + 1, size):
             part = rows.part(start, start + size)
+            own = slice(begin, begin + part.slot.numel())
+            begin = own.stop
+            handles = index[own], part.generation, part.leaf
             batches.append(
-                Batch(
-                    rows.spec,
-                    index[start : start + size],
-                    part.generation,
-                    part.leaf,
-                    part.tensors,
-                    mass[start : start + size],
-                    minimum,
-                )
+                Batch(rows.spec, *handles, part.tensors, mass[own], minimum, part.lengths)
             )
         return batches
 
+    def _nothing(self, answers: list[Answer | None]) -> RuntimeError:
+        """Why nothing could be drawn."""
+        rows = any(answer is not None and answer.state.length for answer in answers)
+        if rows and self._law.slices is not None:
+            return NoSlicesError(self._law.slices.slice_len)
+        return NoRowsError(EMPTY)
 
-def _concatenate(parts: list[Rows]) -> Rows:
+    def can_draw(self, batch_size: int) -> bool:
+        """Whether there is a row or slice to draw. Blocks for a call."""
+        law, _ = self._law_of(batch_size)
+        client = self._client
+        answers = client.answers(client.ask([0] * len(client.links), law))
+        return bool(self._masses(answers).any())
+
+
+def check_not_sampling(lock: Any) -> None:
+    """
+    Raises:
+        DirectoryError: this thread has the lock of a source of batches already.
+    """
+    if lock._is_owned():
+        raise DirectoryError(
+            "a signal handler that interrupted a sample of the buffer cannot sample from it. "
+            "Have the handler set a flag, and act on it between two uses"
+        )
+
+
+def concatenated(parts: list[Rows]) -> Rows:
     spec = parts[0].spec
     for part in parts[1:]:
         if part.spec != spec:
@@ -398,4 +417,7 @@ def _concatenate(parts: list[Rows]) -> Rows:
         torch.cat([part.generation for part in parts]),
         torch.cat([part.leaf for part in parts]),
         [torch.cat(column) for column in zip(*(part.tensors for part in parts), strict=True)],
+        None
+        if parts[0].lengths is None
+        else torch.cat([part.lengths for part in parts if part.lengths is not None]),
     )

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.hosts.owner import host_replay
-from torchrl_dist.replay.hosts.samplers import RPCPrioritizedSampler, RPCRandomSampler
+from torchrl_dist.replay.hosts.samplers import (
+    RPCPrioritizedSampler,
+    RPCPrioritizedSliceSampler,
+    RPCRandomSampler,
+    RPCSliceSampler,
+)
 from torchrl_dist.replay.hosts.storage import RemoteStorage
 from torchrl_dist.replay.law.limiter import RateLimiter
 from torchrl_dist.replay.parts.buffer import SharedReplayBuffer
@@ -81,6 +86,7 @@ def replay_buffer(
     beta: float = 0.4,
     eps: float = 1e-8,
     uniform: bool = False,
+    slices: Mapping[str, Any] | None = None,
     prefetch: int | None = None,
     batches_per_call: int = 1,
     scratch_dir: str | os.PathLike[str] | None = None,
@@ -99,8 +105,8 @@ def replay_buffer(
     collector's ``replay_buffer=``. Processes on the node of a single host use its memory, the
     others RPC; with several hosts the buffer is sharded over them, and every process samples from
     all of them with the law of one buffer. What is each process's own may differ: ``batch_size``,
-    ``beta``, ``prefetch``, ``batches_per_call``, ``min_shards``, ``shortcut``, ``timeout_s`` and
-    ``options``.
+    ``beta``, ``slices``, ``prefetch``, ``batches_per_call``, ``min_shards``, ``shortcut``,
+    ``timeout_s`` and ``options``.
 
     Args:
         session: the session of this process.
@@ -112,6 +118,8 @@ def replay_buffer(
             ``limiter`` and ``timeout_s``.
         alpha, beta, eps, prefetch, batches_per_call: see :class:`RPCPrioritizedSampler`.
         uniform: sample uniformly instead of by priority.
+        slices: sample slices of trajectories: the options of :class:`RPCSliceSampler`, such as
+            ``{"slice_len": 8}``; by priority unless ``uniform``.
         options: of ``TensorDictReplayBuffer``: ``priority_key``, ``transform``, ``pin_memory``, ...
 
     Raises:
@@ -150,11 +158,13 @@ def replay_buffer(
         "prefetch": prefetch,
         "batches_per_call": batches_per_call,
     }
-    sampler = (
-        RPCRandomSampler(**ahead)
-        if uniform
-        else RPCPrioritizedSampler(owner.capacity, alpha, beta, eps, **ahead)
-    )
+    exponents = () if uniform else (owner.capacity, alpha, beta, eps)
+    kind: Any
+    if slices is None:
+        kind = RPCRandomSampler if uniform else RPCPrioritizedSampler
+    else:
+        kind = RPCSliceSampler if uniform else RPCPrioritizedSliceSampler
+    sampler = kind(*exponents, **ahead, **(slices or {}))
     return HostedReplayBuffer(
         storage=RemoteStorage(owner), sampler=sampler, batch_size=batch_size, **options
     )

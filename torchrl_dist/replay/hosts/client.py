@@ -22,6 +22,7 @@ from torchrl_dist.replay.hosts.link import SHORTEST_CALL_S, Answer, Link, await_
 from torchrl_dist.replay.hosts.messages import (
     CountSamples,
     HostState,
+    Law,
     Operation,
     ReturnDraws,
     SetPriorities,
@@ -191,14 +192,14 @@ class ReplayClient:
             found.append(answer)
         return found
 
-    def ask(self, counts: Sequence[int | None], prioritized: bool | None) -> list[Any]:
+    def ask(self, counts: Sequence[int | None], law: Law | None) -> list[Any]:
         """One future per shard; None where ``counts`` is, and where nobody answers."""
         futures: list[Any] = []
         for shard, (link, count) in enumerate(zip(self.links, counts, strict=True)):
             future = None
             if count is not None and self.answers_now(shard):
                 try:
-                    future = link.ask(int(count), prioritized)
+                    future = link.ask(int(count), law)
                 except PeerLostError as error:
                     self.note_trouble(shard, error)
             futures.append(future)
@@ -380,6 +381,30 @@ class ReplayClient:
             for link, future in zip(links, futures, strict=True)
         ]
 
+    def order_those_that_answer(
+        self, method: str, calls: Sequence[tuple[int, tuple[Any, ...]]]
+    ) -> list[Any]:
+        """As ``order_each``, with None for a host that does not answer, which is reported; raises
+        if too few do."""
+        begin = awake()
+        found: list[Any] = []
+        futures: list[Any] = []
+        for shard, args in calls:
+            try:
+                futures.append(self.links[shard].order(method, *args))
+            except PeerLostError as error:
+                futures.append(None)
+                self.note_trouble(shard, error)
+        for (shard, _), future in zip(calls, futures, strict=True):
+            answer = None
+            if future is not None:
+                try:
+                    answer = await_answer(future, self.links[shard], begin, self.timeout_s)
+                except (DeadlineError, PeerLostError) as error:
+                    self.note_trouble(shard, error)
+            found.append(answer)
+        return found
+
     def apply_everywhere(self, operation: Operation) -> None:
         """Have every host apply this; one that does not answer applies it before whatever it is
         asked on its return. Does not block unless a queue is full.
@@ -499,24 +524,8 @@ class ReplayClient:
 
     def _agree(self, shards: Sequence[int], spec: RowSpec) -> list[str | None]:
         """What these hosts' rows are; None for one that does not answer."""
-        begin = awake()
-        found: list[str | None] = []
-        futures: list[Any] = []
-        for shard in shards:
-            try:
-                futures.append(self.links[shard].order("agree_on_rows", spec.text))
-            except PeerLostError as error:
-                futures.append(None)
-                self.note_trouble(shard, error)
-        for shard, future in zip(shards, futures, strict=True):
-            text = None
-            if future is not None:
-                try:
-                    text = await_answer(future, self.links[shard], begin, self.timeout_s)
-                except (DeadlineError, PeerLostError) as error:
-                    self.note_trouble(shard, error)
-            found.append(text)
-        return found
+        calls = [(shard, (spec.text,)) for shard in shards]
+        return self.order_those_that_answer("agree_on_rows", calls)
 
     def _is_left_out(self, shard: int, error: BaseException) -> bool:
         """Whether the others go on without a shard that has not taken an operation; reports it."""

@@ -15,8 +15,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import threading
 import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ import torch
 from tensordict import TensorDictBase
 
 from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.forks import now_and_in_children
 from torchrl_dist.replay.hosts.merging import parts_of
 from torchrl_dist.replay.hosts.messages import (
     CountSamples,
@@ -32,12 +35,14 @@ from torchrl_dist.replay.hosts.messages import (
     Failure,
     HostState,
     Invoke,
+    Law,
     Operation,
     Reply,
     Request,
     ReturnDraws,
     SetAlpha,
     SetPriorities,
+    SliceLaw,
     UsePriorities,
     Write,
 )
@@ -45,13 +50,17 @@ from torchrl_dist.replay.law.limiter import Counts
 from torchrl_dist.replay.node.priorities import update
 from torchrl_dist.replay.node.tables import Word
 from torchrl_dist.replay.node.times_sampled import TooFewDrawsError, give_back
+from torchrl_dist.replay.parts.passes import Passes, take_of_pass
 from torchrl_dist.replay.parts.sampler import Drawn, SharedPrioritizedSampler, SharedRandomSampler
+from torchrl_dist.replay.parts.slices import SharedPrioritizedSliceSampler, SharedSliceSampler
 from torchrl_dist.replay.parts.storage import SharedMemmapStorage
 from torchrl_dist.replay.row.packing import Part, pack, spec_from_text, unpack
 from torchrl_dist.replay.row.spec import RowSpec
 from torchrl_dist.replay.saving.disk import RowFiles
 from torchrl_dist.replay.saving.snapshot import Chunk, Head, save_chunk
 from torchrl_dist.tensors import array_of
+
+_MOST_SLICERS = 4  # each has a copy of the trajectory ids of all rows
 
 _Written = dict[int, tuple[np.ndarray, np.ndarray]]
 """Slots and generations of a request's writes, by their numbers."""
@@ -83,6 +92,12 @@ class ReplayHost:
         (self._shard,) = storage.shards()
         self._uniform = SharedRandomSampler()
         self._prioritized: SharedPrioritizedSampler | None = None
+        self._slicers: dict[Law, SharedSliceSampler] = {}  # the one used last is the last
+        self._passes: Passes | None = None
+        now_and_in_children(self, ReplayHost._renew)
+
+    def _renew(self) -> None:
+        self._slicing = threading.RLock()
 
     @property
     def storage(self) -> SharedMemmapStorage:
@@ -118,7 +133,7 @@ class ReplayHost:
         drawn: dict[str, Any] = {}
         if request.draw is not None:
             try:
-                drawn = self._draw_packed(request.draw, request.prioritized)
+                drawn = self._draw_packed(request.draw, request.law)
             except Exception as error:
                 drawn = {"draw_failure": _failure(error, len(request.operations))}
         return Reply(tuple(written), tuple(results), tuple(failures), **drawn)
@@ -226,38 +241,26 @@ class ReplayHost:
                     directory.words[Word.MAX_SLOT] = -1
 
     def draw(
-        self, count: int, prioritized: bool, max_priority: float = math.nan, era: int = 0
+        self, count: int, law: Law, max_priority: float = math.nan, era: int = 0
     ) -> tuple[HostState, Drawn | None]:
-        """``count`` rows for a client in this very process, and the state they were drawn from;
-        fewer, or None, as in a :class:`Reply`."""
+        """``count`` rows or slices for a client in this very process, and the state they were drawn
+        from; fewer, or None, as in a :class:`Reply`."""
         if not math.isnan(max_priority):
             self._raise_max_priority(max_priority, era)
-        return self._draw(count, prioritized)
+        return self._draw(count, law)
 
-    def _draw(self, count: int, prioritized: bool) -> tuple[HostState, Drawn | None]:
+    def _draw(self, count: int, law: Law) -> tuple[HostState, Drawn | None]:
         directory = self._storage.directory
         words = directory.words
-        sampler = self._sampler() if prioritized else self._uniform
-        drawn = None
-        while count and drawn is None and directory.length:
-            try:
-                drawn = sampler.draw(self._storage, count)
-            except TooFewDrawsError as error:
-                count = error.left  # no thread of the host waits for the limiter: what there is
-            except RuntimeError:
-                if directory.length:
-                    raise
-        if drawn is not None:
-            if directory.gate is None:
-                directory.count(Word.DRAWN, drawn.index.numel())
-            mass, minimum = drawn.mass, drawn.minimum
-        elif prioritized:
-            with directory.lock():
-                directory.tree.refresh()
-                mass, minimum = directory.tree.total, directory.tree.minimum
+        drawn: Drawn | None
+        if law.slices is None:
+            drawn, mass, minimum = self._draw_rows(count, law.prioritized)
         else:
-            used_up = directory.times_sampled is not None
-            mass, minimum = float(words[Word.AVAILABLE] if used_up else directory.length), 1.0
+            drawn = self._draw_slices(count, law, law.slices)
+            mass, minimum = drawn.mass, drawn.minimum
+            drawn = drawn if drawn.index.numel() else None
+        if drawn is not None and directory.gate is None:
+            directory.count(Word.DRAWN, drawn.index.numel())
         era = words[Word.ERA]  # before the largest priority, which may be of a later one then
         state = HostState(
             directory.length,
@@ -273,9 +276,51 @@ class ReplayHost:
         )
         return state, drawn
 
-    def _draw_packed(self, count: int, prioritized: bool) -> dict[str, Any]:
+    def _draw_rows(self, count: int, prioritized: bool) -> tuple[Drawn | None, float, float]:
+        """Rows, the mass of all and the smallest one."""
+        directory = self._storage.directory
+        sampler = self._sampler() if prioritized else self._uniform
+        while count and directory.length:
+            try:
+                drawn = sampler.draw(self._storage, count)
+                return drawn, drawn.mass, drawn.minimum
+            except TooFewDrawsError as error:
+                count = error.left  # no thread of the host waits for the limiter: what there is
+            except RuntimeError:
+                if directory.length:
+                    raise
+        if prioritized:
+            with directory.lock():
+                directory.tree.refresh()
+                return None, directory.tree.total, directory.tree.minimum
+        used_up = directory.times_sampled is not None
+        return None, float(directory.words[Word.AVAILABLE] if used_up else directory.length), 1.0
+
+    def _draw_slices(self, count: int, law: Law, slices: SliceLaw) -> Drawn:
+        """Slices, maybe none, with the mass of all that could be drawn."""
+        key = replace(law, slices=replace(slices, slice_len=1))
+        with self._slicing:  # what it does has deadlines of its own
+            sampler = self._slicers.pop(key, None) or self._slicer(law.prioritized, slices)
+            while len(self._slicers) >= _MOST_SLICERS:
+                del self._slicers[next(iter(self._slicers))]
+            self._slicers[key] = sampler
+            sampler.slice_len = slices.slice_len
+            return sampler.draw(self._storage, count)
+
+    def _slicer(self, prioritized: bool, slices: SliceLaw) -> SharedSliceSampler:
+        options = {name: value for name, value in vars(slices).items() if name != "consecutive"}
+        if prioritized:
+            shared = self._sampler()
+            capacity, exponents = self._storage.max_size, (shared.alpha, 0.0, shared.eps)
+            sampler: Any = SharedPrioritizedSliceSampler(capacity, *exponents, **options)
+        else:
+            sampler = SharedSliceSampler(**options)
+        sampler.consecutive = slices.consecutive
+        return sampler
+
+    def _draw_packed(self, count: int, law: Law) -> dict[str, Any]:
         """The fields of a reply that a draw fills."""
-        state, drawn = self._draw(count, prioritized)
+        state, drawn = self._draw(count, law)
         return {"state": state, **({} if drawn is None else self._pack(drawn))}
 
     def _pack(self, drawn: Drawn) -> dict[str, Any]:
@@ -284,7 +329,10 @@ class ReplayHost:
         handles = [drawn.index.numpy(), drawn.generation.numpy(), drawn.leaf]
         # not copied: nobody else has these tensors
         packed = pack([*handles, *map(array_of, drawn.tensors)], copy=False)
-        return {"count": drawn.index.numel(), "spec": spec.text, "packed": packed}
+        found = {"count": drawn.index.numel(), "spec": spec.text, "packed": packed}
+        if drawn.lengths is not None:
+            found |= {"count": drawn.lengths.numel(), "lengths": drawn.lengths.numpy()}
+        return found
 
     # --- reading and replacing; what changes something is called by an ``Invoke`` --------------
 
@@ -294,6 +342,29 @@ class ReplayHost:
         _, columns = self._storage.columns_at(slots.numpy())
         assert self._storage.directory.rows is not None
         return self._storage.directory.rows.text, pack(columns, copy=False)
+
+    def take_of_pass(
+        self, number: int, count: int, shuffle: bool
+    ) -> tuple[int, int, int, str, list[Part]]:
+        """Rows that were not drawn yet in the pass of that number, by whichever process; see
+        ``passes``.
+
+        Returns:
+            The pass that is under way, what is left of it, how many rows there are, and the rows:
+            the spec as text, and slots, generations and columns, packed.
+        """
+        directory = self._storage.directory
+        if directory.rows is None:
+            return 0, 0, 0, "", []
+        if self._passes is None:
+            with directory.lock():
+                self._passes = Passes(directory)
+        order = (lambda n: np.random.default_rng().permutation(n)) if shuffle else None
+        slots, generation, columns, now, left = take_of_pass(
+            self._storage, self._passes, number, count, order
+        )
+        packed = pack([slots, generation, *columns], copy=False)
+        return now, left, directory.length, directory.rows.text, packed
 
     def generations_of(self, slots: np.ndarray) -> np.ndarray:
         """int64 [n]; -1 where no row is published."""

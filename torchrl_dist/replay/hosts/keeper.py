@@ -117,7 +117,7 @@ class KeptHost(ReplayHost):
                 raise
             self._released = True
             # the session keeps this object, and these would keep the memory
-            del self._storage, self._shard, self._prioritized
+            del self._storage, self._shard, self._prioritized, self._slicers, self._passes
         return not stays and path.exists()
 
     def whereabouts(self) -> tuple[str, str, tuple[str, int, int]]:

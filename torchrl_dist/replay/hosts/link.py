@@ -16,6 +16,7 @@ from torchrl_dist.errors import (
 )
 from torchrl_dist.replay.hosts.messages import (
     HostState,
+    Law,
     Operation,
 )
 from torchrl_dist.replay.law.limiter import Counts
@@ -32,25 +33,50 @@ Written = Callable[[np.ndarray, np.ndarray], None]
 
 @dataclass(frozen=True)
 class Rows:
-    """Drawn rows: int64 ``slot`` and ``generation``, float64 ``leaf``, ``tensors``: [n, ...]."""
+    """Drawn rows: int64 ``slot`` and ``generation``, float64 ``leaf``, ``tensors``: [n, ...]; with
+    ``lengths``, int64 [units], slices of so many rows each, else each row is a unit of its own."""
 
     spec: RowSpec
     slot: torch.Tensor
     generation: torch.Tensor
     leaf: torch.Tensor
     tensors: list[torch.Tensor]
+    lengths: torch.Tensor | None = None
+
+    @property
+    def units(self) -> int:
+        """What was drawn, and is handed on as a whole: slices, or else rows."""
+        return self.slot.numel() if self.lengths is None else self.lengths.numel()
+
+    def _each(self, take: Callable[[torch.Tensor], torch.Tensor], lengths: Any) -> Rows:
+        tensors = [take(tensor) for tensor in self.tensors]
+        handles = take(self.slot), take(self.generation), take(self.leaf)
+        return Rows(self.spec, *handles, tensors, lengths)
 
     def part(self, start: int, stop: int) -> Rows:
-        """The rows ``start`` to ``stop``."""
-        if start == 0 and stop == self.slot.numel():
+        """The units ``start`` to ``stop``."""
+        if start == 0 and stop == self.units:
             return self
-        return Rows(
-            self.spec,
-            self.slot[start:stop],
-            self.generation[start:stop],
-            self.leaf[start:stop],
-            [tensor[start:stop] for tensor in self.tensors],
-        )
+        if self.lengths is None:
+            return self._each(lambda tensor: tensor[start:stop], None)
+        first = int(self.lengths[:start].sum())
+        lengths = self.lengths[start:stop]
+        last = first + int(lengths.sum())
+        return self._each(lambda tensor: tensor[first:last], lengths)
+
+    def select(self, units: torch.Tensor) -> Rows:
+        """The units of these numbers, int64 [n]."""
+        if self.lengths is None:
+            return self._each(lambda tensor: tensor.index_select(0, units), None)
+        lengths = self.lengths[units]
+        begin = (self.lengths.cumsum(0) - self.lengths)[units]
+        places = (begin - lengths.cumsum(0) + lengths).repeat_interleave(lengths)
+        places += torch.arange(places.numel())
+        return self._each(lambda tensor: tensor.index_select(0, places), lengths)
+
+    def per_row(self, values: torch.Tensor) -> torch.Tensor:
+        """One for each unit, as one for each row."""
+        return values if self.lengths is None else values.repeat_interleave(self.lengths)
 
 
 @dataclass(frozen=True)
@@ -96,10 +122,10 @@ class Link(Protocol):
         """Call another method of the host, after all operations put before. A future that is
         cancelled before the call was sent leaves nothing behind."""
 
-    def ask(self, count: int | None, prioritized: bool | None) -> Future[Answer | None]:
-        """Draw rows after all operations put before; None: only wait for these.
+    def ask(self, count: int | None, law: Law | None) -> Future[Answer | None]:
+        """Draw rows or slices after all operations put before; None: only wait for these.
 
-        ``prioritized`` also says what the masses of the answer are; None: it does not matter.
+        ``law`` also says what the masses of the answer are; None: it does not matter.
         """
 
     @property

@@ -12,6 +12,8 @@ import torch
 from torchrl_dist.replay.hosts.host import ReplayHost
 from torchrl_dist.replay.hosts.link import Answer, Rows, Written
 from torchrl_dist.replay.hosts.messages import (
+    UNIFORM,
+    Law,
     Operation,
 )
 from torchrl_dist.replay.law.limiter import Counts
@@ -54,19 +56,19 @@ class LocalLink:
     def order(self, method: str, *args: Any, size: int = 0) -> Future[Any]:
         return self.submit(method, *args, timeout_s=0)
 
-    def ask(self, count: int | None, prioritized: bool | None) -> Future[Answer | None]:
+    def ask(self, count: int | None, law: Law | None) -> Future[Answer | None]:
         future: Future[Answer | None] = Future()
         if count is None:  # operations are applied as they are put
             future.set_result(None)
             return future
         try:
-            state, drawn = self._host.draw(count, bool(prioritized), self.max_priority, self.era)
+            state, drawn = self._host.draw(count, law or UNIFORM, self.max_priority, self.era)
             rows = None
             if drawn is not None:
                 spec = self._host.storage.directory.rows
                 assert spec is not None
                 leaf = torch.from_numpy(drawn.leaf)
-                rows = Rows(spec, drawn.index, drawn.generation, leaf, drawn.tensors)
+                rows = Rows(spec, drawn.index, drawn.generation, leaf, drawn.tensors, drawn.lengths)
             self.replies += 1
             future.set_result(Answer(state, rows))
         except Exception as error:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from tensordict import NestedKey
 
 from torchrl_dist.replay.row.packing import Part, spec_from_text, unpack
 from torchrl_dist.replay.row.rows import tensors
@@ -121,13 +122,40 @@ Operation = (
 
 
 @dataclass(frozen=True)
+class SliceLaw:
+    """Which slices of trajectories are drawn; see ``SharedSliceSampler``.
+
+    ``consecutive``: rows of a trajectory may be missing, because other shards have them.
+    """
+
+    slice_len: int
+    traj_key: NestedKey | None
+    step_key: NestedKey
+    fragmented: bool
+    strict_length: bool
+    span: tuple[bool | int, bool | int]
+    consecutive: bool
+
+
+@dataclass(frozen=True)
+class Law:
+    """What is drawn: rows or slices of trajectories, by priority or uniformly."""
+
+    prioritized: bool
+    slices: SliceLaw | None = None
+
+
+UNIFORM, PRIORITIZED = Law(False), Law(True)
+
+
+@dataclass(frozen=True)
 class Request:
     """What a client sends.
 
     Attributes:
         operations: applied in this order, whatever becomes of the others.
-        draw: rows wanted; 0: the state only; None: neither.
-        prioritized: whether rows are drawn by priority or uniformly.
+        draw: rows wanted, or slices; 0: the state only; None: neither.
+        law: by which these are drawn.
         max_priority: the largest priority that the client knows of, NaN for none: in a sharded
             buffer the other shards' rows count, too.
         era: of that priority; in another one the host leaves it alone.
@@ -135,7 +163,7 @@ class Request:
 
     operations: tuple[Operation, ...] = ()
     draw: int | None = None
-    prioritized: bool = True
+    law: Law = PRIORITIZED
     max_priority: float = math.nan
     era: int = 0
 
@@ -143,7 +171,8 @@ class Request:
 class HostState(NamedTuple):
     """A host's directory at one instant.
 
-    ``mass`` and ``minimum``: sum and smallest of all rows' masses, 0 and inf if there are none.
+    ``mass`` and ``minimum``: sum of the masses of what can be drawn, 0 if there is nothing, and the
+    smallest of all rows, inf if there are none.
     ``max_priority``: before alpha; NaN before the first. ``era``: another number after each
     emptying and restore of the buffer, equal in all its shards; -1 while one is under way. Largest
     priorities go from shard to shard within an era only: a client that remembers one from before
@@ -184,9 +213,10 @@ class Reply:
         failures: of the largest priority and the operations.
         draw_failure: of the draw, which then has no state and no rows.
         state: at the draw; None if none was asked for.
-        count: rows drawn: as many as wanted; fewer if those that may be sampled do not have so many
-            draws left; 0 if the buffer is empty.
+        count: rows or slices drawn: as many as wanted; fewer if those that may be sampled do not
+            have so many draws left; 0 if the buffer is empty, or has no slice.
         spec: row spec of the drawn rows as text.
+        lengths: of slices, how many rows each has.
         packed: slot, generation and leaf of each row, then the rows; see ``unpack_rows``.
     """
 
@@ -196,6 +226,7 @@ class Reply:
     draw_failure: Failure | None = None
     state: HostState | None = None
     count: int = 0
+    lengths: np.ndarray | None = None
     spec: str = ""
     packed: Sequence[Part] = ()
 

@@ -24,6 +24,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 
 from torchrl_dist.errors import (
     ConfigurationError,
@@ -36,10 +37,12 @@ from torchrl_dist.forks import now_and_in_children
 from torchrl_dist.replay.hosts.link import Answer, Rows, Written, await_answer
 from torchrl_dist.replay.hosts.merging import merged
 from torchrl_dist.replay.hosts.messages import (
+    UNIFORM,
     CountSamples,
     Failure,
     HostState,
     Invoke,
+    Law,
     Operation,
     Reply,
     Request,
@@ -87,7 +90,7 @@ class _Ask:
     """``count`` None: nothing is drawn, the answer says that the operations were applied."""
 
     count: int | None
-    prioritized: bool | None
+    law: Law | None
     future: Future[Any] = field(default_factory=Future)
 
 
@@ -97,7 +100,7 @@ class _Call:
 
     queued: list[_Queued]
     asks: list[_Ask]
-    prioritized: bool
+    law: Law
     draw: int | None
     sent_at: float
     merged: list[tuple[Operation, int]] = field(default_factory=list)
@@ -116,7 +119,9 @@ class _Unpacked:
 
     @cached_property
     def rows(self) -> Rows:
-        return Rows(spec_from_text(self._reply.spec), *self._reply.unpack_rows())
+        reply = self._reply
+        lengths = None if reply.lengths is None else torch.from_numpy(reply.lengths)
+        return Rows(spec_from_text(reply.spec), *reply.unpack_rows(), lengths)
 
 
 class RemoteLink:
@@ -210,8 +215,8 @@ class RemoteLink:
             self._add(_Queued(Invoke(method, args), size, None, future), size, True)
         return future
 
-    def ask(self, count: int | None, prioritized: bool | None) -> Future[Answer | None]:
-        ask = _Ask(count, prioritized)
+    def ask(self, count: int | None, law: Law | None) -> Future[Answer | None]:
+        ask = _Ask(count, law)
         with self._lock:
             self._require_host()
             self._add(ask, 0, True)
@@ -352,17 +357,17 @@ class RemoteLink:
 
     def _take(self) -> _Call | None:
         """The first of the queue, as much as one request may hold: operations, and asks that it can
-        answer together, since it draws by priority or uniformly."""
+        answer together, since it draws by one law."""
         queued: list[_Queued] = []
         asks: list[_Ask] = []
-        prioritized, left = None, self._most
+        law, left = None, self._most
         while self._queue and left > 0:
             item = self._queue[0]
             if isinstance(item, _Ask):
-                if prioritized is not None and item.prioritized not in (None, prioritized):
+                if law is not None and item.law not in (None, law):
                     break
                 if item.future.running() or item.future.set_running_or_notify_cancel():
-                    prioritized = item.prioritized if prioritized is None else prioritized
+                    law = law or item.law
                     asks.append(item)
                     left -= 1
             else:
@@ -383,7 +388,7 @@ class RemoteLink:
             return None
         counts = [ask.count for ask in asks if ask.count is not None]
         draw = sum(counts) if counts else 0 if self.limited else None
-        return _Call(queued, asks, bool(prioritized), draw, awake())
+        return _Call(queued, asks, law or UNIFORM, draw, awake())
 
     def _send(self, call: _Call) -> None:
         try:
@@ -395,7 +400,7 @@ class RemoteLink:
             request = Request(
                 tuple(operation for operation, _ in call.merged),
                 draw=call.draw,
-                prioritized=call.prioritized,
+                law=call.law,
                 max_priority=self.max_priority,
                 era=self.era,
             )

@@ -3,21 +3,43 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+import inspect
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torchrl.data.replay_buffers.samplers import PrioritizedSampler, RandomSampler
+from tensordict import NestedKey, TensorDictBase
+from torchrl.data.replay_buffers.samplers import (
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    RandomSampler,
+)
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_dist.errors import ConfigurationError, RemoteError
 from torchrl_dist.replay.hosts.batches import Batch, BatchSource
-from torchrl_dist.replay.hosts.messages import SetAlpha, UsePriorities
+from torchrl_dist.replay.hosts.messages import (
+    PRIORITIZED,
+    UNIFORM,
+    Law,
+    SetAlpha,
+    SliceLaw,
+    UsePriorities,
+)
 from torchrl_dist.replay.hosts.owner import ReplayOwner
+from torchrl_dist.replay.hosts.passes import PassSource
 from torchrl_dist.replay.hosts.storage import RemoteStorage
 from torchrl_dist.replay.law.placement import as_slots
 from torchrl_dist.replay.law.shard_law import importance_weights
 from torchrl_dist.replay.node.priorities import check_generations, check_priorities
+from torchrl_dist.replay.parts.passes import (
+    OVER,
+    PassOverError,
+    SharedSamplerWithoutReplacement,
+)
 from torchrl_dist.replay.parts.sampler import (
     EMPTY,
     SharedPrioritizedSampler,
@@ -27,12 +49,24 @@ from torchrl_dist.replay.parts.sampler import (
     checked_exponents,
     priorities_for,
 )
+from torchrl_dist.replay.parts.slices import (
+    SharedPrioritizedSliceSampler,
+    SharedSliceSampler,
+    Slices,
+    refuse_padding,
+    slice_weights,
+    turn_off_left_span,
+)
 from torchrl_dist.replay.parts.storage import NoRowsError, check_batch_size
-from torchrl_dist.replay.row import _torchrl
+from torchrl_dist.replay.row import _torchrl, rows
 
 
 class _SamplerOfOwner:
     """In another process it is made anew there, by RPC or over the directory, as is right there."""
+
+    _made_by: Any = None
+    """The class that was called, where that gave another one."""
+    _options: Mapping[str, Any] = MappingProxyType({})
 
     def _set_owner(self, owner: ReplayOwner, prefetch: int | None, batches_per_call: int) -> None:
         if (prefetch is not None and prefetch < 0) or batches_per_call < 1:
@@ -54,15 +88,19 @@ class _SamplerOfOwner:
         """How many batches are drawn ahead of their use at the moment; see ``prefetch``."""
         return 0
 
-    def _made_from(self) -> tuple[type, tuple[Any, ...]]:
-        """The class that is called, with its arguments but for the owner's."""
-        raise NotImplementedError
+    def _keep_options(self, options: dict[str, Any]) -> None:
+        """Those of the class that was called which it does not name."""
+
+    def _arguments(self) -> tuple[Any, ...]:
+        """Those of the class that was called, except for the owner's and options."""
+        return ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        kind, arguments = self._made_from()
+        kind: Any = self._made_by or type(self)
         make = functools.partial(
             kind,
-            *arguments,
+            *self._arguments(),
+            **self._options,
             owner=self.owner,
             prefetch=self._prefetch,
             batches_per_call=self._batches_per_call,
@@ -70,26 +108,82 @@ class _SamplerOfOwner:
         return make, ()
 
 
-class _Random(_SamplerOfOwner):
-    def _made_from(self) -> tuple[type, tuple[Any, ...]]:
-        return RPCRandomSampler, ()
-
-
 class _Prioritized(_SamplerOfOwner):
-    def _made_from(self: Any) -> tuple[type, tuple[Any, ...]]:
+    def _arguments(self: Any) -> tuple[Any, ...]:
         exponents = (self.alpha, self._beta, self._eps)  # others may have changed them
-        return RPCPrioritizedSampler, (self._max_capacity, *exponents, self.dtype, self.reduction)
+        return self._max_capacity, *exponents, self.dtype, self.reduction
+
+
+class _Slices(_SamplerOfOwner):
+    def _keep_options(self: Any, options: dict[str, Any]) -> None:
+        if self._by_end:
+            raise ConfigurationError(
+                "rows that come by RPC do not say which process wrote them, so flags at the ends "
+                "of episodes do not tell trajectories apart: write trajectory ids, and pass "
+                "traj_key= in place of end_key="
+            )
+        if self.pad_output and self.span[1]:
+            raise ConfigurationError(
+                "pad_output=True over hosts does not go with a span to the right, by which a slice "
+                "may have no row to be padded with: pass one of them"
+            )
+        self._options = options
+
+
+class _Passes(_SamplerOfOwner):
+    def __reduce__(self: Any) -> tuple[Any, ...]:
+        make = functools.partial(RPCSamplerWithoutReplacement, owner=self.owner)
+        return make, (self.drop_last, self.shuffle)
+
+
+class _DirectRandomSampler(_SamplerOfOwner, SharedRandomSampler):
+    """What ``RPCRandomSampler`` gives on the owner's node."""
+
+
+class _DirectPrioritizedSampler(_Prioritized, SharedPrioritizedSampler):
+    """What ``RPCPrioritizedSampler`` gives on the owner's node."""
+
+
+class _DirectSliceSampler(_Slices, SharedSliceSampler):
+    """What ``RPCSliceSampler`` gives on the owner's node."""
+
+
+class _DirectPrioritizedSliceSampler(_Slices, _Prioritized, SharedPrioritizedSliceSampler):
+    """What ``RPCPrioritizedSliceSampler`` gives on the owner's node."""
+
+
+class _DirectSamplerWithoutReplacement(_Passes, SharedSamplerWithoutReplacement):
+    """What ``RPCSamplerWithoutReplacement`` gives on the owner's node."""
 
 
 class _RPCSampler(_SamplerOfOwner, SharedSampler):
     """What both samplers have in common: batches that come from a client of the owner."""
 
     _prioritized: bool
+    _near: ClassVar[Any]
+    """What the class gives on the owner's node."""
+
+    def __init_subclass__(cls) -> None:
+        # for pages and help(): of the two, ``__new__`` would be taken
+        parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+        setattr(cls, "__signature__", inspect.Signature(parameters))  # noqa: B010  # for mypy
+
+    def __new__(cls, *args: Any, owner: ReplayOwner, **options: Any) -> Any:
+        if owner.direct() is None:
+            return super().__new__(cls)
+        named = inspect.signature(cls)
+        named.bind(*args, owner=owner, **options)  # or TypeError, as from ``__init__``
+        ahead = options.pop("prefetch", None), options.pop("batches_per_call", 1)
+        near = cls._near(*args, **options)
+        near._made_by = cls
+        near._keep_options({k: v for k, v in options.items() if k not in named.parameters})
+        near._set_owner(owner, *ahead)
+        return near
 
     def _set_owner(self, owner: ReplayOwner, prefetch: int | None, batches_per_call: int) -> None:
         super()._set_owner(owner, prefetch, batches_per_call)
         self._storage: RemoteStorage | None = None
-        self._source: BatchSource | None = None
+        self._source: Any = None  # a BatchSource, or a PassSource
 
     @property
     def batches_ahead(self) -> int:
@@ -106,18 +200,26 @@ class _RPCSampler(_SamplerOfOwner, SharedSampler):
             )
         self._prepare(storage)
         self._storage = storage
-        self._source = BatchSource(
+        self._source = self._new_source(storage)
+        storage._samplers.add(self)
+        return storage
+
+    def _new_source(self, storage: RemoteStorage) -> Any:
+        """Where batches come from."""
+        return BatchSource(
             storage.client,
-            prioritized=self._prioritized,
+            law=self._law,
             prefetch=self._prefetch,
             batches_per_call=self._batches_per_call,
             uniforms=self._uniforms,
         )
-        storage._samplers.add(self)
-        return storage
 
     def _prepare(self, storage: RemoteStorage) -> None:
         """Before the first draw."""
+
+    def _law(self, batch_size: int) -> tuple[Law, int]:
+        """What is drawn for a batch of that many rows, and how many of it."""
+        return PRIORITIZED if self._prioritized else UNIFORM, batch_size
 
     def _next(self, storage: Storage, batch_size: int) -> Batch:
         remote = self.attach(storage)
@@ -145,6 +247,12 @@ class _RPCSampler(_SamplerOfOwner, SharedSampler):
         assert source is not None
         return len(remote) > 0 and (gate is None or gate.can_sample(batch_size, source))
 
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._empty()
+
     def note_written(self, index: torch.Tensor, generation: torch.Tensor) -> None:
         pass  # the client notes them when they are known
 
@@ -153,7 +261,7 @@ class _RPCSampler(_SamplerOfOwner, SharedSampler):
             self._source.drop()
 
 
-class RPCRandomSampler(_Random, _RPCSampler, RandomSampler):
+class RPCRandomSampler(_RPCSampler, RandomSampler):
     """Uniform sampling with replacement of rows that other processes keep.
 
     With several shards each row of each has the same probability, by the lengths in the replies
@@ -176,15 +284,7 @@ class RPCRandomSampler(_Random, _RPCSampler, RandomSampler):
     """
 
     _prioritized = False
-
-    def __new__(
-        cls, *, owner: ReplayOwner, prefetch: int | None = None, batches_per_call: int = 1
-    ) -> Any:
-        if owner.direct() is not None:
-            direct = _DirectRandomSampler()
-            direct._set_owner(owner, prefetch, batches_per_call)
-            return direct
-        return super().__new__(cls)
+    _near: ClassVar[Any] = _DirectRandomSampler
 
     def __init__(
         self, *, owner: ReplayOwner, prefetch: int | None = None, batches_per_call: int = 1
@@ -198,16 +298,6 @@ class RPCRandomSampler(_Random, _RPCSampler, RandomSampler):
         if batch_size < 1:
             return self._no_rows(storage, batch_size), {}
         return self._next(storage, batch_size).index, {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._empty()
-
-
-class _DirectRandomSampler(_Random, SharedRandomSampler):
-    """What ``RPCRandomSampler`` gives on the owner's node."""
 
 
 class RPCPrioritizedSampler(SharesPriorities, _Prioritized, _RPCSampler, PrioritizedSampler):
@@ -261,25 +351,7 @@ class RPCPrioritizedSampler(SharesPriorities, _Prioritized, _RPCSampler, Priorit
     """
 
     _prioritized = True
-
-    def __new__(
-        cls,
-        max_capacity: int,
-        alpha: float,
-        beta: float,
-        eps: float = 1e-8,
-        dtype: torch.dtype = torch.float,
-        reduction: str = "max",
-        *,
-        owner: ReplayOwner,
-        prefetch: int | None = None,
-        batches_per_call: int = 1,
-    ) -> Any:
-        if owner.direct() is not None:
-            direct = _DirectPrioritizedSampler(max_capacity, alpha, beta, eps, dtype, reduction)
-            direct._set_owner(owner, prefetch, batches_per_call)
-            return direct
-        return super().__new__(cls)
+    _near: ClassVar[Any] = _DirectPrioritizedSampler
 
     def __init__(
         self,
@@ -388,5 +460,330 @@ class RPCPrioritizedSampler(SharesPriorities, _Prioritized, _RPCSampler, Priorit
         )
 
 
-class _DirectPrioritizedSampler(_Prioritized, SharedPrioritizedSampler):
-    """What ``RPCPrioritizedSampler`` gives on the owner's node."""
+class _RPCSlices(_RPCSampler, SharedSliceSampler):
+    """Slices that come from a client of the owner. The hosts choose them, each among its own rows;
+    what TorchRL's sampler tells about them is added here."""
+
+    def _prepare(self, storage: RemoteStorage) -> None:
+        _refuse_counts(self, storage)
+        super()._prepare(storage)
+
+    def _law(self, batch_size: int) -> tuple[Law, int]:
+        length, count = self._adjusted_batch_size(batch_size)
+        slices = SliceLaw(
+            length,
+            self.traj_key,
+            self.step_key,
+            self._by_step,
+            self.strict_length,
+            self.span,
+            consecutive=len(self.owner.hosts) > 1,
+        )
+        return Law(self._prioritized, slices), count
+
+    def sample(
+        self, storage: Storage, batch_size: int
+    ) -> tuple[tuple[torch.Tensor, ...], dict[NestedKey, torch.Tensor]]:
+        """Returns global indices, int64 [batch_size] in a tuple of one, and the flags of the
+        slices."""
+        if self._batch_size_multiplier is not None:  # as TorchRL's class does
+            batch_size *= self._batch_size_multiplier
+        if batch_size < 1:
+            return (self._no_rows(storage, batch_size),), {}
+        batch = self._next(storage, batch_size)
+        length, count = self._adjusted_batch_size(batch_size)
+        lengths = batch.lengths
+        assert lengths is not None
+        first = lengths.cumsum(0) - lengths
+        shape: dict[str, Any] = {
+            "num_slices": count,
+            "seq_length": lengths if bool((lengths != length).any()) else length,
+            "target_seq_length": None,
+            "mask_flat": None,
+        }
+        if self.pad_output:  # each slice is as long as all: its last row stands for those behind it
+            step = torch.arange(length)
+            places = first[:, None] + torch.minimum(step, lengths[:, None] - 1)
+            batch = _select(batch, places.reshape(-1))
+            shape |= {"seq_length": lengths, "target_seq_length": length}
+            shape["mask_flat"] = (step < lengths[:, None]).reshape(-1)
+        self._storage_of_batches().hand_over(batch)
+        found = rows.build(batch.tensors, batch.spec, (batch.index.numel(),), raw=True)
+        # by TorchRL's draw with a span to the right a slice may have no row
+        leaf = batch.mass[first].numpy() if self._prioritized else None
+        slices = Slices(shape, leaf, batch.minimum)
+        return (batch.index,), self._flags(slices, found)
+
+    def _storage_of_batches(self) -> RemoteStorage:
+        assert self._storage is not None  # a batch came from there
+        return self._storage
+
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        """Whether a run is long enough. Blocks for two calls."""
+        if not super().can_sample(storage, batch_size):
+            return False
+        assert self._source is not None
+        return self._source.can_draw(batch_size)
+
+
+def _refuse_counts(sampler: _RPCSampler, storage: RemoteStorage) -> None:
+    """
+    Raises:
+        ConfigurationError: rows may be sampled so many times.
+    """
+    if storage.limiter is not None and storage.limiter.max_times_sampled is not None:
+        raise ConfigurationError(
+            f"{type(sampler).__name__} takes rows whatever their counts: use a limiter without "
+            "max_times_sampled"
+        )
+
+
+def _select(batch: Batch, places: torch.Tensor) -> Batch:
+    """The rows at these places of a batch."""
+    each = {name: getattr(batch, name)[places] for name in ("index", "generation", "leaf", "mass")}
+    return replace(batch, tensors=[tensor[places] for tensor in batch.tensors], **each)
+
+
+class RPCSliceSampler(_Slices, _RPCSlices):
+    """Slices of trajectories out of rows that other processes keep.
+
+    Takes the place of TorchRL's ``SliceSampler``, and means what :class:`SharedSliceSampler` does.
+    With several shards the law is that of one buffer that holds all their rows: each run of rows
+    that is long enough has the same probability, over all shards, exactly, for the numbers of runs
+    that the shards' replies to the very batch report. A slice lies in one shard, and is read as a
+    whole or not at all. On the node of a single owner this is a :class:`SharedSliceSampler`.
+
+    With several hosts rows must number the steps of their trajectory (``step_key``), as TorchRL's
+    ``StepCounter`` does: rows of a trajectory may lie in several shards, where an owner was away,
+    say, and a slice never goes over such a gap.
+
+    A host looks through the versions of its ring after each write, once per draw.
+
+    Args:
+        owner: the storage's.
+        prefetch, batches_per_call: see :class:`RPCPrioritizedSampler`.
+        options: those of :class:`SharedSliceSampler` except ``end_key`` and ``end_keys``. With
+            ``pad_output`` every batch has a mask.
+
+    Raises:
+        ConfigurationError: as :class:`SharedSliceSampler`, also for ``end_key``.
+        RuntimeError: from ``sample``, if there is no row, or no run that is long enough.
+        RemoteError: from ``sample``, if the rows do not have the keys.
+        DeadlineError, PeerLostError: from any call, if the owner, or too many of several, do not
+            answer.
+
+    Example:
+        >>> with session() as me:
+        ...     owner = host_replay(me, capacity=1_000, shortcut=False)
+        ...     sampler = RPCSliceSampler(slice_len=3, traj_key="episode", owner=owner)
+        ...     buffer = SharedReplayBuffer(
+        ...         storage=RemoteStorage(owner), sampler=sampler, batch_size=6
+        ...     )
+        ...     episode, step = torch.arange(4).repeat_interleave(5), torch.arange(5).repeat(4)
+        ...     rows = {"episode": episode, "step_count": step}
+        ...     slots = buffer.extend(TensorDict(rows, [20]))
+        ...     buffer.sample()["step_count"].reshape(2, 3).diff()
+        tensor([[1, 1],
+                [1, 1]])
+    """
+
+    _prioritized = False
+    _near: ClassVar[Any] = _DirectSliceSampler
+
+    def __init__(
+        self,
+        *,
+        owner: ReplayOwner,
+        prefetch: int | None = None,
+        batches_per_call: int = 1,
+        **options: Any,
+    ) -> None:
+        SharedSliceSampler.__init__(self, **options)
+        self._keep_options(options)
+        self._set_owner(owner, prefetch, batches_per_call)
+
+
+class RPCPrioritizedSliceSampler(
+    _Slices, _RPCSlices, RPCPrioritizedSampler, PrioritizedSliceSampler
+):
+    """Slices of trajectories whose first rows are drawn by priority, of rows that other processes
+    keep.
+
+    Takes the place of TorchRL's ``PrioritizedSliceSampler``. The law and the weights are those of
+    :class:`SharedPrioritizedSliceSampler`; with several shards those of one buffer that holds all
+    rows: a row that may begin a slice is drawn with probability ``p_i / sum(p)`` over such rows of
+    all shards, exactly, for the sums that the shards' replies to the very batch report. What is
+    said of hosts at :class:`RPCSliceSampler` and of priorities at :class:`RPCPrioritizedSampler`
+    holds here, too.
+
+    Args:
+        max_capacity, alpha, beta, eps, dtype, reduction: as in :class:`RPCPrioritizedSampler`.
+        owner, prefetch, batches_per_call: likewise.
+        options: those of :class:`RPCSliceSampler` except ``pad_output``. A ``span`` to the left is
+            turned off with a warning, as by TorchRL's class.
+
+    Example:
+        >>> with session() as me:
+        ...     owner = host_replay(me, capacity=1_000, shortcut=False)
+        ...     sampler = RPCPrioritizedSliceSampler(
+        ...         1_000, alpha=0.6, beta=0.4, slice_len=2, traj_key="episode", owner=owner
+        ...     )
+        ...     buffer = SharedReplayBuffer(
+        ...         storage=RemoteStorage(owner), sampler=sampler, batch_size=4
+        ...     )
+        ...     rows = {"episode": torch.zeros(5), "td_error": torch.tensor([0.0, 0, 5, 0, 0])}
+        ...     slots = buffer.extend(TensorDict(rows, [5]))
+        ...     buffer.sample()["index"].squeeze(-1)
+        tensor([2, 3, 2, 3])
+    """
+
+    _near: ClassVar[Any] = _DirectPrioritizedSliceSampler
+
+    def __init__(
+        self,
+        max_capacity: int,
+        alpha: float,
+        beta: float,
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float,
+        reduction: str = "max",
+        *,
+        owner: ReplayOwner,
+        prefetch: int | None = None,
+        batches_per_call: int = 1,
+        **options: Any,
+    ) -> None:
+        refuse_padding(self, options)
+        SharedSliceSampler.__init__(self, **options)
+        turn_off_left_span(self)
+        self._keep_options(options)
+        exponents = alpha, beta, eps
+        ahead: dict[str, Any] = {"prefetch": prefetch, "batches_per_call": batches_per_call}
+        RPCPrioritizedSampler.__init__(
+            self, max_capacity, *exponents, dtype, reduction, owner=owner, **ahead
+        )
+
+    def sample(  # type: ignore[override]  # as above
+        self, storage: Storage, batch_size: int
+    ) -> tuple[tuple[torch.Tensor, ...], dict[NestedKey, torch.Tensor]]:
+        """Returns global indices, int64 [batch_size] in a tuple of one, ``"priority_weight"``,
+        float32 [batch_size], and the flags of the slices."""
+        index, info = _RPCSlices.sample(self, storage, batch_size)
+        if batch_size < 1:
+            return index, info | {"priority_weight": torch.empty(0)}
+        remote = self._storage_of_batches()
+        generation = remote.handed_generation(index)
+        assert generation is not None
+        remote.client.recent.remember(index[0], generation, written=False)
+        return index, info
+
+    def _flags(self, slices: Slices, found: TensorDictBase) -> dict[NestedKey, torch.Tensor]:
+        return super()._flags(slices, found) | slice_weights(slices, self._beta)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(num_slices={self.num_slices}, slice_len={self.slice_len}, "
+            f"traj_key={self.traj_key}, strict_length={self.strict_length}, alpha={self._alpha}, "
+            f"beta={self._beta}, eps={self._eps})"
+        )
+
+
+class RPCSamplerWithoutReplacement(_Passes, _RPCSampler, SharedSamplerWithoutReplacement):
+    """Uniform sampling without replacement of rows that other processes keep, over all processes
+    of the job together.
+
+    Takes the place of TorchRL's ``SamplerWithoutReplacement``, and means what
+    :class:`SharedSamplerWithoutReplacement` does: in a pass over all shards each row is drawn at
+    most once, whichever process draws it. The next pass begins with the first sample that finds
+    nothing left in any shard that answers; what a shard has left that does not answer then is left
+    out. A sample is a call, since nothing is drawn ahead. Rows of a batch come shard by shard. On
+    the node of a single owner this is a :class:`SharedSamplerWithoutReplacement`.
+
+    Args:
+        drop_last: leave out the last batch of a pass if it is not full.
+        shuffle: ``False``: in the order of the shards and their slots.
+        owner: the storage's.
+
+    Raises:
+        ConfigurationError: as :class:`SharedSamplerWithoutReplacement`.
+        RuntimeError: from ``sample``, if no row is published.
+        DeadlineError, PeerLostError: from any call, if the owner, or too many of several, do not
+            answer.
+
+    Example:
+        >>> with session() as me:
+        ...     owner = host_replay(me, capacity=1_000, shortcut=False)
+        ...     buffer = SharedReplayBuffer(
+        ...         storage=RemoteStorage(owner),
+        ...         sampler=RPCSamplerWithoutReplacement(owner=owner),
+        ...         batch_size=4,
+        ...     )
+        ...     slots = buffer.extend(TensorDict({"number": torch.arange(10)}, [10]))
+        ...     sorted(int(i) for batch in buffer for i in batch["number"])
+        [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    """
+
+    _prioritized = False
+    _near: ClassVar[Any] = _DirectSamplerWithoutReplacement
+
+    def __init__(
+        self, drop_last: bool = False, shuffle: bool = True, *, owner: ReplayOwner
+    ) -> None:
+        SharedSamplerWithoutReplacement.__init__(self, drop_last, shuffle)
+        self._set_owner(owner, 0, 1)
+
+    def _prepare(self, storage: RemoteStorage) -> None:
+        _refuse_counts(self, storage)
+
+    def _new_source(self, storage: RemoteStorage) -> PassSource:
+        return PassSource(
+            storage.client,
+            drop_last=self.drop_last,
+            shuffle=self.shuffle,
+            begins=self._begins,
+            uniforms=self._uniforms,
+        )
+
+    def _begins(self, number: int) -> None:
+        if self._only_one and self._pass not in (None, number):
+            raise PassOverError(OVER)
+        self._pass = number
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
+        """Returns global indices, int64 [batch_size], fewer at the end of a pass, and no further
+        information."""
+        if batch_size < 1:
+            return self._no_rows(storage, batch_size), {}
+        self._batch_size = batch_size
+        return self._next(storage, batch_size).index, {}
+
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        """Whether ``sample`` would begin at once. Blocks for a call."""
+        enough = not self.drop_last or len(storage) >= batch_size
+        return enough and _RPCSampler.can_sample(self, storage, batch_size)
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether the pass that this process drew from last is over, as far as it knows."""
+        source = self._source
+        if self._pass is None or source is None:
+            return False
+        least = self._batch_size if self.drop_last else 1
+        return source.number != self._pass or source.left.sum() < least
+
+    @ran_out.setter
+    def ran_out(self, value: bool) -> None:
+        if not value:
+            self._pass = None
+
+    @property
+    def _remaining_batches(self) -> int:
+        left = 0 if self._source is None else int(self._source.left.sum())
+        return left // self._batch_size if self.drop_last else -(left // -self._batch_size)
+
+    def _empty(self) -> None:
+        self._pass = None
+        _RPCSampler._empty(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._empty()

@@ -30,7 +30,7 @@ from torchrl_dist.replay.node.priorities import check_priorities
 from torchrl_dist.replay.parts.sampler import (
     SharedSampler,
 )
-from torchrl_dist.replay.parts.storage import names_an_entry, one_row_each
+from torchrl_dist.replay.parts.storage import names_an_entry, one_row_each, single
 from torchrl_dist.replay.row import _torchrl, rows
 from torchrl_dist.replay.row.packing import spec_from_text, unpack
 from torchrl_dist.replay.saving.shards import SavedStorage
@@ -57,8 +57,9 @@ class RemoteStorage(
     SavedStorage,
     TensorStorage,
 ):
-    """Rows that other processes of the job keep; goes with :class:`RPCPrioritizedSampler` or
-    :class:`RPCRandomSampler`, and :class:`SharedCursorWriter`, in any TorchRL buffer.
+    """Rows that other processes of the job keep; goes with :class:`RPCPrioritizedSampler`,
+    :class:`RPCRandomSampler`, :class:`RPCSamplerWithoutReplacement`, :class:`RPCSliceSampler` or
+    :class:`RPCPrioritizedSliceSampler`, and :class:`SharedCursorWriter`, in any TorchRL buffer.
 
     On the node of a single owner, ``RemoteStorage(owner)`` gives a :class:`SharedMemmapStorage`
     over the owner's directory instead, and the samplers likewise: no RPC then. Pickled and sent to
@@ -94,6 +95,11 @@ class RemoteStorage(
 
     samplers_to_use: ClassVar[Mapping[str, str]] = {
         "": "RPCRandomSampler(owner=owner)",
+        "PrioritizedSliceSampler": (
+            "RPCPrioritizedSliceSampler({capacity}, {alpha}, {beta}, ..., owner=owner)"
+        ),
+        "SliceSampler": "RPCSliceSampler(..., owner=owner)",
+        "SamplerWithoutReplacement": "RPCSamplerWithoutReplacement(owner=owner)",
         "PrioritizedSampler": (
             "RPCPrioritizedSampler({capacity}, alpha={alpha}, beta={beta}, owner=owner)"
         ),
@@ -336,7 +342,7 @@ class RemoteStorage(
     def handed_generation(self, index: Any) -> torch.Tensor | None:
         """The generations of the batch with this very index tensor, if it was handed over."""
         batch = getattr(self._handed, "batch", None)
-        return batch.generation if batch is not None and batch.index is index else None
+        return batch.generation if batch is not None and batch.index is single(index) else None
 
     def generations_of(self, index: torch.Tensor) -> torch.Tensor:
         """How often each slot was written; -1 where no row is published, at a shard that does not
@@ -364,12 +370,11 @@ class RemoteStorage(
         """
         if names_an_entry(index):
             return self.get(slice(None))[index]
+        index = single(index)
         batch = getattr(self._handed, "batch", None)
         if batch is not None and batch.index is index:
             self._handed.batch = None
             return rows.build(batch.tensors, batch.spec, (index.numel(),))
-        if isinstance(index, tuple) and len(index) == 1:
-            index = index[0]
         found = self._as_index(index)
         if isinstance(index, slice) or index is Ellipsis:
             found = found[self.generations_of(found) >= 0]

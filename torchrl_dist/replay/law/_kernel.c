@@ -1,8 +1,9 @@
 /* What NumPy does in a dozen passes under the directory's lock, as plain C.
  *
- * Optional: tree.py, priorities.py and cursor.py do the same with NumPy where this was not built. No torch ABI;
- * the functions are called through ctypes, which keeps the GIL, so that a holder of the directory's
- * lock cannot lose 5 ms to another Python thread in the middle.
+ * Optional: where this was not built, NumPy does the same. Each function has its twin in the class of
+ * PriorityTree (tree.py) or NumpyKernel (node/kernel.py): a change goes into both. No torch ABI; the
+ * functions are called through ctypes, which keeps the GIL, so that a holder of the directory's lock
+ * cannot lose 5 ms to another Python thread in the middle.
  *
  * A tree is an array of levels, leaves first, every node of a level summing 32 of the level below.
  */
@@ -13,6 +14,7 @@
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
+#include <string.h>
 
 enum { FANOUT = 32, SHIFT = 5, TOP = 1024 };
 
@@ -21,15 +23,33 @@ enum { FANOUT = 32, SHIFT = 5, TOP = 1024 };
 #define IN_ORDER __atomic_thread_fence(__ATOMIC_RELEASE)
 
 /* tables.Word, and the columns and states of the claim table */
-enum { DIRTY = 0, CURSOR = 1, LENGTH = 3, WRITE_COUNT = 4, MAX_SLOT = 10, NEXT_WRITE_COUNT = 15 };
+enum { DIRTY = 0, LENGTH = 3, WRITE_COUNT = 4, ALPHA = 7, EPS = 8, MAX_SLOT = 10,
+       CLAIM_ROWS = 13, NEXT_WRITE_COUNT = 15, AVAILABLE = 47 };
 enum { COUNT, FIRST, MEMBER, STATE, COLUMNS };
 enum { WRITING = 1, PUBLISHING = 2 };
 
-/* Recompute the ancestors of the marked blocks of leaves, then clear the marks.
- * sums[l], minima[l]: nodes of level l (minima[0] is not used); scratch: int64 [blocks]. */
-void torchrl_dist_refresh(double **sums, double **minima, int64_t levels, uint8_t *marks,
-                          int64_t blocks, int64_t *scratch) {
-    int64_t count = 0;
+/* sums[l], minima[l]: nodes of level l (minima[0] is not used); scratch: [blocks]; top: nodes of the
+ * highest level, at most 1024. */
+typedef struct {
+    double **sums, **minima;
+    uint8_t *marks;
+    int64_t *scratch;
+    int64_t levels, blocks, top, capacity;
+} Tree;
+
+typedef struct {
+    volatile int64_t *words, *claims;
+    int64_t *versions;
+    double *leaves;
+    uint8_t *marks;
+    int64_t capacity;
+} Tables;
+
+/* Recompute the ancestors of the marked blocks of leaves, then clear the marks. */
+void replay_refresh(const Tree *tree) {
+    double **sums = tree->sums, **minima = tree->minima;
+    uint8_t *marks = tree->marks;
+    int64_t levels = tree->levels, blocks = tree->blocks, *scratch = tree->scratch, count = 0;
     const uint64_t *words = (const uint64_t *)marks;
     for (int64_t word = 0; word < (blocks + 7) / 8; word++) {
         if (!words[word]) continue;
@@ -74,10 +94,11 @@ static void prefetch_block(const double *block) {
 #endif
 }
 
-/* Slots at the quantiles uniforms[0 .. n-1]; returns 0, or -1 if all leaves are 0.
- * top: nodes of the highest level, at most 1024. */
-int torchrl_dist_draw(double **sums, int64_t levels, int64_t top, int64_t capacity,
-                      const double *uniforms, int64_t n, int64_t *slots, double *leaves) {
+/* Slots at the quantiles uniforms[0 .. n-1]. out: n slots (int64), then n leaves. Returns the number
+ * of drawn leaves that are 0 (to be drawn again), or -1 if all leaves of the tree are 0. */
+int64_t replay_draw(const Tree *tree, const double *uniforms, int64_t n, void *out) {
+    double **sums = tree->sums, *leaves = (double *)out + n;
+    int64_t *slots = out, levels = tree->levels, top = tree->top, zeros = 0;
     double cumulative[TOP], running = 0.0;
     const double *highest = sums[levels - 1];
     for (int64_t i = 0; i < top; i++) cumulative[i] = running += highest[i];
@@ -108,52 +129,53 @@ int torchrl_dist_draw(double **sums, int64_t levels, int64_t top, int64_t capaci
         }
     }
     for (int64_t i = 0; i < n; i++) {
-        if (slots[i] >= capacity) slots[i] = capacity - 1;
+        if (slots[i] >= tree->capacity) slots[i] = tree->capacity - 1;
         leaves[i] = sums[0][slots[i]];
+        zeros += leaves[i] == 0.0;
     }
-    return 0;
+    return zeros;
 }
 
-/* Refresh, draw, and tell minimum and total: what one sample needs.
- * out: n slots (int64), then n leaves; summary: minimum, total. Returns the number of drawn leaves
- * that are 0 (to be drawn again), or -1 if all leaves of the tree are 0. */
-int64_t torchrl_dist_sample(double **sums, double **minima, int64_t levels, uint8_t *marks,
-                            int64_t blocks, int64_t *scratch, int64_t top, int64_t capacity,
-                            const double *uniforms, int64_t n, void *out, double *summary) {
-    torchrl_dist_refresh(sums, minima, levels, marks, blocks, scratch);
-    double *leaves = (double *)out + n;
-    if (torchrl_dist_draw(sums, levels, top, capacity, uniforms, n, out, leaves)) return -1;
+/* Refresh, draw, and tell minimum and total: what one sample needs. summary: minimum, total. */
+int64_t replay_sample(const Tree *tree, const double *uniforms, int64_t n, void *out,
+                            double *summary) {
+    replay_refresh(tree);
     double minimum = INFINITY, total = 0.0;
-    for (int64_t i = 0; i < top; i++) {
-        double low = minima[levels - 1][i];
+    for (int64_t i = 0; i < tree->top; i++) {
+        double low = tree->minima[tree->levels - 1][i];
         if (low > 0.0 && low < minimum) minimum = low;
-        total += sums[levels - 1][i];
+        total += tree->sums[tree->levels - 1][i];
     }
     summary[0] = minimum;
     summary[1] = total;
-    int64_t zeros = 0;
-    for (int64_t i = 0; i < n; i++) zeros += leaves[i] == 0.0;
-    return zeros;
+    return replay_draw(tree, uniforms, n, out);
+}
+
+static double number(int64_t bits) {
+    double value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
 }
 
 /* New priorities for the rows whose slot still holds the generation they were computed for (or, with
  * generations == NULL, any published row); slots below 0 are skipped. Everything is checked before
- * *dirty is set and the first leaf stored.
+ * DIRTY is set and the first leaf stored; the caller clears it.
  * leaves: scratch [n]. result: slots skipped as stale, position of the largest stored priority (-1 if
- * none was stored), whether `where` is among the stored slots.
+ * none was stored), whether MAX_SLOT is among the stored slots.
  * Returns 0, or what is wrong with the item at result[1]: 1 priority, 2 slot, 3 leaf too large. */
-int torchrl_dist_update(const int64_t *slots, const double *raw, const int64_t *generations,
-                        int64_t n, const int64_t *versions, double *tree, uint8_t *marks,
-                        int64_t capacity, double alpha, double eps, double largest,
-                        volatile int64_t *dirty, int64_t where, double *leaves, int64_t *result) {
-    int64_t stale = 0, best = -1, moved = 0;
+int replay_update(const Tables *tables, const int64_t *slots, const double *raw,
+                        const int64_t *generations, int64_t n, double largest, double *leaves,
+                        int64_t *result) {
+    volatile int64_t *words = tables->words;
+    double alpha = number(words[ALPHA]), eps = number(words[EPS]);
+    int64_t stale = 0, best = -1, moved = 0, where = words[MAX_SLOT];
     for (int64_t i = 0; i < n; i++) {
         result[1] = i;
         if (!(raw[i] >= 0.0 && raw[i] <= largest)) return 1;
-        if (slots[i] >= capacity) return 2;
+        if (slots[i] >= tables->capacity) return 2;
         leaves[i] = -1.0;
         if (slots[i] < 0) continue;
-        int64_t version = versions[slots[i]];
+        int64_t version = tables->versions[slots[i]];
         int fresh = version > 0 && !(version & 1);
         if (generations) fresh = fresh && version >> 1 == generations[i];
         if (!fresh) {
@@ -167,12 +189,12 @@ int torchrl_dist_update(const int64_t *slots, const double *raw, const int64_t *
         moved |= slots[i] == where;
     }
     if (best >= 0) {
-        *dirty = 1;
+        words[DIRTY] = 1;
         IN_ORDER;
         for (int64_t i = 0; i < n; i++) {
             if (leaves[i] < 0.0) continue;
-            marks[slots[i] >> SHIFT] = 1;
-            tree[slots[i]] = leaves[i];
+            tables->marks[slots[i] >> SHIFT] = 1;
+            tables->leaves[slots[i]] = leaves[i];
         }
     }
     result[0] = stale;
@@ -181,13 +203,12 @@ int torchrl_dist_update(const int64_t *slots, const double *raw, const int64_t *
     return 0;
 }
 
-/* cursor.try_reserve where no claim is in the way: the next `count` tickets, claim row `row`.
- * used: rows of the claim table that were ever used. Returns 0, or 1 (nothing was changed) if some
- * claim shares a slot with them. */
-int torchrl_dist_reserve(volatile int64_t *words, volatile int64_t *claims, int64_t *versions,
-                         double *leaves, uint8_t *marks, int64_t capacity, int64_t used,
-                         int64_t row, int64_t count, int64_t member) {
-    int64_t ticket = words[CURSOR], start = ticket % capacity;
+/* Claim row `row` on the `count` slots from that of ticket `first` on, after words[word] = value.
+ * Returns 0, or 1 (nothing was changed) if some claim shares a slot with them. */
+int replay_reserve(const Tables *tables, int64_t row, int64_t first, int64_t count,
+                         int64_t member, int64_t word, int64_t value) {
+    volatile int64_t *words = tables->words, *claims = tables->claims;
+    int64_t capacity = tables->capacity, start = first % capacity, used = words[CLAIM_ROWS];
     for (int64_t other = 0; other < used; other++) {
         int64_t rows = claims[other * COLUMNS + COUNT];
         if (!rows) continue;
@@ -198,34 +219,35 @@ int torchrl_dist_reserve(volatile int64_t *words, volatile int64_t *claims, int6
     volatile int64_t *claim = claims + row * COLUMNS;
     words[DIRTY] = 1;
     IN_ORDER;
-    words[CURSOR] = ticket + count;
-    claim[FIRST] = ticket;
+    words[word] = value;
+    claim[FIRST] = first;
     claim[MEMBER] = member;
     claim[STATE] = WRITING;
     IN_ORDER;
     claim[COUNT] = count; /* the claim holds from here on */
     IN_ORDER;
-    int64_t published = 0;
+    int64_t published = 0, available = 0;
     for (int64_t i = 0, slot = start; i < count; i++, slot = slot + 1 == capacity ? 0 : slot + 1) {
-        published += versions[slot] > 0 && !(versions[slot] & 1);
-        versions[slot] |= 1;
-        marks[slot >> SHIFT] = 1;
-        leaves[slot] = 0.0;
+        published += tables->versions[slot] > 0 && !(tables->versions[slot] & 1);
+        available += tables->leaves[slot] != 0.0;
+        tables->versions[slot] |= 1;
+        tables->marks[slot >> SHIFT] = 1;
+        tables->leaves[slot] = 0.0;
         if (words[MAX_SLOT] == slot) words[MAX_SLOT] = -1;
     }
     words[LENGTH] -= published;
+    words[AVAILABLE] -= available;
     IN_ORDER;
     words[DIRTY] = 0;
     return 0;
 }
 
-/* cursor.publish of rows that all get the same leaf. Returns 0, or 1 (nothing was changed) if the
- * claim is not the member's own or not being written. */
-int torchrl_dist_publish(volatile int64_t *words, volatile int64_t *claims, int64_t *versions,
-                         double *leaves, uint8_t *marks, int64_t capacity, int64_t row,
-                         int64_t first, int64_t count, int64_t member, double leaf,
-                         int64_t *generations) {
-    volatile int64_t *claim = claims + row * COLUMNS;
+/* Make written rows visible. leaf: of each; 0: they have theirs. Returns 0, or 1 (nothing was
+ * changed) if the claim is not the member's own or not being written. */
+int replay_publish(const Tables *tables, int64_t row, int64_t first, int64_t count,
+                         int64_t member, double leaf, int64_t *generations) {
+    volatile int64_t *words = tables->words, *claim = tables->claims + row * COLUMNS;
+    int64_t capacity = tables->capacity, slot = first % capacity;
     if (claim[COUNT] != count || claim[FIRST] != first || claim[MEMBER] != member ||
         claim[STATE] != WRITING)
         return 1;
@@ -233,16 +255,18 @@ int torchrl_dist_publish(volatile int64_t *words, volatile int64_t *claims, int6
     IN_ORDER;
     words[NEXT_WRITE_COUNT] = words[WRITE_COUNT] + count;
     IN_ORDER;
-    claim[STATE] = PUBLISHING;
+    claim[STATE] = PUBLISHING; /* from here on repair publishes them */
     IN_ORDER;
-    int64_t slot = first % capacity;
     for (int64_t i = 0; i < count; i++, slot = slot + 1 == capacity ? 0 : slot + 1) {
-        versions[slot] += 1;
-        generations[i] = versions[slot] >> 1;
-        marks[slot >> SHIFT] = 1;
-        leaves[slot] = leaf;
+        tables->versions[slot] += 1;
+        generations[i] = tables->versions[slot] >> 1;
+        if (leaf > 0.0) {
+            tables->marks[slot >> SHIFT] = 1;
+            tables->leaves[slot] = leaf;
+        }
     }
     words[LENGTH] += count;
+    words[AVAILABLE] += count;
     words[WRITE_COUNT] = words[NEXT_WRITE_COUNT];
     IN_ORDER;
     claim[COUNT] = 0;

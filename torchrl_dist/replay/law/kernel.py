@@ -1,4 +1,4 @@
-"""Finds the optional C kernel: what tree, cursor and priorities do under the directory's lock."""
+"""Finds the optional C kernel: what tree and tables need done under the directory's lock."""
 
 from __future__ import annotations
 
@@ -12,6 +12,16 @@ import numpy as np
 from torchrl_dist.errors import ConfigurationError
 
 _VARIABLE = "TORCHRL_DIST_KERNEL"
+_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "d": ctypes.c_double}
+_FUNCTIONS = {
+    "refresh": (None, "p"),
+    "draw": (ctypes.c_int64, "ppip"),
+    "sample": (ctypes.c_int64, "ppipp"),
+    "update": (ctypes.c_int, "ppppidpp"),
+    "reserve": (ctypes.c_int, "piiiiii"),
+    "publish": (ctypes.c_int, "piiiidp"),
+}
+"""Result, and a letter per argument."""
 
 
 @functools.cache
@@ -20,31 +30,10 @@ def _library() -> ctypes.PyDLL | None:
     if not path.exists():
         return None
     library = ctypes.PyDLL(str(path))
-    pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    library.torchrl_dist_refresh.argtypes = (pointer, pointer, integer, pointer, integer, pointer)
-    library.torchrl_dist_refresh.restype = None
-    library.torchrl_dist_draw.argtypes = (
-        pointer, integer, integer, integer, pointer, integer, pointer, pointer,
-    )  # fmt: skip
-    library.torchrl_dist_draw.restype = ctypes.c_int
-    library.torchrl_dist_sample.argtypes = (
-        pointer, pointer, integer, pointer, integer, pointer, integer, integer,
-        pointer, integer, pointer, pointer,
-    )  # fmt: skip
-    library.torchrl_dist_sample.restype = integer
-    number = ctypes.c_double
-    library.torchrl_dist_update.argtypes = (
-        pointer, pointer, pointer, integer, pointer, pointer, pointer, integer,
-        number, number, number, pointer, integer, pointer, pointer,
-    )  # fmt: skip
-    library.torchrl_dist_update.restype = ctypes.c_int
-    state = (pointer, pointer, pointer, pointer, pointer, integer)
-    library.torchrl_dist_reserve.argtypes = (*state, integer, integer, integer, integer)
-    library.torchrl_dist_reserve.restype = ctypes.c_int
-    library.torchrl_dist_publish.argtypes = (
-        *state, integer, integer, integer, integer, number, pointer,
-    )  # fmt: skip
-    library.torchrl_dist_publish.restype = ctypes.c_int
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(library, f"replay_{name}")
+        function.restype = result
+        function.argtypes = [_TYPES[letter] for letter in arguments]
     return library
 
 

@@ -19,7 +19,6 @@ The arrays may lie in shared memory; the caller holds the lock.
 
 from __future__ import annotations
 
-import ctypes
 from mmap import mmap
 
 import numpy as np
@@ -59,6 +58,10 @@ class PriorityTree:
             that is all zeros is an empty tree.
     """
 
+    def __new__(cls, *_: object, **__: object) -> PriorityTree:
+        # chosen once, here: each method below is for NumPy, and written in C in ``_CTree``
+        return super().__new__(cls if find_kernel() is None else _CTree)
+
     def __init__(self, capacity: int, buffer: memoryview | bytearray | mmap | None = None) -> None:
         if capacity < 1:
             raise ValueError(f"capacity must be at least 1, got {capacity}")
@@ -78,51 +81,30 @@ class PriorityTree:
                 wanted.append(raw[offset : offset + 8 * size].view(np.float64))
                 offset += 8 * size
         marks = raw[offset : offset + _mark_bytes(sizes)]
-        self._marks = marks[: sizes[0] // FANOUT]
-        self._padded_leaves = self._sums[0]
-        self.kernel = find_kernel()
-        if self.kernel is not None:
-            # a process that shares the buffer has it at another address: tables are per process
-            self._tables = (
-                _addresses(self._sums),
-                _addresses(self._minima),
-                np.empty(self._marks.size, dtype=np.int64),
-            )
-            sums, minima, scratch = map(address, self._tables)
-            levels, blocks = len(self._sums), self._marks.size
-            self._refresh_arguments = (
-                sums, minima, levels, address(self._marks), blocks, scratch
-            )  # fmt: skip
-            self._draw_arguments = (sums, levels, self._sums[-1].size, capacity)
-            self._summary = np.empty(2)
-            self._summary_address = address(self._summary)
-            self.update_arguments = (address(self._sums[0]), address(self._marks), capacity)
-            """Leaves, marks and capacity, for ``priorities.update``."""
-        self.leaves: np.ndarray = self._padded_leaves[:capacity]
+        self.marks = marks[: sizes[0] // FANOUT]
+        """uint8, one per block of leaves; set before a leaf of the block is stored."""
+        self.leaves: np.ndarray = self._sums[0][:capacity]
         """float64 [capacity]; read freely, write through the methods."""
 
     # --- writing -----------------------------------------------------------------------------
 
     def set(self, slots: np.ndarray, values: np.ndarray | float) -> None:
         """Store leaves at ``slots`` (int64 [n]); of a slot named twice the last value stays."""
-        self._marks[slots >> _SHIFT] = 1
+        self.marks[slots >> _SHIFT] = 1
         self.leaves[slots] = values
 
     def set_range(self, start: int, stop: int, values: np.ndarray | float) -> None:
         """Store the leaves ``start`` to ``stop``; one value or ``stop - start`` of them."""
-        self._marks[start >> _SHIFT : ((stop - 1) >> _SHIFT) + 1] = 1
+        self.marks[start >> _SHIFT : ((stop - 1) >> _SHIFT) + 1] = 1
         self.leaves[start:stop] = values
 
     def mark_all(self) -> None:
         """Have the next refresh recompute every node from the leaves."""
-        self._marks[:] = 1
+        self.marks[:] = 1
 
     def refresh(self) -> None:
         """Recompute what was written since the last call. Cost: the blocks touched."""
-        if self.kernel is not None:
-            self.kernel.torchrl_dist_refresh(*self._refresh_arguments)
-            return
-        marked = blocks = np.flatnonzero(self._marks)
+        marked = blocks = np.flatnonzero(self.marks)
         if not blocks.size:
             return
         for level in range(1, len(self._sums)):
@@ -137,7 +119,7 @@ class PriorityTree:
             first = np.ones(parents.size, dtype=bool)
             np.not_equal(parents[1:], parents[:-1], out=first[1:])
             blocks = parents[first]
-        self._marks[marked] = 0
+        self.marks[marked] = 0
 
     # --- reading (after refresh) -------------------------------------------------------------
 
@@ -166,11 +148,9 @@ class PriorityTree:
         Raises:
             ValueError: if all leaves are 0.
         """
-        if self.kernel is not None:
-            return self._draw_c(self.kernel, uniforms)
         cumulative = np.cumsum(self._sums[-1])
         if not cumulative[-1] > 0:
-            raise ValueError("cannot draw: no leaf is above 0")
+            raise ValueError(_EMPTY)
         mass = uniforms * cumulative[-1]
         node = np.minimum(np.searchsorted(cumulative, mass, side="right"), cumulative.size - 1)
         mass -= cumulative[node] - self._sums[-1][node]
@@ -198,39 +178,63 @@ class PriorityTree:
         Raises:
             ValueError: if all leaves are 0.
         """
-        if self.kernel is None:
-            self.refresh()
-            slots, leaves = self.draw(uniforms)
-            return slots, leaves, self.minimum, self.total
+        self.refresh()
+        slots, leaves = self.draw(uniforms)
+        return slots, leaves, self.minimum, self.total
+
+
+class _CTree(PriorityTree):
+    """The same in C."""
+
+    def __init__(self, capacity: int, buffer: memoryview | bytearray | mmap | None = None) -> None:
+        super().__init__(capacity, buffer)
+        library = find_kernel()
+        assert library is not None
+        self._refresh = library.replay_refresh
+        self._draw = library.replay_draw
+        self._sample = library.replay_sample
+        # a process that shares the buffer has it at another address: tables are per process
+        self._kept = (
+            _addresses(self._sums),
+            _addresses(self._minima),
+            self.marks,
+            np.empty(self.marks.size, dtype=np.int64),
+        )
+        self._record = np.array(
+            [
+                *map(address, self._kept),
+                len(self._sums),
+                self.marks.size,
+                self._sums[-1].size,
+                capacity,
+            ]
+        )
+        self._at = address(self._record)
+        self._summary = np.empty(2)
+        self._summary_at = address(self._summary)
+
+    def refresh(self) -> None:
+        self._refresh(self._at)
+
+    def draw(self, uniforms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         uniforms = np.ascontiguousarray(uniforms, dtype=np.float64)
         count = uniforms.size
         out = np.empty(2 * count)
-        _, _, top, capacity = self._draw_arguments
-        zeros = self.kernel.torchrl_dist_sample(
-            *self._refresh_arguments, top, capacity,
-            address(uniforms), count, address(out), self._summary_address,
-        )  # fmt: skip
-        if zeros < 0:
-            raise ValueError("cannot draw: no leaf is above 0")
+        if self._draw(self._at, address(uniforms), count, address(out)) < 0:
+            raise ValueError(_EMPTY)
+        return out[:count].view(np.int64), out[count:]
+
+    def sample(self, uniforms: np.ndarray) -> tuple[np.ndarray, np.ndarray, float, float]:
+        uniforms = np.ascontiguousarray(uniforms, dtype=np.float64)
+        count = uniforms.size
+        out = np.empty(2 * count)
+        if self._sample(self._at, address(uniforms), count, address(out), self._summary_at) < 0:
+            raise ValueError(_EMPTY)
         minimum, total = self._summary.tolist()
         return out[:count].view(np.int64), out[count:], minimum, total
 
-    def _draw_c(self, kernel: ctypes.PyDLL, uniforms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        uniforms = np.ascontiguousarray(uniforms, dtype=np.float64)
-        slots = np.empty(uniforms.size, dtype=np.int64)
-        leaves = np.empty(uniforms.size, dtype=np.float64)
-        failed = kernel.torchrl_dist_draw(
-            *self._draw_arguments,
-            address(uniforms),
-            uniforms.size,
-            address(slots),
-            address(leaves),
-        )
-        if failed:
-            raise ValueError("cannot draw: no leaf is above 0")
-        return slots, leaves
 
-
+_EMPTY = "cannot draw: no leaf is above 0"
 _UPPER = np.triu(np.ones((FANOUT, FANOUT)))
 _BLAS_ROWS = 256  # more, and BLAS may wake threads for it
 

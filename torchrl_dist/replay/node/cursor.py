@@ -7,23 +7,26 @@ The life of a row::
     (copy)    outside the lock: only the claim's owner writes these slots
     publish   under the lock: leaves become positive, then versions even, the claim ends
 
-The order of the stores inside each step is what :func:`repair` relies on. Reserving and publishing
-are also written in C (``law/_kernel.c``): a change goes into both.
+The order of the stores inside each step, see ``kernel``, is what :func:`repair` relies on.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import FrameType
 from typing import NamedTuple
 
 import numpy as np
 
 from torchrl_dist.errors import DeadlineError
-from torchrl_dist.replay.law.kernel import address
-from torchrl_dist.replay.law.placement import first_free_ticket, largest_reservation, slot_ranges
+from torchrl_dist.replay.law.placement import (
+    first_free_ticket,
+    largest_reservation,
+    overlaps,
+    slot_ranges,
+)
 from torchrl_dist.replay.node.directory import ReplayDirectory
 from torchrl_dist.replay.node.priorities import (
     cover_leaves,
@@ -36,11 +39,8 @@ from torchrl_dist.replay.node.priorities import (
 from torchrl_dist.replay.node.tables import (
     CLAIM_COUNT,
     CLAIM_DISCARDED,
-    CLAIM_FIRST,
-    CLAIM_MEMBER,
     CLAIM_PUBLISHING,
     CLAIM_STATE,
-    CLAIM_WRITING,
     SAVED_FLOAT_WORDS,
     USER_UNRETURNED,
     Word,
@@ -50,9 +50,6 @@ from torchrl_dist.replay.node.times_sampled import exhausted, set_times_sampled
 _RETRY_S = 1e-3
 # whose functions return before the rows are there
 _MODULES = (__name__, "torchrl_dist.replay.node.gate")
-
-Ranges = Sequence[tuple[int, int]]
-"""Slot ranges ``(start, stop)``."""
 
 
 class Reservation(NamedTuple):
@@ -104,7 +101,6 @@ class SharedCursor:
                 reservation = self.try_reserve(count)
             if reservation is not None:
                 return reservation
-            directory.check_wait()
             if time.monotonic() > deadline:
                 raise DeadlineError(
                     f"no {count} free slots in {directory.path} within "
@@ -116,48 +112,31 @@ class SharedCursor:
     def try_reserve(self, count: int) -> Reservation | None:
         """:meth:`reserve` under the lock; None if others are in the way."""
         directory = self._directory
-        words, capacity = directory.words, directory.capacity
-        ticket, row = words[Word.CURSOR], self._free_row()
-        if (
-            row is not None
-            and directory.tree.kernel is not None
-            and directory.times_sampled is None
-        ):
-            reservation = Reservation(
-                row, ticket, count, tuple(slot_ranges(ticket, count, capacity))
-            )
-            self._hold(reservation)
-            in_the_way = directory.tree.kernel.torchrl_dist_reserve(
-                *directory.kernel_arguments, words[Word.CLAIM_ROWS], row, count, directory.member
-            )
-            if not in_the_way:
-                return reservation
-            self._forget(reservation)
-        if self._live_claims(slot_ranges(ticket, count, capacity)):
-            free = first_free_ticket(ticket, count, self._live_claims(), capacity)
-            if free is None:
-                return None
-            ticket = free
+        row, capacity = self._free_row(), directory.capacity
         if row is None:
             return None
-        reservation = Reservation(row, ticket, count, tuple(slot_ranges(ticket, count, capacity)))
-        self._hold(reservation)
-        directory.begin()
-        words[Word.CURSOR] = ticket + count
-        self._claim(reservation)
-        directory.commit()
+        ticket = directory.words[Word.CURSOR]
+        reservation = self._take(row, ticket, count, Word.CURSOR, ticket + count)
+        if reservation is None:
+            if self._live_claims(ticket, count):  # of the others none is left
+                free = first_free_ticket(ticket, count, self._live_claims(), capacity)
+                if free is None:
+                    return None
+                ticket = free
+            reservation = self._take(row, ticket, count, Word.CURSOR, ticket + count)
         return reservation
 
-    def _claim(self, reservation: Reservation) -> None:
-        """Make the slots this process's own. Called under the lock, after ``begin``."""
+    def _take(self, row: int, first: int, count: int, word: Word, value: int) -> Reservation | None:
+        """Make the slots this process's own, with ``word`` set to ``value``, unless some claim is
+        in the way. Called under the lock."""
         directory = self._directory
-        claim = directory.claims[reservation.row]
-        claim[CLAIM_FIRST] = reservation.first_ticket
-        claim[CLAIM_MEMBER] = directory.member
-        claim[CLAIM_STATE] = CLAIM_WRITING
-        claim[CLAIM_COUNT] = reservation.count  # last: the claim holds from here on
-        for start, stop in reservation.ranges:
-            _unpublish(directory, start, stop)
+        ranges = tuple(slot_ranges(first, count, directory.capacity))
+        reservation = Reservation(row, first, count, ranges)
+        self._hold(reservation)
+        if directory.kernel.reserve(row, first, count, directory.member, word, value):
+            return reservation
+        self._forget(reservation)
+        return None
 
     def publish(self, reservation: Reservation, priority: np.ndarray | None = None) -> np.ndarray:
         """Make the written rows visible to every process, all or (for a lost claim) none.
@@ -172,51 +151,23 @@ class SharedCursor:
             reservation, which drops these rows too.
         """
         directory = self._directory
-        words, tree = directory.words, directory.tree
-        published: list[np.ndarray] = []
+        row, first, count, _ = reservation
+        generations = None
         with directory.lock():
-            if tree.kernel is not None and priority is None and directory.times_sampled is None:
-                generations = np.empty(reservation.count, dtype=np.int64)
-                row, first, count, _ = reservation
-                not_ours = tree.kernel.torchrl_dist_publish(
-                    *directory.kernel_arguments, row, first, count, directory.member,
-                    default_leaf(directory), address(generations),
-                )  # fmt: skip
-                if not not_ours:
-                    self._forget(reservation)
-                    return generations
-            if not self._still_ours(reservation):
-                return np.full(reservation.count, -1, dtype=np.int64)
-            claim = directory.claims[reservation.row]
-            leaf: float | np.ndarray
             if priority is None:
                 leaf = default_leaf(directory)
-            else:
-                leaf = leaves_of_new(directory, priority)
-            directory.begin()
-            done = 0  # leaves first: repair knows a priority by them alone
-            for start, stop in reservation.ranges:
-                if isinstance(leaf, np.ndarray):
-                    tree.set_range(start, stop, leaf[done : done + stop - start])
-                else:
-                    tree.set_range(start, stop, leaf)
-                done += stop - start
+                generations = directory.kernel.publish(row, first, count, directory.member, leaf)
+            if generations is None and not self._still_ours(reservation):
+                return np.full(count, -1, dtype=np.int64)
             if priority is not None:
-                track_maximum(directory, reservation.slots(), priority)
-            words[Word.NEXT_WRITE_COUNT] = words[Word.WRITE_COUNT] + reservation.count
-            claim[CLAIM_STATE] = CLAIM_PUBLISHING  # from here on repair publishes them
-            for start, stop in reservation.ranges:
-                versions = directory.versions[start:stop]
-                versions += 1
-                published.append(versions >> 1)
-            words[Word.LENGTH] += reservation.count
-            if directory.times_sampled is not None:
-                words[Word.AVAILABLE] += reservation.count
-            words[Word.WRITE_COUNT] = words[Word.NEXT_WRITE_COUNT]
-            claim[CLAIM_COUNT] = 0
-            directory.commit()
+                leaves, slots = leaves_of_new(directory, priority), reservation.slots()
+                directory.begin()
+                directory.tree.set(slots, leaves)  # first: repair knows a priority by them alone
+                track_maximum(directory, slots, priority)
+                generations = directory.kernel.publish(row, first, count, directory.member, 0.0)
+        assert generations is not None
         self._forget(reservation)
-        return published[0] if len(published) == 1 else np.concatenate(published)
+        return generations
 
     def skip(self, count: int) -> None:
         """Pass over ``count`` tickets as if their rows had been written and overwritten."""
@@ -281,8 +232,6 @@ class SharedCursor:
                     if reservation is not None:
                         taken.append(reservation)
                         break
-                    if not taken:
-                        directory.check_wait()
                     self._await_slots(run[0], run[-1], deadline)
         except BaseException:
             for reservation in taken:
@@ -307,19 +256,11 @@ class SharedCursor:
         time.sleep(_RETRY_S)
 
     def _try_claim_run(self, start: int, count: int) -> Reservation | None:
-        directory = self._directory
-        ranges = ((start, start + count),)
-        row = self._free_row()
-        if row is None or self._live_claims(ranges):
+        row, words = self._free_row(), self._directory.words
+        if row is None or self._live_claims(start, count):
             return None
-        reservation = Reservation(row, start, count, ranges)
-        self._hold(reservation)
-        directory.begin()
-        if start + count > directory.high:  # written in place before the ring came there
-            directory.words[Word.IN_PLACE] = start + count
-        self._claim(reservation)
-        directory.commit()
-        return reservation
+        high = max(words[Word.IN_PLACE], start + count)  # the ring may not have come there
+        return self._take(row, start, count, Word.IN_PLACE, high)
 
     def wait_for_rows(self, deadline: float, least: int = 1) -> bool:
         """Wait until ``least`` rows are published, as long as a live process is writing some.
@@ -346,7 +287,6 @@ class SharedCursor:
                 }
             if not writers:
                 return False
-            directory.check_wait()
             if time.monotonic() > deadline:
                 raise DeadlineError(
                     f"waited {directory.timeout_s:g} s for {least} published rows of "
@@ -458,7 +398,7 @@ class SharedCursor:
             if directory.times_sampled is not None:
                 times = min(times, words[Word.MAX_TIMES_SAMPLED])
                 set_times_sampled(directory, start + used_up, times, published=False)
-                words[Word.AVAILABLE] += int(np.count_nonzero(leaf))
+            words[Word.AVAILABLE] += int(np.count_nonzero(leaf))
             versions += 1
             words[Word.LENGTH] += reservation.count
             claim[CLAIM_COUNT] = 0
@@ -482,8 +422,9 @@ class SharedCursor:
                     found |= (slots >= start) & (slots < stop)
         return found
 
-    def _live_claims(self, ranges: Ranges | None = None) -> list[tuple[int, int]]:
-        """``(first ticket, count)`` of the claims that share a slot with ``ranges``, or of all.
+    def _live_claims(self, first: int = 0, count: int | None = None) -> list[tuple[int, int]]:
+        """``(first ticket, count)`` of the claims that share a slot with those of ``count``
+        tickets from ``first`` on, or of all.
 
         Those of dead members end here, since their slots are unpublished, and free without a
         claim. Called under the lock.
@@ -491,14 +432,13 @@ class SharedCursor:
         directory = self._directory
         claims = directory.claims[: directory.words[Word.CLAIM_ROWS]]
         live = []
-        for row, (count, first, member, _) in enumerate(claims.tolist()):
-            if not count or (
-                ranges is not None
-                and not _share_a_slot(slot_ranges(first, count, directory.capacity), ranges)
+        for row, (rows, ticket, member, _) in enumerate(claims.tolist()):
+            if not rows or (
+                count is not None and not overlaps(first, count, ticket, rows, directory.capacity)
             ):
                 continue
             if directory.is_alive(member):
-                live.append((first, count))
+                live.append((ticket, rows))
             else:
                 claims[row, CLAIM_COUNT] = 0
                 directory.count(Word.TAKEN_OVER_CLAIMS)
@@ -550,10 +490,6 @@ class SharedCursor:
         )
 
 
-def _share_a_slot(ranges: Ranges, others: Ranges) -> bool:
-    return any(low < stop and start < high for start, stop in ranges for low, high in others)
-
-
 def empty(directory: ReplayDirectory, *, reset_write_count: bool = True) -> None:
     """Unpublish every row. Generations go on, so handles from before are stale for ever."""
     with directory.lock():
@@ -587,28 +523,13 @@ def empty_locked(directory: ReplayDirectory) -> None:
     """The body of :func:`empty`, for a caller that holds the lock and has begun a change."""
     words, claims = directory.words, directory.claims
     claims[claims[:, CLAIM_COUNT] > 0, CLAIM_STATE] = CLAIM_DISCARDED
-    _unpublish(directory, 0, directory.capacity)
+    directory.kernel.unpublish(0, directory.capacity)
     lap = -words[Word.CURSOR] % directory.capacity
     words[Word.CURSOR] += lap  # the next row goes to slot 0
     words[Word.BASE] = words[Word.CURSOR]
     words[Word.IN_PLACE] = 0
     directory.set_float(Word.MAX_PRIORITY, float("nan"))
     words[Word.MAX_SLOT] = -1
-
-
-def _unpublish(directory: ReplayDirectory, start: int, stop: int) -> None:
-    """Take the slots ``start`` to ``stop`` out of the buffer. Called under the lock."""
-    versions = directory.versions[start:stop]
-    # published: even and not 0
-    published = int(np.count_nonzero(versions) - np.count_nonzero(versions & 1))
-    directory.words[Word.LENGTH] -= published
-    if directory.times_sampled is not None:
-        available = int(np.count_nonzero(directory.tree.leaves[start:stop]))
-        directory.words[Word.AVAILABLE] -= available
-    versions |= 1
-    directory.tree.set_range(start, stop, 0.0)
-    if start <= directory.words[Word.MAX_SLOT] < stop:
-        directory.words[Word.MAX_SLOT] = -1
 
 
 def repair(directory: ReplayDirectory) -> None:

@@ -55,6 +55,7 @@ from torchrl_dist.replay.law.limiter import Admission
 from torchrl_dist.replay.law.tree import PriorityTree, tree_bytes
 from torchrl_dist.replay.node import files
 from torchrl_dist.replay.node.files import damaged
+from torchrl_dist.replay.node.kernel import Tables, kernel_of
 from torchrl_dist.replay.node.lock import (
     MEMBER_BYTES,
     FairLock,
@@ -121,6 +122,7 @@ class ReplayDirectory:
         versions: int64 [capacity].
         claims: int64 [MAX_CLAIMS, 4].
         tree: the priority tree.
+        kernel: changes the tables, see ``kernel``.
         member: id of this process, ``serial * MAX_MEMBERS + index``; unique in the directory.
         sharers: storages of this process that share the view.
         pid: of the process whose member this is: after a fork, of the parent until it is used.
@@ -325,24 +327,6 @@ class ReplayDirectory:
             if held.thread == thread and not is_on_stack(held.frame, top)
         ]
 
-    def check_wait(self) -> None:
-        """To be called before waiting for slots or rows that others are writing, by who has no
-        write of his own under way.
-
-        Raises:
-            DirectoryError: this thread has, so this is a signal handler that interrupted it.
-        """
-        thread, top = threading.get_ident(), sys._getframe()
-        if any(
-            held.thread == thread and is_on_stack(held.frame, top)
-            for held in list(self._held.values())
-        ):
-            raise DirectoryError(
-                f"a signal handler that interrupted a write to {self.path} would wait for rows "
-                "that are being written, perhaps by the very thread. Have the handler set a flag, "
-                "and act on it between two uses"
-            )
-
     def _threads_that_write(self) -> set[int]:
         """Of this process. What was interrupted for good is none."""
         tops = sys._current_frames()
@@ -480,13 +464,8 @@ class ReplayDirectory:
             self.capacity, map_file(self.path / "tree.bin", tree_bytes(self.capacity))
         )
         self.words_address = address(np.frombuffer(control, dtype=np.int64))
-        self.versions_address = address(self.versions)
-        if self.tree.kernel is not None:
-            leaves, marks, capacity = self.tree.update_arguments
-            self.kernel_arguments = (
-                self.words_address, address(self.claims), self.versions_address,
-                leaves, marks, capacity,
-            )  # fmt: skip
+        tables = Tables(self.words, self.floats, self.claims, self.versions, self.tree)
+        self.kernel = kernel_of(tables)
         if self.words[Word.LIMITED] == 1:
             self.map_limiter_tables()
 
@@ -606,7 +585,8 @@ class ReplayDirectory:
         none begins meanwhile.
 
         Raises:
-            DeadlineError: some write of another thread did not end within ``timeout_s``.
+            DeadlineError: some write of another thread did not end within ``timeout_s``, or the
+                lock could not be had.
             DirectoryError: this thread is inside a write itself.
         """
         if self.fair_lock.closed or self.pid != os.getpid():
@@ -625,19 +605,12 @@ class ReplayDirectory:
         deadline = time.monotonic() + self.timeout_s
         while True:
             self.fair_lock.check_entry()
-            try:
-                with self.lock():
-                    writing = self._threads_that_write()
-                    if not writing:
-                        doomed = self._give_up_membership(clean)
-                        self.fair_lock.close()
-                        return doomed
-            except OSError:  # among them DeadlineError: somebody who has the lock is stopped
+            with self.lock():
                 writing = self._threads_that_write()
                 if not writing:
-                    if not self.fair_lock.close_from_outside():
-                        raise
-                    return None
+                    doomed = self._give_up_membership(clean)
+                    self.fair_lock.close()
+                    return doomed
             if threading.get_ident() in writing:
                 raise DirectoryError(
                     f"replay directory {self.path} cannot be closed by a signal handler that "

@@ -42,11 +42,6 @@ class Bell:
         self._words, self._waited, self._rung = words, waited, rung
         self._address = address + 8 * rung  # the low half: little endian
 
-    @property
-    def rung(self) -> int:
-        """Another number after each ring that somebody waited for."""
-        return self._words[self._rung]
-
     def arm(self) -> int:
         """Announce that the caller is going to wait; returns what :meth:`wait` needs."""
         self._words[self._waited] = 1

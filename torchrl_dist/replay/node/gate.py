@@ -32,9 +32,6 @@ from torchrl_dist.replay.node.priorities import default_leaf
 from torchrl_dist.replay.node.tables import (
     MAX_MEMBERS,
     USER_MEMBER,
-    USER_RUNG,
-    USER_STUCK,
-    USER_THREADS,
     USER_UNRETURNED,
     Word,
 )
@@ -58,15 +55,6 @@ class Missing(NamedTuple):
     for_what: str
 
 
-class _Thread(threading.local):
-    """What this thread has done with the buffer, as which member (-1: nothing yet)."""
-
-    member = -1
-    sampled = False
-    takes_turns = False
-    """It has written after it had sampled."""
-
-
 class Gate:
     """The limiter of one directory in this process; ``directory.gate``.
 
@@ -80,7 +68,6 @@ class Gate:
         self._bell = Bell(
             directory.words, Word.BELL_WAITED, Word.BELL_RUNG, directory.words_address
         )
-        self._thread = _Thread()
 
     # --- counters ----------------------------------------------------------------------------
 
@@ -143,15 +130,11 @@ class Gate:
             reservation = cursor.try_reserve(count) if missing is None else None
             return reservation or missing or Missing("others to finish: they write the whole ring")
 
-        thread = self._this_thread()
-        thread.takes_turns |= thread.sampled
-        return self._admit(attempt, thread, storage)
+        return self._admit(attempt, storage)
 
     def wait_to_write(self, cursor: SharedCursor, storage: Storage) -> None:
         """As :meth:`reserve`, without slots yet: others may be admitted before they are taken."""
-        thread = self._this_thread()
-        thread.takes_turns |= thread.sampled
-        self._admit(lambda: self._missing_samples(cursor) or True, thread, storage)
+        self._admit(lambda: self._missing_samples(cursor) or True, storage)
 
     def _missing_samples(self, cursor: SharedCursor) -> Missing | None:
         missing = self.limiter.missing_samples(self.counts(cursor.rows_under_way()))
@@ -186,10 +169,9 @@ class Gate:
             self._count_unreturned(self._own_row(), count)
             return True
 
-        thread = self._this_thread()
         deadline = time.monotonic() + getattr(storage, "timeout_s", self._directory.timeout_s)
         while True:
-            self._admit(attempt, thread, storage)
+            self._admit(attempt, storage)
             try:
                 drawn = draw()
             except BaseException as error:
@@ -197,7 +179,6 @@ class Gate:
                 if not isinstance(error, TooFewDrawsError) or time.monotonic() > deadline:
                     raise
             else:
-                thread.sampled = True
                 self._note_end(count, returned=True)
                 return drawn
 
@@ -236,12 +217,7 @@ class Gate:
 
     # --- waiting -----------------------------------------------------------------------------
 
-    def _admit(
-        self,
-        attempt: Callable[[], _T | Missing],
-        thread: _Thread,
-        storage: Storage,
-    ) -> _T:
+    def _admit(self, attempt: Callable[[], _T | Missing], storage: Storage) -> _T:
         """What ``attempt``, called under the lock, returns instead of ``Missing``."""
         directory = self._directory
         with directory.lock():
@@ -251,40 +227,22 @@ class Gate:
         directory.count(Word.LIMITER_WAITS)
         timeout_s = getattr(storage, "timeout_s", directory.timeout_s)
         deadline = time.monotonic() + timeout_s
-        stuck_at = None
         with _torchrl.locks_given_back(storage):
             while True:
                 with directory.lock():
                     self._forget_unreturned()
                     result = attempt()
                     armed = self._bell.arm()
-                    if stuck_at is not None:
-                        self._note_stuck(-1, stuck_at)
-                    if not isinstance(result, Missing):
-                        return result
-                    stuck_at = armed
-                    self._note_stuck(1, stuck_at)
-                    nobody = thread.takes_turns and self._everybody_is_stuck()
+                if not isinstance(result, Missing):
+                    return result
                 left = deadline - time.monotonic()
-                if nobody or left <= 0 or process_ends.is_set() or gives_up():
-                    with directory.lock():
-                        self._note_stuck(-1, stuck_at)
-                    raise self._error(result, nobody, timeout_s if left <= 0 else None)
+                if left <= 0 or process_ends.is_set() or gives_up():
+                    raise self._error(result, timeout_s if left <= 0 else None)
                 self._bell.wait(armed, min(left, _LOOK_AGAIN_S))
 
-    def _error(self, missing: Missing, nobody: bool, waited_s: float | None) -> RateLimitError:
+    def _error(self, missing: Missing, waited_s: float | None) -> RateLimitError:
         directory = self._directory
         counts = self.counts()
-        state = (
-            f"{counts.inserts} rows were written and {counts.samples} sampled so far, "
-            f"{counts.size} may be sampled; {self.limiter}"
-        )
-        if nobody:
-            return RateLimitError(
-                f"waiting for {missing.for_what} in {directory.path} would last for ever: this "
-                "thread both writes and samples, and all others that use the buffer wait, too. "
-                f"Write and sample in the limiter's proportion, or ask can_sample() first ({state})"
-            )
         if waited_s is None:
             what = "this process ends" if process_ends.is_set() else "it was told to stop"
             return RateLimitError(f"{what}; it waited for {missing.for_what}")
@@ -295,21 +253,11 @@ class Gate:
         ]
         return RateLimitError(
             f"waited {waited_s:g} s for {missing.for_what} in {directory.path}: "
-            f"{state}. Other processes that share it: {others or 'none is left'}. Are they stuck "
-            "or gone? If this thread does both itself, have it ask can_sample() first"
+            f"{counts.inserts} rows were written and {counts.samples} sampled so far, "
+            f"{counts.size} may be sampled; {self.limiter}. Other processes that share it: "
+            f"{others or 'none is left'}. Are they stuck or gone? A thread that both writes and "
+            "samples must do so in the limiter's proportion, or ask can_sample() first"
         )
-
-    # --- who takes turns ---------------------------------------------------------------------
-
-    def _this_thread(self) -> _Thread:
-        """Registered as one that uses the buffer."""
-        thread = self._thread
-        if thread.member != self._directory.member:  # new, or that of a forked child
-            with self._directory.lock():
-                self._own_row()[USER_THREADS] += 1
-                thread.member = self._directory.member
-            thread.sampled = thread.takes_turns = False
-        return thread
 
     def _own_row(self) -> np.ndarray:
         """Of the user table. Called under the lock."""
@@ -320,25 +268,6 @@ class Gate:
             row[:] = 0
             row[USER_MEMBER] = directory.member
         return row
-
-    def _note_stuck(self, change: int, rung: int) -> None:
-        """Count this thread in or out, as stuck at that ring of the bell. Called under the lock."""
-        row = self._own_row()
-        if row[USER_RUNG] != rung:
-            if change < 0:
-                return  # another thread of this process has looked again since the bell rang
-            row[USER_STUCK], row[USER_RUNG] = 0, rung
-        row[USER_STUCK] += change
-
-    def _everybody_is_stuck(self) -> bool:
-        """Whether each live process uses the buffer, with threads only that found since the last
-        ring that they must wait. Called under the lock."""
-        directory = self._directory
-        for member in directory.live_members():
-            owner, threads, stuck, rung = directory.users[member % MAX_MEMBERS, :4].tolist()
-            if owner != member or not threads or stuck < threads or rung != self._bell.rung:
-                return False
-        return True
 
 
 def set_limiter(directory: ReplayDirectory, limiter: RateLimiter | None) -> None:

@@ -294,17 +294,6 @@ class FairLock:
         fd, self._fd = self._fd, -1
         close_lock_file(fd)
 
-    def close_from_outside(self) -> bool:
-        """:meth:`close` by a thread that could not enter; False, and nothing is done, if another
-        one of this process is inside or waits."""
-        if not self._threads.acquire(blocking=False):
-            return False
-        try:
-            self.close()
-        finally:
-            self._threads.release()
-        return True
-
     def _queue(self, deadline: float | None) -> None:
         """Wait for the turnstile, and behind it for the mutex."""
         # An interrupt may have left the mutex with this thread. Whoever waits for it has the

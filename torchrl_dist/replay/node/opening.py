@@ -8,6 +8,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -105,41 +106,66 @@ def open_directory(
     except OSError as error:
         raise _unusable(os.fsdecode(path), error) from error
     refuse_network_file_system(folder)
-    not_ours, made = None, False
+    asked = _Asked(folder, capacity, job, resume, timeout_s, repair, identity)
+    refused = False
     with once(LOCKS.opening):
         for _ in range(100):
-            try:
-                if identity is None:
-                    made = own_files.make_folder(folder) or made
-                else:
-                    own_files.check_folder(folder)
-                view = _joined_view(folder, capacity, job, identity)
-                if view is None:
-                    files.check_ours(folder)
-                    view = _join(folder, capacity, job, resume, timeout_s, repair, identity)
-            except FileNotFoundError as error:
-                if identity is not None:
-                    raise _gone(folder) from error
-                continue  # its last member has removed it since
-            except DirectoryError as error:
-                if not_ours is not None:
-                    if made:
-                        with contextlib.suppress(OSError):
-                            folder.rmdir()
-                    raise
-                not_ours = error  # or it comes or goes at this moment: look again
-                time.sleep(0.01)
-                continue
-            except (TimeoutError, ConnectionError):
-                raise
-            except OSError as error:
-                raise _unusable(folder, error) from error
-            if view is not None:
-                view.sharers += 1
+            found = _attempt(asked)
+            if isinstance(found, ReplayDirectory):
+                found.sharers += 1
                 if keep:
-                    view.words[Word.KEEP] = 1
-                return view
+                    found.words[Word.KEEP] = 1
+                return found
+            if found is None:
+                continue
+            if refused:
+                if asked.made:
+                    with contextlib.suppress(OSError):
+                        folder.rmdir()
+                raise found
+            refused = True  # or it comes or goes at this moment: look again
+            time.sleep(0.01)
         raise DirectoryError(f"{folder} is removed again and again while it is being opened")
+
+
+@dataclass
+class _Asked:
+    """What :func:`open_directory` was asked for; ``made``: it has made the folder."""
+
+    folder: Path
+    capacity: int
+    job: str
+    resume: bool
+    timeout_s: float
+    repair: Callable[[ReplayDirectory], None]
+    identity: int | None
+    made: bool = False
+
+
+def _attempt(asked: _Asked) -> ReplayDirectory | DirectoryError | None:
+    """The directory, or why it is refused at this moment; None: its last member has removed it
+    meanwhile."""
+    folder = asked.folder
+    try:
+        if asked.identity is None:
+            asked.made |= own_files.make_folder(folder)
+        else:
+            own_files.check_folder(folder)
+        view = _joined_view(asked)
+        if view is None:
+            files.check_ours(folder)
+            view = _join(asked)
+        return view
+    except FileNotFoundError as error:
+        if asked.identity is not None:
+            raise _gone(folder) from error
+        return None
+    except DirectoryError as error:
+        return error
+    except (TimeoutError, ConnectionError):
+        raise
+    except OSError as error:
+        raise _unusable(folder, error) from error
 
 
 def _unusable(folder: str | Path, error: OSError) -> DirectoryError:
@@ -208,10 +234,8 @@ def _check_identity(view: ReplayDirectory, identity: int | None) -> None:
         raise _gone(view.path)
 
 
-def _joined_view(
-    folder: Path, capacity: int, job: str, identity: int | None
-) -> ReplayDirectory | None:
-    status = folder.stat()
+def _joined_view(asked: _Asked) -> ReplayDirectory | None:
+    status = asked.folder.stat()
     view = OPEN.get((status.st_dev, status.st_ino))
     if view is None or view.fair_lock.closed:
         return None
@@ -221,11 +245,11 @@ def _joined_view(
             view.join_after_fork()
         except DirectoryError:  # another directory by now
             return None
-    _check_identity(view, identity)
-    _check_capacity(view, capacity)
-    if view.job_id != job:
+    _check_identity(view, asked.identity)
+    _check_capacity(view, asked.capacity)
+    if view.job_id != asked.job:
         raise DirectoryError(
-            f"{folder} is open in this process for job {view.job_id!r}, not {job!r}"
+            f"{asked.folder} is open in this process for job {view.job_id!r}, not {asked.job!r}"
         )
     return view
 
@@ -238,17 +262,10 @@ def _check_capacity(view: ReplayDirectory, capacity: int) -> None:
         )
 
 
-def _join(
-    folder: Path,
-    capacity: int,
-    job: str,
-    resume: bool,
-    timeout_s: float,
-    repair: Callable[[ReplayDirectory], None],
-    identity: int | None,
-) -> ReplayDirectory | None:
-    view = ReplayDirectory(folder, capacity, job, timeout_s, repair)
-    view.open_lock(os.O_CREAT if identity is None else 0)
+def _join(asked: _Asked) -> ReplayDirectory | None:
+    folder = asked.folder
+    view = ReplayDirectory(folder, asked.capacity, asked.job, asked.timeout_s, asked.repair)
+    view.open_lock(os.O_CREAT if asked.identity is None else 0)
     joined = False
     try:
         with view.fair_lock:
@@ -259,10 +276,10 @@ def _join(
             try:
                 header = read_header(folder)
             except FileNotFoundError:
-                if identity is not None:
+                if asked.identity is not None:
                     raise
-                header = _create_files(folder, capacity, job)
-            _adopt(view, header, resume, identity)
+                header = _create_files(folder, asked.capacity, asked.job)
+            _adopt(view, header, asked)
             view.take_member_byte()
             joined = True
     finally:
@@ -274,17 +291,16 @@ def _join(
     return view
 
 
-def _adopt(view: ReplayDirectory, header: Header, resume: bool, identity: int | None) -> None:
+def _adopt(view: ReplayDirectory, header: Header, asked: _Asked) -> None:
     """Called under the lock: check that the directory is sound and ours to use, then repair it.
 
     Whatever is refused is as it was.
     """
-    asked = view.capacity
     view.capacity = header.capacity
-    if identity is None:
-        _check_capacity(view, asked)
+    if asked.identity is None:
+        _check_capacity(view, asked.capacity)
     view.map_state()
-    _check_identity(view, identity)
+    _check_identity(view, asked.identity)
     alive = view.live_members()
     other_job = header.job_id != view.job_id
     if other_job and alive:
@@ -294,7 +310,7 @@ def _adopt(view: ReplayDirectory, header: Header, resume: bool, identity: int | 
             f"{view.job_id!r}; choose another scratch_dir, or pass the same job_id to processes "
             "that belong together"
         )
-    if other_job and not resume and view.words[Word.WRITE_COUNT]:
+    if other_job and not asked.resume and view.words[Word.WRITE_COUNT]:
         raise DirectoryError(
             f"{view.path} was left by job {header.job_id!r} with {view.length} rows; pass "
             "resume=True to go on with them, or remove it or choose another scratch_dir"

@@ -2,34 +2,37 @@
 of the tree, and the largest priority that new rows start with.
 
 ``leaf = (priority + eps) ** alpha`` (Schaul et al. 2016, "Prioritized Experience Replay", section
-3.3), with the ``alpha`` and ``eps`` of the directory. :func:`update` is also written in C
-(``law/_kernel.c``): a change goes into both.
+3.3), with the ``alpha`` and ``eps`` of the directory.
 """
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 
 from torchrl_dist.errors import ConfigurationError
-from torchrl_dist.replay.law.kernel import address
 from torchrl_dist.replay.node.directory import ReplayDirectory
+from torchrl_dist.replay.node.kernel import (
+    LARGEST_LEAF,
+    SMALLEST_LEAF,
+    WRONG_PRIORITY,
+    WRONG_SLOT,
+)
 from torchrl_dist.replay.node.tables import Word
 from torchrl_dist.replay.node.times_sampled import hide_exhausted
-
-_LARGEST_LEAF = 1e200  # sums of these stay finite
-_SMALLEST_LEAF = sys.float_info.min  # a row with a leaf of 0 is never drawn
 
 
 def check_priorities(raw: np.ndarray) -> None:
     """Raises ``ConfigurationError`` unless all are finite and >= 0."""
-    if not ((raw >= 0).all() and (raw <= _LARGEST_LEAF).all()):  # NaN fails too
-        wrong = raw[~((raw >= 0) & (raw <= _LARGEST_LEAF))]
-        raise ConfigurationError(
-            f"priorities must be finite and >= 0, got {wrong[:4].tolist()} among {raw.size}; "
-            "none was applied"
-        )
+    if not ((raw >= 0).all() and (raw <= LARGEST_LEAF).all()):  # NaN fails too
+        raise _not_finite(raw)
+
+
+def _not_finite(raw: np.ndarray) -> ConfigurationError:
+    wrong = raw[~((raw >= 0) & (raw <= LARGEST_LEAF))]
+    return ConfigurationError(
+        f"priorities must be finite and >= 0, got {wrong[:4].tolist()} among {raw.size}; none was "
+        "applied"
+    )
 
 
 def check_generations(count: int, slots: int) -> None:
@@ -47,9 +50,9 @@ def leaves_of(directory: ReplayDirectory, raw: np.ndarray) -> np.ndarray:
     alpha = directory.get_float(Word.ALPHA)
     with np.errstate(over="ignore"):
         leaves = (raw + directory.get_float(Word.EPS)) ** alpha
-    if leaves.size and not leaves.max() <= _LARGEST_LEAF:
+    if leaves.size and not leaves.max() <= LARGEST_LEAF:
         raise _too_large(raw.max(), alpha)
-    return np.maximum(leaves, _SMALLEST_LEAF)
+    return np.maximum(leaves, SMALLEST_LEAF)
 
 
 def check_new(directory: ReplayDirectory, raw: np.ndarray, rows: int) -> None:
@@ -66,12 +69,12 @@ def leaves_of_new(directory: ReplayDirectory, raw: np.ndarray) -> np.ndarray:
     have been published."""
     with np.errstate(over="ignore"):
         leaves = (raw + directory.get_float(Word.EPS)) ** directory.get_float(Word.ALPHA)
-    return np.clip(leaves, _SMALLEST_LEAF, _LARGEST_LEAF)
+    return np.clip(leaves, SMALLEST_LEAF, LARGEST_LEAF)
 
 
 def check_rescaling(leaves: np.ndarray, power: float) -> None:
     """Raises ``ConfigurationError`` if :func:`rescaled` would give too large leaves."""
-    if leaves.size and float(leaves.max()) > _LARGEST_LEAF ** (1 / max(power, 1.0)):
+    if leaves.size and float(leaves.max()) > LARGEST_LEAF ** (1 / max(power, 1.0)):
         raise ConfigurationError(
             f"alpha {power:g} times as large makes the largest tree value, {leaves.max():g}, too "
             "large; scale priorities down, or keep alpha"
@@ -80,7 +83,7 @@ def check_rescaling(leaves: np.ndarray, power: float) -> None:
 
 def rescaled(leaves: np.ndarray, power: float) -> np.ndarray:
     """Leaves as they are with an alpha that is ``power`` times as large; those of 0 stay."""
-    return np.where(leaves > 0, np.maximum(leaves**power, _SMALLEST_LEAF), 0.0)
+    return np.where(leaves > 0, np.maximum(leaves**power, SMALLEST_LEAF), 0.0)
 
 
 def under_alpha_now(directory: ReplayDirectory, leaves: np.ndarray, alpha: float) -> np.ndarray:
@@ -90,7 +93,7 @@ def under_alpha_now(directory: ReplayDirectory, leaves: np.ndarray, alpha: float
     if now == alpha:
         return leaves
     with np.errstate(over="ignore"):
-        return np.minimum(rescaled(leaves, _power(alpha, now)), _LARGEST_LEAF)
+        return np.minimum(rescaled(leaves, _power(alpha, now)), LARGEST_LEAF)
 
 
 def set_alpha(directory: ReplayDirectory, alpha: float) -> None:
@@ -164,8 +167,8 @@ def default_leaf(directory: ReplayDirectory) -> float:
     try:
         leaf = (raw + directory.get_float(Word.EPS)) ** directory.get_float(Word.ALPHA)
     except OverflowError:  # the priority was given under a smaller alpha
-        leaf = _LARGEST_LEAF
-    return min(max(leaf, _SMALLEST_LEAF), _LARGEST_LEAF)
+        leaf = LARGEST_LEAF
+    return min(max(leaf, SMALLEST_LEAF), LARGEST_LEAF)
 
 
 def update(
@@ -193,79 +196,30 @@ def update(
         )
     if generation is not None:
         check_generations(generation.size, slots.size)
-    store = _store if directory.tree.kernel is None else _store_c
     with directory.lock():
-        stale, best, moved = store(directory, slots, raw, generation)
+        wrong, stale, best, moved = directory.kernel.update(slots, raw, generation)
+        if wrong:
+            raise _refusal(directory, wrong, slots, raw, best)
         if generation is None:
             directory.count(Word.UNVERIFIED_UPDATES, int(np.count_nonzero(slots >= 0)))
         elif stale:
             directory.count(Word.STALE_UPDATES, stale)
-        if best is not None:
-            _track(directory, int(slots[best]), float(raw[best]), moved)
+        if best >= 0:
+            _track(directory, int(slots[best]), float(raw[best]), bool(moved))
             if directory.times_sampled is not None:
                 hide_exhausted(directory, slots)
             directory.commit()
 
 
-Stored = tuple[int, int | None, bool]
-"""Rows skipped as stale, position of the largest priority that was stored, and whether the slot
-with the largest priority of all got another one."""
-
-
-def _store(
-    directory: ReplayDirectory, slots: np.ndarray, raw: np.ndarray, generation: np.ndarray | None
-) -> Stored:
-    """Check, then begin a change and store leaves, under the lock; the caller commits."""
-    check_priorities(raw)
-    if slots.size and slots.max() >= directory.capacity:
-        raise IndexError(f"slot {slots.max()} is beyond the capacity {directory.capacity}")
-    valid = slots >= 0
-    versions = directory.versions[np.where(valid, slots, 0)]
-    fresh = (versions & 1 == 0) & (versions > 0) & valid
-    if generation is not None:
-        fresh &= versions >> 1 == generation
-    stored = np.flatnonzero(fresh)
-    stale = int(np.count_nonzero(valid)) - stored.size
-    if not stored.size:
-        return stale, None, False
-    leaves = leaves_of(directory, raw[stored])
-    directory.begin()
-    directory.tree.set(slots[stored], leaves)
-    moved = bool((slots[stored] == directory.words[Word.MAX_SLOT]).any())
-    return stale, int(stored[raw[stored].argmax()]), moved
-
-
-def _store_c(
-    directory: ReplayDirectory, slots: np.ndarray, raw: np.ndarray, generation: np.ndarray | None
-) -> Stored:
-    """:func:`_store` in one call."""
-    tree, count = directory.tree, slots.size
-    assert tree.kernel is not None
-    scratch = np.empty(count + 3)
-    result = scratch[count:].view(np.int64)
-    at = address(scratch)
-    wrong = tree.kernel.torchrl_dist_update(
-        address(slots),
-        address(raw),
-        None if generation is None else address(generation),
-        count,
-        directory.versions_address,
-        *tree.update_arguments,
-        directory.get_float(Word.ALPHA),
-        directory.get_float(Word.EPS),
-        _LARGEST_LEAF,
-        directory.words_address,
-        directory.words[Word.MAX_SLOT],
-        at,
-        at + 8 * count,
-    )
-    stale, best, moved = result.tolist()
-    if not wrong:
-        return stale, None if best < 0 else best, bool(moved)
-    check_priorities(raw)
-    if wrong == 2:
-        raise IndexError(f"slot {slots[best]} is beyond the capacity {directory.capacity}")
-    raise _too_large(raw[best], directory.get_float(Word.ALPHA))
+def _refusal(
+    directory: ReplayDirectory, wrong: int, slots: np.ndarray, raw: np.ndarray, at: int
+) -> Exception:
+    """What an update raises whose item ``at`` is wrong."""
+    if wrong == WRONG_PRIORITY:
+        return _not_finite(raw)
+    if wrong == WRONG_SLOT:
+        return IndexError(f"slot {slots[at]} is beyond the capacity {directory.capacity}")
+    return _too_large(raw[at], directory.get_float(Word.ALPHA))
 
 
 def track_maximum(directory: ReplayDirectory, slots: np.ndarray, raw: np.ndarray) -> None:

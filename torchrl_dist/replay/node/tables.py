@@ -18,10 +18,9 @@ CONTROL_WORDS = 64
 # columns of the claim table, int64 [MAX_CLAIMS, 4]
 CLAIM_COUNT, CLAIM_FIRST, CLAIM_MEMBER, CLAIM_STATE = range(4)
 CLAIM_WRITING, CLAIM_PUBLISHING, CLAIM_DISCARDED = 1, 2, 3
-# columns of the user table, int64 [MAX_MEMBERS, 5], see ``gate``: whose row it is, threads that
-# write or sample, how many of them found at this ring of the bell that they must wait, and rows of
-# samples that are admitted, and counted, but not returned yet
-USER_MEMBER, USER_THREADS, USER_STUCK, USER_RUNG, USER_UNRETURNED = range(5)
+# columns of the user table, int64 [MAX_MEMBERS, 5], see ``gate``: whose row it is, and rows of
+# samples that are admitted, and counted, but not returned yet; those between are not used
+USER_MEMBER, USER_UNRETURNED = 0, 4
 USER_COLUMNS = 5
 # columns of the member table, int64 [MAX_MEMBERS, 2]
 MEMBER_PID, MEMBER_SERIAL = range(2)
@@ -76,7 +75,7 @@ class Word(enum.IntEnum):
     MAX_TIMES_SAMPLED = 44
     SAMPLED = 45  # rows returned by samples
     INSERT_BASE = 46  # the write count at which inserts are counted from 0
-    AVAILABLE = 47  # with MAX_TIMES_SAMPLED: published rows that may be sampled
+    AVAILABLE = 47  # published rows that may be sampled, all but with MAX_TIMES_SAMPLED
     BELL_WAITED = 48
     BELL_RUNG = 49
     LIMITER_WAITS = 50  # a counter

@@ -18,7 +18,7 @@ So a process may be killed anywhere in here.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -28,9 +28,8 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.node.directory import ReplayDirectory
-from torchrl_dist.replay.node.tables import ORDERED_LOADS
 from torchrl_dist.replay.parts.sampler import EMPTY, Drawn, SharedSampler
-from torchrl_dist.replay.parts.storage import REDRAWS, NoRowsError, SharedMemmapStorage
+from torchrl_dist.replay.parts.storage import NoRowsError, SharedMemmapStorage
 from torchrl_dist.replay.row import rows
 
 # the first words of pass.bin: the pass, counted from 1; entries of its order that were passed, and
@@ -38,7 +37,7 @@ from torchrl_dist.replay.row import rows
 _NUMBER, _PASSED, _COUNT = range(3)
 _HEAD_WORDS = 8
 _LOOK_AHEAD = 256
-_OVER = "the pass that this buffer is being iterated over has no row left: sample after the loop"
+OVER = "the pass that this buffer is being iterated over has no row left: sample after the loop"
 
 
 class Passes:
@@ -60,11 +59,12 @@ class Passes:
         """Rows that are still to be drawn, at most: some may have been overwritten."""
         return int(self._head[_COUNT] - self._head[_PASSED])
 
-    def begin(self, order: Any) -> None:
+    def begin(self, order: Any, number: int | None = None) -> None:
         """Begin a pass over the rows that are published now.
 
         Args:
             order: ``order(n)`` gives the order of ``n`` rows, int64 [n]; None: by their slots.
+            number: of the pass; default: the next one.
         """
         versions = self._directory.versions
         slots = np.flatnonzero((versions & 1 == 0) & (versions > 0))
@@ -74,7 +74,7 @@ class Passes:
         self._head[_PASSED] = 0
         self._slots[: slots.size] = slots
         self._versions[: slots.size] = versions[slots]
-        self._head[_NUMBER] += 1
+        self._head[_NUMBER] = self.number + 1 if number is None else number
         self._head[_COUNT] = slots.size
 
     def take(self, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -102,6 +102,29 @@ class Passes:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         slots, versions = map(np.concatenate, zip(*parts, strict=True))
         return slots, versions
+
+
+def take_of_pass(
+    storage: SharedMemmapStorage, passes: Passes, number: int, count: int, order: Any
+) -> tuple[np.ndarray, np.ndarray, list[np.ndarray], int, int]:
+    """Rows of the pass of that number, for a host: ``count``, or fewer where no more are left. It
+    begins here with the first rows that are taken.
+
+    Returns:
+        Slots, generations and copied rows; the pass that is under way, and what is left of it.
+    """
+    directory = storage.directory
+
+    def take(more: int, locked: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        with nullcontext() if locked else directory.lock():
+            if passes.number < number and more:
+                passes.begin(order, number)
+            slots, versions = passes.take(more if passes.number == number else 0)
+        return slots, versions, np.ones(slots.size)
+
+    slots, generation, _, columns = storage.read_rows(take, count)
+    with directory.lock():
+        return slots, generation, columns, passes.number, passes.left
 
 
 class PassOverError(RuntimeError):
@@ -201,15 +224,15 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
         limiter; ``mass`` is the number of rows."""
         directory = self.attach(storage)
         assert isinstance(storage, SharedMemmapStorage)
-        slots, versions, columns = storage.once_rows_are_published(
+        slots, generation, leaf, columns = storage.once_rows_are_published(
             lambda: self._draw_rows(storage, count)
         )
         spec = directory.rows
         assert spec is not None  # of the rows just read
         return Drawn(
             torch.from_numpy(slots),
-            torch.from_numpy(versions >> 1),
-            np.ones(slots.size),
+            torch.from_numpy(generation),
+            leaf,
             rows.tensors(columns, spec),
             1.0,
             float(directory.length),
@@ -217,45 +240,33 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
 
     def _draw_rows(
         self, storage: SharedMemmapStorage, count: int
-    ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-        """Slots, versions and copied rows of one pass, at least one."""
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
+        """Slots, generations, masses and copied rows of one pass, at least one."""
         directory, passes = storage.directory, self._passes
         assert passes is not None
         if count < 1:  # of no pass
             if not directory.length:
                 raise NoRowsError(EMPTY)
             nothing = np.empty(count, np.int64)  # refuses a count below 0
-            return nothing, nothing, storage.copy_arrays(nothing)
+            return storage.read_rows(lambda *_: (nothing, nothing, np.empty(0)), 0)
         self._batch_size = count
-        parts: list[tuple[np.ndarray, np.ndarray, list[np.ndarray]]] = []
-        missing, number = count, None
-        for attempt in range(REDRAWS + 1):
-            with directory.lock():
-                if number is None:
-                    slots, versions = self._begin(directory, passes, count)
-                    self._pass = number = passes.number
-                elif passes.number == number:
-                    slots, versions = passes.take(missing)
-                else:  # others went on to the next one
-                    break
-                locked = not ORDERED_LOADS or attempt == REDRAWS
-                columns = storage.copy_arrays(slots) if locked else []
-            columns = columns or storage.copy_arrays(slots)
-            whole = directory.versions[slots] == versions
-            if locked or whole.all():
-                parts.append((slots, versions, columns))
-            else:  # overwritten during the copy
-                parts.append((slots[whole], versions[whole], [column[whole] for column in columns]))
-            missing -= parts[-1][0].size
-            if not missing or slots.size == 0 or (whole.all() and slots.size < count):
-                break
-        if missing == count or (self.drop_last and missing):
-            return self._draw_rows(storage, count)  # all of them were overwritten meanwhile
-        if len(parts) == 1:
-            return parts[0]
-        slots, versions, copies = zip(*parts, strict=True)
-        columns = [np.concatenate(column) for column in zip(*copies, strict=True)]
-        return np.concatenate(slots), np.concatenate(versions), columns
+        while True:
+            number: int | None = None
+
+            def take(more: int, locked: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+                nonlocal number
+                with nullcontext() if locked else directory.lock():
+                    if number is None:
+                        found = self._begin(directory, passes, count)
+                        self._pass = number = passes.number
+                    else:  # of none, if others went on to the next one
+                        found = passes.take(more if passes.number == number else 0)
+                return *found, np.ones(found[0].size)
+
+            slots, generation, leaf, columns = storage.read_rows(take, count)
+            # else all, or a part of a batch, were overwritten meanwhile
+            if slots.size == count or (slots.size and not self.drop_last):
+                return slots, generation, leaf, columns
 
     def _begin(
         self, directory: ReplayDirectory, passes: Passes, count: int
@@ -273,11 +284,11 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
             raise ConfigurationError(too_few)
         begun = self._only_one and self._pass is not None
         if begun and passes.number != self._pass:
-            raise PassOverError(_OVER)
+            raise PassOverError(OVER)
         slots, versions = passes.take(count)
         if not slots.size or (self.drop_last and slots.size < count):
             if begun:
-                raise PassOverError(_OVER)
+                raise PassOverError(OVER)
             passes.begin((lambda n: self._uniforms(n).argsort()) if self.shuffle else None)
             slots, versions = passes.take(count)
         return slots, versions

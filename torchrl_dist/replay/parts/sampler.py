@@ -222,6 +222,7 @@ class Drawn:
         tensors: the rows, one tensor [n, ...] per column of the row spec.
         minimum: the smallest mass of a row in the directory at the time.
         mass: the sum over all rows of the directory at the time of the first draw.
+        lengths: int64 [slices], where slices were drawn; ``mass`` is of all that could be, then.
     """
 
     index: torch.Tensor
@@ -230,6 +231,7 @@ class Drawn:
     tensors: list[torch.Tensor]
     minimum: float
     mass: float
+    lengths: torch.Tensor | None = None
 
 
 class SharedSampler(Sampler):
@@ -425,6 +427,11 @@ class SharesPriorities(SharedSampler):
     @beta.setter
     def beta(self, value: float) -> None:
         self._beta = checked_exponents(0.0, value, 1.0)[1]
+
+    @property
+    def eps(self) -> float:
+        """Added to every priority."""
+        return self._eps
 
     @property
     def device(self) -> torch.device:

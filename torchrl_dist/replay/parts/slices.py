@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NestedKey, TensorDict, unravel_key
+from tensordict import NestedKey, TensorDictBase, unravel_key
 from torchrl.data.replay_buffers.samplers import PrioritizedSliceSampler, SliceSampler
 from torchrl.data.replay_buffers.storages import Storage
 
@@ -19,8 +20,14 @@ from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.law.placement import slot_ranges
 from torchrl_dist.replay.node.directory import ReplayDirectory
 from torchrl_dist.replay.node.tables import ORDERED_LOADS, Word
-from torchrl_dist.replay.parts.sampler import EMPTY, SharedPrioritizedSampler, SharedSampler
+from torchrl_dist.replay.parts.sampler import (
+    EMPTY,
+    Drawn,
+    SharedPrioritizedSampler,
+    SharedSampler,
+)
 from torchrl_dist.replay.parts.storage import REDRAWS, NoRowsError, SharedMemmapStorage
+from torchrl_dist.replay.row import rows
 from torchrl_dist.replay.row.spec import STREAM
 
 _USUAL_KEYS = (("collector", "traj_ids"), ("episode",))
@@ -59,6 +66,16 @@ class _Runs:
         return left, where, first
 
 
+class NoSlicesError(RuntimeError):
+    """No run of rows is long enough for a slice."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(
+            f"Did not find a single run of {length} rows to slice; strict_length=False, or a "
+            "shorter slice_len, takes shorter ones"
+        )
+
+
 class _NoColumnError(ConfigurationError):
     """The rows do not have that key."""
 
@@ -69,7 +86,7 @@ class _Columns:
     Args:
         directory: with rows.
         columns: numbers per slot in shared memory: trajectory ids, and steps if rows are to be
-            ordered by them; with ``ends``, streams.
+            ordered by them, or neighbours have to be consecutive ones; with ``ends``, streams.
         ends: flags per slot: after a row with one of them another trajectory begins.
     """
 
@@ -119,6 +136,9 @@ class _Columns:
         self._follows[touched] = (
             self._published[touched] & self._published[before] & (ids[touched] == ids[before])
         )
+        if len(self._copies) > 1:
+            steps = self._copies[1]
+            self._follows[touched] &= steps[touched] == steps[before] + 1
         if self._end_columns is not None:  # 0: nobody knows what was written before it
             self._follows[touched] &= (ids[touched] != 0) & ~self._ends[before]
 
@@ -167,22 +187,54 @@ class _View:
 
     ndim = 1
 
-    def __init__(self, storage: SharedMemmapStorage, runs: _Runs) -> None:
-        self._storage = storage
-        self._slots = runs.slots
+    def __init__(self, capacity: int, runs: _Runs) -> None:
+        self.slots = runs.slots
         self.boundaries = runs.boundaries
-        self.shape = torch.Size([storage.max_size if runs.slots is None else len(runs.slots)])
-        self.slots: torch.Tensor = torch.empty(0, dtype=torch.int64)
-        self.columns: list[torch.Tensor] = []
+        self.shape = torch.Size([capacity if runs.slots is None else len(runs.slots)])
 
     def __len__(self) -> int:
         return len(self.boundaries[0])
 
-    def __getitem__(self, positions: tuple[torch.Tensor, ...]) -> TensorDict:
-        """The rows of a draw; they are copied once and kept for the buffer."""
-        self.slots = positions[0] if self._slots is None else self._slots[positions[0]]
-        self.columns = self._storage.copy_rows(self.slots.numpy())
-        return self._storage.as_rows(self.columns, raw=True)  # not known to be whole yet
+
+class _Rows:
+    """Drawn rows, for ``SliceSampler`` to look at their flags."""
+
+    def __init__(self, rows: TensorDictBase) -> None:
+        self._rows = rows
+
+    def __getitem__(self, index: Any) -> TensorDictBase:
+        return self._rows
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Slices that were chosen, as TorchRL's sampler describes them.
+
+    Attributes:
+        shape: ``num_slices``, ``seq_length``, ``target_seq_length`` and ``mask_flat`` of
+            ``SliceSampler._finalize_index``.
+        leaf: float64 [num_slices], of the first rows: ``p ** alpha``; None: all alike.
+        minimum: the smallest leaf in the directory.
+        mass: of all slices that could be drawn, if it was asked for.
+    """
+
+    shape: dict[str, Any]
+    leaf: np.ndarray | None = None
+    minimum: float = 1.0
+    mass: float = 0.0
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Rows of each, int64 [num_slices]."""
+        length = self.shape["seq_length"]
+        if isinstance(length, torch.Tensor):
+            return length
+        return torch.full((self.shape["num_slices"],), length)
+
+    def per_row(self, values: np.ndarray) -> np.ndarray:
+        """One for each slice, as one for each row."""
+        length = self.shape["seq_length"]
+        return np.repeat(values, length.numpy() if isinstance(length, torch.Tensor) else length)
 
 
 class SharedSliceSampler(SharedSampler, SliceSampler):
@@ -236,7 +288,12 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
                 [1, 1]])
     """
 
+    consecutive = False
+    """Whether neighbours have to be consecutive steps: over hosts, where rows between them may lie
+    in another shard."""
+
     # what TorchRL's class sets
+    slice_len: int | None
     traj_key: NestedKey | None
     span: tuple[bool | int, bool | int]
 
@@ -299,16 +356,87 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         gate = self.attach(storage).gate
         assert isinstance(storage, SharedMemmapStorage)
 
-        def draw() -> tuple[tuple[torch.Tensor, ...], dict[NestedKey, torch.Tensor]]:
-            return storage.once_rows_are_published(lambda: self._sample(storage, batch_size))
+        def draw() -> tuple[np.ndarray, np.ndarray, Slices, list[np.ndarray]]:
+            return self._read(storage, batch_size)
 
-        if gate is None:
-            return draw()
-        index, info = gate.draw(batch_size, draw, storage)
-        returned = index[0].numel()
-        if returned != batch_size:  # slices that were cut short
-            gate.count_samples(returned - batch_size)
-        return index, info
+        slots, generation, slices, columns = (
+            draw() if gate is None else gate.draw(batch_size, draw, storage)
+        )
+        if gate is not None and slots.size != batch_size:  # slices that were cut short
+            gate.count_samples(slots.size - batch_size)
+        index, spec = torch.from_numpy(slots), storage.directory.rows
+        assert spec is not None  # of the rows just read
+        tensors = rows.tensors(columns, spec)
+        storage.hand_over(index, torch.from_numpy(generation), tensors)
+        return (index,), self._flags(slices, storage.as_rows(tensors, raw=True))
+
+    def _flags(self, slices: Slices, found: TensorDictBase) -> dict[NestedKey, torch.Tensor]:
+        """What TorchRL's sampler tells about slices with these rows, beside their index."""
+        index = torch.empty(found.shape[0], 1, dtype=torch.int64)  # it only asks how many
+        return SliceSampler._finalize_index(
+            self, index=index, storage=_Rows(found), **slices.shape
+        )[1]
+
+    def _read(
+        self, storage: SharedMemmapStorage, batch_size: int, with_mass: bool = False
+    ) -> tuple[np.ndarray, np.ndarray, Slices, list[np.ndarray]]:
+        """Slots, generations, slices and copied rows: all of them whole, at one moment."""
+        directory, fresh = storage.directory, False
+
+        def draw(count: int, locked: bool) -> tuple[np.ndarray, np.ndarray, Slices]:
+            nonlocal fresh
+            try:
+                runs = self._read_runs(directory, fresh=fresh, locked=locked)
+                fresh = True
+                with nullcontext() if locked else self._lock_of(directory):
+                    slots, slices = self._choose(directory, runs, count, with_mass)
+            except NoRowsError:
+                raise
+            except RuntimeError:  # too few rows, perhaps for this moment only
+                if locked:
+                    raise
+                with directory.lock():
+                    return draw(count, True)
+            assert self._columns is not None
+            return slots, self._columns.versions[slots], slices
+
+        return storage.once_rows_are_published(
+            lambda: storage.read_rows(draw, batch_size, whole=True)
+        )
+
+    def _lock_of(self, directory: ReplayDirectory) -> Any:
+        """What a choice of slices needs."""
+        return nullcontext()
+
+    def draw(self, storage: Storage, count: int) -> Drawn:
+        """``count`` slices of ``slice_len`` rows, or none where no run is long enough, with all
+        that is known about them, for a host."""
+        directory = self.attach(storage)
+        assert isinstance(storage, SharedMemmapStorage) and self.slice_len is not None
+        if count and directory.length:
+            with suppress(NoRowsError, NoSlicesError):
+                slots, generation, slices, columns = self._read(
+                    storage, count * self.slice_len, with_mass=True
+                )
+                leaf = np.ones(count) if slices.leaf is None else slices.leaf
+                spec = directory.rows
+                assert spec is not None  # of the rows just read
+                return Drawn(
+                    torch.from_numpy(slots),
+                    torch.from_numpy(generation),
+                    slices.per_row(leaf),
+                    rows.tensors(columns, spec),
+                    slices.minimum,
+                    slices.mass,
+                    slices.lengths,
+                )
+        mass, minimum = 0.0, math.inf
+        if directory.length:
+            with directory.lock():
+                runs = self._read_runs(directory, fresh=False, locked=True)
+                mass, minimum = self._mass(directory, runs, self.slice_len)
+        nothing = torch.empty(0, dtype=torch.int64)
+        return Drawn(nothing, nothing, np.empty(0), [], minimum, mass, nothing)
 
     def attach(self, storage: Storage) -> ReplayDirectory:
         here: Any = getattr(storage, "directory", None)
@@ -329,24 +457,6 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
             )
         return directory
 
-    def _sample(
-        self, storage: SharedMemmapStorage, batch_size: int
-    ) -> tuple[tuple[torch.Tensor, ...], dict[NestedKey, torch.Tensor]]:
-        directory = storage.directory
-        if ORDERED_LOADS:
-            for attempt in range(REDRAWS):
-                try:
-                    drawn = self._draw(storage, batch_size, fresh=attempt > 0, locked=False)
-                except RuntimeError:
-                    break  # too few rows, perhaps for this moment only
-                if drawn is not None:
-                    return drawn
-            directory.count(Word.LOCKED_READS)
-        with directory.lock():
-            drawn = self._draw(storage, batch_size, fresh=True, locked=True)
-        assert drawn is not None, "rows changed under the lock"
-        return drawn
-
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Whether a run is long enough."""
         directory = self.attach(storage)
@@ -355,34 +465,35 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
             return False
         with nullcontext() if ORDERED_LOADS else directory.lock():
             runs = self._read_runs(directory, fresh=False, locked=not ORDERED_LOADS)
-        view = _View(storage, runs)
-        return SliceSampler.can_sample(self, view, batch_size)
+        return SliceSampler.can_sample(self, _View(directory.capacity, runs), batch_size)
 
-    def _draw(
-        self, storage: SharedMemmapStorage, batch_size: int, *, fresh: bool, locked: bool
-    ) -> tuple[tuple[torch.Tensor, ...], dict[NestedKey, torch.Tensor]] | None:
-        """One batch, or None if one of its rows was rewritten before it was copied."""
-        directory = storage.directory
-        runs = self._read_runs(directory, fresh=fresh, locked=locked)
-        view = _View(storage, runs)
+    def _choose(
+        self, directory: ReplayDirectory, runs: _Runs, batch_size: int, with_mass: bool
+    ) -> tuple[np.ndarray, Slices]:
+        """The slots of a batch, int64 [n], by TorchRL's draw."""
+        view = _View(directory.capacity, runs)
         if not len(view):
             raise NoRowsError(EMPTY)
-        _, info = self._draw_slices(view, runs, batch_size, locked=locked)
-        slots = view.slots.numpy()
-        assert self._columns is not None
-        versions = self._columns.versions[slots]
-        changed = int(np.count_nonzero(directory.versions[slots] != versions))
-        if changed:
-            directory.count(Word.REREAD_ROWS, changed)
-            return None
-        storage.hand_over(view.slots, torch.from_numpy(versions // 2), view.columns)
-        return (view.slots,), info
+        if not with_mass:
+            return SliceSampler.sample(self, view, batch_size)
+        length, _ = self._adjusted_batch_size(batch_size)
+        mass, minimum = self._mass(directory, runs, length)
+        if not mass:
+            raise NoSlicesError(length)
+        slots, slices = SliceSampler.sample(self, view, batch_size)
+        return slots, replace(slices, mass=mass, minimum=minimum)
 
-    def _draw_slices(
-        self, view: _View, runs: _Runs, batch_size: int, *, locked: bool
-    ) -> tuple[Any, dict[NestedKey, torch.Tensor]]:
-        """TorchRL's draw; the view keeps its slots and rows."""
-        return SliceSampler.sample(self, view, batch_size)
+    def _mass(self, directory: ReplayDirectory, runs: _Runs, length: int) -> tuple[float, float]:
+        """Of all slices that may be drawn, and the smallest of a row: TorchRL's law is that each
+        run has the same probability, and each of its slices. Called under the lock."""
+        lengths = runs.boundaries[2]
+        return float((lengths >= length).sum() if self.strict_length else len(lengths)), 1.0
+
+    def _finalize_index(self, *, index: torch.Tensor, storage: _View, **shape: Any) -> Any:
+        """Where TorchRL's draw ends: what it looks up in the rows, it gets once they are here."""
+        positions = index[:, 0]
+        slots = positions if storage.slots is None else storage.slots[positions]
+        return slots.numpy(), Slices(shape)
 
     def _get_stop_and_length(
         self, storage: _View, fallback: bool = True
@@ -402,8 +513,10 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
                 stream = _column(directory, STREAM.key)
                 self._columns = _Columns(directory, [stream], self._end_flags(directory))
             else:
-                keys = [self._key_of_trajectory(directory)] + [self.step_key] * self._by_step
-                self._columns = _Columns(directory, [_column(directory, key) for key in keys])
+                columns = [_column(directory, self._key_of_trajectory(directory))]
+                if self._by_step or self.consecutive:
+                    columns.append(_column(directory, self.step_key))
+                self._columns = _Columns(directory, columns)
         self._columns.refresh(ticket)
         if self._by_step:
             self._runs = self._columns.runs_by_step(state, self.step_key)
@@ -488,22 +601,12 @@ class SharedPrioritizedSliceSampler(
         max_priority_within_buffer: bool = False,
         **options: Any,
     ) -> None:
-        if options.get("pad_output"):
-            raise ConfigurationError(
-                f"{type(self).__name__} does not pad slices: leave pad_output out, and split the "
-                "batch by its truncated flags"
-            )
+        refuse_padding(self, options)
         SharedSliceSampler.__init__(self, **options)
         SharedPrioritizedSampler.__init__(
             self, max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer
         )
-        if self.span[0]:
-            warnings.warn(
-                f"{type(self).__name__} draws the first rows of slices: the span to the left is "
-                "turned off",
-                stacklevel=2,
-            )
-            self.span = (False, self.span[1])
+        turn_off_left_span(self)
 
     def _setup(self) -> None:
         super()._setup()
@@ -520,32 +623,40 @@ class SharedPrioritizedSliceSampler(
         self._recent.remember(index[0], generation, written=False)
         return index, info
 
-    def _draw_slices(
-        self, view: _View, runs: _Runs, batch_size: int, *, locked: bool
-    ) -> tuple[Any, dict[NestedKey, torch.Tensor]]:
+    def _flags(self, slices: Slices, found: TensorDictBase) -> dict[NestedKey, torch.Tensor]:
+        return super()._flags(slices, found) | slice_weights(slices, self._beta)
+
+    def _lock_of(self, directory: ReplayDirectory) -> Any:
+        return directory.lock()
+
+    def _choose(
+        self, directory: ReplayDirectory, runs: _Runs, batch_size: int, with_mass: bool
+    ) -> tuple[np.ndarray, Slices]:
         length, count = self._adjusted_batch_size(batch_size)
-        directory = self._directory
-        assert directory is not None
-        with nullcontext() if locked else directory.lock():
-            starts, leaves, minimum = self._draw_starts(directory, runs, length, count)
-        weight = ((leaves / minimum) ** -float(self._beta)).astype(np.float32)
+        starts, leaves, minimum = self._draw_starts(directory, runs, length, count)
         left, position, _ = self._may_start(directory, runs, length)[1]
         # slices that end early have lengths of their own
         lengths = np.minimum(left[starts], length)
         within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         index = np.repeat(position[starts], lengths) + within
         if runs.slots is None:
-            index %= directory.capacity
-        index, info = self._finalize_index(
-            index=torch.from_numpy(index)[:, None],
-            num_slices=count,
-            seq_length=length if (lengths == length).all() else torch.from_numpy(lengths),
-            target_seq_length=None,
-            mask_flat=None,
-            storage=view,
-        )
-        info["priority_weight"] = torch.from_numpy(np.repeat(weight, lengths))
-        return index, info
+            slots = index % directory.capacity
+        else:
+            slots = runs.slots.numpy()[index]
+        shape = {
+            "num_slices": count,
+            "seq_length": length if (lengths == length).all() else torch.from_numpy(lengths),
+            "target_seq_length": None,
+            "mask_flat": None,
+        }
+        mass = self._mass(directory, runs, length)[0] if with_mass else 0.0
+        return slots, Slices(shape, leaves, minimum, mass)
+
+    def _mass(self, directory: ReplayDirectory, runs: _Runs, length: int) -> tuple[float, float]:
+        tree = directory.tree
+        tree.refresh()
+        allowed, _ = self._may_start(directory, runs, length)
+        return float(tree.leaves[allowed].sum()), tree.minimum
 
     def _may_start(
         self, directory: ReplayDirectory, runs: _Runs, length: int
@@ -582,10 +693,7 @@ class SharedPrioritizedSliceSampler(
                 return slots, leaves, tree.minimum
         running = np.cumsum(np.where(allowed, tree.leaves, 0.0))
         if not running[-1] > 0:
-            raise RuntimeError(
-                f"Did not find a single run of {length} rows to slice; strict_length=False, or a "
-                "shorter slice_len, takes shorter ones"
-            )
+            raise NoSlicesError(length)
         more = np.searchsorted(running, self._uniforms(count - slots.size) * running[-1], "right")
         more = np.minimum(more, int(np.flatnonzero(allowed & (tree.leaves > 0))[-1]))
         return np.append(slots, more), np.append(leaves, tree.leaves[more]), tree.minimum
@@ -601,6 +709,36 @@ class SharedPrioritizedSliceSampler(
         state = super().__getstate__()
         state.pop("_starts", None)
         return state
+
+
+def slice_weights(slices: Slices, beta: float) -> dict[NestedKey, torch.Tensor]:
+    """The importance weights, float32 [n]: all rows of a slice have that of the first."""
+    assert slices.leaf is not None
+    weight = ((slices.leaf / slices.minimum) ** -float(beta)).astype(np.float32)
+    return {"priority_weight": torch.from_numpy(slices.per_row(weight))}
+
+
+def refuse_padding(sampler: SliceSampler, options: dict[str, Any]) -> None:
+    """
+    Raises:
+        ConfigurationError: prioritized slices are to be padded.
+    """
+    if options.get("pad_output"):
+        raise ConfigurationError(
+            f"{type(sampler).__name__} does not pad slices: leave pad_output out, and split the "
+            "batch by its truncated flags"
+        )
+
+
+def turn_off_left_span(sampler: SliceSampler) -> None:
+    """Of a sampler that draws the first rows of slices, with a warning."""
+    if sampler.span[0]:
+        warnings.warn(
+            f"{type(sampler).__name__} draws the first rows of slices: the span to the left is "
+            "turned off",
+            stacklevel=3,
+        )
+        sampler.span = (False, sampler.span[1])
 
 
 def _column(directory: ReplayDirectory, key: NestedKey) -> np.ndarray:

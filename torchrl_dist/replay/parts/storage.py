@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -43,9 +44,10 @@ _RUNS_AT_ONCE = 32
 
 _T = TypeVar("_T")
 
-Draw = Callable[[int, bool], tuple[np.ndarray, np.ndarray, np.ndarray]]
-"""``draw(n, locked) -> (slots, versions, extra)``: slots published at these versions, and one
-number per row that travels along. ``locked``: the caller holds the directory's lock."""
+Draw = Callable[[int, bool], tuple[np.ndarray, np.ndarray, Any]]
+"""``draw(n, locked) -> (slots, versions, extra)``: slots published at these versions, fewer where
+no more are left, and one number per row that travels along. ``locked``: the caller holds the
+directory's lock."""
 
 
 class _Handed(threading.local):
@@ -582,7 +584,7 @@ class SharedMemmapStorage(
             ConfigurationError: ``count`` is negative.
         """
         check_batch_size(count)
-        return self.once_rows_are_published(lambda: self._read_drawn(draw, count))
+        return self.once_rows_are_published(lambda: self.read_rows(draw, count))
 
     def once_rows_are_published(self, read: Callable[[], _T]) -> _T:
         """What ``read`` returns; while it finds too few rows and others are being written, wait.
@@ -601,9 +603,16 @@ class SharedMemmapStorage(
                 if not self._cursor.wait_for_rows(deadline, error.least):
                     raise
 
-    def _read_drawn(
-        self, draw: Draw, count: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
+    def read_rows(
+        self, draw: Draw, count: int, *, whole: bool = False
+    ) -> tuple[np.ndarray, np.ndarray, Any, list[np.ndarray]]:
+        """:meth:`read_drawn` without its waiting: copy rows, compare their versions, draw others in
+        the place of those that moved, a few times, then under the lock.
+
+        Args:
+            whole: windows of rows: if one of them moved, all are drawn again. ``draw`` may then
+                return any number of rows, and anything as ``extra``.
+        """
         directory = self._directory
         if not ORDERED_LOADS:
             with directory.lock():
@@ -614,20 +623,30 @@ class SharedMemmapStorage(
         now = directory.versions[slots]
         if now.tobytes() == versions.tobytes():  # a tenth of the time that arrays take to compare
             return slots, versions >> 1, extra, columns
-        changed = np.flatnonzero(now != versions)
-        attempt = 0
-        while changed.size:
-            attempt += 1
-            directory.count(Word.REREAD_ROWS, changed.size)
-            if attempt > REDRAWS:
+        moved, missing = np.flatnonzero(now != versions), []
+        for attempt in range(1, REDRAWS + 2):
+            directory.count(Word.REREAD_ROWS, moved.size)
+            locked = attempt > REDRAWS
+            if locked:
                 directory.count(Word.LOCKED_READS)
-                with directory.lock():
-                    slots[changed], versions[changed], extra[changed] = draw(changed.size, True)
-                    self._regather(columns, changed, slots)
+            with directory.lock() if locked else nullcontext():
+                if whole:
+                    slots, versions, extra = draw(count, locked)
+                    columns, moved = self._gather(slots), np.arange(slots.size)
+                else:
+                    again, stamps, more = draw(moved.size, locked)
+                    missing.append(moved[again.size :])
+                    moved = moved[: again.size]
+                    slots[moved], versions[moved], extra[moved] = again, stamps, more
+                    for column, part in zip(columns, self._gather(again), strict=True):
+                        column[moved] = part
+            moved = moved[directory.versions[slots[moved]] != versions[moved]]
+            if locked or not moved.size:
                 break
-            slots[changed], versions[changed], extra[changed] = draw(changed.size, False)
-            self._regather(columns, changed, slots)
-            changed = changed[directory.versions[slots[changed]] != versions[changed]]
+        if any(part.size for part in missing):
+            gone = np.concatenate(missing)
+            slots, versions, extra = (np.delete(each, gone) for each in (slots, versions, extra))
+            columns = [np.delete(column, gone, 0) for column in columns]
         return slots, versions >> 1, extra, columns
 
     def hand_over(
@@ -645,7 +664,7 @@ class SharedMemmapStorage(
 
     def handed_generation(self, index: Any) -> torch.Tensor | None:
         """The generations of the rows handed over for this very index tensor, if any."""
-        index = _single(index)
+        index = single(index)
         for batch in self._handed.batches:
             if batch[0] is index:
                 return batch[1]
@@ -665,7 +684,7 @@ class SharedMemmapStorage(
         """
         if names_an_entry(index):
             return self.get(slice(None))[index]
-        index = _single(index)
+        index = single(index)
         handed = self._handed.batches
         for at, batch in enumerate(handed):
             if batch[0] is index:
@@ -717,7 +736,8 @@ class SharedMemmapStorage(
             with directory.lock():
                 now = directory.versions[slots[todo]]
                 published = (now & 1 == 0) & (now > 0)
-                self._regather(columns, todo[published], slots)
+                for column, array in zip(columns, directory.arrays, strict=True):
+                    column[todo[published]] = array[slots[todo[published]]]
                 todo = todo[~published]
                 gone = todo[~self._cursor.being_written(slots[todo])] if wait else todo[:0]
             if gone.size:
@@ -746,24 +766,12 @@ class SharedMemmapStorage(
             raise IndexError("cannot read from a shared storage into which nothing was written")
         return spec
 
-    def copy_rows(self, slots: np.ndarray) -> list[torch.Tensor]:
-        """The columns of the rows at slots [n], as they are: who calls compares the versions."""
-        return rows.tensors(self._gather(slots), self._spec())
-
-    def copy_arrays(self, slots: np.ndarray) -> list[np.ndarray]:
-        """:meth:`copy_rows` as NumPy sees them."""
-        return self._gather(slots)
-
     def as_rows(self, columns: list[torch.Tensor], *, raw: bool = False) -> TensorDict:
         """A TensorDict (or tensorclass) of copied columns, each [n, ...]; see ``rows.build``."""
         return rows.build(columns, self._spec(), (columns[0].shape[0],), raw=raw)
 
     def _gather(self, slots: np.ndarray) -> list[np.ndarray]:
         return self._gatherer.gather(self._directory.arrays, slots)
-
-    def _regather(self, columns: list[np.ndarray], part: np.ndarray, slots: np.ndarray) -> None:
-        for column, array in zip(columns, self._directory.arrays, strict=True):
-            column[part] = array[slots[part]]
 
     # --- saving ------------------------------------------------------------------------------
 
@@ -814,7 +822,7 @@ class SharedMemmapStorage(
         )
 
 
-def _single(index: Any) -> Any:
+def single(index: Any) -> Any:
     """A tuple of one index stands for the index: TorchRL's slice samplers return such."""
     return index[0] if isinstance(index, tuple) and len(index) == 1 else index
 

@@ -1,14 +1,8 @@
 """Between TensorDicts and the flat columns of a row: checked on the way in, built on the way out.
-
-What is not a tensor is stored as text: JSON in a field of fixed size, so that it is shared, sent,
-saved and checked like any other column, and reading it runs no code.
-"""
+What is not a tensor is in ``text``."""
 
 from __future__ import annotations
 
-import json
-import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,8 +11,6 @@ import numpy as np
 import torch
 from tensordict import (
     LazyStackedTensorDict,
-    NonTensorData,
-    NonTensorStack,
     TensorDict,
     TensorDictBase,
     is_non_tensor,
@@ -29,138 +21,21 @@ from tensordict import (
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.row import _torchrl
 from torchrl_dist.replay.row.spec import STREAM, ColumnSpec, NodeSpec, RowSpec
+from torchrl_dist.replay.row.text import (
+    Path,
+    Text,
+    class_name,
+    class_named,
+    decoded,
+    encoded,
+    in_width,
+    shown,
+    text_problem,
+)
 from torchrl_dist.tensors import array_of
 
 SAMPLING_KEYS = frozenset({"index", "index_generation", "priority_weight"})
 """What a buffer adds to a sample. They describe the draw, not the row, and are not stored."""
-
-SHORTEST_TEXT = 256
-"""Bytes of a field for text. Longer texts in the first rows make it longer, with room to spare."""
-
-Path = tuple[str, ...]
-
-
-def _name(path: Path) -> str:
-    return path[0] if len(path) == 1 else str(path)
-
-
-# --- what is not a tensor ------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Text:
-    """Values that are not tensors, encoded: one per cell of ``shape``, [n, ...]."""
-
-    cells: list[bytes]
-    shape: tuple[int, ...]
-
-    @property
-    def longest(self) -> int:
-        return max(map(len, self.cells), default=0)
-
-    def as_array(self, width: int) -> np.ndarray:
-        """uint8 [n, ..., width]."""
-        return np.array(self.cells, dtype=f"S{width}").view(np.uint8).reshape(*self.shape, width)
-
-
-def _encoded(value: Any, path: Path) -> _Text:
-    """
-    Raises:
-        ConfigurationError: a value that would not come back from JSON as it is.
-    """
-    known: dict[int, bytes] = {}  # most values of a batch are one and the same object
-    cells = []
-    for each in _values(value):
-        text = known.get(id(each))
-        if text is None:
-            _check_plain(each, path)
-            text = json.dumps(each, ensure_ascii=False, separators=(",", ":")).encode(
-                "utf-8", "surrogatepass"
-            )
-            known[id(each)] = text
-        cells.append(text)
-    return _Text(cells, tuple(value.batch_size))
-
-
-def _values(value: Any) -> list[Any]:
-    """Of a NonTensorData or a stack of some, the objects in the order of the cells."""
-    if isinstance(value, LazyStackedTensorDict):
-        return [each for part in value.unbind(0) for each in _values(part)]
-    return [value.data] * value.numel()
-
-
-def _check_plain(value: Any, path: Path) -> None:
-    kind = type(value)
-    if value is None or kind in (str, int, float, bool):
-        return
-    if kind is list:
-        for item in value:
-            _check_plain(item, path)
-        return
-    if kind is dict and all(type(key) is str for key in value):
-        for item in value.values():
-            _check_plain(item, path)
-        return
-    raise ConfigurationError(
-        f"key {_name(path)!r} holds a {kind.__name__}; a row keeps tensors, and beside them text, "
-        "numbers, None, lists and dictionaries by name of these: encode it as one, or drop it"
-    )
-
-
-def _decoded(field_: torch.Tensor) -> Any:
-    """Inverse of ``_Text.as_array``, as the stack that TorchRL's storages give."""
-    array = np.ascontiguousarray(field_.numpy())
-    *shape, width = array.shape
-    if not math.prod(shape):
-        return NonTensorData(None, batch_size=shape)
-    cells = array.reshape(-1).view(f"S{width}").tolist()
-    return _stacked([json.loads(text.decode("utf-8", "surrogatepass")) for text in cells], shape)
-
-
-def _stacked(values: list[Any], shape: Sequence[int]) -> Any:
-    if not shape:
-        (value,) = values
-        return NonTensorData(value, batch_size=())
-    size = len(values) // shape[0]
-    parts = [
-        _stacked(values[start : start + size], shape[1:])
-        for start in range(0, len(values), size or 1)
-    ]
-    return NonTensorStack(*parts)
-
-
-# --- tensorclasses -------------------------------------------------------------------------------
-
-_classes: dict[str, type] = {}
-"""Tensorclasses of which this process wrote rows, by name; they may be local to a function."""
-
-
-def _class_name(data: Any) -> str:
-    cls = type(data)
-    module = "__main__" if cls.__module__ == "__mp_main__" else cls.__module__
-    name = f"{module}:{cls.__qualname__}"
-    _classes[name] = cls
-    return name
-
-
-def _class_named(name: str) -> type[Any]:
-    """
-    Raises:
-        ConfigurationError: this process does not have it. It is not imported: a name in a file must
-            not run code.
-    """
-    found: Any = _classes.get(name)
-    if found is None:
-        module, _, path = name.partition(":")
-        found = sys.modules.get(module)
-        for part in path.split("."):
-            found = getattr(found, part, None)
-    if not isinstance(found, type) or not is_tensorclass(found):
-        raise ConfigurationError(
-            f"the rows are of the tensorclass {name.replace(':', '.')}, which this process has not "
-            "imported: import it before reading them"
-        )
-    return found
 
 
 # --- from TensorDicts ----------------------------------------------------------------------------
@@ -169,7 +44,7 @@ def _class_named(name: str) -> type[Any]:
 class _Parts(NamedTuple):
     """A batch taken apart: columns, and the nodes that do not follow from them, by path."""
 
-    columns: dict[Path, torch.Tensor | _Text]
+    columns: dict[Path, torch.Tensor | Text]
     nodes: dict[Path, tuple[torch.Size, str]]
 
     def node_specs(self) -> tuple[NodeSpec, ...]:
@@ -226,7 +101,7 @@ def _take_apart(data: Any, path: Path, rows: torch.Size, parts: _Parts) -> None:
     """:func:`_torchrl.plain_leaves` for any kind of tensor collection."""
     size, kind = data.batch_size, ""
     if is_tensorclass(data):
-        kind = _class_name(data)
+        kind = class_name(data)
         odd = [name for name, value in data._non_tensordict.items() if value is not None]
         if odd:
             raise ConfigurationError(
@@ -249,16 +124,16 @@ def _take_apart(data: Any, path: Path, rows: torch.Size, parts: _Parts) -> None:
             value = data.get(key)
         except RuntimeError as error:  # a stack of tensors of several shapes
             raise ConfigurationError(
-                f"key {_name(below)!r} has another shape in some rows: {error}"
+                f"key {shown(below)!r} has another shape in some rows: {error}"
             ) from error
         if isinstance(value, torch.Tensor):
             parts.columns[below] = value
         elif is_non_tensor(value):
-            parts.columns[below] = _encoded(value, below)
+            parts.columns[below] = encoded(value, below)
         elif is_tensor_collection(value):
             _take_apart(value, below, rows, parts)
         else:
-            raise ConfigurationError(f"key {_name(below)!r} holds a {type(value).__name__}")
+            raise ConfigurationError(f"key {shown(below)!r} holds a {type(value).__name__}")
 
 
 def spec_of(data: TensorDictBase) -> RowSpec:
@@ -271,11 +146,10 @@ def spec_of(data: TensorDictBase) -> RowSpec:
     )
 
 
-def _column_spec(path: Path, value: torch.Tensor | _Text) -> ColumnSpec:
-    if not isinstance(value, _Text):
+def _column_spec(path: Path, value: torch.Tensor | Text) -> ColumnSpec:
+    if not isinstance(value, Text):
         return ColumnSpec(path, value.dtype, tuple(value.shape[1:]))
-    width = max(SHORTEST_TEXT, 1 << (2 * value.longest - 1).bit_length())
-    return ColumnSpec(path, torch.uint8, (*value.shape[1:], width), True)
+    return ColumnSpec(path, torch.uint8, (*value.shape[1:], value.width), True)
 
 
 def matching_columns(
@@ -302,25 +176,25 @@ def matching_columns(
             continue
         value = found.get(column.key)
         if value is None:
-            problems.append(f"missing {_name(column.key)!r}")
+            problems.append(f"missing {shown(column.key)!r}")
             continue
-        if column.text or isinstance(value, _Text):
-            problem = _text_problem(value, column, rows)
+        if column.text or isinstance(value, Text):
+            problem = text_problem(value, column, rows)
             if problem is None:
-                assert isinstance(value, _Text)
+                assert isinstance(value, Text)
                 ordered.append(value.as_array(column.shape[-1]))
             else:
                 problems.append(problem)
         elif value.dtype != column.dtype or value.shape != (rows, *column.shape):
             problems.append(
-                f"{_name(column.key)!r} is {value.dtype} {list(value.shape[1:])} per row, stored "
+                f"{shown(column.key)!r} is {value.dtype} {list(value.shape[1:])} per row, stored "
                 f"as {column.dtype} {list(column.shape)}"
             )
         else:
             ordered.append(array_of(value))
     if len(found) > len(spec.columns) - sum(p.startswith("missing") for p in problems):
         known = {column.key for column in spec.columns}
-        problems += [f"unknown {_name(path)!r}" for path in found if path not in known]
+        problems += [f"unknown {shown(path)!r}" for path in found if path not in known]
     if parts.nodes or spec.nodes:
         problems += _node_problems(parts.node_specs(), spec)
     if problems:
@@ -331,27 +205,11 @@ def matching_columns(
 _DIFFERENT = "the data does not match the rows of the shared buffer: "
 
 
-def _text_problem(value: torch.Tensor | _Text, column: ColumnSpec, rows: int) -> str | None:
-    name = _name(column.key)
-    if not isinstance(value, _Text):
-        return f"{name!r} is a tensor, stored as a value that is not one"
-    if not column.text:
-        return f"{name!r} is not a tensor, stored as {column.dtype} {list(column.shape)}"
-    if value.shape != (rows, *column.shape[:-1]):
-        return f"{name!r} has batch size {list(value.shape)}, stored as {list(column.shape[:-1])}"
-    if value.longest > column.shape[-1]:
-        return (
-            f"{name!r} takes {value.longest} bytes as text, and the first rows of the buffer made "
-            f"that {column.shape[-1]}: write the longest first, or encode it as a tensor"
-        )
-    return None
-
-
 def _node_problems(given: tuple[NodeSpec, ...], spec: RowSpec) -> list[str]:
     here = {node.key: node for node in given}
     there = {node.key: node for node in spec.nodes}
     return [
-        f"{_name(key) if key else 'a row'!r} is {_node_text(here.get(key))}, stored as "
+        f"{shown(key) if key else 'a row'!r} is {_node_text(here.get(key))}, stored as "
         f"{_node_text(there.get(key))}"
         for key in sorted({*here, *there})
         if here.get(key) != there.get(key)
@@ -425,11 +283,11 @@ def build(
 def _built(
     node: _Node, columns: Sequence[torch.Tensor], spec: RowSpec, batch: tuple[int, ...], raw: bool
 ) -> Any:
-    kind = _class_named(node.tensorclass) if node.tensorclass and not raw else None
+    kind = class_named(node.tensorclass) if node.tensorclass and not raw else None
     source: dict[str, Any] = {}
     for name, number in node.columns:
         text = spec.columns[number].text and not raw
-        source[name] = _decoded(columns[number]) if text else columns[number]
+        source[name] = decoded(columns[number]) if text else columns[number]
     for name, below in node.nodes.items():
         source[name] = _built(below, columns, spec, batch, raw)
     data = _torchrl.unchecked_tensordict(source, torch.Size((*batch, *node.batch_dims)))
@@ -459,25 +317,25 @@ def fitted(arrays: list[np.ndarray], spec: RowSpec, own: RowSpec) -> list[np.nda
             ordered.append(np.zeros(len(arrays[0]), np.int64))
             continue
         if other is None or array is None:
-            problems.append(f"missing {_name(column.key)!r}")
+            problems.append(f"missing {shown(column.key)!r}")
         elif column.text and other.text and column.shape[:-1] == other.shape[:-1]:
-            resized = _resized(array, column.shape[-1])
+            resized = in_width(array, column.shape[-1])
             if resized is None:
                 problems.append(
-                    f"{_name(column.key)!r} takes more than the {column.shape[-1]} bytes of text "
+                    f"{shown(column.key)!r} takes more than the {column.shape[-1]} bytes of text "
                     "that the first rows of the buffer made it: write the longest first"
                 )
             else:
                 ordered.append(resized)
         elif column != other:
             problems.append(
-                f"{_name(column.key)!r} is {other.dtype} {list(other.shape)} per row, stored as "
+                f"{shown(column.key)!r} is {other.dtype} {list(other.shape)} per row, stored as "
                 f"{column.dtype} {list(column.shape)}"
             )
         else:
             ordered.append(array)
     given.pop(STREAM.key, None)
-    problems += [f"unknown {_name(key)!r}" for key in given]
+    problems += [f"unknown {shown(key)!r}" for key in given]
     problems += _node_problems(spec.nodes, own)
     if spec.batch_dims != own.batch_dims:
         problems.append(
@@ -486,13 +344,3 @@ def fitted(arrays: list[np.ndarray], spec: RowSpec, own: RowSpec) -> list[np.nda
     if problems:
         raise ConfigurationError(_DIFFERENT + "; ".join(problems))
     return ordered
-
-
-def _resized(array: np.ndarray, width: int) -> np.ndarray | None:
-    """A field for text with another size; None if something does not fit."""
-    if array[..., width:].any():
-        return None
-    resized = np.zeros((*array.shape[:-1], width), np.uint8)
-    kept = min(width, array.shape[-1])
-    resized[..., :kept] = array[..., :kept]
-    return resized

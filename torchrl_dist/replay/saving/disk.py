@@ -17,7 +17,6 @@ nothing is pickled, reading runs no code.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -41,7 +40,6 @@ from torchrl_dist.tensors import array_of
 MANIFEST = "checkpoint.json"
 FORMAT = "torchrl_dist.replay"
 FORMAT_VERSION = 2
-"""2: with checksums. Checkpoints of version 1 are read without."""
 _FOLDER = "rows-"
 _MADE_HERE = ".torchrl_dist-rows"
 _PRIORITY, _RUNS = "priority.bin", "runs.bin"
@@ -108,7 +106,7 @@ class DumpWriter:
         own_files.atomic_write(
             self._path / _MADE_HERE,
             lambda file: file.write(text),
-            beside=self._path / (_MADE_HERE + ".tmp"),
+            meanwhile=self._path / (_MADE_HERE + ".tmp"),
         )
         sync_folder(self._path)
 
@@ -151,7 +149,7 @@ class DumpWriter:
             sync_folder(each)
         text = json.dumps(manifest, indent=1).encode()
         own_files.atomic_write(
-            self._path / MANIFEST, lambda file: file.write(text), beside=self._folder / MANIFEST
+            self._path / MANIFEST, lambda file: file.write(text), meanwhile=self._folder / MANIFEST
         )
         sync_folder(self._path)
         sync_folder(self._path.parent)
@@ -282,7 +280,7 @@ def read_dump(
         check_rows: read the rows once, to compare their checksums.
 
     Raises:
-        CheckpointError: there is none, of a newer format, or damaged.
+        CheckpointError: there is none, of another format, or damaged.
     """
     for _ in range(10):
         manifest = read_manifest(path)
@@ -311,7 +309,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """What :data:`MANIFEST` in the folder says.
 
     Raises:
-        CheckpointError: there is none, of a newer format, or damaged.
+        CheckpointError: there is none, of another format, or damaged.
     """
     file = Path(path, MANIFEST)
     try:
@@ -325,14 +323,14 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{file} was not written by a replay buffer of torchrl_dist")
     version = manifest.get("format_version")
-    if type(version) is int and version > FORMAT_VERSION:
+    if type(version) is int and version != FORMAT_VERSION:
         raise CheckpointError(
-            f"{path} has format version {version}, this torchrl_dist reads up "
-            f"to {FORMAT_VERSION}; update torchrl_dist"
+            f"{path} has format version {version}, this torchrl_dist reads {FORMAT_VERSION}: use "
+            "the version that wrote it"
         )
     sound = (
-        version in (1, FORMAT_VERSION)
-        and (version == 1 or manifest.pop("checksum", None) == _sum_of(manifest))
+        version == FORMAT_VERSION
+        and manifest.pop("checksum", None) == _sum_of(manifest)
         and all(isinstance(manifest.get(name), list) for name in ("shards", "tensors"))
         and isinstance(manifest.get("extra"), dict)
         and _is_our_name(manifest.get("folder"))
@@ -353,12 +351,11 @@ def _read_shard(folder: Path, entry: dict[str, Any], check_rows: bool) -> SavedS
         for each in columns
     ]
     shard = SavedShard(head, runs, leaf, arrays)
-    sums = entry.get("checksums")  # not in version 1
-    if sums is not None:
-        _compare(folder / _RUNS, runs, sums["runs"])
-        _compare(folder / _PRIORITY, leaf, sums["priority"])
+    sums = entry["checksums"]
+    _compare(folder / _RUNS, runs, sums["runs"])
+    _compare(folder / _PRIORITY, leaf, sums["priority"])
     shard.check()
-    if sums is not None and check_rows:
+    if check_rows:
         row = 0
         for size, *of_columns in sums["rows"]:
             for each, array, wanted in zip(columns, arrays, of_columns, strict=True):
@@ -382,8 +379,7 @@ def _read_tensors(folder: Path, entries: list[dict[str, Any]]) -> list[torch.Ten
     for entry in entries:
         column = ColumnSpec.from_json(entry)
         array = _read(folder / column.file_name, column.shape, _seen_as(column.dtype))
-        if "checksum" in entry:
-            _compare(folder / column.file_name, array, entry["checksum"])
+        _compare(folder / column.file_name, array, entry["checksum"])
         tensor = torch.from_numpy(array.copy())
         found.append(tensor if tensor.dtype == column.dtype else tensor.view(column.dtype))
     return found
@@ -507,15 +503,11 @@ def _only_writer(path: Path) -> Iterator[None]:
     # a folder; and not for forked children
     fd = open_lock_file(path, os.O_DIRECTORY, access=os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        if not own_files.lock_folder(fd):
             raise CheckpointError(
                 f"another process or thread is writing a checkpoint to {path}: write to another "
                 "folder, or one after the other"
-            ) from error
-        except OSError:
-            pass  # some network file systems lock no folders
+            )
         yield
     finally:
         close_lock_file(fd)

@@ -39,6 +39,8 @@ _LARGEST_BLOCK = 1024
 # columns of runs, int64 [n, 3]: neighbouring slots, written equally often
 RUN_SLOT, RUN_VERSION, RUN_COUNT = range(3)
 
+_WHOLE_NUMBERS = ("capacity", "cursor", "high", "length", "write_count")  # of a head
+
 
 @dataclass(frozen=True)
 class Head:
@@ -91,22 +93,12 @@ class Head:
 
     def check(self) -> None:
         """Raises CheckpointError if these values cannot have been a directory's."""
-        count = range(LARGEST_COUNT + 1)
-        within = {
-            "capacity": count[1:],
-            "cursor": count,
-            "high": range(self.capacity + 1) if type(self.capacity) is int else count[:0],
-            "length": count,
-            "write_count": count,
-            **{f"the counter {name}": count for name in self.counters},
-        }
-        values = vars(self) | {f"the counter {name}": n for name, n in self.counters.items()}
-        for name, allowed in within.items():
-            value = values[name]
-            if type(value) is not int or value not in allowed:
+        whole = {name: vars(self)[name] for name in _WHOLE_NUMBERS}
+        whole |= {f"the counter {name}": value for name, value in self.counters.items()}
+        for name, value in whole.items():
+            most = self.capacity if name in ("high", "length") else LARGEST_COUNT
+            if type(value) is not int or not (name == "capacity") <= value <= most:
                 raise CheckpointError(f"the checkpoint is damaged: {name} is {value!r}")
-        if self.length > self.capacity:
-            raise CheckpointError(f"the checkpoint is damaged: length is {self.length}")
         limiter = self.limiter or []
         for value in (self.alpha, self.eps, self.max_priority, *limiter):
             if value is not None and not (isinstance(value, int | float) and 0 <= value < math.inf):

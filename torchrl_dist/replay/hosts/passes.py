@@ -1,0 +1,187 @@
+"""Sampling without replacement over hosts: one pass over the rows of all shards.
+
+Each shard keeps the pass of its own rows (``parts/passes.py``), so no row is drawn twice in one,
+whichever process draws it. A pass of the buffer has one number in all shards. A process asks for
+rows of the pass that it knows of; a shard that is not there yet begins it, one that is further
+gives none. The next one begins with the first draw that finds nothing left in any shard that
+answers.
+
+The shards of a batch are drawn by what each has left, without replacement, as the rows of one
+buffer would be. Other processes draw, too, so a shard may have less than its last answer said; then
+the rest is asked of the others.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.forks import now_and_in_children
+from torchrl_dist.replay.hosts.batches import Batch, check_not_sampling, concatenated
+from torchrl_dist.replay.hosts.client import ReplayClient
+from torchrl_dist.replay.hosts.link import Rows
+from torchrl_dist.replay.law.shard_law import Uniforms
+from torchrl_dist.replay.parts.sampler import EMPTY
+from torchrl_dist.replay.parts.storage import NoRowsError
+from torchrl_dist.replay.row.packing import spec_from_text, unpack
+from torchrl_dist.replay.row.rows import tensors
+
+
+class PassSource:
+    """Draws batches of passes through a client. Nothing is drawn ahead.
+
+    Args:
+        drop_last: whether the last batch of a pass is left out if it is not full.
+        shuffle: whether rows come in a random order, else in that of their slots.
+        begins: called with the number of the pass before the first rows of a batch are drawn.
+        uniforms: random numbers for the choice of shards.
+    """
+
+    batches_ahead = 0
+
+    def __init__(
+        self,
+        client: ReplayClient,
+        *,
+        drop_last: bool,
+        shuffle: bool,
+        begins: Callable[[int], None],
+        uniforms: Uniforms,
+    ) -> None:
+        self._client = client
+        self._begins = begins
+        self._drop_last = drop_last
+        self._shuffle = shuffle
+        self._uniforms = uniforms
+        shards = len(client.links)
+        self.number = 0
+        """The pass, as far as this process knows."""
+        self.left = np.zeros(shards, np.int64)
+        """Rows that each shard has for it, at most."""
+        self._lengths = np.zeros(shards, np.int64)
+        now_and_in_children(self, PassSource._renew)
+
+    def _renew(self) -> None:
+        self._lock = threading.RLock()
+
+    def drop(self) -> None:
+        """The rows are other ones: what is left is asked for anew."""
+        self.left = np.zeros_like(self.left)
+
+    def rows_ahead(self) -> int:
+        return 0
+
+    def can_draw(self, batch_size: int) -> bool:
+        """Whether there is a row to draw. Blocks for a call."""
+        with self._lock:
+            self._look()
+            return bool(self._lengths.any())
+
+    def next(self, count: int) -> Batch:
+        """The next rows of the pass, fewer at its end. Blocks, mostly for one call.
+
+        Raises:
+            NoRowsError: no row is published.
+            ConfigurationError: with ``drop_last``, fewer than a batch has.
+            DeadlineError, PeerLostError: too few hosts answer.
+        """
+        self._client.check()
+        check_not_sampling(self._lock)
+        with self._lock:
+            found: list[tuple[int, Rows]] = []
+            looked = False
+            while (missing := count - sum(rows.units for _, rows in found)) > 0:
+                if self.left.any():
+                    if not found:
+                        self._begins(self.number)
+                    number = self.number
+                    taken = self._take(self._share(missing))
+                    found += taken
+                    if self.number != number:  # others went on to the next one
+                        found = [] if self._drop_last else found
+                        if found:
+                            break
+                elif not looked:  # others may have begun another
+                    looked = True
+                    self._look()
+                elif found and not self._drop_last:
+                    break
+                else:
+                    found, looked = [], False
+                    self._check_lengths(count)
+                    self._begins(self.number + 1)
+                    self.number, self.left = self.number + 1, self._lengths.copy()
+            return self._batch(found)
+
+    def _check_lengths(self, count: int) -> None:
+        rows = int(self._lengths.sum())
+        if not rows:
+            raise NoRowsError(EMPTY)
+        if self._drop_last and rows < count:
+            raise ConfigurationError(
+                f"drop_last=True and a batch of {count} rows, but the buffer holds {rows}: no pass "
+                "has a full batch"
+            )
+
+    def _share(self, count: int) -> np.ndarray:
+        """How many rows of each shard, int64 [shards], at most ``count``: as if rows were drawn
+        one after the other from all that are left."""
+        left = self.left
+        if left.size == 1 or left.sum() <= count:
+            return np.minimum(left, count)
+        if not self._shuffle:
+            before = np.cumsum(left) - left
+            return np.clip(count - before, 0, left)
+        seed = (self._uniforms(2) * 2.0**52).astype(np.int64)
+        return np.random.default_rng(seed).multivariate_hypergeometric(left, count)
+
+    def _look(self) -> None:
+        self._take(np.zeros_like(self.left))
+
+    def _take(self, counts: np.ndarray) -> list[tuple[int, Rows]]:
+        """Rows of the pass; what all shards that were asked have left is known afterwards."""
+        client, look = self._client, not counts.any()
+        calls = [
+            (shard, (self.number, int(count), self._shuffle))
+            for shard, count in enumerate(counts)
+            if (look or count) and client.answers_now(shard)
+        ]
+        answers = client.order_those_that_answer("take_of_pass", calls)
+        left = np.zeros_like(self.left) if look else self.left.copy()
+        left[[shard for shard, count in enumerate(counts) if count]] = 0  # of one that is lost
+        found, numbers = [], {}
+        if look:
+            self._lengths = np.zeros_like(left)
+        for (shard, _), answer in zip(calls, answers, strict=True):
+            if answer is None:
+                continue
+            numbers[shard], left[shard], self._lengths[shard], text, packed = answer
+            if packed and len(packed[0]):
+                slot, generation, *columns = unpack(packed)
+                spec = spec_from_text(text)
+                handles = torch.from_numpy(slot), torch.from_numpy(generation)
+                ones = torch.ones(slot.size, dtype=torch.float64)
+                found.append((shard, Rows(spec, *handles, ones, tensors(columns, spec))))
+        newest = max(numbers.values(), default=0)
+        if newest > self.number:
+            self.number = newest
+            if not look:
+                self._look()
+                return found
+        for shard, number in numbers.items():
+            if number < self.number:  # it begins with the first rows that are taken
+                left[shard] = self._lengths[shard]
+        self.left = left
+        return found
+
+    def _batch(self, found: list[tuple[int, Rows]]) -> Batch:
+        rows = concatenated([rows for _, rows in found])
+        self._client.learn_spec(rows.spec)
+        shards = np.repeat([shard for shard, _ in found], [rows.units for _, rows in found])
+        index = rows.slot + torch.from_numpy(shards * self._client.shard_capacity)
+        handles = index, rows.generation, rows.leaf
+        return Batch(rows.spec, *handles, rows.tensors, rows.leaf, 1.0, None)

@@ -1,0 +1,224 @@
+"""What every write and every new priority changes in the shared tables, in C or with NumPy.
+
+:class:`NumpyKernel` says what is done, and in which order; the other does the same in one call
+each (``law/_kernel.c``): a change goes into both. Which of them a directory has is decided once,
+when it is mapped. All methods are called under the lock. They set DIRTY before their first store,
+and clear it after the last one unless they say otherwise.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import NamedTuple
+
+import numpy as np
+
+from torchrl_dist.replay.law.kernel import address, find_kernel
+from torchrl_dist.replay.law.placement import overlaps, slot_ranges
+from torchrl_dist.replay.law.tree import PriorityTree
+from torchrl_dist.replay.node.tables import (
+    CLAIM_COUNT,
+    CLAIM_FIRST,
+    CLAIM_MEMBER,
+    CLAIM_PUBLISHING,
+    CLAIM_STATE,
+    CLAIM_WRITING,
+    Word,
+)
+
+LARGEST_LEAF = 1e200  # sums of these stay finite
+SMALLEST_LEAF = sys.float_info.min  # a row with a leaf of 0 is never drawn
+SOUND, WRONG_PRIORITY, WRONG_SLOT, TOO_LARGE = range(4)
+
+
+class Stored(NamedTuple):
+    """What an update did.
+
+    Attributes:
+        wrong: :data:`SOUND`, or what was wrong with the item ``best``; then nothing was stored.
+        stale: rows that were passed over, since others are in their slots.
+        best: position of the largest priority that was stored, -1 if none was.
+        moved: whether the slot with the largest priority of all got another one.
+    """
+
+    wrong: int
+    stale: int
+    best: int
+    moved: int
+
+
+class Tables(NamedTuple):
+    """Of one directory, each as in ``ReplayDirectory``; ``floats``: the words as float64."""
+
+    words: memoryview
+    floats: memoryview[float]
+    claims: np.ndarray
+    versions: np.ndarray
+    tree: PriorityTree
+
+
+class NumpyKernel:
+    """The changes to one directory's tables."""
+
+    def __init__(self, tables: Tables) -> None:
+        self._words, self._floats, self._claims, self._versions, self._tree = tables
+
+    def reserve(
+        self, row: int, first: int, count: int, member: int, word: Word, value: int
+    ) -> bool:
+        """Claim the ``count`` slots from that of the ticket ``first`` on for a member.
+
+        Args:
+            row: of the claim table, unused.
+            word, value: stored before the claim.
+
+        Returns:
+            False if some claim shares a slot with them; nothing was changed then.
+        """
+        words, capacity = self._words, self._tree.capacity
+        for rows, ticket, _, _ in self._claims[: words[Word.CLAIM_ROWS]].tolist():
+            if rows and overlaps(first, count, ticket, rows, capacity):
+                return False
+        words[Word.DIRTY] = 1
+        words[word] = value
+        claim = self._claims[row]
+        claim[CLAIM_FIRST] = first
+        claim[CLAIM_MEMBER] = member
+        claim[CLAIM_STATE] = CLAIM_WRITING
+        claim[CLAIM_COUNT] = count  # last: the claim holds from here on
+        for start, stop in slot_ranges(first, count, capacity):
+            self.unpublish(start, stop)
+        words[Word.DIRTY] = 0
+        return True
+
+    def unpublish(self, start: int, stop: int) -> None:
+        """Take the slots ``start`` to ``stop`` out of the buffer, between begin and commit."""
+        words, versions = self._words, self._versions[start:stop]
+        # published: even and not 0
+        words[Word.LENGTH] -= int(np.count_nonzero(versions) - np.count_nonzero(versions & 1))
+        words[Word.AVAILABLE] -= int(np.count_nonzero(self._tree.leaves[start:stop]))
+        versions |= 1
+        self._tree.set_range(start, stop, 0.0)
+        if start <= words[Word.MAX_SLOT] < stop:
+            words[Word.MAX_SLOT] = -1
+
+    def publish(
+        self, row: int, first: int, count: int, member: int, leaf: float
+    ) -> np.ndarray | None:
+        """Make written rows visible.
+
+        Args:
+            leaf: of each row; 0: they have theirs.
+
+        Returns:
+            Their generations, int64 [count]; None if the claim is not the member's own or not being
+            written, and nothing was changed.
+        """
+        words, claim = self._words, self._claims[row]
+        if claim.tolist() != [count, first, member, CLAIM_WRITING]:
+            return None
+        ranges = slot_ranges(first, count, self._tree.capacity)
+        words[Word.DIRTY] = 1
+        if leaf > 0:
+            for start, stop in ranges:
+                self._tree.set_range(start, stop, leaf)
+        words[Word.NEXT_WRITE_COUNT] = words[Word.WRITE_COUNT] + count
+        claim[CLAIM_STATE] = CLAIM_PUBLISHING  # from here on repair publishes them
+        published = []
+        for start, stop in ranges:
+            versions = self._versions[start:stop]
+            versions += 1
+            published.append(versions >> 1)
+        words[Word.LENGTH] += count
+        words[Word.AVAILABLE] += count
+        words[Word.WRITE_COUNT] = words[Word.NEXT_WRITE_COUNT]
+        claim[CLAIM_COUNT] = 0
+        words[Word.DIRTY] = 0
+        return published[0] if len(published) == 1 else np.concatenate(published)
+
+    def update(self, slots: np.ndarray, raw: np.ndarray, generation: np.ndarray | None) -> Stored:
+        """Give rows new priorities, unless their slot holds another row by now.
+
+        Args:
+            slots: int64 [n]; entries below 0 are skipped.
+            raw: float64 [n], priorities.
+            generation: int64 [n], of the rows meant; None: whatever row is published there.
+
+        Returns:
+            If a row was stored, DIRTY is left set.
+        """
+        wrong = ~((raw >= 0) & (raw <= LARGEST_LEAF))  # NaN too
+        if wrong.any():
+            return Stored(WRONG_PRIORITY, 0, int(wrong.argmax()), 0)
+        if slots.size and slots.max() >= self._tree.capacity:
+            return Stored(WRONG_SLOT, 0, int(slots.argmax()), 0)
+        valid = slots >= 0
+        versions = self._versions[np.where(valid, slots, 0)]
+        fresh = (versions & 1 == 0) & (versions > 0) & valid
+        if generation is not None:
+            fresh &= versions >> 1 == generation
+        stored = np.flatnonzero(fresh)
+        stale = int(np.count_nonzero(valid)) - stored.size
+        if not stored.size:
+            return Stored(SOUND, stale, -1, 0)
+        words, floats = self._words, self._floats
+        best = int(stored[raw[stored].argmax()])
+        with np.errstate(over="ignore"):
+            leaves = (raw[stored] + floats[Word.EPS]) ** floats[Word.ALPHA]
+        if not leaves.max() <= LARGEST_LEAF:
+            return Stored(TOO_LARGE, 0, best, 0)
+        moved = bool((slots[stored] == words[Word.MAX_SLOT]).any())
+        words[Word.DIRTY] = 1
+        self._tree.set(slots[stored], np.maximum(leaves, SMALLEST_LEAF))
+        return Stored(SOUND, stale, best, moved)
+
+
+class CKernel(NumpyKernel):
+    """The same in C."""
+
+    def __init__(self, tables: Tables) -> None:
+        super().__init__(tables)
+        library = find_kernel()
+        assert library is not None
+        self._reserve = library.replay_reserve
+        self._publish = library.replay_publish
+        self._update = library.replay_update
+        words, tree = np.frombuffer(tables.words, dtype=np.int64), tables.tree
+        arrays = (words, tables.claims, tables.versions, tree.leaves, tree.marks)
+        self._record = np.array([*map(address, arrays), tree.capacity])
+        self._at = address(self._record)
+
+    def reserve(
+        self, row: int, first: int, count: int, member: int, word: Word, value: int
+    ) -> bool:
+        return not self._reserve(self._at, row, first, count, member, word, value)
+
+    def publish(
+        self, row: int, first: int, count: int, member: int, leaf: float
+    ) -> np.ndarray | None:
+        generations = np.empty(count, dtype=np.int64)
+        if self._publish(self._at, row, first, count, member, leaf, address(generations)):
+            return None
+        return generations
+
+    def update(self, slots: np.ndarray, raw: np.ndarray, generation: np.ndarray | None) -> Stored:
+        count = slots.size
+        scratch = np.empty(count + 3)
+        result = scratch[count:].view(np.int64)
+        at = address(scratch)
+        wrong = self._update(
+            self._at,
+            address(slots),
+            address(raw),
+            None if generation is None else address(generation),
+            count,
+            LARGEST_LEAF,
+            at,
+            at + 8 * count,
+        )
+        return Stored(wrong, *result.tolist())
+
+
+def kernel_of(tables: Tables) -> NumpyKernel:
+    """The kernel of a directory's tables, in C where that was built."""
+    return NumpyKernel(tables) if find_kernel() is None else CKernel(tables)

@@ -1,0 +1,33 @@
+"""What Linux tells about a process: ``/proc/PID/stat``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+STATE, PARENT, USER, SYSTEM, START = 2, 3, 13, 14, 21  # places in what :func:`stat` gives
+
+
+def stat(pid: int) -> list[str] | None:
+    """The words of ``/proc/PID/stat``, None if there is no such process.
+
+    Our own and our parent's are found where ``/proc`` is that of another pid namespace, too.
+    """
+    name = str(pid)
+    if pid == os.getpid():
+        name = "self"
+    elif pid == os.getppid():
+        own = stat(os.getpid())
+        name = own[PARENT] if own else name
+    try:
+        # The second word is the command in parentheses and may hold anything.
+        head, _, tail = Path(f"/proc/{name}/stat").read_text(errors="replace").rpartition(")")
+        return [head.split()[0], "", *tail.split()]
+    except (OSError, IndexError):
+        return None
+
+
+def state(pid: int) -> str | None:
+    """The letter that ``ps`` shows, such as ``"T"`` for stopped; None if there is no process."""
+    words = stat(pid)
+    return words[STATE] if words else None

@@ -1,0 +1,49 @@
+"""What commands print and read alike: tables, and numbers on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+
+def show_table(
+    title: str | None,
+    columns: Iterable[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    left: Collection[str] = (),
+    folded: Collection[str] = (),
+    width: int | None = 100,
+) -> None:
+    """Print a table: columns in ``left`` or ``folded`` to the left, figures to the right, where
+    their lines are not broken. Without a title it has no box."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title) if title else Table(box=None, pad_edge=False)
+    for name in columns:
+        if name in folded:
+            table.add_column(name, overflow="fold")
+        elif name in left:
+            table.add_column(name)
+        else:
+            table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    Console(width=width).print(table)
+
+
+def at_least(least: int, kind: type = int) -> Callable[[str], Any]:
+    """Parse a number, not below ``least``."""
+
+    def parse(text: str) -> Any:
+        with contextlib.suppress(ValueError):
+            if least <= kind(text) < math.inf:
+                return kind(text)
+        expected = f"expected a {'whole ' if kind is int else ''}number, at least {least}"
+        raise argparse.ArgumentTypeError(f"got {text!r}, {expected}")
+
+    return parse
