@@ -98,23 +98,23 @@ class WorkerConfig(WorkerOptions):
     """Everything that a worker is built from. Sent by cloudpickle, so callables may be lambdas.
 
     Attributes:
-        policy: used as it is given (hand in a copy); ``None`` with no factory: random actions.
+        policy: used directly, without a copy. None, and no factory: random actions.
         policy_factory: ``(worker_index, num_workers) -> module``, called on the worker.
-        frames_per_rollout: T is this over the number of envs, rounded up. None: T is 1, and a
-            step is timed, until ``set_steps``.
-        seed: of the whole job; the envs of all workers take consecutive seeds of TorchRL's chain.
-        seed_given: by the user, who expects each env to have its own.
+        frames_per_rollout: T is this divided by the number of envs, rounded up. None: T is 1 until
+            ``set_steps``, and a step is timed.
+        seed: the job's seed; the envs of all workers take consecutive seeds of TorchRL's chain.
+        seed_given: whether the user gave the seed. If so, each env must get its own.
         keep_env_seeds: TorchRL envs stay seeded as ``make_env`` left them.
-        own_process: the worker may seed this process' global random generators.
-        packed: rows are returned as ``PackedRows``, for the way to another process.
+        own_process: the worker may seed this process's global random generators.
+        packed: rows are returned as ``PackedRows``, to be sent to another process.
         call_timeout_s: limit of calls to env processes between rollouts. The limit of their start
             is this, or two minutes if that is longer.
-        inference: if the policy stays at the learner.
-        stamp_version: None: rows say which version of the policy made them; True: also under
-            ``"next"``, as TorchRL's; False: they do not.
-        whole_trajectories: the replay buffer gets complete trajectories, one after the other.
-        make_envs, policy_factories: of each worker, if they differ; see :meth:`of_worker`.
-        shown_index: of the worker that this one is a part of, for data and statistics.
+        inference: how to get actions, if the policy stays at the learner.
+        stamp_version: None: rows have the version of the policy that made them; True: also under
+            ``"next"``, as in TorchRL; False: they have no version.
+        whole_trajectories: the replay buffer gets complete trajectories, one after another.
+        make_envs, policy_factories: one for each worker; see :meth:`of_worker`.
+        shown_index: worker index in data and statistics, if this is an env process of that worker.
         registrations: gymnasium environments to register in the worker's process.
     """
 
