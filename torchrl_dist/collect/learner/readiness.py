@@ -17,7 +17,7 @@ from torchrl_dist.errors import ConfigurationError
 
 
 class Readiness(ABC):
-    """Decides which rollouts make a batch."""
+    """Decide which rollouts form a batch."""
 
     @property
     def in_rounds(self) -> bool:

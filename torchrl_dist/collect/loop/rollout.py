@@ -197,7 +197,7 @@ class Episodes:
             self._lengths += steps
             return ids, [], []
         ends = done.ravel()
-        # Parts of episodes, env by env. A part begins with a row, or after an end.
+        # Parts of episodes, env by env. A part begins at the start of a row, or after an end.
         begins = np.zeros(n * steps, bool)
         begins[1:] = ends[:-1]
         begins[::steps] = True

@@ -246,7 +246,7 @@ class _Part:
         if data is None or rows is None:
             return data, stats
         if data.shape != (stats.num_envs, stats.frames // stats.num_envs):
-            return data, stats  # of a postproc; the node worker expects all steps in a block
+            return data, stats  # a postproc changed the shape, but a block must have all steps
         if rows.path not in self._blocks:
             self._blocks[rows.path] = BlockRows(rows.layout, attach(rows.path))
         return (None if self._blocks[rows.path].write(data, rows.first_env) else data), stats

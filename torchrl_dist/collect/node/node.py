@@ -89,7 +89,7 @@ class _UnderWay:
 
     Attributes:
         block: number of the block with its rows.
-        pending: by index of each process that has not answered, the number of its answer.
+        pending: index of each process that has not answered -> number of the awaited answer.
     """
 
     order: _Order

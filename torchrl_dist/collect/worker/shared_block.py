@@ -205,7 +205,7 @@ class SharedWeights:
         self._made = 0
 
     def write(self, packed: PackedWeights) -> None:
-        """Write new weights over those before the last ones, which no process may use any more."""
+        """Write new weights in place of the oldest ones. No process may use those any more."""
         address, block = self._places.popleft() if len(self._places) == _PLACES else (None, None)
         layout = (packed.entries, packed.aliases)
         if address is None or block is None or (address.entries, address.aliases) != layout:

@@ -58,7 +58,7 @@ from torchrl_dist.weights import PackedWeights, unpack
 Postproc = Callable[[TensorDictBase], TensorDictBase]
 Hooks = tuple[Callable[[], Any] | None, Callable[[TensorDictBase], Any] | None]
 
-# Limits of stepping to measure a step: this many seconds, or this many steps.
+# The duration of a step is measured for about this many seconds, and at most this many steps.
 _MEASURED_S = 0.02
 _MOST_MEASURED = 64
 
