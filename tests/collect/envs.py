@@ -18,7 +18,7 @@ from torchrl.envs import EnvBase
 
 
 class EpisodeSeeds(gymnasium.Wrapper):
-    """Episode k starts from seed ``first + k``, whoever resets the env and with whatever seed."""
+    """Episode k starts from seed ``first + k``, for any caller and any seed of reset()."""
 
     def __init__(self, env: gymnasium.Env, first: int) -> None:
         super().__init__(env)

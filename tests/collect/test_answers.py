@@ -324,7 +324,7 @@ def test_a_connection_that_was_left_within_a_message_says_so_at_both_ends(why: s
     with WholeMessages(ours.detach()) as end, Connection(theirs.detach()) as other:
         if why == "late":
             with pytest.raises(BrokenPipeError):
-                end.send_bytes(bytes(10**7))  # more than it holds, and nobody reads
+                end.send_bytes(bytes(10**7))  # more than it holds, and no process reads
         elif why == "interrupted as it sends":
             with pytest.raises(ZeroDivisionError), signalled_soon():
                 end.send_bytes(bytes(10**7))
@@ -381,7 +381,7 @@ def test_who_waits_for_a_rate_limiter_does_not_hang(
         collecting = pool.submit(collect_until_held)
         try:
             before = -1
-            while storage.write_count != before:  # until nobody gets on
+            while storage.write_count != before:  # until no writer makes progress
                 before = storage.write_count
                 time.sleep(3.5)
             assert before >= 8 and not collecting.done()

@@ -318,7 +318,7 @@ def test_next_does_not_take_a_failure_for_the_end(build: Any) -> None:
 
 
 def test_larger_batches_than_asked_for_are_said_where_the_collector_is_built() -> None:
-    with pytest.warns(UserWarning, match="no multiple of 1 rollouts x 3 envs") as warned:
+    with pytest.warns(UserWarning, match="not a multiple of 1 rollouts x 3 envs") as warned:
         collector = RPCBatchedCollector(
             Counter, None, num_envs=3, frames_per_batch=10, total_frames=12
         )

@@ -543,7 +543,7 @@ def test_workers_that_die_are_replaced(fork_server: ForkServer) -> None:
             batches.append(batch)
             if number == 2:
                 kill(session, 0)
-                kill(session, 1)  # nobody is left, until the successors are there
+                kill(session, 1)  # no worker is left until the successors are ready
                 policy.module[0].module.preference.data = torch.tensor([0.0, 1.0, 0.0])
                 collector.update_policy_weights_()
         rows = torch.cat([batch.reshape(-1) for batch in batches])

@@ -24,7 +24,7 @@ _INTERRUPTS = 2000
 
 @pytest.fixture
 def alarm() -> Iterator[Callable[[float], Any]]:
-    """Raises KeyboardInterrupt in this thread after so many seconds, as Ctrl-C does."""
+    """Return a function that raises KeyboardInterrupt here after some seconds, as Ctrl-C does."""
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -72,7 +72,7 @@ def test_who_is_interrupted_as_he_waits_holds_up_nobody(alarm: Any) -> None:
                 alarm(0.005)
                 second.call(exploration_type)
             assert not exploration._now.waits and not exploration.held_up()
-            assert first.call(exploration_type) is RANDOM  # beside the one under way
+            assert first.call(exploration_type) is RANDOM  # while the other one runs
     finally:
         go.set()
         holder.join(30)

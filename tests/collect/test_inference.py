@@ -238,7 +238,7 @@ def test_with_two_groups_a_question_waits_for_others_as_long_as_it_may() -> None
     ask(0)
     assert 10 < relay.flush(most=3) < 100 and len(learner.sent) == 1
     ask(1)
-    ask(2)  # nobody is left to wait for
+    ask(2)  # no process is left to wait for
     assert relay.flush(most=3) == math.inf and len(learner.sent[1][0]["observation"]) == 3
     ask(1)
     assert 10 < relay.flush(most=3) < 100

@@ -340,7 +340,7 @@ def test_when_all_processes_end_the_rollouts_under_way_are_made_by_their_success
     assert [stats.frames for _, stats in results] == [10, 10]
     assert [len(stats.replaced) for _, stats in results] == [1, 0]
     ids = torch.cat([rows["collector", "traj_ids"].reshape(-1) for rows, _ in results])
-    assert len(ids.unique()) == 1  # one episode: nobody else's rows, and none missing
+    assert len(ids.unique()) == 1  # one episode: no rows of another, and none missing
 
 
 def collect_until_complete(worker: NodeWorker, request: int = 0) -> torch.Tensor:
@@ -370,7 +370,7 @@ def test_a_call_to_all_envs_waits_for_a_successor(build: Any, tmp_path: Any) -> 
 
 def test_a_successor_is_not_blamed_for_who_died_before_it(build: Any, tmp_path: Any) -> None:
     def first(what: str, times: int) -> bool:
-        """Whether this is one of the first so many calls of all processes."""
+        """Whether this is one of the first ``times`` calls of all processes."""
         for number in range(times):
             with contextlib.suppress(FileExistsError):
                 (tmp_path / f"{what} {number}").touch(exist_ok=False)
@@ -379,7 +379,7 @@ def test_a_successor_is_not_blamed_for_who_died_before_it(build: Any, tmp_path: 
 
     class Mortal(Counter):
         def step(self, action: Any) -> Any:
-            time.sleep(0.02)  # so that the second lives end before anybody looks
+            time.sleep(0.02)  # so that the second lives end before they are noticed
             if self.t == 7 and first("died", 2):
                 die()
             return super().step(action)

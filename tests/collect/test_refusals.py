@@ -208,7 +208,7 @@ def test_a_policy_that_cannot_be_copied_or_pickled_says_what_to_write() -> None:
     with pytest.raises(ConfigurationError, match=r"policy's '0' is parametrized .*policy_factory="):
         cpu_copy(policy, travels=True)
     former = nn.utils.spectral_norm(nn.Linear(1, 3))
-    former(torch.zeros(1, 1))  # its weight is no leaf from now on
+    former(torch.zeros(1, 1))  # its weight is not a leaf tensor from now on
     with pytest.raises(ConfigurationError, match=r"cannot be copied .* policy_factory="):
         cpu_copy(former, travels=False)
 

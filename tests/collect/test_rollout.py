@@ -54,7 +54,7 @@ def torchrl_data(env: Any, policy: Any, frames: int, **kwargs: Any) -> TensorDic
 
 
 def assert_equal_data(ours: TensorDictBase, theirs: TensorDictBase) -> None:
-    """Same keys, shapes, dtypes, names and values, but for what the collector adds itself."""
+    """Same keys, shapes, dtypes, names and values, except what the collector adds itself."""
     ours, theirs = (td.exclude("policy_version", "collector") for td in (ours, theirs))
     assert set(ours.keys(True, True)) == set(theirs.keys(True, True))
     assert ours.shape == theirs.shape
@@ -432,7 +432,7 @@ class TestTorchRLEnvs:
         steps = torch.cat([part["next", "observation"][0, :, 0] for part in rows])
         assert torch.equal(steps, 101 + torch.arange(25.0))
         worker.cut(request=9, least=4)
-        assert worker.collect()[0].shape[1] == 10, "nobody numbered it"
+        assert worker.collect()[0].shape[1] == 10, "a request without a number was cut"
         worker.close()
 
 
@@ -481,7 +481,7 @@ def test_a_vector_env_that_takes_one_seed_for_all_refuses_seeds() -> None:
 
     with pytest.raises(ConfigurationError, match="SyncVectorEnv"):
         worker(seed_given=True)
-    unseeded = worker()  # but for what a collector draws
+    unseeded = worker()  # except what a collector draws
     with pytest.raises(ConfigurationError, match="seed= out"):
         unseeded.set_seed(5)
     unseeded.close()

@@ -339,7 +339,7 @@ def always(td: TensorDictBase) -> TensorDictBase:
 
 
 def plain_loop(env: Any) -> list[list[tuple[Any, float, Any, bool]]]:
-    """The transitions of each env; a step that only resets an env is none."""
+    """Return the transitions of each env, without steps that only reset an env."""
     found: list[list[tuple[Any, float, Any, bool]]] = [[], []]
     env.reset(seed=[0, 1])  # as TorchRL does it: the episodes begin with the next one
     observation, _ = env.reset()

@@ -165,8 +165,8 @@ class Noted(Counter):
 def test_a_limiter_that_holds_the_writers_does_not_hold_a_shutdown(
     fork_server: ForkServer, tmp_path: Path, collectors: int, env_processes: int, by_rpc: bool
 ) -> None:
-    """Nobody samples: the rows of whoever waits are dropped, and the envs closed. Before, they
-    would have waited for the buffer's deadline, beyond the shutdown's own."""
+    """Without sampling, waiting rows are dropped and the envs closed. Before this was so, they
+    waited for the buffer's deadline, which is later than the shutdown's."""
     limiter = RateLimiter(min_size_to_sample=8, samples_per_insert=1.0, error_buffer=16.0)
     roles = {"learner": 1, "collector": collectors} if collectors else {"learner": 1}
     with local_cluster(roles, fork_server=fork_server) as session:
@@ -191,7 +191,7 @@ def test_a_limiter_that_holds_the_writers_does_not_hold_a_shutdown(
         )
         collector.start()
         before = -1
-        while before < 8 or buffer.storage.write_count != before:  # until nobody gets on
+        while before < 8 or buffer.storage.write_count != before:  # until no writer makes progress
             before = buffer.storage.write_count
             assert collector.is_running() and before < 1000
             time.sleep(0.3)
@@ -201,7 +201,7 @@ def test_a_limiter_that_holds_the_writers_does_not_hold_a_shutdown(
         envs = 2 * max(1, collectors) * max(1, env_processes)
         assert len(list(tmp_path.glob("closed-*"))) == envs
         assert buffer.storage.write_count == rows
-        assert len(buffer.sample()) == 8  # as ever
+        assert len(buffer.sample()) == 8  # as before
         buffer.storage.close()
 
 

@@ -242,7 +242,7 @@ def test_cat_results_joins_as_multi_sync_collector_does(build: Any, alone: Any, 
     [
         ({"cat_results": "list"}, "expected 'stack'"),
         ({"cat_results": 2}, "expected 'stack'"),
-        ({"cat_results": "stack", "total_frames": 10}, "no multiple"),
+        ({"cat_results": "stack", "total_frames": 10}, "not a multiple"),
         ({"cat_results": 1, "trajs_per_batch": 2}, "batches of rollouts"),
         ({"traj_format": "flat", "trajs_per_batch": 2}, "'padded' or 'cat'"),
         ({"traj_format": "cat"}, "pass trajs_per_batch="),
@@ -280,7 +280,7 @@ def test_values_that_mean_nothing_are_refused(options: dict[str, Any], message: 
 )
 def test_what_would_fill_in_rows_of_dynamic_specs_is_refused(options: dict[str, Any]) -> None:
     threads = threading.active_count()
-    with pytest.raises(ConfigurationError, match=r"(?s)shapes of their own.*observation"):
+    with pytest.raises(ConfigurationError, match=r"(?s)differ in shape.*observation"):
         RPCBatchedCollector(Growing, None, frames_per_batch=8, **options)
     deadline = time.monotonic() + 5
     while threading.active_count() > threads:

@@ -1,4 +1,4 @@
-"""Collecting experience with many processes: workers that step envs, and who waits for whom."""
+"""Collect experience with many processes: workers step envs, and a rule ends each batch."""
 
 from __future__ import annotations
 

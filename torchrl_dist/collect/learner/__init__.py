@@ -1,1 +1,1 @@
-"""The learner's side: the collector, its workers and when a batch is ready."""
+"""The learner's side: the collector, its workers, and the rules for when a batch is ready."""

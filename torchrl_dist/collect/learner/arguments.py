@@ -1,4 +1,4 @@
-"""What a collector is asked for: chosen, checked, and made into what workers are built from."""
+"""Choose and check a collector's arguments, and make the workers' config from them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ PolicyFactory = Callable[[int, int], Any]
 
 
 def choose_peers(session: Session | None, workers: Sequence[Peer] | None) -> tuple[Peer, ...]:
-    """The workers; none is one in this process. Warns where others were probably meant."""
+    """Return the peers to use as workers; empty for one worker in this process. Warn if other
+    processes were probably meant."""
     if workers is not None:
         if session is None:
             raise ConfigurationError("workers= needs a session: pass session=")
@@ -43,7 +44,9 @@ def choose_peers(session: Session | None, workers: Sequence[Peer] | None) -> tup
         return ()
     collectors = session.of_role("collector")
     if not collectors:
-        _say_who_is_idle(session, "nobody has the role 'collector'", "workers=session.of_role(...)")
+        _say_who_is_idle(
+            session, "no process has the role 'collector'", "workers=session.of_role(...)"
+        )
     return collectors or (session.me,)
 
 
@@ -52,21 +55,21 @@ def _say_who_is_idle(session: Session, reason: str, line: str) -> None:
     if counts:
         others = ", ".join(f"{role!r} ({count})" for role, count in counts.items())
         warnings.warn(
-            f"the environments are stepped in this process alone: {reason}, though the session has "
-            f"{others}. Pass {line} to use them, or workers=[session.me] if that is meant",
+            f"the environments are stepped in this process alone: {reason}, but the session has "
+            f"{others}. Pass {line} to use them, or workers=[session.me] if this is intended",
             stacklevel=4,
         )
 
 
 def require_shared(replay_buffer: Any, env_processes: int, replace_lost: bool) -> None:
-    """Refuse a buffer that workers would fill copies of, or could not reach."""
+    """Refuse a buffer of which workers would fill copies, or which they could not reach."""
     if not isinstance(replay_buffer, ReplayBuffer):
-        return  # None, or an object of the user's that knows how to travel
+        return  # None, or a user's object that pickles in its own way
     storage = replay_buffer.storage
     if not getattr(storage, "attaches_when_pickled", False):
         raise ConfigurationError(
             f"replay_buffer: its {type(storage).__name__} belongs to this process, and the workers "
-            "would write to copies that nobody reads; build it with SharedMemmapStorage and "
+            "would write to copies that no process reads; build it with SharedMemmapStorage and "
             "SharedCursorWriter"
         )
     if not getattr(storage, "attaches_by_session", False):
@@ -74,22 +77,22 @@ def require_shared(replay_buffer: Any, env_processes: int, replace_lost: bool) -
     reached = f"replay_buffer: its {type(storage).__name__} is reached through the session"
     if env_processes:
         raise ConfigurationError(
-            f"{reached}, of which the env_processes={env_processes} of a worker are no members; "
-            "expected 0 of them (num_envs= steps several environments in a worker), or extend the "
-            "buffer with the batches that the collector yields"
+            f"{reached}, but the env_processes={env_processes} of a worker are not members of it; "
+            "pass env_processes=0 (num_envs= steps several environments in a worker), or extend "
+            "the buffer with the batches that the collector yields"
         )
     if replace_lost:
         raise ConfigurationError(
-            f"{reached}, of which what replaces a lost worker is no member; expected "
-            "replace_lost=False (the others go on without it), a SharedReplayBuffer of this node, "
-            "or extend the buffer with the batches that the collector yields"
+            f"{reached}, but a replacement of a lost worker is not a member of it; expected "
+            "replace_lost=False (the others go on without it) or a SharedReplayBuffer of this "
+            "node. Or extend the buffer with the batches that the collector yields"
         )
 
 
 def check_inference(
     session: Session | None, peers: Sequence[Peer], policy: Any, others: Mapping[str, Any]
 ) -> None:
-    """Refuse what leaves nothing to do for a policy at the learner."""
+    """Refuse arguments that cannot work with the policy at the learner."""
     if session is None or session.me in peers:
         raise ConfigurationError(
             "inference='learner' is for workers of other processes; pass a session that has some"
@@ -112,7 +115,7 @@ class Settings(WorkerOptions):
         others: see :class:`~torchrl_dist.collect.RPCBatchedCollector`.
 
     Raises:
-        ConfigurationError: a value that is none, or two that cannot work together.
+        ConfigurationError: a value is invalid, or two cannot work together.
     """
 
     here: bool
@@ -200,11 +203,11 @@ class Settings(WorkerOptions):
         if readiness.cuts and (self.replay_buffer is not None or self.has_postproc):
             raise ConfigurationError(
                 f"{readiness} cuts rollouts short and pads the batch: it goes neither with "
-                "replay_buffer= (use FirstReady(), which waits for nobody) nor with postproc="
+                "replay_buffer= (use FirstReady(), which never waits) nor with postproc="
             )
 
     def _check_trajectories(self) -> None:
-        """Refuse what makes no whole rollouts where trajectories would be put together."""
+        """Refuse arguments that prevent whole rollouts if trajectories are assembled."""
         if self.traj_format not in (None, "padded", "cat"):
             raise ConfigurationError(
                 f"traj_format={self.traj_format!r}: expected 'padded' or 'cat'"
@@ -222,7 +225,7 @@ class Settings(WorkerOptions):
             )
         names = ["postproc", "postproc_factory"]
         if self.split_trajs:
-            names.append("replay_buffer")  # complete trajectories are put together on the workers
+            names.append("replay_buffer")  # with trajs_per_batch, the workers assemble them
         given = [name for name in names if getattr(self, name) is not None]
         if given or self.readiness.cuts:
             raise ConfigurationError(
@@ -263,7 +266,7 @@ class Settings(WorkerOptions):
         return self.readiness.rollouts_per_batch(self.num_workers)
 
     def without_parts(self) -> Settings:
-        """What a collector keeps that was shut down: nothing that is the caller's."""
+        """Return the settings without user objects, for a collector that was shut down."""
         return replace(
             self,
             make_envs=(),
@@ -299,17 +302,17 @@ class Settings(WorkerOptions):
         return cpu_copy(self.policy, travels=not self.here and self.inference == "worker")
 
     def check_frames(self, frames_per_batch: int) -> None:
-        """What depends on the frames that a batch really has."""
+        """Check what depends on the actual number of frames per batch."""
         uneven = self.total_frames % frames_per_batch if self.total_frames > 0 else 0
         if uneven and self.cat_results not in (None, 0):
             raise ConfigurationError(
                 f"cat_results={self.cat_results!r} needs rollouts of one shape, and the last batch "
-                f"would have others: total_frames={self.total_frames} is no multiple of "
+                f"would have others: total_frames={self.total_frames} is not a multiple of "
                 f"{frames_per_batch} frames per batch"
             )
 
     def check_ragged(self, specs: str) -> None:
-        """What rows with shapes of their own do not go with."""
+        """Refuse arguments that need equal shapes, for an env whose rows may differ in shape."""
         asked = {
             f"readiness={self.readiness}": self.readiness.cuts,
             f"trajs_per_batch={self.trajs_per_batch} without traj_format='cat'": (
@@ -323,8 +326,8 @@ class Settings(WorkerOptions):
         given = [name for name, is_asked in asked.items() if is_asked]
         if given:
             raise ConfigurationError(
-                f"{', '.join(given)}: rows of this env may have shapes of their own, which can be "
-                f"neither padded nor filled in; its specs are {specs}"
+                f"{', '.join(given)}: rows of this env may differ in shape, so they can be neither "
+                f"padded nor filled in; its specs are {specs}"
             )
 
 
@@ -332,7 +335,7 @@ _ANYTHING = object()
 _WEIGHTS = "weights reach all workers as one packed message: call update_policy_weights_()"
 _LAUNCHER = "torchrun, srun or local_cluster starts the processes, and says what each may use"
 _CPU = "the workers run on the CPU; storing_device= says where batches go"
-# What TorchRL's collectors take and this one does not: values that ask for nothing, and the reason.
+# Arguments of TorchRL's collectors that this one refuses, except for these values, and why.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "weight_updater": ((None,), _WEIGHTS),
     "weight_sync_schemes": ((None,), _WEIGHTS),
@@ -352,7 +355,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "backend": ((None,), "the session says where the workers are"),
     "backend_options": ((None,), "the session says where the workers are"),
-    "num_collectors": ((None,), "pass a session with so many, or workers="),
+    "num_collectors": ((None,), "pass a session with that many, or workers="),
     "sync": ((None,), "pass readiness=WaitAll() or FirstReady()"),
     "update_at_each_batch": ((False,), _WEIGHTS),
     "worker_idx": ((None,), "workers are numbered by the collector"),
@@ -378,10 +381,10 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def refuse(arguments: Mapping[str, Any]) -> None:
-    """Say why an argument of TorchRL's collectors has no meaning here, unless it asks for nothing.
+    """Refuse arguments of TorchRL's collectors that have no meaning here, with the reason.
 
     Raises:
-        ConfigurationError: it asks for something.
+        ConfigurationError: an argument has a value that would change something.
         TypeError: there is no such argument.
     """
     for name, value in arguments.items():
@@ -393,7 +396,7 @@ def refuse(arguments: Mapping[str, Any]) -> None:
 
 
 class GivenEnv:
-    """An env that was made already, for the only worker, in this process."""
+    """An env that the caller has made, for the only worker, in this process."""
 
     def __init__(self, env: Any) -> None:
         self._env = env
@@ -405,7 +408,7 @@ class GivenEnv:
 def choose_envs(
     make_env: Any, kwargs: Any, num_workers: int, *, here: bool, num_envs: int
 ) -> tuple[str | Callable[[], Any], ...]:
-    """What makes the envs of each worker.
+    """Return for each worker what makes its envs.
 
     Args:
         make_env: a gymnasium id, a callable, an env; or a sequence of these, one per worker.
@@ -413,7 +416,7 @@ def choose_envs(
         here: whether the only worker is this process.
 
     Raises:
-        ConfigurationError: something else, or another number of them.
+        ConfigurationError: ``make_env`` is something else, or a list has the wrong length.
     """
     each = list(make_env) if isinstance(make_env, list | tuple) else [make_env] * num_workers
     options = list(kwargs) if isinstance(kwargs, list | tuple) else [kwargs] * num_workers
@@ -453,11 +456,11 @@ def _choose_env(
 
 
 def choose_policy_factories(given: Any, num_workers: int) -> tuple[PolicyFactory, ...] | None:
-    """The factory of each worker, as called with ``(worker_index, num_workers)``. One that needs no
-    arguments, and has none of that name, is called without any, as by TorchRL.
+    """Return each worker's factory, to be called with ``(worker_index, num_workers)``. A factory
+    without required arguments and without ``worker_index`` is called without any, as in TorchRL.
 
     Raises:
-        ConfigurationError: another number of them.
+        ConfigurationError: the number of factories is not that of the workers.
     """
     if given is None:
         return None
@@ -473,7 +476,7 @@ def choose_policy_factories(given: Any, num_workers: int) -> tuple[PolicyFactory
 def _takes_two(factory: Callable) -> bool:
     try:
         signature = inspect.signature(factory)
-    except (TypeError, ValueError):  # it does not tell
+    except (TypeError, ValueError):  # it has no signature
         return True
     if "worker_index" in signature.parameters:
         return True
@@ -494,10 +497,10 @@ class _WithoutArguments:
 
 
 def choose_seed(seed: Any) -> int:
-    """The seed as Python's int.
+    """Return the seed as an int.
 
     Raises:
-        ConfigurationError: it is no integer, or negative.
+        ConfigurationError: it is not an integer, or is negative.
     """
     with contextlib.suppress(TypeError):
         number = operator.index(seed)
@@ -507,7 +510,7 @@ def choose_seed(seed: Any) -> int:
 
 
 def choose_storing_device(device: Any, storing_device: Any) -> torch.device | None:
-    """Where batches go. As with TorchRL, ``device`` is that of everything that has no other."""
+    """Return the device of batches. As in TorchRL, ``device`` is the default of all devices."""
     for name, given in {"device": device, "storing_device": storing_device}.items():
         try:
             chosen = None if given is None else torch.device(given)

@@ -1,4 +1,4 @@
-"""Collection in a thread of its own, for a caller that meanwhile learns from the replay buffer."""
+"""Collect in a separate thread while the caller learns from the replay buffer."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torchrl_dist.forks import now_and_in_children
 
 class Collecting(Protocol):
     def next(self) -> Any:
-        """Block for the next batch; None after the last."""
+        """Block for the next batch. Return None after the last."""
 
 
 class Background:
-    """Asks for one batch after the other, until there are no more, one fails, or :meth:`stop`.
+    """Ask for one batch after another until there are no more, one fails, or :meth:`stop`.
 
-    The collector is not kept alive by this.
+    This does not keep the collector alive.
     """
 
     def __init__(self, collector: Collecting) -> None:
@@ -56,7 +56,7 @@ class Background:
             if self._stopped:  # the collector is being shut down
                 return
             self._error = error
-            raise  # so that it is seen, also by who never asks
+            raise  # so that it is shown even if the caller never calls raise_error()
         finally:
             self._end()
 
@@ -73,11 +73,11 @@ class Background:
 
     @contextlib.contextmanager
     def between_batches(self, timeout_s: float) -> Iterator[None]:
-        """Wait for the end of the batch under way; no other begins inside.
+        """Wait for the end of the batch under way. No other batch begins inside the block.
 
         Raises:
-            DeadlineError: it did not end in time.
-            Exception: collection had ended with this one.
+            DeadlineError: the batch did not end in time.
+            Exception: the exception with which collection has ended.
         """
         with self._cond:
             self._paused += 1
@@ -93,8 +93,8 @@ class Background:
                 self._cond.notify_all()
 
     def stop(self) -> None:
-        """Ask for no more batches; does not wait. In its own thread the failure that led there
-        ends collection."""
+        """Ask for no more batches, without waiting. Do nothing in the collecting thread, where the
+        failure that led here ends collection."""
         if threading.current_thread() is self._thread:
             return
         with self._cond:
@@ -102,8 +102,10 @@ class Background:
             self._cond.notify_all()
 
     def stopper(self) -> Callable[[bool], None]:
-        """For whoever ends what this needs: calls :meth:`stop`, and does not keep this alive. What
-        then fails is no news."""
+        """Return a function that calls :meth:`stop` and does not keep this object alive.
+
+        Call it before ending what collection needs: later failures are then not reported.
+        """
         find = weakref.ref(self)
 
         def stop(clean: bool) -> None:
@@ -117,7 +119,7 @@ class Background:
             self._thread.join(max(0.0, timeout_s))
 
     def raise_error(self) -> None:
-        """Raise what collection ended with, once."""
+        """Raise the exception with which collection ended, but only once."""
         error, self._error = self._error, None
         if error is not None:
             raise error

@@ -1,7 +1,7 @@
-"""Who collects how many of the job's frames: decided before they are collected. Pure arithmetic.
+"""Divide the job's frames among workers before they are collected. Pure arithmetic.
 
-So the total is exact without cutting away anything that was collected, and the share of a worker
-that dies is there for the others.
+Therefore the total is exact without discarding collected frames, and the other workers can collect
+the share of one that dies.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Share:
-    """What one worker contributes: ``steps`` steps of its first ``num_envs`` envs."""
+    """What one worker must collect: ``steps`` steps of its first ``num_envs`` envs."""
 
     num_envs: int
     steps: int
@@ -23,17 +23,17 @@ class Share:
 
 
 def plan_shares(remaining: int | None, workers: Mapping[int, int], steps: int) -> dict[int, Share]:
-    """Divide the frames that may still be collected among workers, exactly and rectangularly.
+    """Divide the frames that may still be collected among workers, exactly, in ``[N, T]`` blocks.
 
-    Everybody gets ``steps`` steps while the budget allows. Then a shorter rollout of equal length
-    for all, and at the very end one step of as many envs as there are frames left.
+    Every worker gets ``steps`` steps while the budget allows. After that all get one shorter
+    rollout of equal length, and at the very end one step of as many envs as frames are left.
 
     Args:
         remaining: frames, or None for no limit.
         workers: number of envs of each worker.
 
     Returns:
-        the share of each worker that gets one; never more than ``remaining`` frames together.
+        the share of each worker that gets one; together at most ``remaining`` frames.
     """
     per_step = sum(workers.values())
     if remaining is None or remaining >= per_step:
@@ -53,10 +53,10 @@ class FrameBudget:
     """Hands out shares until the frames are used up.
 
     Attributes:
-        remaining: frames that nobody was asked for yet; None: no limit.
-        in_rounds: all workers' shares of one round are of one length, since they make one batch.
+        remaining: frames that no worker has been asked for yet; None: no limit.
+        in_rounds: all shares of a round have the same length, because they form one batch.
         round: the round that is delivered next, if ``in_rounds``.
-        assigned: frames that somebody was asked for; before the first, those of an earlier run.
+        assigned: frames that workers were asked for, including those of a resumed run.
     """
 
     remaining: int | None
@@ -74,7 +74,7 @@ class FrameBudget:
     def next_share(
         self, worker: int, alive: Mapping[int, int], steps: int
     ) -> tuple[int, Share] | None:
-        """The worker's next round and its share of it; None: no frames are left.
+        """Return the worker's next round and its share of it, or None if no frames are left.
 
         Args:
             alive: number of envs of each living worker, this one included.
@@ -86,7 +86,7 @@ class FrameBudget:
         else:
             round_ = max(round_, self.round)
             share = None
-            while share is None:  # ends with the last round: nobody is left out of a full one
+            while share is None:  # ends, because only the last round can leave a worker out
                 if round_ not in self._plans:
                     self._before[round_] = self.assigned
                     plan = self._assign(alive, steps)
@@ -101,8 +101,8 @@ class FrameBudget:
         return round_, share
 
     def frames_before(self, round_: int, share: Share) -> int:
-        """Frames that were assigned before that round; if rollouts are taken one by one, before
-        that share, the last one to be handed out."""
+        """Return the frames assigned before that round. If rollouts are taken one by one, return
+        those assigned before ``share``, which must be the last one handed out."""
         return self._before[round_] if self.in_rounds else self.assigned - share.frames
 
     def _assign(self, workers: Mapping[int, int], steps: int) -> dict[int, Share]:
@@ -113,7 +113,7 @@ class FrameBudget:
         return shares
 
     def give_back(self, worker: int, round_: int, share: Share) -> None:
-        """A dead worker will not deliver its share of ``round_``, nor of later rounds."""
+        """Take back a lost worker's share of ``round_``, and its shares of later rounds."""
         freed = [share]
         if self.in_rounds:
             freed = [
@@ -126,15 +126,16 @@ class FrameBudget:
             self.remaining += sum(each.frames for each in freed)
 
     def return_frames(self, frames: int) -> None:
-        """So many of an assigned share were not collected: somebody else may."""
+        """Let other workers collect ``frames`` frames of a share that were not collected."""
         self.assigned -= frames
         if self.remaining is not None:
             self.remaining += frames
 
     def expected(self) -> list[int]:
-        """Workers that have delivered or shall deliver in the current round; empty at the end."""
+        """Return the workers that have delivered or must deliver in the current round; none at the
+        end."""
         while (plan := self._plans.get(self.round)) is not None and not plan:
-            self.finish_round()  # all of it have died
+            self.finish_round()  # all its workers have died
         return list(plan or ())
 
     def finish_round(self) -> None:

@@ -61,130 +61,138 @@ _RUN_SHIFT = 32
 
 
 class RPCBatchedCollector(BaseCollector):
-    """Collects with the workers of a session, T steps of all of a worker's envs per message.
+    """Collect with the workers of a session. A message has T steps of all envs of a worker.
 
     Iterating yields a TensorDict ``[N, T]`` per batch, joined along the envs, with the keys of
     TorchRL's ``Collector`` and ``"policy_version"``, ``("collector", "worker_index")`` and
     ``("collector", "traj_ids")``, which are unique in the job. With ``replay_buffer`` the workers
-    write their rows there themselves, and iterating yields a :class:`CollectReport`. The report of
-    the last batch is ``collector.report`` in both cases. Iteration ends at ``total_frames``, or
-    after the batch at hand when the session was told to stop (``session.stop_requested``), except
-    where several processes have this one's role, who must agree after which update they stop.
+    write their rows there themselves, and iterating yields a :class:`CollectReport`. In both cases,
+    ``collector.report`` is the report of the last batch. Iteration ends at ``total_frames``, or
+    after the current batch if the session was told to stop (``session.stop_requested``). If several
+    processes have this one's role, a stop request does not end it, because they must agree after
+    which update they stop.
 
     Args:
         make_env: a gymnasium id, or a callable that returns a ``gymnasium.Env``, a
             ``gymnasium.vector.VectorEnv`` or a TorchRL env. Called on the workers; may be a lambda.
-            A list has one for each worker. Also known as ``create_env_fn``. An env itself will do
-            for the only worker, in this process. Every call must make another env. A vector env of
-            torch tensors, on the CPU or a GPU, may also be one as Isaac Lab's, which is no
-            ``VectorEnv``. An env is made, stepped and closed in one thread: that of the caller for
-            the only worker in this process without ``replay_buffer``, the main thread of a rank or
-            env process otherwise, or a thread of its own (see the guide).
-            Workers know the gymnasium environments that are registered in this process.
-            An EnvPool is seeded only when it is made: pass ``seed=np.random.randint(2**31)`` to
-            ``envpool.make``; NumPy's seed there follows from ``seed`` and differs per worker.
-        policy: the learner's module; each worker gets a copy on its CPU, and a new state of it
-            after ``update_policy_weights_()``. None (and no factory): random actions. Lazy layers
-            that were never called get their shapes here, for which an env is built and closed.
-        session: where the workers live; None: one worker in this process.
-        frames_per_batch: frames that a batch is to have. T is this, divided by the rollouts of a
-            batch (the number of workers; ``FirstReady``: 1) and by the envs of a worker, rounded
-            up, with a warning if that makes batches larger. None: T follows from how long a step
-            takes, which is measured at the start (the envs begin anew afterwards): a rollout lasts
-            about half a second (longer where more than four processes share a core) and has at most
-            8 MiB, or is one step. Short rollouts cost a message each, a millisecond of the
-            learner and two of the worker; the attribute tells what came of it.
-        total_frames: iteration ends after exactly so many; -1: never. The last batches are shorter.
+            A list has one for each worker. Also known as ``create_env_fn``. The only worker, if it
+            is in this process, also takes an env itself. Every call must make a new env. A vector
+            env of torch tensors, on the CPU or a GPU, need not be a ``VectorEnv`` if it is like
+            Isaac Lab's. An env is made, stepped and closed in one thread. This is the caller's for
+            the only worker in this process without ``replay_buffer``; otherwise it is the main
+            thread of a rank or env process, or a separate thread (see the guide).
+            The gymnasium environments that are registered in this process are registered on the
+            workers, too. An EnvPool is seeded only when it is made: pass
+            ``seed=np.random.randint(2**31)`` to ``envpool.make``. NumPy's seed there follows from
+            ``seed`` and differs per worker.
+        policy: the learner's module. Each worker gets a copy on its CPU, and new weights after
+            ``update_policy_weights_()``. None (and no factory): random actions. If it has lazy
+            layers that were never called, an env is built and closed here to get their shapes.
+        session: the session of the workers; None: one worker in this process.
+        frames_per_batch: frames of a batch. T is this number, divided by the rollouts of a batch
+            (the number of workers; ``FirstReady``: 1) and by the envs of a worker, and rounded up,
+            with a warning if that makes batches larger. None: T follows from the duration of a
+            step, which is measured at the start (the envs begin anew afterwards). A rollout then
+            lasts about half a second (longer if more than four processes share a core) and has at
+            most 8 MiB, but at least one step. Each rollout costs one message, which takes the
+            learner a millisecond and the worker two. The attribute ``frames_per_batch`` has the
+            resulting number.
+        total_frames: iteration ends after exactly this many frames; -1: never. The last batches are
+            shorter.
         policy_factory: ``(worker_index, num_workers) -> policy``, called on each worker instead
-            of copying ``policy``; one that needs no arguments (and has no ``worker_index``) is
-            called without. A list has one for each worker. The weights of ``policy``, if that is
-            given, go into the worker's module or the part of it that they fit.
-        num_envs: envs per process; a vector env brings its own number.
-        env_processes: 0: a worker steps its envs itself. K: in K processes of its node, which
-            send one rollout together; then one worker per node is enough. One of them that dies is
-            replaced (a warning; what it had not handed in is collected again), but its third death
-            in a row is an error. They are forked from a server.
-        step_timeout_s: an env process that makes no step for so long (it hangs, or was paused) is
-            killed and replaced; default: never.
+            of copying ``policy``. A factory without required arguments (and without
+            ``worker_index``) is called without arguments. A list has one for each worker. If
+            ``policy`` is given, too, its weights go into the worker's module, or the part of it
+            that they fit.
+        num_envs: envs per process; a vector env has its own number.
+        env_processes: 0: a worker steps its envs itself. K: K processes of its node step them and
+            send one rollout together, so one worker per node is enough. A process that dies is
+            replaced with a warning, and the rows that it had not delivered are collected again. Its
+            third death in a row is an error. The processes are forked from a server.
+        step_timeout_s: an env process that makes no step for this many seconds (it hangs, or was
+            paused) is killed and replaced; default: never.
         workers: peers to use; default ``session.of_role("collector")``, or this process if there
             are none.
         readiness: when a batch is complete: ``WaitAll()``, ``FirstReady()``, ``Quorum(...)`` or
             ``Preempt(...)``.
-        max_policy_lag: 0: while the caller has a batch no new rollout begins, so that (with
+        max_policy_lag: 0: no new rollout begins while the caller has a batch, so that (with
             ``WaitAll``) all data come from the newest weights. k: meanwhile every worker may
             collect up to k rollouts ahead and then waits; with ``WaitAll`` and one update per
-            batch, data are at most k versions old. A worker of the caller's own process never runs
-            ahead: TorchRL's exploration type, which it sets, is one per process.
-        replay_buffer: pickled to the workers, where ``extend(rows.reshape(-1))`` is called; over a
-            ``SharedMemmapStorage``, unless the worker is this process.
-        inference: where the policy runs: ``"worker"``, or ``"learner"``: workers send the
-            observations of each step and get actions, from a copy of ``policy`` on the learner's
-            CPU that ``update_policy_weights_()`` updates. For workers that cannot hold the policy.
-        env_groups: with ``inference="learner"``: the envs of a worker, or of each of its env
-            processes, are divided into so many groups, and one is stepped while the others wait
-            for actions.
-        trajs_per_batch: batches are so many complete trajectories ``[trajs_per_batch, longest]``,
-            zero-padded, with ``("collector", "mask")``, as TorchRL's. What is unfinished at
-            ``total_frames``, or makes no whole batch, is not delivered. With ``replay_buffer`` each
-            complete trajectory is written there, by itself and unpadded, by the process that made
-            it, and batches are rollouts.
-        traj_format: ``"cat"``: these trajectories one behind the other, ``[steps of all]``;
+            batch, data are at most k versions old. A worker in the caller's process never runs
+            ahead, because it sets TorchRL's exploration type, which is one per process.
+        replay_buffer: pickled to the workers, which call ``extend(rows.reshape(-1))``. Its storage
+            must be a ``SharedMemmapStorage``, unless the worker is this process.
+        inference: where the policy runs. ``"worker"``: on the workers. ``"learner"``: workers send
+            the observations of each step and get actions, from a copy of ``policy`` on the
+            learner's CPU that ``update_policy_weights_()`` updates. Use this if workers cannot hold
+            the policy.
+        env_groups: with ``inference="learner"``, the number of groups into which the envs of a
+            worker, or of each of its env processes, are divided. One group is stepped while the
+            others wait for actions.
+        trajs_per_batch: batches are this many complete trajectories ``[trajs_per_batch, longest]``,
+            zero-padded, with ``("collector", "mask")``, as in TorchRL. Trajectories that are
+            unfinished at ``total_frames``, or too few for a batch, are not delivered. With
+            ``replay_buffer``, the process that made a trajectory writes it there, alone and without
+            padding, once it is complete, and batches are rollouts.
+        traj_format: ``"cat"``: these trajectories are concatenated, ``[steps of all]``;
             ``"padded"`` (default): as above.
-        split_trajs: each batch through TorchRL's ``split_trajectories``.
+        split_trajs: pass each batch through TorchRL's ``split_trajectories``.
         postproc: rollout ``[N, T]`` -> rows, run on the worker.
-        postproc_factory: ``policy of the worker -> postproc``, called there once.
-        seed: of all envs and of the workers' random numbers; default: drawn from torch's, and
-            TorchRL envs stay seeded as ``make_env`` left them, as in TorchRL's collectors. Env i
-            of the job gets the i-th seed of TorchRL's chain, however the job is divided. A vector
-            env that takes one seed for all its envs is therefore refused (but gymnasium's native
-            CartPole, which is given them one by one, and EnvPools, with a warning).
-        min_workers: with fewer living workers, iteration raises.
+        postproc_factory: ``policy of the worker -> postproc``, called once on the worker.
+        seed: seed of all envs and of the workers' random numbers. Default: drawn from torch's
+            generator; TorchRL envs then stay seeded as ``make_env`` left them, as in TorchRL's
+            collectors. Env i of the job gets the i-th seed of TorchRL's chain, however the job is
+            divided. A vector env that takes one seed for all its envs is therefore refused, except
+            gymnasium's native CartPole, whose envs are seeded one by one, and EnvPools, which cause
+            a warning.
+        min_workers: iteration raises if fewer workers are alive.
         worker_timeout_s: a worker whose rollout takes longer (it hangs, or was paused) counts as
-            lost until it answers: others collect its frames, its late rows are dropped (with
+            lost until it answers. Other workers collect its frames, its late rows are dropped (with
             ``replay_buffer`` they are in the buffer, beyond ``total_frames``), and it begins new
-            episodes. Default: never.
-        replace_lost: under ``local_cluster`` a worker whose process died is replaced: its envs then
-            run in new processes that this one forks and speaks with, in new episodes. Its third
-            successor is its last. Meanwhile the others collect.
-        timeout_s: bounds the wait for each batch as a whole, and other calls; default the
-            session's, which also bounds building the workers.
+            episodes. Default: no limit.
+        replace_lost: under ``local_cluster``, replace a worker whose process died. Its envs then
+            run in new processes that this one forks, in new episodes. A worker gets at most three
+            successors. The other workers collect meanwhile.
+        timeout_s: limit of the wait for each batch as a whole, and of other calls. Default: the
+            session's, which also limits building the workers.
         categorical_action_encoding: as in TorchRL's ``GymEnv``; for gymnasium envs.
-        init_random_frames: batches act at random until so many frames have been collected, those
-            of a resumed job and rows in ``replay_buffer`` included; what the policy writes beside
-            the action is zero there.
-        create_env_kwargs: for ``make_env``; a list has one dict for each worker.
+        init_random_frames: actions are random until this many frames have been collected, including
+            those of a resumed job and rows in ``replay_buffer``. The policy's other outputs are
+            zero there.
+        create_env_kwargs: keyword arguments for ``make_env``; a list has one dict for each worker.
         reset_at_each_iter: each rollout begins new episodes.
-        max_frames_per_traj: episodes are truncated after so many steps, and rows have
+        max_frames_per_traj: episodes are truncated after this many steps, and rows have
             ``"step_count"``. Not for vector envs.
         set_truncated: the last step of each rollout is marked as truncated and done.
-        track_policy_version: True writes ``("next", "policy_version")`` beside
+        track_policy_version: True writes ``("next", "policy_version")`` in addition to
             ``"policy_version"``, as TorchRL does; False leaves both out.
-        pre_collect_hook, post_collect_hook: called before a rollout, and behind it with its rows,
+        pre_collect_hook, post_collect_hook: called before a rollout, and after it with its rows,
             in the process that makes it.
         cat_results: ``"stack"`` gives batches ``[workers, N, T]``; 0, 1 or -1 is the dimension
-            along which the workers' rollouts are joined. Default: 0, where TorchRL's
+            along which the workers' rollouts are joined. Default: 0, whereas TorchRL's
             ``MultiSyncCollector`` stacks.
-        preemptive_threshold: once this part of the workers is ready the others stop: short for
+        preemptive_threshold: once this part of the workers is ready, the others stop; short for
             ``readiness=Preempt(...)``.
-        device, storing_device: where batches are put. The workers themselves run on the CPU.
-        compile_policy, cudagraph_policy: as in TorchRL's collectors: true, or the arguments of
-            ``torch.compile`` (and ``warmup``) and ``CudaGraphModule``, through which every process
-            that runs the policy calls it.
-        **torchrl: arguments of TorchRL's collectors that have no meaning here. Those that ask for
-            something are refused with the reason (``torchrl_dist/collect/learner/arguments.py``).
+        device, storing_device: the device of batches. The workers themselves run on the CPU.
+        compile_policy, cudagraph_policy: as in TorchRL's collectors, true or the arguments of
+            ``torch.compile`` (and ``warmup``) and ``CudaGraphModule``. They apply in every process
+            that runs the policy.
+        **torchrl: arguments of TorchRL's collectors that have no meaning here. Values that would
+            change something are refused with the reason
+            (``torchrl_dist/collect/learner/arguments.py``).
 
     Raises:
-        ConfigurationError: arguments that cannot work together; ``make_env`` makes one env twice.
-        RemoteError: building a worker failed; carries host and traceback.
+        ConfigurationError: arguments cannot work together, or ``make_env`` makes one env twice.
+        RemoteError: building a worker failed; contains node and traceback.
 
     Iterating raises:
-        DeadlineError: no batch within ``timeout_s``; names who is waited for. Nothing is lost:
-            iterate again to go on. In the caller's own thread the envs are asked after each step,
-            so that a step that never ends is ended by Ctrl-C only.
+        DeadlineError: no batch within ``timeout_s``; names the workers that are late. Nothing is
+            lost: iterate again to go on. In the caller's thread the deadline is checked after each
+            step, so only Ctrl-C ends a step that hangs.
         RemoteError: an env or the policy raised on a worker; the collector is shut down.
-        PeerLostError: fewer than ``min_workers`` are alive; the collector is shut down. Up to that,
-            the death of a worker is one warning, ``report.lost_workers``, and smaller batches;
-            the frames that it had not delivered are collected by the others.
+        PeerLostError: fewer than ``min_workers`` are alive; the collector is shut down. Before
+            that, the death of a worker causes one warning, an entry in ``report.lost_workers`` and
+            smaller batches. The other workers collect the frames that it had not delivered.
 
     Example:
         >>> collector = RPCBatchedCollector(
@@ -274,7 +282,7 @@ class RPCBatchedCollector(BaseCollector):
         self._start(session, peers)
 
     def _begin(self, settings: Settings, session: Session | None) -> None:
-        """What is known before there are workers."""
+        """Set everything that is known before there are workers."""
         self._settings = settings
         self._num_workers = settings.num_workers
         self.readiness: Readiness = settings.readiness
@@ -301,7 +309,7 @@ class RPCBatchedCollector(BaseCollector):
         self._busy_s: dict[int, float] = {}
 
     def _start(self, session: Session | None, peers: Sequence[Peer]) -> None:
-        """Build the workers; blocks until they are there."""
+        """Build the workers, and block until they are ready."""
         settings, policy = self._settings, self.policy
         if isinstance(policy, nn.Module):
             initialize(
@@ -330,7 +338,7 @@ class RPCBatchedCollector(BaseCollector):
         self._note_frames()
 
     def _note_frames(self) -> None:
-        """How many a batch has, now that the workers have said how many envs they step."""
+        """Set how many frames a batch has, once the workers' numbers of envs are known."""
         first, asked = self._crew.workers[0], self._settings.frames_per_batch
         rollouts = self._settings.rollouts_per_batch
         self.frames_per_batch = rollouts * first.num_envs * first.steps
@@ -338,7 +346,7 @@ class RPCBatchedCollector(BaseCollector):
         self.requested_frames_per_batch = asked or self.frames_per_batch
         if self.frames_per_batch > self.requested_frames_per_batch:
             warnings.warn(
-                f"frames_per_batch={asked} is no multiple of {rollouts} rollouts x "
+                f"frames_per_batch={asked} is not a multiple of {rollouts} rollouts x "
                 f"{first.num_envs} envs: batches will have {self.frames_per_batch}",
                 stacklevel=4,
             )
@@ -349,7 +357,7 @@ class RPCBatchedCollector(BaseCollector):
         peers: Sequence[Peer],
         config: WorkerConfig,
     ) -> WorkerConfig:
-        """Keep the policy in this process; returns what the workers are built from then."""
+        """Keep the policy in this process, and return the workers' config for that."""
         policy = self.policy
         unfit = {
             "policy_factory": self._settings.policy_factories,
@@ -390,7 +398,7 @@ class RPCBatchedCollector(BaseCollector):
         budget = FrameBudget(
             self.total_frames if self.total_frames >= 0 else None, self.readiness.in_rounds
         )
-        # TorchRL counts what the buffer has been given, by whomever.
+        # As in TorchRL, rows of other writers in the buffer count.
         budget.assigned = getattr(self.replay_buffer, "write_count", 0) if random_frames else 0
         crew = Crew(
             workers,
@@ -426,11 +434,11 @@ class RPCBatchedCollector(BaseCollector):
         return self._settings.init_random_frames
 
     def getattr_rb(self, attr: str) -> Any:
-        """An attribute of ``replay_buffer``."""
+        """Return an attribute of ``replay_buffer``."""
         return getattr(self.replay_buffer, attr)
 
     def getattr_env(self, attr: str) -> Any:
-        """An attribute of the first env; see :meth:`get_attr`."""
+        """Return an attribute of the first env; see :meth:`get_attr`."""
         return self.get_attr(attr, 0)[0]
 
     # ---- weights
@@ -455,21 +463,21 @@ class RPCBatchedCollector(BaseCollector):
         weights_dict: Mapping[str, Weights] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Pack the weights once; every worker gets them before its next rollout. Does not block.
+        """Send weights. Every worker gets them before its next rollout. Does not block.
 
         Args:
-            policy_or_weights: a module, a TensorDict or a (nested) state dict; as ``{0: ..., 1:
-                ...}`` by worker index, where workers that are not named keep theirs; or as
+            policy_or_weights: a module, a TensorDict or a (nested) state dict; or ``{0: ..., 1:
+                ...}`` by worker index, and workers that are not named keep their weights; or
                 ``{"policy": ...}``. Default: the policy given to the collector.
-            weights, policy: the same by another name.
-            worker_ids: the workers that are to get them; default: all.
+            weights, policy: other names of ``policy_or_weights``.
+            worker_ids: the workers that get the weights; default: all.
             model_id: ``"policy"``, the only model here.
             weights_dict: ``{"policy": ...}``.
 
         Raises:
-            ConfigurationError: no weights, or some that do not fit the policy; workers that are not
-                there; an option of TorchRL's collectors that has no meaning here. Then nothing has
-                changed, the version neither.
+            ConfigurationError: there are no weights, they do not fit the policy, there are no such
+                workers, or an option of TorchRL's collectors has no meaning here. Nothing has
+                changed then, not even the version.
         """
         self._crew.require_here()
         given = [x for x in (policy_or_weights, weights, policy, weights_dict) if x is not None]
@@ -516,7 +524,7 @@ class RPCBatchedCollector(BaseCollector):
     def _completed(
         self, packed: PackedWeights, workers: Collection[int]
     ) -> dict[int, PackedWeights]:
-        """By worker, with what it was sent before where that is not replaced."""
+        """Return complete weights by worker: gaps are filled from those it was sent before."""
         module = self.policy if isinstance(self.policy, nn.Module) else None
         pending = self._crew.pending
         found: dict[tuple[int, bool], PackedWeights] = {}  # mostly one
@@ -560,7 +568,8 @@ class RPCBatchedCollector(BaseCollector):
             yield from self.iterator()
 
     def iterator(self) -> Iterator[Any]:
-        """The batches that are left; each ``next`` blocks at most ``timeout_s``."""
+        """Return an iterator over the remaining batches. Each ``next`` blocks at most
+        ``timeout_s``."""
         while True:
             batch = self._next_batch()
             if batch is None:
@@ -568,8 +577,8 @@ class RPCBatchedCollector(BaseCollector):
             yield batch
 
     def next(self) -> Any:
-        """The next batch, or None after the last."""
-        # Without an iterator that is kept, which would keep this collector.
+        """Return the next batch, or None after the last."""
+        # Without a stored iterator, which would keep this collector alive.
         self._iteration_started = True
         with self._shut_down_by_errors():
             return self._next_batch()
@@ -645,7 +654,7 @@ class RPCBatchedCollector(BaseCollector):
             self._busy_s[worker] = self._busy_s.get(worker, 0.0) + busy
 
     def _figures(self) -> dict[str, Any]:
-        """For ``top``, of the job so far; called by another thread."""
+        """Return the job's figures so far, for ``top``. Another thread calls this."""
         report = self.report
         rows = getattr(getattr(self.replay_buffer, "storage", None), "scratch_dir", None)
         return {
@@ -663,13 +672,14 @@ class RPCBatchedCollector(BaseCollector):
     # ---- in the background
 
     def start(self) -> None:
-        """Collect into the replay buffer in a thread, until ``total_frames`` are there or
-        :meth:`async_shutdown`. Weights may be updated meanwhile, and :meth:`stats` asked.
+        """Collect into the replay buffer in a thread, until ``total_frames`` are collected or
+        :meth:`async_shutdown` is called. Meanwhile, weights may be updated and :meth:`stats`
+        called.
 
         Raises:
-            ConfigurationError: there is no ``replay_buffer``, or the env was made already, in
+            ConfigurationError: there is no ``replay_buffer``, or the env was already made, in
                 another thread than the one that would step it.
-            Exception: what collection in the background ended with.
+            Exception: the exception with which collection in the background ended.
         """
         if self.replay_buffer is None:
             raise ConfigurationError("start() collects into replay_buffer=, and there is none")
@@ -687,16 +697,17 @@ class RPCBatchedCollector(BaseCollector):
                 session.on_leave(self._background.stopper())
 
     def is_running(self) -> bool:
-        """Whether a thread collects."""
+        """Whether a thread is collecting in the background."""
         return self._background is not None and self._background.running
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """No env is stepped inside: waits for the rollouts under way, at most ``timeout_s``.
+        """Pause collection inside the block: no env is stepped there. Entering waits for the
+        rollouts under way, at most ``timeout_s``.
 
         Raises:
-            DeadlineError: they did not end in time.
-            Exception: what collection in the background ended with.
+            DeadlineError: the rollouts did not end in time.
+            Exception: the exception with which collection in the background ended.
         """
         self._crew.require_here()
         with contextlib.ExitStack() as stack:
@@ -707,10 +718,10 @@ class RPCBatchedCollector(BaseCollector):
             yield
 
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        """As :meth:`shutdown`.
+        """Shut down as :meth:`shutdown` does.
 
         Raises:
-            Exception: what collection in the background ended with.
+            Exception: the exception with which collection in the background ended.
         """
         self.shutdown(timeout, close_env)
         if self._background is not None:
@@ -729,7 +740,7 @@ class RPCBatchedCollector(BaseCollector):
 
     @property
     def post_collect_hook(self) -> Callable[[TensorDictBase], Any] | None:
-        """Called behind each rollout, where it is made, with its rows."""
+        """Called after each rollout, where it is made, with its rows."""
         return self._post_collect_hook
 
     @post_collect_hook.setter
@@ -742,7 +753,7 @@ class RPCBatchedCollector(BaseCollector):
         if self._replacer is not None:
             self._replacer.config = replace(self._replacer.config, hooks=(before, behind))
 
-    # ---- what TorchRL's base class offers and this one has another way for
+    # ---- methods of TorchRL's base class that this class refuses
 
     @property
     def weight_updater(self) -> None:
@@ -754,20 +765,20 @@ class RPCBatchedCollector(BaseCollector):
         refuse({"weight_updater": value})
 
     def receive_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Refuses: call :meth:`update_policy_weights_` at the learner."""
+        """Always raise: call :meth:`update_policy_weights_` at the learner."""
         raise ConfigurationError("receive_weights: call update_policy_weights_() at the learner")
 
     def register_scheme_receiver(self, *args: Any, **kwargs: Any) -> None:
-        """Refuses: there are no weight sync schemes; call :meth:`update_policy_weights_`."""
+        """Always raise: call :meth:`update_policy_weights_`; there are no weight sync schemes."""
         raise ConfigurationError("there are no weight sync schemes: call update_policy_weights_()")
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
-        """Refuses: there is no weight updater; call :meth:`update_policy_weights_`."""
+        """Always raise: call :meth:`update_policy_weights_`; there is no weight updater."""
         raise ConfigurationError("there is no weight updater: call update_policy_weights_()")
 
     def enable_profile(self, *args: Any, **kwargs: Any) -> None:
-        """Refuses: the rollouts run elsewhere; profile them with ``pre_collect_hook`` and
-        ``post_collect_hook``."""
+        """Always raise: rollouts run in other threads and processes. Profile them there with
+        ``pre_collect_hook`` and ``post_collect_hook``."""
         raise ConfigurationError(
             "enable_profile: the rollouts run in other threads and processes; profile there, with "
             "pre_collect_hook= and post_collect_hook="
@@ -778,11 +789,11 @@ class RPCBatchedCollector(BaseCollector):
     def stats(
         self, workers: Literal["aggregate", "per_worker", "both"] = "aggregate"
     ) -> dict[str, int | float | bool]:
-        """Counters, as TorchRL's collectors with several workers answer it; asks nobody, so that
-        any thread may call it.
+        """Return counters, as TorchRL's collectors with several workers do. Any thread may call
+        this, because it asks no worker.
 
         Args:
-            workers: with ``"per_worker"`` or ``"both"`` also each worker's frames, as
+            workers: ``"per_worker"`` and ``"both"`` include each worker's frames, as
                 ``"worker_0/frames"``.
         """
         if workers not in ("aggregate", "per_worker", "both"):
@@ -803,15 +814,16 @@ class RPCBatchedCollector(BaseCollector):
         chain, whichever worker it belongs to. Blocks; a rollout in flight ends first.
 
         Returns:
-            the seed after those used.
+            the seed that follows those used.
         """
         seed = choose_seed(seed)
         return self._crew.ask_all("set_seed", seed, static_seed, timeout_s=self.timeout_s)[0]
 
     def get_attr(self, name: str, env: int | None = None) -> list[Any]:
-        """An attribute of every env of the job in their order, or of one, as a list. Looked up
-        through gymnasium's wrappers; blocks until the rollouts in flight have ended, as the next
-        three do.
+        """Return an attribute of every env of the job in their order, or of one, as a list.
+
+        It is looked up through gymnasium's wrappers. This method, ``set_attr``, ``call`` and
+        ``render`` block until the rollouts in flight have ended.
 
         Raises:
             RemoteError: there is no such attribute.
@@ -824,29 +836,29 @@ class RPCBatchedCollector(BaseCollector):
         self._visit(env, "set", name, value)
 
     def call(self, method: str, *args: Any, env: int | None = None, **kwargs: Any) -> list[Any]:
-        """Call a method of every env, or of one, such as ``reset_task``; a result per env.
+        """Call a method of every env, or of one, such as ``reset_task``. Return a result per env.
 
         Running episodes go on; see :meth:`reset`.
         """
         return self._visit(env, "call", method, *args, **kwargs)
 
     def render(self, env: int = 0) -> Any:
-        """What ``render()`` of that env returns; ``make_env`` chooses the ``render_mode``."""
+        """Return the result of an env's ``render()``. ``make_env`` chooses the ``render_mode``."""
         return self._visit(env, "call", "render")[0]
 
     def reset(self, index: Any = None) -> None:
-        """Start new episodes in all envs before the next rollout that is asked for. Trajectories
+        """Start new episodes in all envs before the next rollout that is requested. Trajectories
         that wait to be completed or delivered are dropped. Rollouts that were begun ahead (see
-        ``max_policy_lag``) still come.
+        ``max_policy_lag``) are still delivered.
 
         Args:
-            index: of the job's envs in their order, as for a tensor ``[envs]``: a number, several,
-                a slice or a mask. Only these begin anew, and only their unfinished trajectories
-                are dropped. Not for vector envs that reset their envs themselves.
+            index: index into the job's envs in their order, as for a tensor ``[envs]``: a number,
+                several, a slice or a mask. Only these envs begin anew, and only their unfinished
+                trajectories are dropped. Not for vector envs that reset their envs themselves.
 
         Raises:
             ConfigurationError: there are no such envs.
-            RemoteError: they cannot be reset one by one.
+            RemoteError: the envs cannot be reset one by one.
         """
         if index is None:
             self._crew.ask_all("reset", timeout_s=self.timeout_s)
@@ -891,20 +903,21 @@ class RPCBatchedCollector(BaseCollector):
         )
 
     def state_dict(self) -> OrderedDict[Any, Any]:
-        """Progress, small and plain. Envs start anew on loading; weights are the caller's."""
+        """Return the progress as a small dict. It has no env states, so envs start anew on loading,
+        and no weights, which the caller must save."""
         return OrderedDict(
             frames=self._frames, batches=self._iter + 1, policy_version=self._version, run=self._run
         )
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Go on counting where a saved collector stopped. Load the policy's own weights first:
-        they are sent from here on.
+        """Continue the counts of a saved collector. Load the policy's weights first, because this
+        sends them to the workers.
 
         Trajectories get new ids, above those of all earlier runs.
 
         Raises:
-            ConfigurationError: this collector has been iterated already, or that is not what
-                ``state_dict`` returned; nothing has changed.
+            ConfigurationError: this collector was already iterated, or ``state_dict`` is not a
+                result of :meth:`state_dict`. Nothing has changed then.
         """
         self._crew.require_here()
         if self._crew.budget.begun:
@@ -940,20 +953,20 @@ class RPCBatchedCollector(BaseCollector):
         close_env: bool = True,
         raise_on_error: bool = True,
     ) -> None:
-        """Stop the rollouts in flight after their current step and close all envs. Idempotent;
-        blocks at most ``timeout`` seconds (default 10), dead or stuck workers or not. In a forked
-        child it does nothing: the workers are the parent's.
+        """Stop the rollouts in flight after their current step, and close all envs. Idempotent.
+        Blocks at most ``timeout`` seconds (default 10), even if workers are dead or hang. In a
+        forked child it does nothing, because the workers belong to the parent.
 
         Args:
-            close_env: False lets envs be that others hold as well, such as one that was given to
-                the constructor.
+            close_env: False leaves the envs open, such as one that was given to the constructor
+                and is still in use.
 
         Raises:
-            RemoteError: an env raised as it was closed, unless ``raise_on_error`` is False.
+            RemoteError: an env raised while it was closed, unless ``raise_on_error`` is False.
         """
         self._abandoned.detach()
         if not self._crew.is_here:
-            return  # it is not a forked child's to end
+            return  # in a forked child
         if self._pulse is not None:
             self._pulse.close()
         until = time.monotonic() + (_SHUTDOWN_S if timeout is None else timeout)
@@ -989,10 +1002,10 @@ class RPCBatchedCollector(BaseCollector):
 
 
 def _close_soon(crew: Crew, inference: LearnerInference | None) -> None:
-    """For a collector that nobody shut down. In a thread: it may be collected as garbage anywhere,
-    also where locks are held."""
+    """Close the workers of a collector that was not shut down. This uses a thread, because garbage
+    collection may happen anywhere, even while locks are held."""
     if not crew.is_here:
-        return  # the parent still has it, perhaps
+        return  # the parent may still have the collector
 
     def close() -> None:
         with contextlib.suppress(ConfigurationError):
@@ -1007,6 +1020,6 @@ def _close_soon(crew: Crew, inference: LearnerInference | None) -> None:
 
 
 def _by_worker(source: Any) -> bool:
-    """Whether these are weights by the indices of workers (a TensorDict is a Mapping, too)."""
+    """Whether these are weights by worker index. (A TensorDict is a Mapping, too.)"""
     keys = list(source.keys()) if isinstance(source, Mapping) else []
     return bool(keys) and all(type(key) is int for key in keys)

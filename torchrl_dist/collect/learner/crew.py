@@ -1,8 +1,8 @@
-"""The workers as the learner sees them: who is asked for what, who has delivered, who is lost.
+"""The workers as the learner sees them: requests, deliveries and losses.
 
-Where the policy lag allows it a worker has two requests at a time, so that it never idles for the
-time that an answer and the next request travel. Answers come in threads of the transport;
-everything here is guarded by one condition, on which the caller of :meth:`Crew.gather` sleeps.
+If the policy lag allows it, a worker has two requests at a time, so that it does not idle while an
+answer and the next request travel. Answers arrive in threads of the transport. One condition guards
+all state, and the caller of :meth:`Crew.gather` sleeps on it.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from torchrl_dist.weights import PackedWeights
 
 Delivery = tuple[RolloutStats, TensorDict | None]
 
-# A rollout has no deadline of its own: the wait for it has one, and what comes after that is kept
-# for the next batch. RPC wants a number all the same.
+# A rollout has no deadline, but RPC requires one. The wait for the batch has a deadline; a rollout
+# that arrives later is kept for the next batch.
 _ROLLOUT_LIMIT_S = 7 * 24 * 3600.0
 _MAX_IN_FLIGHT = 2
-_GLANCE_S = 0.25  # how often a wait looks for a stop, of which a signal handler cannot notify it
-_BUILD_S = 120.0  # of a successor
+_GLANCE_S = 0.25  # how often a wait checks for a stop, because signal handlers cannot notify it
+_BUILD_S = 120.0  # limit for building or closing a successor
 _WARN_AT_CALLER = 7  # frames between a warning here and the loop over the collector
 
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    number: int  # 0, 1, ... of this worker
+    number: int  # counted per worker, from 0
     round: int
     share: Share
     begun: float  # on awake()
@@ -71,34 +71,34 @@ class Worker:
     steps: int
     max_ahead: int
     specs: dict[str, str]
-    ragged: bool = False  # its rows may have shapes of their own
+    ragged: bool = False  # shapes may differ between its rows
     in_flight: list[RolloutRequest] = field(default_factory=list)
     requests: int = 0
-    settled: int = 0  # of all requests before this number it is known what came of them
-    # answers that came before those of earlier requests, by number; None: it brought no rows
+    settled: int = 0  # all requests before this number are answered or given up
+    # by request number: answers that arrived before those of earlier requests; None: without rows
     overtook: dict[int, Arrival | None] = field(default_factory=dict)
-    cut_through: int = -1  # requests up to this number were told to stop early
+    cut_through: int = -1  # requests up to this number were cut
     inbox: deque[Arrival] = field(default_factory=deque)
     busy_since: float = 0.0  # on awake(), when the first request in flight began
-    given_up: int = 0  # requests in flight that nobody waits for any more
-    callers: CallersHandle | None = None  # its envs live in the caller's thread
-    has_gap: bool = False  # rows of its episodes were dropped
+    given_up: int = 0  # requests in flight whose answers will be dropped
+    callers: CallersHandle | None = None  # set if its envs live in the caller's thread
+    has_gap: bool = False  # rows of its running episodes were dropped
     failure: BaseException | None = None
     lost: bool = False
-    weights: PackedWeights | None = None  # the newest that it is to have
+    weights: PackedWeights | None = None  # the newest that it must get
     sent_version: int = -1
     frames: int = 0
 
     @property
     def news(self) -> PackedWeights | None:
-        """Its weights, if it was not sent these yet."""
+        """Return its weights, or None if they were already sent."""
         if self.weights is None or self.weights.version <= self.sent_version:
             return None
         return self.weights
 
 
 def _is_busy(worker: Worker) -> bool:
-    """Whether it steps envs. In the caller's thread it does not where a deadline has come."""
+    """Whether it steps envs. One in the caller's thread pauses when a deadline has passed."""
     return bool(worker.in_flight) and (worker.callers is None or worker.callers.running)
 
 
@@ -111,16 +111,16 @@ class Successors(Protocol):
 
 
 class Crew:
-    """Keeps every worker busy as far as the policy lag allows, and gathers what makes a batch.
+    """Keep every worker as busy as the policy lag allows, and gather the rollouts of a batch.
 
     Args:
         workers: at least one.
         names_of_unstarted: workers that were lost before they began.
-        min_workers: with fewer living ones, ``gather`` raises.
-        worker_timeout_s: a worker whose rollout takes longer counts as lost, until it answers.
-        replacer: makes successors of workers that died.
-        random_frames: so many frames, or more where rollouts are longer, are of random actions.
-        stopped: whether there are to be no more batches, as if all frames were delivered.
+        min_workers: ``gather`` raises if fewer are alive.
+        worker_timeout_s: a worker whose rollout takes longer counts as lost until it answers.
+        replacer: builds successors of workers that died.
+        random_frames: rollouts that begin before this many frames use random actions.
+        stopped: returns True once no more batches are wanted, as if all frames were delivered.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Crew:
 
     @property
     def lost(self) -> list[str]:
-        """Names of the workers that died so far."""
+        """Names of the workers that have died so far."""
         lost = [w.name for w in self.workers if w.lost]
         return self._names_of_unstarted + self._names_of_replaced + lost
 
@@ -175,25 +175,28 @@ class Crew:
         return {worker.index: worker.frames for worker in self.workers}
 
     def send_weights(self, by_worker: Mapping[int, PackedWeights]) -> None:
-        """By worker's index: each gets the whole of them with its next request."""
+        """Send weights, given by worker index, with each worker's next request.
+
+        They must be complete, because a worker may never have received the ones before.
+        """
         with self._cond:
             for worker in self.workers:
                 worker.weights = by_worker.get(worker.index, worker.weights)
 
     @property
     def pending(self) -> set[int]:
-        """The workers that have not been sent their last weights yet."""
+        """Indices of the workers to which the newest weights have not been sent yet."""
         with self._cond:
             return {worker.index for worker in self.workers if worker.news is not None}
 
     # ---- a batch
 
     def gather(self, timeout_s: float) -> list[Delivery] | None:
-        """Wait until the readiness rule is content; None when all frames were delivered, or when
-        the job was told to stop.
+        """Wait until the readiness rule accepts a batch. Return None if all frames were delivered
+        or the job was told to stop.
 
         Raises:
-            DeadlineError: not within ``timeout_s``; call again to go on.
+            DeadlineError: no batch within ``timeout_s``; call again to go on waiting.
             PeerLostError: fewer than ``min_workers`` are alive.
             RemoteError: a worker raised.
         """
@@ -251,7 +254,7 @@ class Crew:
             if others := held_up():  # a policy in this process
                 names += f" (behind {others})"
             raise DeadlineError(
-                f"no batch within {timeout_s:g} s; waiting for {names or 'nobody'}. "
+                f"no batch within {timeout_s:g} s; waiting for {names or 'no worker'}. "
                 "Iterate again to go on waiting, or raise timeout_s"
             )
         for worker in self.workers:
@@ -263,8 +266,8 @@ class Crew:
         self._cond.wait(left_s)
 
     def _work(self, own: CallersHandle, until: float) -> None:
-        """Make a rollout in this thread; called with the condition held, which others need."""
-        own.running = True  # before anything else may look
+        """Make a rollout in this thread. Call with the condition held; it is released meanwhile."""
+        own.running = True  # while the condition is held, so that other threads see it
         self._cond.release()
         try:
             own.work(until)
@@ -278,20 +281,21 @@ class Crew:
             self._cond.notify_all()
 
     def _standing(self) -> tuple[list[int], list[int]]:
-        """Workers that have delivered for this batch in order of arrival, and all that shall."""
+        """Return the workers that have delivered for this batch in order of arrival, and all that
+        are expected to."""
         if not self._readiness.in_rounds:
             expected = [w.index for w in self.workers if w.inbox or w.in_flight]
             return list(dict.fromkeys(self._arrivals)), expected
         expected = self.budget.expected()
         round_ = self.budget.round
         here = {w.index for w in self.workers if w.inbox and w.inbox[0][0].round == round_}
-        arrived = dict.fromkeys(self._arrivals)  # a worker that is ahead is in it several times
+        arrived = dict.fromkeys(self._arrivals)  # a worker that is ahead occurs several times
         return [index for index in arrived if index in here], expected
 
     def _take(self, chosen: Sequence[int]) -> list[Delivery]:
         taken = []
         ready = [self._by_index[index] for index in chosen]
-        if not self._readiness.in_rounds:  # rollouts of several rounds: join those of one length
+        if not self._readiness.in_rounds:  # lengths may differ: join only rollouts of equal length
             steps = ready[0].inbox[0][0].share.steps
             ready = [w for w in ready if w.inbox[0][0].share.steps == steps]
         for worker in ready:
@@ -304,7 +308,7 @@ class Crew:
         return taken
 
     def _cut_short(self, least_part: float | None, missing: set[int]) -> None:
-        """Let those who are missing stop after that part of their rollouts, or at once."""
+        """Tell missing workers to stop after that part of the rollout, or at once if past it."""
         if least_part is None:
             return
         for worker in self.workers:
@@ -317,7 +321,7 @@ class Crew:
                 worker.handle.submit("cut", request.number, least)
 
     def _give_up_hanging(self) -> None:
-        """Count workers as lost whose rollout takes too long, and free what they were to do."""
+        """Count workers whose rollout takes too long as lost, and return their shares."""
         limit_s = self._worker_timeout_s
         if limit_s is None:
             return
@@ -336,7 +340,7 @@ class Crew:
     # ---- requests
 
     def _request(self, worker: Worker) -> None:
-        """Ask for rollouts as far as the policy lag allows; called with the condition held."""
+        """Ask for as many rollouts as the policy lag allows. Call with the condition held."""
         ahead = worker.max_ahead + (1 if self._waiting else 0)
         while (
             not self._closed
@@ -370,7 +374,7 @@ class Crew:
                 at_random=self.budget.frames_before(round_, share) < self._random_frames,
                 timeout_s=_ROLLOUT_LIMIT_S,
             )
-        except ConfigurationError as error:  # the session is closed; raised at the next batch
+        except ConfigurationError as error:  # the session is closed; the next batch raises this
             worker.failure = error
             return False
         worker.requests += 1
@@ -382,7 +386,7 @@ class Crew:
         return True
 
     def _arrived(self, worker: Worker, request: RolloutRequest, future: Future) -> None:
-        """Called in a thread of the transport when a rollout is here or has failed."""
+        """Take a rollout or its failure. Called in a thread of the transport."""
         with self._cond:
             error = future.exception()
             if request not in worker.in_flight:
@@ -392,7 +396,7 @@ class Crew:
             worker.busy_since = awake()
             worker.overtook[request.number] = None
             if error is not None and not isinstance(error, Exception) and worker.callers:
-                worker.has_gap = True  # it was interrupted: the caller knows
+                worker.has_gap = True  # interrupted: the caller got the exception
                 self.budget.give_back(worker.index, request.round, request.share)
             elif error is not None:
                 worker.failure = error
@@ -402,7 +406,7 @@ class Crew:
                 rows, stats = future.result()
                 if isinstance(rows, PackedRows):
                     rows = rows.unpack()
-                if stats.frames:  # else it was closed meanwhile
+                if stats.frames:  # otherwise the worker was closed during the rollout
                     worker.overtook[request.number] = (request, stats, rows)
                     self.budget.return_frames(request.share.frames - stats.frames)
             self._settle(worker)
@@ -410,12 +414,12 @@ class Crew:
             self._cond.notify_all()
 
     def _arrived_late(self, worker: Worker, error: BaseException | None) -> None:
-        """Others collect what this was to be: it is dropped, and its worker is welcome again."""
+        """Drop an answer whose frames other workers collect, and take its worker in again."""
         worker.given_up -= 1
         worker.has_gap = True
         if error is not None:
             worker.failure = error
-            worker.lost = isinstance(error, PeerLostError)  # else it is raised
+            worker.lost = isinstance(error, PeerLostError)  # any other error is raised
         elif worker.given_up == 0:
             worker.failure, worker.lost = None, False
         self._cond.notify_all()
@@ -430,7 +434,7 @@ class Crew:
                 self._arrivals.append(worker.index)
 
     def _note_failures(self) -> bool:
-        """Turn new failures into a warning or an error; whether there were any."""
+        """Warn about or raise new failures. Return whether there were any."""
         failed = [w for w in self.workers if w.failure is not None and not w.lost]
         for worker in failed:
             assert worker.failure is not None
@@ -452,8 +456,9 @@ class Crew:
         return bool(failed)
 
     def _replace(self, lost: Worker) -> bool:
-        """Have a successor built, if that may be; called with the condition held."""
-        # A worker with requests that were given up may yet answer.
+        """Start to build a successor, and return whether one may be built. Call with the
+        condition held."""
+        # A worker whose requests were given up may still answer.
         if self._replacer is None or lost.given_up or not self._replacer.may_replace(lost):
             return False
         self._replacing += 1
@@ -468,7 +473,7 @@ class Crew:
         new, error = None, None
         try:
             new = self._replacer.replace(lost, _BUILD_S)
-        except Exception as e:  # raised where the next batch is waited for
+        except Exception as e:  # the wait for the next batch raises it
             error = e
         with self._cond:
             self._replacing -= 1
@@ -481,19 +486,20 @@ class Crew:
                 if self._waiting:
                     self._request(self._by_index[lost.index])
             elif error is not None:
-                lost.failure, lost.lost = error, False  # to be noted anew
+                lost.failure, lost.lost = error, False  # so that _note_failures sees it
             self._cond.notify_all()
-        if new is not None:  # there is nothing left to do for it
+        if new is not None:  # the crew was closed meanwhile
             new.handle.submit("close", step_limit_s=_BUILD_S, timeout_s=_BUILD_S)
 
     # ---- all at once
 
     @contextlib.contextmanager
     def idle(self, timeout_s: float) -> Iterator[None]:
-        """Wait until no rollout is under way; none begins inside. What has come is kept.
+        """Wait until no rollout is under way. None begins inside the block, and rollouts that have
+        arrived are kept.
 
         Raises:
-            DeadlineError: not within ``timeout_s``.
+            DeadlineError: rollouts did not end within ``timeout_s``.
         """
         with self._cond:
             self._paused += 1
@@ -513,35 +519,38 @@ class Crew:
                     self._request(worker)
 
     def ask_all(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        """Call a method of every living worker; blocks, with one deadline for all."""
+        """Call a method of every living worker, and block, with one deadline for all."""
         self.require_open()
         alive = [w for w in self.workers if not w.lost and w.failure is None]
         futures = [w.handle.submit(method, *args, timeout_s=timeout_s) for w in alive]
         results = []
-        for future in futures:  # each has the same deadline, from the same instant
+        for future in futures:  # all have the same deadline, counted from the same instant
             try:
                 results.append(result_of(future, timeout_s + 1))
             except PeerLostError:
-                continue  # the next request to it reports that
+                continue  # the next request to this worker reports the loss
         if len(results) < self._min_workers:
-            raise PeerLostError(f"{method}: {len(results)} workers answered")
+            raise PeerLostError(
+                f"{method}: {len(results)} workers answered; expected at least "
+                f"min_workers={self._min_workers}"
+            )
         return results
 
     @property
     def in_callers_thread(self) -> bool:
-        """Whether the envs live in the thread that has built the collector."""
+        """Whether the envs live in the thread that built the collector."""
         return any(worker.callers is not None for worker in self.workers)
 
     @property
     def is_here(self) -> bool:
-        """Whether this is the process that has the workers, and no forked child of it."""
+        """Whether this process built the collector, rather than being a forked child of it."""
         return os.getpid() == self._pid
 
     def require_here(self) -> None:
         if not self.is_here:
             raise ConfigurationError(
-                f"process {os.getpid()} was forked from {self._pid}, which has this collector: its "
-                "envs and workers stay with that process. Build another one here, or hand batches "
+                f"process {os.getpid()} was forked from {self._pid}, which has this collector; its "
+                "envs and workers stay in that process. Build another one here, or hand batches "
                 "to this process"
             )
 
@@ -551,14 +560,14 @@ class Crew:
             raise ConfigurationError("this collector was shut down; build a new one")
 
     def close(self, limit_s: float, close_env: bool = True) -> list[RemoteError]:
-        """Stop the rollouts in flight, close all envs, or let them be; blocks at most ``limit_s``.
-        Idempotent.
+        """Stop the rollouts in flight and, with ``close_env``, close all envs. Block at most
+        ``limit_s``. Idempotent.
 
         Returns:
-            what envs raised as they were closed.
+            what the envs raised while they were closed.
 
         Raises:
-            ConfigurationError: they live in another thread, which is not in a rollout.
+            ConfigurationError: the envs live in another thread, which is not in a rollout.
         """
         for worker in self.workers if not self._closed else ():
             if worker.callers is not None:
@@ -578,7 +587,7 @@ class Crew:
                     )
                 )
             except ConfigurationError:
-                return []  # the session has ended, and its processes with it
+                return []  # the session and its processes have ended
         wait_for_futures(futures, limit_s)
         with self._cond:
             for worker in self.workers:

@@ -1,4 +1,4 @@
-"""A worker of this process behind the same two verbs as one in another process."""
+"""Handles to workers, with the same two methods for workers of this process and of others."""
 
 from __future__ import annotations
 
@@ -23,28 +23,32 @@ from torchrl_dist.runtime.chores import CHORES
 from torchrl_dist.runtime.pool import DaemonPool
 from torchrl_dist.stopping import Stopped
 
-_REQUESTS = 2  # as many as the collector sends at a time
+_REQUESTS = 2  # requests to a worker that the collector may have in flight
 _INTERRUPTS = (KeyboardInterrupt, Stopped)
 _DURING_ROLLOUTS = ("collect", "cut", "close")
-# A rank that is asked for a worker is about to serve, mostly.
+# How long to wait for a rank's main thread to serve. Usually it is about to.
 _SERVES_SOON_S = 5.0
 
 
 class Handle(Protocol):
-    """What the collector needs of ``torchrl_dist.runtime.Remote``."""
+    """The part of ``torchrl_dist.runtime.Remote`` that the collector needs."""
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
-        """Block for the method's result."""
+        """Call the method, and block for its result."""
 
     def submit(
         self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any
     ) -> Future:
-        """The same, without blocking; a worker in this process does all but rollouts at once."""
+        """Call the method without blocking for rollouts. A worker in this process runs any other
+        method before this returns."""
 
 
 def make_far_worker(config: WorkerConfig) -> PinnedWorker | NodeWorker:
-    """The worker of another process, made there. Its envs live in the main thread, or, where that
-    does not serve or has those of another worker, in a thread of their own."""
+    """Make a worker in this process for the learner in another one.
+
+    Its envs live in the main thread. If that does not serve, or has the envs of another worker,
+    they live in a separate thread.
+    """
     adopt_registrations(config.registrations)
     if config.env_processes:
         return NodeWorker(config)
@@ -53,20 +57,23 @@ def make_far_worker(config: WorkerConfig) -> PinnedWorker | NodeWorker:
 
 
 def make_far_worker_here(config: WorkerConfig) -> Remote[PinnedWorker | NodeWorker]:
-    """A handle to it, for the process that asked."""
+    """Make a worker, and return a handle to it for the learner."""
     session = current_session()
     try:
         return session.remote(session.me, make_far_worker, config)
-    except RemoteError as error:  # the caller's session makes one of it as well
+    except RemoteError as error:  # unwrapped, because the caller's session wraps it again
         raise error.__cause__ or error from None
 
 
 def make_local_handle(
     config: WorkerConfig, name: str = "this process", *, alone: bool
 ) -> LocalHandle | CallersHandle:
-    """A worker of this process, which errors call ``name``. The only one of its collector lives in
-    the thread that calls this, unless a replay buffer may hold it up, or another thread may ask for
-    its rollouts then."""
+    """Make a worker in this process, which errors call ``name``.
+
+    If it is the collector's only one (``alone``), its envs live in the calling thread, unless the
+    policy is at the learner. With a replay buffer, whose writes may wait, they do so only if the
+    caller built the env.
+    """
     adopt_registrations(config.registrations)
     if config.env_processes:
         return LocalHandle(NodeWorker(config), config.policy, name)
@@ -79,7 +86,7 @@ def make_local_handle(
 
 
 def _told(error: BaseException, name: str) -> RemoteError:
-    """As an error of another process. To be called where it was caught."""
+    """Wrap an error as if it came from another process. Call where the error was caught."""
     told = RemoteError(
         f"{type(error).__name__}: {error}",
         peer=name,
@@ -91,7 +98,7 @@ def _told(error: BaseException, name: str) -> RemoteError:
 
 
 class LocalHandle:
-    """A worker in this process whose envs live in other threads or processes than the caller's."""
+    """A worker of this process whose envs live in another thread, or in env processes."""
 
     def __init__(self, worker: PinnedWorker | NodeWorker, policy: Any, name: str) -> None:
         self._name = name
@@ -100,10 +107,11 @@ class LocalHandle:
         self._pool = DaemonPool(_REQUESTS, "torchrl_dist-rollout")
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
-        """Run it now. The deadline is that of the rollout under way, which ends first.
+        """Run the method as soon as the rollout under way has ended, for which ``timeout_s`` is
+        the limit.
 
         Raises:
-            DeadlineError: it did not end in time, or its env processes did not answer in time.
+            DeadlineError: the rollout did not end, or env processes did not answer, in time.
             RemoteError: the method raised; its exception is the cause.
         """
         call = partial(getattr(self._worker, method), *args, **kwargs)
@@ -113,9 +121,9 @@ class LocalHandle:
                     raise self._late(method, timeout_s)
             try:
                 return call()
-            except (DeadlineError, *_INTERRUPTS):  # its own; a second signal's
+            except (DeadlineError, *_INTERRUPTS):  # the worker's own, or of a second signal
                 raise
-            except BaseException as error:  # also a SystemExit, of an env
+            except BaseException as error:  # including a SystemExit that an env raised
                 raise _told(error, self._name) from error
         answer = call()
         if not isinstance(answer, Future):
@@ -135,8 +143,8 @@ class LocalHandle:
     @staticmethod
     def _late(method: str, timeout_s: float) -> DeadlineError:
         return DeadlineError(
-            f"{method}: the rollout under way in this process did not end within "
-            f"{timeout_s:g} s; its env or policy hangs, or timeout_s is too short"
+            f"{method}: the rollout under way in this process did not end within {timeout_s:g} s. "
+            "Its env or policy hangs, or timeout_s is too short"
         )
 
     def submit(
@@ -178,11 +186,12 @@ def _pass_on(future: Future, name: str, answer: Future) -> None:
 
 
 class CallersHandle:
-    """A worker whose envs live in the thread that builds this, as in a loop of one's own: there
-    every rollout is made by :meth:`work`, while the caller waits for it.
+    """A worker whose envs live in the thread that builds this object.
+
+    That thread makes every rollout by :meth:`work`, while it waits for a batch.
 
     Attributes:
-        running: a rollout is under way.
+        running: whether a rollout is under way.
     """
 
     def __init__(self, config: WorkerConfig, name: str) -> None:
@@ -201,33 +210,37 @@ class CallersHandle:
         return threading.current_thread() is self._thread
 
     def require_thread(self, what: str) -> None:
-        """
+        """Raise unless this is the thread of the envs.
+
         Raises:
-            ConfigurationError: this is another thread than that of the envs.
+            ConfigurationError: this is another thread.
         """
         if not self.here:
             raise ConfigurationError(
                 f"{what} in thread {threading.current_thread().name!r}: the collector was built in "
                 f"thread {self._thread.name!r}, in which its envs are made, stepped and closed. "
-                "Build and use it in one thread, or pass env_processes=1, which any thread may use"
+                "Build and use it in one thread, or pass env_processes=1, so that any thread may "
+                "use it"
             )
 
     def require_closable(self) -> None:
-        """
+        """Raise if this thread cannot close the envs.
+
         Raises:
-            ConfigurationError: the envs' thread lives, and is not in a rollout.
+            ConfigurationError: the envs live in another thread, which is alive and not in a
+                rollout.
         """
         if not self.running and self._thread.is_alive():
             self.require_thread("shutdown()")
 
     @property
     def waits(self) -> bool:
-        """Whether a rollout was asked for that is not complete."""
+        """Whether a requested rollout is not complete."""
         return bool(self._asked)
 
     def work(self, until: float) -> None:
-        """Make the rollout that was asked for first, or go on with it until that time on
-        ``awake()``. Called in the envs' thread."""
+        """Make the oldest requested rollout, or continue it, until ``until`` (on ``awake()``).
+        Called in the envs' thread."""
         future, request = self._asked[0]
         self.running = True
         self._ended.clear()
@@ -242,7 +255,7 @@ class CallersHandle:
             error = _told(late, self._name)
         except _INTERRUPTS:
             raise
-        except BaseException as raised:  # also a SystemExit, of an env
+        except BaseException as raised:  # including a SystemExit that an env raised
             error = _told(raised, self._name)
         finally:
             self.running = False
@@ -254,16 +267,16 @@ class CallersHandle:
             future.set_result(result)
 
     def drop(self, error: BaseException) -> None:
-        """The rollout was interrupted: its rows are lost."""
+        """Fail the oldest request, because its rollout was interrupted. Its rows are lost."""
         future, _ = self._asked.popleft()
         future.set_exception(error)
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
-        """Run it here and now.
+        """Run the method in this thread.
 
         Raises:
-            DeadlineError: it was called inside a rollout.
-            ConfigurationError: in another thread than that of the envs.
+            DeadlineError: this was called inside a rollout.
+            ConfigurationError: this is not the thread of the envs.
             RemoteError: the method raised; its exception is the cause.
         """
         self.require_thread(f"{method}()")
@@ -304,7 +317,7 @@ class CallersHandle:
             self._ended.wait(step_limit_s)
 
     def _end(self) -> None:
-        """What was put off until the rollout's end."""
+        """Do what was postponed until the rollout's end: close the worker, and wake its closer."""
         asked, self._to_close = self._to_close, None
         if asked is not None:
             future, close_env = asked

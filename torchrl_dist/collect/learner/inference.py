@@ -1,8 +1,8 @@
-"""The policy at the learner: workers send observations and get actions, a step at a time.
+"""The policy at the learner: at each step, workers send observations and get actions.
 
 TorchRL's ``InferenceServer`` batches the requests of all workers over an RPC transport. Requests
-and answers are plain tensors by key: as TensorDicts they would cost more than the policy of a
-small network does, for every message.
+and answers are dicts of plain tensors, because a TensorDict costs more per message than a small
+network.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from torchrl_dist.forks import now_and_in_children
 from torchrl_dist.runtime import Remote, Session
 from torchrl_dist.weights import PackedWeights, unpack
 
-_IDLE_S = 0.5  # how long the server's thread sleeps at most before it looks whether it is to end
+_IDLE_S = 0.5  # how long the server's thread sleeps at most before it checks whether to end
 _MAX_BATCH = 256
 
 
 class RPCInferenceTransport(InferenceTransport):
-    """Requests of other processes, queued for the server of this one.
+    """Queue requests of other processes for the server of this one.
 
-    A ``submit`` call of a :class:`Remote` to it is a request, with the observations ``[n, ...]`` of
-    any number of envs; it is answered when the server has run the policy.
+    Other processes call ``submit`` through a :class:`Remote`, with the observations ``[n, ...]`` of
+    any number of envs. The call is answered when the server has run the policy.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class RPCInferenceTransport(InferenceTransport):
         return future
 
     def drain_with_timing(self, max_items: int) -> tuple[list, list, list]:
-        """Up to so many requests, their futures, and when they came."""
+        """Take up to ``max_items`` requests. Return them, their futures, and when they came."""
         with self._cond:
             taken, self._queue = self._queue[:max_items], self._queue[max_items:]
         inputs, futures, times = (list(x) for x in zip(*taken, strict=True)) if taken else ([],) * 3
@@ -77,7 +77,7 @@ class RPCInferenceTransport(InferenceTransport):
         callback.set_exception(exc)
 
     def close(self) -> None:
-        """Refuse what waits and what comes; idempotent."""
+        """Fail the waiting requests and all later ones. Idempotent."""
         with self._cond:
             self._closed = True
             left, self._queue = self._queue, []
@@ -90,8 +90,8 @@ class LearnerInference:
     """The learner's side: a server with its own copy of the policy.
 
     Attributes:
-        handle: goes to the workers.
-        inputs: what the policy reads of the observations.
+        handle: the transport's handle for the workers.
+        inputs: keys of the observations that the policy reads.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class LearnerInference:
         outputs = {key if isinstance(key, str) else tuple(key) for key in reads.out_keys}
         if any(isinstance(key, tuple) and key[0] == "next" for key in outputs):
             raise ConfigurationError(
-                "inference='learner' does not carry the state of a recurrent policy: leave it out, "
-                "so that the workers have the policy"
+                "inference='learner' does not carry the state of a recurrent policy. Leave "
+                "inference out, so that the workers have the policy"
             )
         self._policy = cpu_copy(policy, travels=False)
         self._calls = compilation.calls(self._policy, exploration_type)
@@ -119,7 +119,7 @@ class LearnerInference:
             self._run,
             self._transport,
             max_batch_size=_MAX_BATCH,
-            timeout=_IDLE_S,  # with batches of at least one it is no delay
+            timeout=_IDLE_S,  # delays no request, because a batch needs only one
             collate_fn=_Requests,
             policy_version_key=None,
         )
@@ -140,20 +140,20 @@ class LearnerInference:
         return _Answers(out, requests.sizes)
 
     def take_weights(self, packed: PackedWeights) -> None:
-        """From the next batch of requests on."""
+        """Use these weights from the next batch of requests on."""
         with self._lock:
             unpack(packed, self._policy)
             self._version = packed.version
 
     def close(self, limit_s: float) -> None:
-        """End the server, if need be after the policy's current call; idempotent, blocks at most
-        ``limit_s``."""
+        """End the server after the policy's current call, if one runs. Block at most ``limit_s``.
+        Idempotent."""
         self._transport.close()
         self._server.shutdown(timeout=max(0.0, limit_s))
 
 
 class _Requests:
-    """What ``InferenceServer`` hands to the policy: requests of any sizes, side by side."""
+    """The batch that ``InferenceServer`` passes to the policy: requests of any sizes."""
 
     def __init__(self, requests: Sequence[Values]) -> None:
         self._requests = requests
@@ -167,12 +167,13 @@ class _Requests:
         return {key: torch.cat([values[key] for values in self._requests]) for key in keys}
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """The server looks for an interaction type; the learner's is the same for all."""
+        """Return the default. The server asks for an exploration type, and all requests use the
+        learner's."""
         return default
 
 
 class _Answers:
-    """What the server divides among those who asked."""
+    """The policy's outputs, which the server splits into one answer per request."""
 
     def __init__(self, values: Values, sizes: Sequence[int]) -> None:
         self._values, self._sizes = values, sizes

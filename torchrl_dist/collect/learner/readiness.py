@@ -1,9 +1,9 @@
-"""When is a batch complete? Rules over sets of workers. Those here are pure: no waiting, no
-processes; DD-PPO's, which asks other learners, is ``recipes/ddppo/preempt_all.py``.
+"""Rules for when a batch is complete. They are pure functions of sets of workers, except DD-PPO's,
+which asks other learners (``recipes/ddppo/preempt_all.py``).
 
-The collector asks its rule whenever a rollout has arrived, and once more when the rule's own
-deadline has passed. The deadline counts from the beginning of the call for a batch and bounds the
-whole call, however many workers there are. What is not taken now belongs to a later batch.
+The collector asks its rule whenever a rollout arrives, and once more when the rule's deadline has
+passed. The deadline counts from the start of the call for a batch, and there is one for all
+workers. A rollout that is not taken now belongs to a later batch.
 """
 
 from __future__ import annotations
@@ -17,43 +17,46 @@ from torchrl_dist.errors import ConfigurationError
 
 
 class Readiness(ABC):
-    """Decides which rollouts make a batch."""
+    """Decide which rollouts form a batch."""
 
     @property
     def in_rounds(self) -> bool:
-        """Whether a batch joins the rollouts that all workers began for it (which then are of one
-        length), or takes rollouts one by one as they come."""
+        """Whether a batch joins the rollouts that all workers began for it (all of one length),
+        rather than taking rollouts one by one as they arrive."""
         return True
 
     @property
     def deadline_s(self) -> float | None:
-        """Seconds after which ``take`` may answer otherwise without a new arrival; None: never."""
+        """Seconds after which ``take`` may answer differently without a new arrival; None if it
+        never does."""
         return None
 
     @property
     def cuts(self) -> bool:
-        """Whether ``least_part`` may ever name a part: then batches carry a mask."""
+        """Whether ``least_part`` may return a part. If so, batches have a mask."""
         return False
 
     def rollouts_per_batch(self, num_workers: int) -> int:
-        """Rollouts in a batch when all workers are well; frames_per_batch is divided by this."""
+        """Return how many rollouts a batch has if no worker is lost or late. It must divide
+        ``frames_per_batch``."""
         return num_workers
 
     @abstractmethod
     def take(
         self, arrived: Sequence[int], expected: Sequence[int], waited_s: float
     ) -> tuple[int, ...]:
-        """The workers whose rollouts are the batch, or nothing: wait on.
+        """Return the workers whose rollouts form the batch, or an empty tuple to wait on.
 
         Args:
             arrived: workers with a rollout that is ready, in the order of arrival.
-            expected: workers that live and were asked for this batch; includes ``arrived``
+            expected: living workers that were asked for this batch; includes ``arrived``
                 (and some that died after their rollout had arrived).
+            waited_s: seconds since the start of the call for this batch.
         """
 
     def least_part(self, arrived: Sequence[int], expected: Sequence[int]) -> float | None:
-        """The part of its rollout with which a worker that has not arrived may stop now; None: it
-        is to finish."""
+        """Return the part of a rollout after which a worker that has not arrived may stop now, or
+        None if it must finish."""
         return None
 
 
@@ -76,10 +79,10 @@ class WaitAll(Readiness):
 
 @dataclass(frozen=True)
 class FirstReady(Readiness):
-    """A batch is the rollout that has been ready for longest; no worker waits for another.
+    """A batch is the rollout that has been ready longest, so no worker waits for another.
 
-    Rollouts of the others are older by one update or more when their turn comes, even with
-    ``max_policy_lag=0``: the batch says so in ``policy_version``.
+    The other rollouts lag by one update or more when their turn comes, even with
+    ``max_policy_lag=0``. The batch shows this in ``policy_version``.
 
     Example:
         >>> FirstReady().take(arrived=[1, 0], expected=[0, 1], waited_s=0.0)
@@ -101,16 +104,16 @@ class FirstReady(Readiness):
 
 @dataclass(frozen=True)
 class Quorum(Readiness):
-    """A batch is one rollout of every worker, or of those that have one after ``timeout_s``.
+    """A batch is one rollout of every worker, or of those that have delivered by ``timeout_s``.
 
-    At that instant at least ``min_workers`` must have delivered (of those that live), else the
-    batch waits for as many. A late rollout is whole and belongs to a later batch, where it is older
-    by an update (``policy_version`` says so). Rollouts of one batch are of one length: near
-    ``total_frames``, where they get shorter, batches may have fewer of them.
+    If fewer than ``min_workers`` have delivered by then, the batch waits until that many living
+    workers have. A late rollout stays whole and belongs to a later batch, where it lags by one
+    update more (see ``policy_version``). All rollouts of a batch have the same length. Because
+    rollouts get shorter near ``total_frames``, batches may have fewer of them there.
 
     Args:
         min_workers: at least 1.
-        timeout_s: counts from the beginning of the call for the batch, once for all workers.
+        timeout_s: one deadline for all workers, counted from the start of the call for the batch.
 
     Example:
         >>> Quorum(min_workers=1, timeout_s=0.5).take(arrived=[1], expected=[0, 1], waited_s=0.1)
@@ -134,7 +137,10 @@ class Quorum(Readiness):
 
     def rollouts_per_batch(self, num_workers: int) -> int:
         if self.min_workers > num_workers:
-            raise ConfigurationError(f"{self}: there are only {num_workers} workers")
+            raise ConfigurationError(
+                f"{self}: there are only {num_workers} workers; "
+                "expected min_workers of at most that many"
+            )
         return num_workers
 
     @property
@@ -152,16 +158,18 @@ class Quorum(Readiness):
 class Preempt(Readiness):
     """Once ``fraction`` of the workers have delivered, the others stop early.
 
-    They hand in what they have, but at least ``min_part`` of a rollout, so that a batch waits for a
-    slow env neither long nor in vain (DD-PPO, Wijmans et al. 2020, section 3.1, which preempts when
-    60 % have finished, after at least a quarter of the steps). The batch stays ``[N, T]``: rows
-    that a worker did not collect are zero, with trajectory id -1 and False in
-    ``("collector", "mask")``. The last row before them is ``truncated`` (and ``done``), so that
-    advantages bootstrap there; its episode goes on in the next batch under a new trajectory id.
+    They deliver what they have, but at least ``min_part`` of a rollout, so a batch does not wait
+    long for a slow env and still gets rows from it. This is DD-PPO's rule (Wijmans et al. 2020,
+    section 3.1), which preempts when 60 % have finished, after at least a quarter of the steps.
+
+    The batch keeps its shape ``[N, T]``. Rows that a worker did not collect are zero, with
+    trajectory id -1 and False in ``("collector", "mask")``. The last row before them is
+    ``truncated`` (and ``done``), so that advantages bootstrap there. Its episode goes on in the
+    next batch under a new trajectory id.
 
     Args:
-        fraction: of the workers asked for this batch, above 0, at most 1 (never cuts).
-        min_part: above 0, at most 1.
+        fraction: of the workers asked for this batch, above 0 and at most 1; 1 never cuts.
+        min_part: above 0 and at most 1.
 
     Example:
         >>> Preempt(fraction=0.6, min_part=0.25).least_part(arrived=[0, 2], expected=[0, 1, 2])
@@ -173,7 +181,9 @@ class Preempt(Readiness):
 
     def __post_init__(self) -> None:
         if not (0 < self.fraction <= 1 and 0 < self.min_part <= 1):
-            raise ConfigurationError(f"{self}: expected both above 0 and at most 1")
+            raise ConfigurationError(
+                f"{self}: expected fraction and min_part, each above 0 and at most 1"
+            )
 
     @property
     def cuts(self) -> bool:

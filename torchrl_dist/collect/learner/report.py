@@ -1,4 +1,4 @@
-"""What came of a batch, in numbers."""
+"""The statistics of a batch."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from torchrl_dist.collect.worker.worker import RolloutStats
 
 @dataclass(frozen=True)
 class CollectReport:
-    """What the collector says about a batch. With ``replay_buffer=`` this is what it yields.
+    """The statistics of a batch. With ``replay_buffer=``, the collector yields these.
 
-    Counts are of the whole job as the collector sees it, not per rank. Keys of the mappings are
-    worker indices: a worker's share of the frames and the lengths of its episodes show a bias
-    toward fast workers or short episodes.
+    Counts cover all workers of the collector. Keys of the mappings are worker indices. A worker's
+    share of the frames and the lengths of its episodes show a bias toward fast workers or short
+    episodes.
 
     Attributes:
         frames: env steps in this batch.
-        total_frames: env steps so far, those before a resumed checkpoint included.
-        frames_by_worker: ``frames``, divided.
-        total_frames_by_worker: ``total_frames``, divided.
+        total_frames: env steps so far, including those before a resumed checkpoint.
+        frames_by_worker: ``frames`` by worker.
+        total_frames_by_worker: ``total_frames`` by worker.
         episode_returns: sums of rewards of the episodes that ended in this batch.
-        episode_lengths: their steps.
-        episode_lengths_by_worker: their steps, divided.
-        policy_version: of the newest weights given to the collector.
-        policy_lag: how many versions behind the oldest transition of this batch is.
+        episode_lengths: steps of the episodes that ended in this batch.
+        episode_lengths_by_worker: ``episode_lengths`` by worker.
+        policy_version: version of the newest weights given to the collector.
+        policy_lag: how many versions the oldest transition of this batch is behind.
         messages: rollouts in this batch.
-        data_bytes: their size.
+        data_bytes: size of these rollouts.
         wait_s: how long the caller was blocked for this batch.
         collect_s: seconds of stepping, by worker.
         write_s: seconds of postproc and writing, by worker.
-        lost_workers: names of the workers that died so far.
-        replaced: env processes that ended in this batch, and how; others have taken their places.
+        lost_workers: names of the workers that have died so far.
+        replaced: env processes that ended in this batch and were replaced, and how they ended.
 
     Example:
         >>> report = CollectReport(total_frames=100, total_frames_by_worker={0: 75, 1: 25})
@@ -59,7 +59,7 @@ class CollectReport:
 
     @property
     def shares(self) -> dict[int, float]:
-        """Each worker's part of all frames so far; 1 / workers each where nobody is favoured."""
+        """Each worker's part of all frames so far; 1 / workers if no worker is favoured."""
         total = max(1, sum(self.total_frames_by_worker.values()))
         return {worker: n / total for worker, n in self.total_frames_by_worker.items()}
 

@@ -1,5 +1,5 @@
-"""Builds the workers, all at once, checks that they are alike, and chooses how long a message is;
-builds successors of those that are lost."""
+"""Build the workers, all at once, check that they are alike, and choose the length of messages.
+Build successors of lost workers."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ from torchrl_dist.runtime import Peer, Remote, Session
 from torchrl_dist.runtime.awake import result_of
 from torchrl_dist.runtime.pool import DaemonPool
 
-# A message costs both sides together three milliseconds of CPU: less than a percent of this ...
+# A message costs both sides together three milliseconds of CPU, less than a percent of this if each
+# process has a core.
 MESSAGE_S = 0.5
-# ... where a process has a core. Of many that share one, each has a few percent of it.
+# If more processes than this share a core, messages take proportionally longer to fill.
 _PROCESSES_PER_CORE = 4
 MESSAGE_BYTES = 8 << 20
-_WARN_AT_CALLER = 5  # frames between a warning here and who builds the collector
+_WARN_AT_CALLER = 5  # frames between a warning here and the code that builds the collector
 
 
 def start_workers(
@@ -48,8 +49,9 @@ def start_workers(
     max_ahead: int,
     limit_s: float,
 ) -> tuple[list[Worker], list[str], list[BaseException]]:
-    """Build a worker on every peer, or one here if there are none; blocks at most ``limit_s``.
-    Where that is interrupted, workers are closed that are there, or come later.
+    """Build a worker on every peer, or one in this process if there are no peers. Block at most
+    ``limit_s``. If this is interrupted, all workers are closed, including those that are built
+    later.
 
     Returns:
         the workers that could be built, the names of those whose process is gone, and the errors
@@ -89,7 +91,8 @@ def start_workers(
     registrations = dump_registrations()
     infos: list[WorkerInfo] = []
     count = len(peers) or 1
-    # Other processes of a job wait for this one: its own thread keeps their deadlines.
+    # With a session, a separate thread steps the envs, because other processes' calls have
+    # deadlines. Only an env that the caller made stays in the caller's thread.
     callers = count == 1 and (session is None or isinstance(config.make_env, GivenEnv))
     builds: list[Future[Worker]] = [Future() for _ in range(count)]
     pool = DaemonPool(count, "torchrl_dist-build")
@@ -110,7 +113,7 @@ def start_workers(
             elif isinstance(error, PeerLostError) and peers:
                 lost.append(peers[index].name)
                 warnings.warn(
-                    f"a worker is lost before it began: {error}", stacklevel=_WARN_AT_CALLER
+                    f"a worker was lost before it began: {error}", stacklevel=_WARN_AT_CALLER
                 )
             else:
                 errors.append(error)
@@ -131,7 +134,7 @@ def start_workers(
 def _remote_worker(
     session: Session, peer: Peer, config: WorkerConfig, limit_s: float
 ) -> Remote[PinnedWorker | NodeWorker]:
-    """One that comes too late is closed when it comes."""
+    """Build a worker on a peer. One that is built too late is closed then."""
     built = session.submit(peer, make_far_worker_here, config, timeout_s=math.inf)
     try:
         return result_of(built, limit_s)
@@ -146,7 +149,7 @@ def _remote_worker(
 
 
 def _close_late(limit_s: float, built: Future[Remote[PinnedWorker | NodeWorker]]) -> None:
-    with contextlib.suppress(Exception):  # it could not be built, or the session has ended
+    with contextlib.suppress(Exception):  # building it failed, or the session has ended
         built.result().submit("close", step_limit_s=limit_s, timeout_s=limit_s)
 
 
@@ -157,7 +160,7 @@ def _close(limit_s: float, building: Future[Worker]) -> None:
 
 
 def _set_steps(workers: Sequence[Worker], infos: Sequence[WorkerInfo], limit_s: float) -> None:
-    # Medians: while the others start, the cores are not only for who is timed.
+    # Medians, because workers that are still starting disturb the timings.
     steps = steps_per_message(
         statistics.median(info.step_s for info in infos),
         statistics.median(info.step_bytes for info in infos),
@@ -170,7 +173,7 @@ def _set_steps(workers: Sequence[Worker], infos: Sequence[WorkerInfo], limit_s: 
 
 
 def seconds_per_message(workers: Sequence[WorkerInfo]) -> float:
-    """How long a message may take to fill: longer where many processes share their node's cores."""
+    """Return how long a message may take to fill. It is longer if many processes share a core."""
     crowds: defaultdict[str, float] = defaultdict(float)  # processes per core
     for worker in workers:
         crowds[worker.host] += worker.processes / worker.cores
@@ -178,28 +181,27 @@ def seconds_per_message(workers: Sequence[WorkerInfo]) -> float:
 
 
 def steps_per_message(step_s: float, step_bytes: float, message_s: float = MESSAGE_S) -> int:
-    """How many steps make a message that takes neither microseconds nor minutes to fill, and not
-    all memory: about ``message_s`` seconds, at most ``MESSAGE_BYTES`` bytes, at least a step."""
+    """Return the number of steps of a message that takes about ``message_s`` seconds to fill. It
+    has at most ``MESSAGE_BYTES`` bytes, but at least one step."""
     return max(1, int(min(message_s / step_s, MESSAGE_BYTES / step_bytes)))
 
 
-# Of one worker: whose processes die more often will not do better the next time.
+# Successors of one worker. If it dies more often, another successor would not help.
 _MOST_REPLACED = 3
 _SEED_STRIDE = 1_000_003
-# Of a run's 32 bits of trajectory ids, those above this many tell a worker from its predecessors.
+# A run has 32 bits of trajectory ids. The bits above these distinguish a worker's successors.
 _ID_BITS = 30
 
 
 class Replacer:
-    """Puts another worker in the place of one whose process has died: env processes of this
-    machine, forked anew, that this process speaks with.
+    """Replace a worker whose process has died by new env processes, which this process forks.
 
     Attributes:
         config: what workers are built from.
-        trajectory_base: for ``RolloutWorker.set_trajectory_base``.
+        trajectory_base: argument of ``RolloutWorker.set_trajectory_base``.
 
     Raises:
-        ConfigurationError: the workers are not all of this machine.
+        ConfigurationError: the session is not a ``local_cluster``.
     """
 
     def __init__(self, session: Session | None, config: WorkerConfig, max_ahead: int) -> None:
@@ -217,11 +219,12 @@ class Replacer:
         return self._replaced[lost.index] < _MOST_REPLACED
 
     def replace(self, lost: Worker, limit_s: float) -> Worker:
-        """Blocks while the envs are built. It begins new episodes, of other seeds.
+        """Build a successor of ``lost``, and block meanwhile. It begins new episodes with other
+        seeds.
 
         Raises:
-            RemoteError: they could not be built.
-            PeerLostError, DeadlineError: their processes died, or took too long.
+            RemoteError: its envs could not be built.
+            PeerLostError, DeadlineError: its processes died, or took too long.
         """
         self._replaced[lost.index] += 1
         generation = self._replaced[lost.index]

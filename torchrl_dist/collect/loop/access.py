@@ -1,4 +1,4 @@
-"""Attributes and methods of the envs that a worker steps, for calls from the learner."""
+"""Access to attributes and methods of a worker's envs, for calls from the learner."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from torchrl_dist.errors import ConfigurationError
 
 
 def visit(envs: Any, index: int | None, what: str, name: str, args: tuple, kwargs: dict) -> list:
-    """``what`` is ``"get"``, ``"set"`` (to ``args[0]``) or ``"call"``.
+    """Get or set an attribute of envs, or call a method.
 
     Args:
         envs: a sequence of gymnasium envs, a vector env, or a TorchRL env.
-        index: one env among those; None: all.
+        index: the env's index; None: all envs.
+        what: ``"get"``, ``"set"`` (to ``args[0]``) or ``"call"``.
 
     Returns:
-        a result per env visited. A vector env or TorchRL env without separate envs inside is
-        visited itself, and gives one.
+        one result per env. A vector env or TorchRL env without separate envs inside gives a single
+        result.
 
     Raises:
-        ConfigurationError: one env of a kind that cannot be asked one by one.
+        ConfigurationError: ``index`` is given, but the envs cannot be accessed one by one.
         AttributeError: there is no such name.
     """
     if isinstance(envs, SyncVectorEnv):
@@ -34,12 +35,12 @@ def visit(envs: Any, index: int | None, what: str, name: str, args: tuple, kwarg
         return [_visit_one(env, what, name, args, kwargs) for env in chosen]
     if index not in (None, 0) or (index == 0 and _size(envs) > 1):
         raise ConfigurationError(
-            f"{envs} cannot be asked for one of its envs: ask all (env=None), or build the worker "
-            "from single envs (make_env returns one, num_envs=...)"
+            f"{envs} cannot be asked for one of its envs; ask all (env=None), or build the "
+            "worker from single envs (make_env returns one, num_envs=...)"
         )
     if isinstance(envs, AsyncVectorEnv):
         if what == "set":
-            envs.set_attr(name, [args[0]] * envs.num_envs)  # a list would be divided among them
+            envs.set_attr(name, [args[0]] * envs.num_envs)  # it would divide a list among the envs
             return [None] * envs.num_envs
         return list(envs.call(name, *args, **kwargs) if what == "call" else envs.get_attr(name))
     return [_visit_one(envs, what, name, args, kwargs)]

@@ -1,9 +1,9 @@
-"""Steps several gymnasium envs at once and hides how each kind of vector env resets itself.
+"""Step several gymnasium envs at once, and hide how each kind of vector env resets its envs.
 
-A driver's ``step`` writes the true next observation (also where an episode ended) and, separately,
-the observation that the policy sees next (after a reset where one was due). Every mode but
-next-step autoreset gives one real transition per env and call; there, a call that merely resets an
-env is marked in ``valid`` and dropped by the rollout.
+A driver's ``step`` writes two observations per env: the true next one, even if it ends an episode,
+and the one that the policy sees next, which is after the reset if there was one. Each call gives
+one real transition per env, except with next-step autoreset. There, a call may only reset an env;
+``valid`` marks it, and the rollout drops it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from torchrl_dist.collect.loop.spaces import ObservationLeaf
 from torchrl_dist.errors import ConfigurationError
 
-# Of the native vector envs only this one can be seeded env by env, by CartPoleDriver.
+# The only native vector env that can be seeded env by env (by CartPoleDriver).
 _CARTPOLE = (
     CartPoleVectorEnv,
     "gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv",
@@ -34,7 +34,7 @@ StepResult = tuple[Any, Any, Any]  # reward, terminated, truncated, each [N]
 
 
 class EnvDriver(Protocol):
-    """N envs stepped together. ``leaves`` is set by the rollout before the first reset."""
+    """N envs stepped together. The rollout sets ``leaves`` before the first reset."""
 
     num_envs: int
     one_seed_only: bool  # the envs cannot be seeded one by one
@@ -44,27 +44,28 @@ class EnvDriver(Protocol):
     valid: np.ndarray | None  # bool [N] of the last step; None: every step is a real transition
 
     def reset(self, seeds: Sequence[int] | None, current: Arrays) -> None:
-        """Start new episodes in all envs and write their observations."""
+        """Start new episodes in all envs, and write their observations into ``current``."""
 
     def reset_some(self, envs: Sequence[int], current: Arrays) -> None:
-        """Start new episodes in these and write their observations.
+        """Start new episodes in these envs, and write their observations into ``current``.
 
         Raises:
-            ConfigurationError: they cannot be reset one by one.
+            ConfigurationError: the envs cannot be reset one by one.
         """
 
     def step(self, actions: np.ndarray, following: Arrays, current: Arrays) -> StepResult:
-        """One step of all envs; ``following`` gets ("next", obs), ``current`` the next root."""
+        """Step all envs. Write ("next", obs) into ``following`` and the next root into
+        ``current``."""
 
     def close(self) -> None: ...
 
     @property
     def target(self) -> Any:
-        """What :func:`torchrl_dist.collect.loop.access.visit` is to visit."""
+        """The envs, as :func:`torchrl_dist.collect.loop.access.visit` takes them."""
 
 
 class EnvListDriver:
-    """Plain envs in a row. Cheaper than SyncVectorEnv, which merges infos and copies results."""
+    """A list of single envs. Cheaper than SyncVectorEnv, which merges infos and copies results."""
 
     valid: np.ndarray | None = None
     one_seed_only = False
@@ -78,18 +79,18 @@ class EnvListDriver:
         self._reward = np.zeros(self.num_envs)
         self._terminated = np.zeros(self.num_envs, dtype=bool)
         self._truncated = np.zeros(self.num_envs, dtype=bool)
-        # Envs expect an action of the type their own space samples: an int, not an array.
+        # Envs expect an action of the type that their space samples: an int, not an array.
         self._scalar_action = isinstance(self.single_action_space, gymnasium.spaces.Discrete)
 
     @property
     def leaves(self) -> tuple[ObservationLeaf, ...]:
-        """Of the observations."""
+        """The leaves of the observations."""
         return self._leaves
 
     @leaves.setter
     def leaves(self, leaves: tuple[ObservationLeaf, ...]) -> None:
         self._leaves = leaves
-        # One array as it is, of this shape, saves a tenth of a CartPole step.
+        # Writing a single plain array of this shape directly saves a tenth of a CartPole step.
         self._plain = leaves[0].shape if len(leaves) == 1 and leaves[0].plain else None
 
     def reset(self, seeds: Sequence[int] | None, current: Arrays) -> None:
@@ -108,10 +109,10 @@ class EnvListDriver:
         for i, env in enumerate(self.envs):
             observation, reward, terminated, truncated, _ = env.step(per_env[i])
             try:
-                self._reward[i] = 0.0 if reward is None else reward  # as GymWrapper
+                self._reward[i] = 0.0 if reward is None else reward  # None as in GymWrapper
                 self._terminated[i] = terminated
                 self._truncated[i] = truncated
-            except (TypeError, ValueError):  # arrays of one element, which GymWrapper takes
+            except (TypeError, ValueError):  # arrays of one element, which GymWrapper accepts
                 self._reward[i] = np.asarray(reward).item()
                 self._terminated[i] = np.asarray(terminated).item()
                 self._truncated[i] = np.asarray(truncated).item()
@@ -143,7 +144,7 @@ class EnvListDriver:
 
 
 def _arrays(value: Any) -> Any:
-    """Tensors of any device, also in dicts and tuples, as NumPy arrays; all else as it is."""
+    """Convert tensors, also those in dicts and tuples, to NumPy arrays. Leave all else as it is."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().numpy()
     if isinstance(value, Mapping):
@@ -152,7 +153,7 @@ def _arrays(value: Any) -> Any:
 
 
 def _device_of(value: Any) -> torch.device | None:
-    """Of the first tensor in an observation; None if there is none."""
+    """Return the device of the first tensor in an observation, or None if it has no tensor."""
     if isinstance(value, Mapping):
         devices = (_device_of(part) for part in value.values())
         return next((device for device in devices if device is not None), None)
@@ -160,7 +161,7 @@ def _device_of(value: Any) -> torch.device | None:
 
 
 class TensorEnv:
-    """A vector env that takes and returns torch tensors, as one that does so with NumPy arrays."""
+    """Give a vector env of torch tensors an interface of NumPy arrays."""
 
     def __init__(self, env: Any, device: torch.device) -> None:
         self._env, self._device = env, device
@@ -175,11 +176,11 @@ class TensorEnv:
 
 
 class _VectorDriver:
-    """What all drivers of a vector env share.
+    """The base of all drivers of a vector env.
 
     Attributes:
-        arrays: the env as one that takes and returns NumPy arrays; a :class:`TensorEnv` around it
-            if the observation of its first reset is of tensors.
+        arrays: the env with an interface of NumPy arrays: a :class:`TensorEnv` around it if its
+            first reset returns tensors, else the env itself.
     """
 
     valid: np.ndarray | None = None
@@ -219,8 +220,8 @@ class _VectorDriver:
     def reset_some(self, envs: Sequence[int], current: Arrays) -> None:
         if envs:
             raise ConfigurationError(
-                f"{self.env} resets its envs itself; reset() without an index starts new episodes "
-                "in all of them"
+                f"{self.env} resets its envs itself, so they cannot be reset one by one; call "
+                "reset() without an index to start new episodes in all of them"
             )
 
     def close(self) -> None:
@@ -228,9 +229,11 @@ class _VectorDriver:
 
 
 class MaskedResetDriver(_VectorDriver):
-    """DISABLED autoreset, and gymnasium's own Sync/AsyncVectorEnv in next-step mode without a
-    wrapper: a reset by mask before the next step takes the place of the automatic one. A wrapper
-    would take that reset for one of all envs, or would not know that it came."""
+    """Reset by mask before the next step, instead of automatically.
+
+    For envs with DISABLED autoreset, and for gymnasium's Sync/AsyncVectorEnv in next-step mode
+    without a wrapper. A wrapper might treat a masked reset as one of all envs, or miss it.
+    """
 
     def reset_some(self, envs: Sequence[int], current: Arrays) -> None:
         mask = np.zeros(self.num_envs, dtype=bool)
@@ -250,7 +253,7 @@ class MaskedResetDriver(_VectorDriver):
 
 
 class SameStepDriver(_VectorDriver):
-    """The env resets inside the step that ended the episode and passes the last one in ``info``."""
+    """The env resets in the step that ends an episode. The last observation is in ``info``."""
 
     _warned = False
 
@@ -265,8 +268,8 @@ class SameStepDriver(_VectorDriver):
             elif final is None:
                 raise ConfigurationError(
                     f"{self.env} declares same-step autoreset, but the info of a step that ended "
-                    f"an episode has no 'final_obs' (it has {sorted(info)}): without it the last "
-                    "observation of the episode is lost"
+                    f"an episode has no 'final_obs' (it has {sorted(info)}), so the last "
+                    "observation of the episode is lost; let the env put it there"
                 )
             for i in np.flatnonzero(done).tolist() if final is not None else ():
                 last = final[i] if not isinstance(final, dict) else _index(final, i)
@@ -276,12 +279,13 @@ class SameStepDriver(_VectorDriver):
         return reward, terminated, truncated
 
     def _mark_lost(self, ended: np.ndarray, following: Arrays) -> None:
-        """As TorchRL does it: the last observation of an episode is NaN where it is not known."""
+        """Set the last observation of these episodes to NaN, because it is unknown, as TorchRL
+        does."""
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"{self.env} does not say what it observed at the end of an episode: there, "
-                "('next', ...) observations are NaN (0 where they are integers)",
+                f"{self.env} does not return the last observation of an episode; there, "
+                "('next', ...) observations are NaN (0 if they are not floating-point)",
                 stacklevel=2,
             )
         for out in following:
@@ -293,8 +297,7 @@ def _index(tree: Any, i: int) -> Any:
 
 
 class NextStepDriver(_VectorDriver):
-    """Any other env with next-step autoreset, stepped as gymnasium does it: its reset steps are
-    reported as not valid."""
+    """Any other env with next-step autoreset. Steps that only reset an env are not ``valid``."""
 
     def __init__(self, env: Any) -> None:
         super().__init__(env)
@@ -315,22 +318,23 @@ class NextStepDriver(_VectorDriver):
 
 
 class EnvPoolDriver(NextStepDriver):
-    """EnvPool resets envs in the next step, and takes its seed only when it is made."""
+    """EnvPool, which resets envs in the next step and takes its seed only when it is made."""
 
     DEFAULT_SEED = 42
 
-    env: Any  # EnvPool's own class, which has a config
+    env: Any  # of EnvPool's class, which has a config
 
     def __init__(self, env: Any) -> None:
         super().__init__(env)
-        self.one_seed_only = False  # which is what it warns of
+        self.one_seed_only = False  # because reset() warns about seeds instead
         if env.is_async:
             raise ConfigurationError(
-                f"make_env gave an EnvPool with batch_size={env.config['batch_size']} of "
-                f"{self.num_envs} envs, whose steps are those of some envs only; leave batch_size "
-                "out, and use more workers or env_processes so that slow envs hold up fewer"
+                f"make_env returned an EnvPool with batch_size={env.config['batch_size']} of "
+                f"{self.num_envs} envs, which steps only some of its envs at a time; leave "
+                "batch_size out, and use more workers or env_processes so that slow envs delay "
+                "fewer others"
             )
-        self._seeds: list[int] | None = None  # asked for first
+        self._seeds: list[int] | None = None  # those of the first reset with seeds
 
     def reset(self, seeds: Sequence[int] | None, current: Arrays) -> None:
         if seeds is not None and self._seeds is None:
@@ -340,10 +344,10 @@ class EnvPoolDriver(NextStepDriver):
             in_vain = seeds is not None and list(seeds) != self._seeds
         if in_vain:
             warnings.warn(
-                "an EnvPool cannot be seeded once it is made: its episodes go on with seed "
+                "an EnvPool cannot be seeded once it is made, so its episodes go on with seed "
                 f"{self.env.config['seed']}. For seeds that differ per worker and follow from the "
-                "collector's, let make_env pass seed=np.random.randint(2**31) to envpool.make: "
-                "NumPy was seeded before make_env is called",
+                "collector's, let make_env pass seed=np.random.randint(2**31) to envpool.make; "
+                "NumPy is seeded before make_env is called",
                 stacklevel=2,
             )
         super().reset(None, current)
@@ -352,8 +356,8 @@ class EnvPoolDriver(NextStepDriver):
 class CartPoleDriver(_VectorDriver):
     """Gymnasium's native vector CartPole, reset in the step that ends an episode.
 
-    It knows next-step autoreset only, which makes rollouts ragged. Its state is plain arrays, so
-    the reset that it would do in its next step is done here at once.
+    The env itself has only next-step autoreset, so that some steps would give no transition.
+    Because its state is plain arrays, this driver does the reset at once instead.
     """
 
     ATTRIBUTES = ("state", "steps", "prev_done", "low", "high")
@@ -361,9 +365,9 @@ class CartPoleDriver(_VectorDriver):
     def __init__(self, env: VectorEnv) -> None:
         super().__init__(env)
         self.one_seed_only = False
-        # One per env, as single ones have, so that an env's episodes follow from its own seed.
+        # One per env, as single envs have, so that an env's episodes follow from its own seed.
         self._generators: list[np.random.Generator] = []
-        self._starts: list[list[np.ndarray]] = []  # of the next episodes, drawn together
+        self._starts: list[list[np.ndarray]] = []  # first states of next episodes, drawn together
 
     def reset(self, seeds: Sequence[int] | None, current: Arrays) -> None:
         env: Any = self.env
@@ -403,7 +407,8 @@ class CartPoleDriver(_VectorDriver):
 
 
 def _of_chain(env: Any, name: str) -> Any:
-    """An attribute of an env or of what it wraps: wrappers of single envs do not hand it on."""
+    """Return an attribute of an env or of an env that it wraps. Wrappers of single envs do not
+    pass it on."""
     return getattr(env, name) if isinstance(env, VectorEnv) else env.get_wrapper_attr(name)
 
 
@@ -420,7 +425,8 @@ def _of_isaac_lab(env: Any) -> bool:
 
 
 def is_vector_env(env: Any) -> bool:
-    """Whether this is a vector env, of gymnasium's class or, as Isaac Lab's, by its attributes."""
+    """Whether this is a vector env, by gymnasium's class or, like Isaac Lab's, by its
+    attributes."""
     if isinstance(env, VectorEnv):
         return True
     if not isinstance(env, gymnasium.Env):
@@ -433,27 +439,28 @@ def is_vector_env(env: Any) -> bool:
 
 
 def require_different(envs: Iterable[Any]) -> None:
-    """Refuse envs of which two are the same one, in different wrappers perhaps.
+    """Refuse envs of which two are the same object, even in different wrappers.
 
     Raises:
-        ConfigurationError: says what ``make_env`` must do.
+        ConfigurationError: two are the same.
     """
     seen: list[Any] = []
     for env in envs:
         core = env.unwrapped if isinstance(env, gymnasium.Env) else env
         if any(core is other for other in seen):
             raise ConfigurationError(
-                f"make_env gave {core} twice, so that several envs would step it and mix its "
-                "episodes; let make_env build a new env in each call, such as lambda: MyEnv()"
+                f"make_env returned {core} twice, so its episodes would mix; let make_env build a "
+                "new env in each call, for example lambda: MyEnv()"
             )
         seen.append(core)
 
 
 def vector_driver(env: Any) -> EnvDriver:
-    """The driver for a vector env, by its declared autoreset mode (next-step where it has none).
+    """Return the driver for a vector env, by its declared autoreset mode (default: next-step).
 
     Raises:
-        ConfigurationError: it steps one env twice, or is of no known class and declares none.
+        ConfigurationError: it contains one env twice, or it is of an unknown class and does not
+            declare a mode.
     """
     if type(env) is CartPoleVectorEnv and all(
         hasattr(env, name) for name in CartPoleDriver.ATTRIBUTES
@@ -468,13 +475,13 @@ def vector_driver(env: Any) -> EnvDriver:
         declared = AutoresetMode.SAME_STEP
     elif declared is None and not isinstance(env, VectorEnv):
         raise ConfigurationError(
-            f"{env} steps {_of_chain(env, 'num_envs')} envs and does not say when it resets them; "
-            "set metadata['autoreset_mode'] of its class to a gymnasium.vector.AutoresetMode"
+            f"{env} steps {_of_chain(env, 'num_envs')} envs and does not declare when it resets "
+            "them; set metadata['autoreset_mode'] of its class to a gymnasium.vector.AutoresetMode"
         )
     mode = AutoresetMode.NEXT_STEP if declared is None else AutoresetMode(declared)
     if mode is AutoresetMode.SAME_STEP:
         return SameStepDriver(env)
-    # Without shared memory AsyncVectorEnv's workers do not notice such a reset (gymnasium 1.4.0).
+    # Without shared memory, AsyncVectorEnv's workers miss a masked reset (gymnasium 1.4.0).
     maskable = type(env) is SyncVectorEnv or (type(env) is AsyncVectorEnv and env.shared_memory)
     if mode is AutoresetMode.DISABLED or maskable:
         return MaskedResetDriver(env)
@@ -482,10 +489,11 @@ def vector_driver(env: Any) -> EnvDriver:
 
 
 def make_driver(first: Any, make_env: str | Callable[[], Any], num_envs: int) -> EnvDriver:
-    """A driver for what ``make_env`` names or has just returned (``first``).
+    """Return a driver for the env that ``make_env`` names or has just returned (``first``).
 
     Raises:
-        ConfigurationError: not a gymnasium env, or a vector env of another size than asked for.
+        ConfigurationError: it is not a gymnasium env, or is a vector env whose size is not
+            ``num_envs``.
     """
     if isinstance(first, str):
         return _driver_from_id(first, num_envs)
@@ -499,8 +507,8 @@ def make_driver(first: Any, make_env: str | Callable[[], Any], num_envs: int) ->
         return vector_driver(first)
     if _of_envpool(first):
         raise ConfigurationError(
-            "make_env gave an EnvPool that is no gymnasium.vector.VectorEnv; make it with "
-            "env_type='gymnasium', by a newer EnvPool (1.2.5 is one), or return "
+            "make_env returned an EnvPool that is not a gymnasium.vector.VectorEnv; make it with "
+            "env_type='gymnasium' in a newer EnvPool (such as 1.2.5), or return "
             "torchrl.envs.MultiThreadedEnv(num_workers=..., env_name=...), which steps it"
         )
     if isinstance(first, gymnasium.Env) and callable(make_env):
@@ -508,7 +516,7 @@ def make_driver(first: Any, make_env: str | Callable[[], Any], num_envs: int) ->
         require_different(envs)
         return EnvListDriver(envs)
     raise ConfigurationError(
-        f"make_env gave {type(first)}; expected a gymnasium id, a gymnasium.Env, a "
+        f"make_env returned {type(first)}; expected a gymnasium id, a gymnasium.Env, a "
         "gymnasium.vector.VectorEnv or a torchrl.envs.EnvBase"
     )
 
@@ -516,7 +524,7 @@ def make_driver(first: Any, make_env: str | Callable[[], Any], num_envs: int) ->
 def _driver_from_id(env_id: str, num_envs: int) -> EnvDriver:
     module, _, name = env_id.rpartition(":")
     if module:
-        importlib.import_module(module)  # as gymnasium.make does: it registers the env
+        importlib.import_module(module)  # registers the env, as in gymnasium.make
     spec = gymnasium.spec(name)
     if num_envs > 1 and spec.vector_entry_point in _CARTPOLE and not spec.additional_wrappers:
         return vector_driver(

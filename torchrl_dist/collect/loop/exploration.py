@@ -1,11 +1,10 @@
-"""TorchRL's exploration type, which is one per process (tensordict 0.14.3), among several threads.
+"""Share TorchRL's exploration type, which is one per process (tensordict 0.14.3), among threads.
 
-Calls under the same type run side by side; one under another type waits until they have ended. So
-a policy that hangs holds up only those that need another type, and these only for a while.
+Calls under the same type run concurrently. A call under another type waits until they have ended.
+Therefore a policy that hangs delays only calls under another type, and these only for a while.
 
-A Ctrl-C may come between any two instructions, and in the middle of whatever a context manager
-does. Therefore what is to be taken back is noted before it is done, taking back may be repeated,
-and :meth:`Exploring.call` does so.
+Ctrl-C may come between any two instructions, even inside a context manager. Therefore every change
+is recorded before it is made, and undoing it may be repeated, as :meth:`Exploring.call` does.
 """
 
 from __future__ import annotations
@@ -24,13 +23,14 @@ from torchrl_dist.forks import now_and_in_children
 _T = TypeVar("_T")
 
 _WAIT_S = 60.0
-# Others could keep a type set for ever by taking turns. They hold back for one who waits, but only
-# in the first seconds of that wait, which may be in vain.
+# Calls that overlap could keep a type set indefinitely. New ones therefore let a waiting call go
+# first, but only in the first seconds of its wait, because it may wait for a call that hangs.
 _POLITE_S = 5.0
 
 
 def _setter(kind: ExplorationType | None) -> Callable[..., None]:
-    """Who leaves a setting goes back to what was before it: the cheapest way to set it."""
+    """Return a function that sets the type. Calling ``__exit__`` of a prepared context manager,
+    which restores an earlier type, is the cheapest way."""
     setting = set_exploration_type(kind)
     setting.prev = kind
     return setting.__exit__
@@ -46,8 +46,10 @@ def _set(kind: ExplorationType | None) -> None:
 class _Call:
     """One call, from before it begins until it has ended.
 
-    ``since``: it runs, or waits, time.monotonic(). ``inside``: it runs inside another one of its
-    thread, and the type was then ``outside``.
+    Attributes:
+        since: when it began to run, or to wait (time.monotonic()).
+        inside: whether it runs inside another call of its thread.
+        outside: the type before it, if it runs inside another call.
     """
 
     __slots__ = ("inside", "outside", "since", "thread", "type", "what")
@@ -61,12 +63,12 @@ class _Call:
 
 
 class _UnderWay:
-    """The calls of this process. Guarded by ``lock``, which costs less by itself than by the
-    condition ``changed`` over it."""
+    """The calls of this process. Guarded by ``lock``, which is cheaper to take directly than
+    through the condition ``changed``."""
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []  # all under one type
-        self.is_set = False  # the type is to be ``outside`` again when they have ended
+        self.is_set = False  # whether to restore ``outside`` when they have ended
         self.outside: ExplorationType | None = None
         now_and_in_children(self, _UnderWay._renew)
 
@@ -74,7 +76,7 @@ class _UnderWay:
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
         self.waits: list[_Call] = []  # longest first
-        # A thread of the parent may have been asking for the type, or another setting it.
+        # After a fork: a thread of the parent may have held the lock or set the type.
         kept = getattr(probabilistic, "_interaction_type", None)
         if kept is not None and hasattr(kept, "_lock"):
             kept._lock = threading.Lock()
@@ -82,10 +84,10 @@ class _UnderWay:
         self._restore()
 
     def begin(self, call: _Call) -> None:
-        """Blocks until it may; its type is set then.
+        """Block until the call may run, and set its type.
 
         Raises:
-            DeadlineError: calls under another type have not ended within a minute; names them.
+            DeadlineError: calls under another type did not end within a minute; names them.
         """
         with self.lock:
             if self.calls or self.waits:
@@ -103,7 +105,7 @@ class _UnderWay:
             self.calls.append(call)
 
     def end(self, call: _Call) -> None:
-        """Take back what ``begin`` did of its work, if it did; without effect the second time."""
+        """Undo what ``begin`` has done, even if it was interrupted. May be repeated."""
         with self.lock:
             if call.inside:
                 _set(call.outside)
@@ -137,8 +139,8 @@ class _UnderWay:
             if not self.changed.wait_for(lambda: self._fits(call), _WAIT_S):
                 raise DeadlineError(
                     f"{call.what}, under {call.type}, has waited {_WAIT_S:g} s for its turn: "
-                    f"{self}. TorchRL's exploration type is one per process: let this collector, "
-                    "or that one, have the same type, or run in another process"
+                    f"{self}. TorchRL's exploration type is one per process: give both collectors "
+                    "the same type, or run one of them in another process"
                 )
             self.waits.remove(call)
             self.changed.notify_all()
@@ -158,22 +160,22 @@ _now = _UnderWay()
 
 
 def held_up() -> str:
-    """What calls of this process wait for, in words; empty if none waits."""
+    """Describe the calls for which others of this process wait; empty if none waits."""
     with _now.lock:
         return str(_now) if _now.waits else ""
 
 
 class Exploring:
-    """Makes calls under one exploration type."""
+    """Make calls under one exploration type."""
 
     def __init__(self, type: ExplorationType, what: str) -> None:
         self._type, self._what = type, what
 
     def call(self, function: Callable[..., _T], *args: Any) -> _T:
-        """``function(*args)``, with TorchRL's exploration type set.
+        """Return ``function(*args)``, called with TorchRL's exploration type set.
 
         Raises:
-            DeadlineError: calls under another type have not ended within a minute; names them.
+            DeadlineError: calls under another type did not end within a minute; names them.
         """
         call = _Call(self._type, self._what)
         try:
@@ -182,6 +184,6 @@ class Exploring:
                 return function(*args)
             finally:
                 _now.end(call)
-        except BaseException:  # an interrupt, perhaps, of the line above
+        except BaseException:  # an interrupt may have hit the line above
             _now.end(call)
             raise

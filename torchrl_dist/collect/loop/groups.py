@@ -1,7 +1,7 @@
-"""A worker's envs in groups, for a policy that runs elsewhere: double buffering.
+"""A worker's envs in groups, for a policy in another process (double buffering).
 
-While one group waits for its actions the worker steps another, so that a round trip costs nothing
-that is shorter than a step of the other groups.
+While one group waits for its actions, the worker steps another. A round trip therefore costs
+nothing if it is shorter than a step of the other groups.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torchrl_dist.collect.loop.rollout import GymnasiumRollout, Values, make_rol
 from torchrl_dist.collect.loop.spaces import Key
 from torchrl_dist.errors import ConfigurationError
 
-# Whoever answers keeps the deadline; this much later somebody notices that nobody does.
+# The answering side keeps the deadline. If it does not answer, the worker raises this much later.
 _LATE_S = 5.0
 
 
 class PendingActions(Protocol):
     def result(self, timeout: float) -> Values:
-        """Block for what the policy made of the observations."""
+        """Block for the policy's outputs."""
 
 
 class Learner(Protocol):
-    """A ``torchrl_dist.runtime.Remote`` to an ``RPCInferenceTransport``, or a stand-in for it."""
+    """A ``torchrl_dist.runtime.Remote`` to an ``RPCInferenceTransport``, or a substitute."""
 
     def submit(
         self, method: str, values: Values, *, timeout_s: float | None = None
@@ -41,8 +41,8 @@ class Inference:
 
     Attributes:
         inputs: keys of the observations that the policy reads; only these are sent.
-        groups: the envs of a worker, or of an env process, are stepped in so many groups.
-        timeout_s: bounds the wait for actions.
+        groups: number of groups in which the envs of a worker, or of an env process, are stepped.
+        timeout_s: limit of the wait for actions.
     """
 
     learner: Learner
@@ -52,7 +52,8 @@ class Inference:
 
 
 class GroupedRollout:
-    """As :class:`~torchrl_dist.collect.loop.rollout.Rollout`. Not thread-safe, but for ``stop``."""
+    """A :class:`~torchrl_dist.collect.loop.rollout.Rollout` of several groups. Not thread-safe,
+    except for ``stop``."""
 
     ragged = False
 
@@ -61,11 +62,11 @@ class GroupedRollout:
         self._inference = inference
         self.num_envs = sum(group.num_envs for group in groups)
         self.steps = groups[0].steps
-        self.policy_version = 0  # of no use: the learner stamps its own
-        self.at_random = False  # never asked for
+        self.policy_version = 0  # unused, because the learner stamps the version
+        self.at_random = False  # never set
 
     def call_policy_once(self) -> None:
-        pass  # the learner has it
+        pass  # the learner has the policy
 
     def seed(self, seeds: Sequence[int]) -> None:
         first = 0
@@ -74,8 +75,8 @@ class GroupedRollout:
             first += group.num_envs
 
     def run(self, steps: int, enough: Callable[[int], bool] = never) -> TensorDict:
-        """As ``Rollout.run``, but ``enough`` is to be false always: the groups stay of one
-        length."""
+        """Make a rollout as ``Rollout.run`` does. ``enough`` must always return false, because all
+        groups must have the same length."""
         loops: list[Generator[Values, Values, TensorDict]] = []
         answers: list[PendingActions] = []
         for group in self._groups:
@@ -139,15 +140,17 @@ def make_grouped_rollout(
     num_envs: int,
     categorical_action_encoding: bool = False,
 ) -> GroupedRollout:
-    """Build ``num_envs`` envs here, in groups of equal size.
+    """Build ``num_envs`` envs in this process, in groups of equal size.
 
     Raises:
-        ConfigurationError: they cannot be divided so, or are stepped by TorchRL's loop, or drift
-            apart.
+        ConfigurationError: ``num_envs`` is not a multiple of the number of groups, or the envs are
+            TorchRL's or have next-step autoreset.
     """
     groups = inference.groups
     if num_envs % groups:
-        raise ConfigurationError(f"num_envs={num_envs} cannot be divided into {groups} env_groups")
+        raise ConfigurationError(
+            f"num_envs={num_envs} cannot be divided into {groups} env_groups; pass a multiple"
+        )
     built = [
         make_rollout(
             make_env,
@@ -164,14 +167,16 @@ def make_grouped_rollout(
             for each in built:
                 each.close()
             raise ConfigurationError(
-                "inference='learner' takes gymnasium envs that do not reset in steps of their own "
-                "(no TorchRL env, no vector env with next-step autoreset)"
+                "inference='learner' takes gymnasium envs, but no vector envs with next-step "
+                "autoreset and no TorchRL envs. Pass other envs, or leave inference out"
             )
     envs = [each for each in (rollout.driver for rollout in fit) if isinstance(each, EnvListDriver)]
     require_different(env for driver in envs for env in driver.envs)
     known = fit[0].observed
     if not any(key in known for key in inference.inputs):
         raise ConfigurationError(
-            f"the policy reads {list(inference.inputs)}, and the envs give {sorted(known, key=str)}"
+            f"the policy reads {list(inference.inputs)}, and the envs give "
+            f"{sorted(known, key=str)}; expected at least one key in both. Change the policy's "
+            "in_keys"
         )
     return GroupedRollout(fit, inference)

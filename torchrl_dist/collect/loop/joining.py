@@ -1,6 +1,6 @@
-"""Rollouts ``[N, T]`` of several workers as one batch; and what is left of one that was cut short.
+"""Join rollouts ``[N, T]`` of several workers to one batch, and mark the ends of cut ones.
 
-Pure functions over TensorDicts.
+Pure functions of TensorDicts.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ _TRAJECTORY = ("collector", "traj_ids")
 
 
 def ends_of(following: TensorDictBase) -> Tensor:
-    """Where an episode ends, bool ``[N, T]``: where any of the done entries of ``following [N, T]``
-    says so, those of agents too, as TorchRL's collectors count trajectories."""
+    """Return where an episode ends, bool ``[N, T]``: where any done entry of ``following [N, T]``
+    is true, including those of agents. TorchRL's collectors count trajectories in this way."""
     return _joined(following, "done").any(-1)
 
 
 def rewards_of(following: TensorDictBase) -> Tensor:
-    """The reward of each step, ``[N, T]``: the sum over what there is, of agents too."""
+    """Return the reward of each step, ``[N, T]``: the sum of all reward entries, including those of
+    agents."""
     return _joined(following, "reward").sum(-1)
 
 
@@ -49,7 +50,7 @@ def _joined(following: TensorDictBase, name: str) -> Tensor:
 
 
 def truncate_last(rollout: TensorDict) -> None:
-    """Mark the last step of each env as the end of its trajectory, in place; not as terminated."""
+    """Mark the last step of each env as truncated and done, in place, unless it is already done."""
     _have_truncated(rollout)
     following = rollout.get("next")
     for key in [key for key in following.keys(True, True) if _last(key) == "done"]:
@@ -60,14 +61,14 @@ def truncate_last(rollout: TensorDict) -> None:
 
 
 def set_truncated(rollout: TensorDict) -> None:
-    """Mark the last step of each env as truncated and done, in place, as TorchRL does. Its episode
-    goes on."""
+    """Mark the last step of each env as truncated and done, in place, as TorchRL does. The env's
+    episode goes on."""
     following = rollout.get("next")
     found = [key for key in following.keys(True, True) if _last(key) == "truncated"]
     if not found:
         raise ConfigurationError(
-            "set_truncated=True: the env has no 'truncated'; TorchRL's env.add_truncated_keys() "
-            "adds it"
+            "set_truncated=True: the env has no 'truncated'; add it by TorchRL's "
+            "env.add_truncated_keys()"
         )
     for key in found:
         truncated, done = following.get(key), following.get(_beside(key, "done"))
@@ -77,22 +78,23 @@ def set_truncated(rollout: TensorDict) -> None:
 
 
 def _put_back(td: TensorDictBase, changed: Mapping[Key, Tensor]) -> None:
-    """What a lazy stack gives are copies."""
+    """Set changed tensors again, because a lazy stack returns copies."""
     for key, value in changed.items():
         td.set(key, value)
 
 
 def is_ragged(td: TensorDictBase) -> bool:
-    """Whether there are lazy stacks in it, whose parts may have tensors of different shapes, or
-    different keys, as those of envs with dynamic specs have; not stacks of non-tensor data."""
+    """Whether it contains lazy stacks of tensors. Their parts may have different shapes or keys,
+    as with envs that have dynamic specs."""
     if isinstance(td, LazyStackedTensorDict):
         return not is_non_tensor(td)
     return any(is_ragged(part) for part in td.values() if is_tensor_collection(part))
 
 
 def stack(parts: Sequence[TensorDictBase], dim: int) -> TensorDictBase:
-    """A TensorDict, or a lazy stack where shapes differ, as TorchRL's ``Collector`` makes it; which
-    fails where only some of the parts are lazy stacks (tensordict 0.14.3)."""
+    """Stack to a TensorDict or, if shapes differ, to a lazy stack, as TorchRL's ``Collector`` does.
+    Unlike ``maybe_dense_stack`` of tensordict 0.14.3, this also works if only some parts are lazy
+    stacks."""
     try:
         return TensorDict.maybe_dense_stack(parts, dim=dim)
     except RuntimeError:
@@ -102,7 +104,7 @@ def stack(parts: Sequence[TensorDictBase], dim: int) -> TensorDictBase:
 
 
 def size_bytes(rows: TensorDictBase) -> int:
-    """Of all its tensors."""
+    """Return the size of all tensors in ``rows``."""
     if isinstance(rows, LazyStackedTensorDict) and not is_non_tensor(rows):
         return sum(size_bytes(part) for part in rows.tensordicts)
     values = rows.values(is_leaf=is_leaf_nontensor)
@@ -118,7 +120,8 @@ def _beside(key: Key, name: str) -> Key:
 
 
 def _have_truncated(rollout: TensorDict) -> None:
-    """Rows of a TorchRL env that only terminates do not say that they are not truncated."""
+    """Add ``truncated`` entries of False if they are missing, as for a TorchRL env that only
+    terminates."""
     following = rollout.get("next")
     keys = set(following.keys(True, True))
     for key in [key for key in keys if _last(key) == "done"]:
@@ -131,11 +134,12 @@ def _have_truncated(rollout: TensorDict) -> None:
 def join(
     rollouts: Sequence[TensorDict], masked: bool, dim: int | Literal["stack"] = 0
 ) -> TensorDict:
-    """Concatenate along the envs, or another dimension, or stack.
+    """Concatenate rollouts along the envs or another dimension, or stack them.
 
     Args:
-        masked: add a bool ``[N, T]`` at ``("collector", "mask")``; rollouts may then differ in T
-            and are padded with zeros, and -1 as trajectory id, to the longest.
+        masked: add a bool ``[N, T]`` at ``("collector", "mask")``. Rollouts may then differ in T;
+            they are padded to the longest with zeros, and with -1 as trajectory id.
+        dim: the dimension, 0 for the envs; or ``"stack"``.
     """
     if masked:
         rollouts = _padded(rollouts)

@@ -1,4 +1,4 @@
-"""Policies with lazy layers, whose parameters get their shapes from the first call."""
+"""Initialize policies with lazy layers, whose parameters get their shapes in the first call."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from torchrl_dist.errors import ConfigurationError
 def initialize(
     policy: nn.Module, make_env: str | Callable[[], Any], *, close: bool, **options: Any
 ) -> None:
-    """Give parameters without a shape those that they have with this env, before copies are made.
+    """Give lazy parameters their shapes and values, before copies of the policy are made.
 
-    An env is built here for that, and nothing of it is used but its specs. It is a copy of the
-    policy that is called; of the policy itself nothing changes but what was lazy.
+    This builds an env, of which only the specs are used, and calls a copy of the policy. In the
+    policy itself only lazy parameters and buffers change.
 
     Args:
-        close: that env afterwards.
-        options: of :func:`~torchrl_dist.collect.loop.rollout.make_rollout`.
+        close: whether to close the env afterwards.
+        options: arguments of :func:`~torchrl_dist.collect.loop.rollout.make_rollout`.
 
     Raises:
         ConfigurationError: the call failed.
@@ -35,7 +35,7 @@ def initialize(
     if not names:
         return
     try:
-        called = copy.deepcopy(policy).to("cpu").eval()  # not with lazy buffers (torch 2.13)
+        called = copy.deepcopy(policy).to("cpu").eval()  # fails with lazy buffers (torch 2.13)
         rollout = make_rollout(make_env, called, **options)
         try:
             with torch.no_grad():
@@ -47,6 +47,7 @@ def initialize(
         policy.load_state_dict(shaped, strict=False)
     except Exception as error:
         raise ConfigurationError(
-            f"the policy has lazy layers ({sorted(names)}), and a call that should give them their "
-            f"shapes raised {error!r}; run the policy once before it goes to the collector"
+            f"the policy has lazy layers ({sorted(names)}), and the call that should give them "
+            f"their shapes raised {error!r}; run the policy once before you pass it to the "
+            "collector"
         ) from error

@@ -1,4 +1,4 @@
-"""Keeps torch from dividing small matrices among threads that spin while they wait for more."""
+"""Keep torch from dividing small matrices among threads that spin while they wait for work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_SMALL = 1_000_000  # parameters; some milliseconds for a batch of 256
+_SMALL = 1_000_000  # parameters; a batch of 256 takes some milliseconds
 _here = threading.local()
 
 
@@ -22,7 +22,8 @@ def _is_small(policy: Any) -> bool:
 
 @contextlib.contextmanager
 def one_thread_if_small(policy: Any) -> Iterator[None]:
-    """The same inside the block only, for a thread that does other work as well."""
+    """Let the calling thread run a small policy without other threads, inside the block only. For
+    a thread that does other work, too."""
     threads = torch.get_num_threads()
     if threads == 1 or not _is_small(policy):
         yield
@@ -35,10 +36,11 @@ def one_thread_if_small(policy: Any) -> Iterator[None]:
 
 
 def use_one_thread_if_small(policy: Any) -> None:
-    """Let the calling thread run such a policy alone, from now on. Others keep their number.
+    """Let the calling thread run a small policy without other threads, from now on.
 
-    With two threads on two cores, a batch of 64 through layers of 64 took 317 us instead of 83 us
-    (torch 2.13), and each waiting thread keeps a core busy that env processes need.
+    Other callers keep their number of threads. With two threads on two cores, a batch of 64
+    through layers of 64 took 317 us instead of 83 us (torch 2.13), and each waiting thread keeps a
+    core busy that env processes need.
     """
     if getattr(_here, "decided", False):
         return
@@ -47,7 +49,7 @@ def use_one_thread_if_small(policy: Any) -> None:
         return
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    # That was for this thread and, as the default, for all that start later: not for those.
+    # The call also set the default for threads that start later. Restore that default.
     restore = threading.Thread(target=torch.set_num_threads, args=(threads,))
     restore.start()
     restore.join()

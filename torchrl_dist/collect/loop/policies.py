@@ -1,10 +1,10 @@
-"""How a collector calls a policy: with a TensorDict, or past it where that is known to be the same.
+"""Call a collector's policy: with a TensorDict, or without one if the result is known to be equal.
 
-``TensorDictModule.__call__`` costs more than a small network does: argument dispatch and, for every
-tensor that it writes where pandas is not installed, a search of the disk for pandas
-(``TensorDictBase.from_any``, tensordict 0.14.3). :func:`act` therefore does itself what the few
-classes in this file do around the modules of a user, and only for these very classes, as they were
-imported and without hooks. Everything inside them and everything else is called as it is.
+``TensorDictModule.__call__`` costs more than a small network: argument dispatch and, for every
+tensor that it writes if pandas is not installed, a search of the disk for pandas
+(``TensorDictBase.from_any``, tensordict 0.14.3). :func:`act` therefore does the work of the few
+classes in this file itself. It does so only for exactly these classes, as they were imported and
+without hooks. Everything inside them and everything else is called as usual.
 """
 
 from __future__ import annotations
@@ -84,15 +84,15 @@ _AS_IMPORTED = {
 
 
 def known_classes() -> frozenset[type]:
-    """Those whose methods nobody has replaced since, if modules are not told to skip what is there;
-    to be asked for once per rollout."""
+    """Return the classes whose methods are still those that were imported; none if modules skip
+    existing keys (``skip_existing``). Call once per rollout."""
     if skip_existing() or not inspect.isfunction(_q_values):
         return frozenset()
     return frozenset(kind for kind, methods in _AS_IMPORTED.items() if methods == _methods(kind))
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether nothing was set on this object that changes what its class does when called."""
+    """Whether nothing is set on this object that changes a call of its class."""
     own = module.__dict__
     return not (
         own.get("_forward_hooks")
@@ -114,24 +114,24 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 class UnfitPolicyError(ConfigurationError, TypeError):
-    """A policy that cannot be called with what its env gives."""
+    """The policy cannot be called with its env's observations."""
 
 
 _EXPECTED = (
-    "A policy is called with a TensorDict, and is to return one. A module or function of "
+    "A policy is called with a TensorDict, and must return one. A module or function of "
     "tensors names its arguments after the observations, or is wrapped: TensorDictModule(module, "
     "in_keys=['observation'], out_keys=['action'])"
 )
 
 
 def act(policy: Policy, values: Values, n: int, known: Collection[type]) -> Values:
-    """What ``policy(td)`` leaves in a TensorDict ``[n]`` with these values, by key.
+    """Return by key what ``policy(td)`` leaves in a TensorDict ``td [n]`` with these values.
 
-    ``values`` may be changed. A TensorDict that the policy returns in place of its own adds to
-    that; so does a dict.
+    ``values`` may be changed. If the policy returns another TensorDict or a dict, its entries are
+    added.
 
     Args:
-        known: of :func:`known_classes`.
+        known: result of :func:`known_classes`.
     """
     if torch.nn.modules.module._has_any_global_hook():
         known = ()
@@ -142,7 +142,8 @@ def act(policy: Policy, values: Values, n: int, known: Collection[type]) -> Valu
 
 
 def _call(module: Any, values: Values, n: int, known: Collection[type]) -> Values:
-    """The values that it returned: ``values`` where it has changed those, as modules do."""
+    """Call the module, and return its values: ``values`` itself if it has changed those, as modules
+    do."""
     kind = type(module)
     if kind in known and _is_plain(module):
         if kind in _WRITERS:
@@ -173,7 +174,7 @@ def _call(module: Any, values: Values, n: int, known: Collection[type]) -> Value
 
 
 def _writes_its_outputs(module: TensorDictModule) -> bool:
-    """Whether it reads ``in_keys``, calls its module with them, writes ``out_keys``, no more."""
+    """Whether a call only reads ``in_keys``, calls the inner module and writes ``out_keys``."""
     return (
         module.inplace is True
         and module._kwargs is None
@@ -186,7 +187,7 @@ def _writes_its_outputs(module: TensorDictModule) -> bool:
 
 
 def _parts(module: TensorDictSequential, kind: type) -> Iterable[nn.Module] | None:
-    """What it calls one after the other; None if it does more."""
+    """Return the parts that the module calls one after another, or None if it does more."""
     if (
         module.inplace not in (None, True)
         or module.partial_tolerant
@@ -206,7 +207,7 @@ def _parts(module: TensorDictSequential, kind: type) -> Iterable[nn.Module] | No
 
 
 def _write(keys: Iterable[Key], made: Any, values: Values, n: int) -> None:
-    """As ``TensorDictModule`` does with what its module has returned."""
+    """Write the result of a module to ``values``, as ``TensorDictModule`` does."""
     keys = list(keys)
     if isinstance(made, (dict, TensorDictBase)) and all(key in made for key in keys):
         made = tuple(made.get(key) for key in keys)
@@ -221,7 +222,7 @@ def _write(keys: Iterable[Key], made: Any, values: Values, n: int) -> None:
     for key, value in zip(keys, made, strict=True):
         if type(value) is Tensor and value.ndim and value.size(0) == n:
             values[plain_key(key)] = value
-        else:  # is converted, or refused
+        else:  # TensorDict converts or refuses it
             td = TensorDict(batch_size=[n])
             td.set(key, TensorDict.from_any(value))
             values.update(flat(td))
@@ -236,7 +237,7 @@ def _call_with_tensordict(policy: Policy, values: Values, n: int) -> Values:
             raise UnfitPolicyError(f"{_EXPECTED}; this one raised {error!r}") from error
         raise
     values.clear()
-    values.update(flat(td))  # also where it returns another: both are TorchRL's to read
+    values.update(flat(td))  # even if it returns another one, because TorchRL reads both
     if out is td or out is None:
         return values
     if isinstance(out, dict):
@@ -247,16 +248,16 @@ def _call_with_tensordict(policy: Policy, values: Values, n: int) -> Values:
 
 
 def flat(td: TensorDictBase) -> Values:
-    """Its leaves by key."""
+    """Return the leaves of ``td`` by key."""
     return dict(td.items(True, True, is_leaf=is_leaf_nontensor))
 
 
 def nested(
     data: Mapping[Key, Any], batch_size: list[int], names: list[str | None] | None = None
 ) -> TensorDict:
-    """A TensorDict from flat keys and tensors that are known to begin with ``batch_size``.
+    """Build a TensorDict from flat keys and tensors whose shapes must begin with ``batch_size``.
 
-    Built past TensorDict's checks, which would take a good part of a short rollout's time.
+    This skips TensorDict's checks, which would take a good part of a short rollout's time.
     """
     size = torch.Size(batch_size)
     root: dict[str, Any] = {}
@@ -273,9 +274,9 @@ def nested(
 
 
 class PolicyCalls:
-    """A policy as a rollout calls it: with TorchRL's exploration type set.
+    """Call a policy with TorchRL's exploration type set.
 
-    ``clones``: what it returns may be overwritten by its next call.
+    With ``clones``, results are cloned, because the policy's next call may overwrite them.
     """
 
     def __init__(
@@ -287,7 +288,7 @@ class PolicyCalls:
         self._known = known_classes()
 
     def begin(self) -> None:
-        """A rollout begins."""
+        """Note that a rollout begins."""
         self._known = known_classes()
 
     def on_values(self, values: Values, n: int) -> Values:
@@ -296,11 +297,11 @@ class PolicyCalls:
         return {key: value.clone() for key, value in out.items()} if self._clones else out
 
     def exploring(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """A call of something else that has policies inside."""
+        """Wrap another call that has policies inside, so that it uses the exploration type."""
         return partial(self._exploring.call, call)
 
     def on_tensordict(self, td: TensorDictBase) -> TensorDictBase:
-        """The plain call."""
+        """Call the policy with a TensorDict."""
         out = self._exploring.call(self._policy, td)
         out = td if out is None else out
         return out.clone() if self._clones else out
@@ -311,17 +312,17 @@ def _name(policy: Policy) -> str:
     return f"the policy {getattr(inner, '__name__', type(inner).__name__)}"
 
 
-# ---- what a user hands in
+# ---- policies of the user
 
 
 def cpu_copy(policy: nn.Module, *, travels: bool) -> nn.Module:
-    """A copy on the CPU: the learner may go on changing, and moving, its module.
+    """Return a copy on the CPU, because the learner may change or move its module.
 
     Args:
-        travels: whether it is pickled for another process.
+        travels: whether the copy will be pickled for another process.
 
     Raises:
-        ConfigurationError: it cannot be copied, or not be pickled.
+        ConfigurationError: the policy cannot be copied or pickled.
     """
     parametrized = [name for name, module in policy.named_modules() if is_parametrized(module)]
     if travels and parametrized:
@@ -353,17 +354,18 @@ class Compilation:
     cudagraph_policy: bool | Mapping[str, Any] | None = None
 
     def calls(self, policy: Policy, exploration_type: ExplorationType) -> PolicyCalls:
-        """The policy as it is to be called.
+        """Return the calls of the policy, compiled if so requested.
 
         Raises:
-            ConfigurationError: a CUDA graph of a policy that is on the CPU, where there is a GPU.
+            ConfigurationError: a CUDA graph is requested for a policy on the CPU, although there is
+                a GPU.
         """
         compiles = self.compile_policy not in (None, False)
         graphs = self.cudagraph_policy not in (None, False)
         if graphs and torch.cuda.is_available() and (device := _device(policy)) != "cuda":
             raise ConfigurationError(
                 f"cudagraph_policy={self.cudagraph_policy}: the policy of this worker is on "
-                f"{device!r}; expected 'cuda'. A graph holds what a GPU does, and nothing else"
+                f"{device!r}; expected 'cuda', because a graph holds only work of a GPU"
             )
         if compiles:
             policy = compile_with_warmup(policy, **_options(self.compile_policy))
@@ -386,12 +388,14 @@ def _options(given: bool | Mapping[str, Any] | None) -> dict[str, Any]:
 def on_tensordicts(
     policy: Policy, observed: Collection[Key], action_keys: list[Key] | None = None
 ) -> Policy:
-    """The policy itself, or, as TorchRL's collectors do, one that calls it with tensors: if every
-    argument that it needs has the name of an observation. It then returns the action, or a tuple
-    of it and what becomes ``"output1"``, ``"output2"``, ...
+    """Return a policy that takes a TensorDict.
+
+    This is the policy itself or, if every required argument has the name of an observation, a
+    wrapper that calls it with tensors, as in TorchRL's collectors. It then returns the action, or a
+    tuple of the action and of what becomes ``"output1"``, ``"output2"``, ...
 
     Raises:
-        ConfigurationError: it is no policy.
+        ConfigurationError: it is not callable.
         UnfitPolicyError: it can be called neither with a TensorDict nor with these observations.
     """
     if not callable(policy):
@@ -426,7 +430,7 @@ def on_tensordicts(
 
 
 class _OnTensors:
-    """A policy of tensors, as one of a TensorDict."""
+    """Call a policy of tensors with a TensorDict."""
 
     def __init__(self, policy: Callable[..., Any], names: list[str], action_keys: list[Key]):
         self.policy = policy

@@ -1,4 +1,4 @@
-"""What a recurrent policy carries from one step to the next."""
+"""The state that a recurrent policy carries from one step to the next."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ IS_INIT = "is_init"
 
 
 def carried_state(policy: Any, num_envs: int) -> dict[Key, Tensor]:
-    """The state of ``num_envs`` new episodes, by key: what the policy reads at ``key`` and writes
-    at ``("next", key)``, as TorchRL's LSTMModule and GRUModule do; and ``"is_init"`` bool
-    ``[num_envs, 1]``, true, if it reads that, as Ornstein-Uhlenbeck noise does. Empty for
-    a policy without memory.
+    """Return the state of ``num_envs`` new episodes, by key.
+
+    State is what the policy reads at ``key`` and writes at ``("next", key)``, as TorchRL's
+    LSTMModule and GRUModule do. If the policy reads ``"is_init"``, as Ornstein-Uhlenbeck noise
+    does, the state contains that, too: bool ``[num_envs, 1]``, true. The state of a policy without
+    memory is empty.
 
     Raises:
-        ConfigurationError: no module of the policy says what the state of a new episode is.
+        ConfigurationError: no module of the policy defines the state of a new episode.
     """
     reads = {plain_key(key) for key in getattr(policy, "in_keys", ())}
     writes = {plain_key(key) for key in getattr(policy, "out_keys", ())}
@@ -31,14 +33,15 @@ def carried_state(policy: Any, num_envs: int) -> dict[Key, Tensor]:
     state: dict[Key, Tensor] = {}
     if keys and isinstance(policy, nn.Module):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is no primer, which is an error below
+            warnings.simplefilter("ignore")  # about a missing primer, which is an error below
             primer = get_primers_from_module(policy)
         specs = {} if primer is None else dict(_leaves(primer))
         state = {key: specs[key].zero((num_envs,)) for key in keys if key in specs}
     if missing := [key for key in keys if key not in state]:
         raise ConfigurationError(
             f"the policy reads {missing} and writes their next values, but none of its modules has "
-            "make_tensordict_primer(), which says what they are when an episode begins"
+            "make_tensordict_primer(), which gives their values at the start of an episode; add it "
+            "to a module"
         )
     noises = [m for m in _modules(policy) if isinstance(m, OrnsteinUhlenbeckProcessModule)]
     if IS_INIT in reads or any(noise.is_init_key == IS_INIT for noise in noises):

@@ -1,9 +1,9 @@
-"""T steps of N envs as one TensorDict ``[N, T]`` that looks like TorchRL's ``Collector`` made it.
+"""T steps of N envs as one TensorDict ``[N, T]``, with the entries of TorchRL's ``Collector``.
 
-A step of a TorchRL env costs some 300 us whatever the env does; a gymnasium env goes through
-:class:`GymnasiumRollout` instead: one policy call per step for all envs, results written into
-preallocated tensors. TorchRL envs, and gymnasium envs with other spaces than those known here in
-TorchRL's wrapper, are stepped by :class:`TorchRLRollout`.
+:class:`GymnasiumRollout` steps gymnasium envs. It calls the policy once per step for all envs and
+writes results into preallocated tensors, because a step of a TorchRL env costs some 300 us
+whatever the env does. :class:`TorchRLRollout` steps TorchRL envs, and in TorchRL's wrapper the
+gymnasium envs whose spaces are not known here.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ from torchrl_dist.collect.loop.spaces import (
 from torchrl_dist.errors import ConfigurationError
 
 _DONE_KEYS = ("done", "terminated", "truncated")
-# With next-step autoreset envs drift apart, like a random walk if they are alike: slowly.
+# With next-step autoreset, envs drift apart: slowly, as a random walk, if they are alike.
 _WARN_ROLLOUTS_AHEAD = 4
 _MAX_ROLLOUTS_AHEAD = 200
-_CHUNK = 256  # steps whose places in memory are looked up together
+_CHUNK = 256  # steps whose views of the blocks are made together
 _DRAWS = 64  # random actions of an env that are drawn together
-_DRAWN = 8  # random actions of TorchRL's that are looked at
+_DRAWN = 8  # TorchRL's random actions that are checked
 
 
 def never(_: int) -> bool:
@@ -69,53 +69,54 @@ def never(_: int) -> bool:
 
 
 class RolloutStopped(Exception):
-    """The rollout was told to stop; its steps are discarded. Never leaves the worker."""
+    """The rollout was told to stop, and its steps are discarded. Never leaves the worker."""
 
 
 class Rollout(Protocol):
-    """N envs and a policy that yield rollouts on request.
+    """N envs and a policy that make rollouts on request.
 
-    ``policy_version`` is stamped on every transition at the moment it is made. With ``at_random``
-    the next one acts at random, and what the policy writes beside the action is zero.
+    Every transition gets the ``policy_version`` of the moment at which it is made. With
+    ``at_random`` the next rollout uses random actions, and all other outputs of the policy are
+    zero.
     """
 
     num_envs: int
     steps: int
     policy_version: int
     at_random: bool
-    ragged: bool  # rows may have shapes of their own
+    ragged: bool  # shapes may differ between rows
 
     def seed(self, seeds: Sequence[int]) -> None:
         """Seed the envs (one seed per env) and start new episodes in all of them."""
 
     def run(self, steps: int, enough: Callable[[int], bool] = never) -> TensorDict:
-        """``steps`` transitions of each env, ``[N, steps]``; continues where it left off.
+        """Return ``steps`` transitions of each env, ``[N, steps]``, which follow on the last ones.
 
         Args:
-            steps: at most the ``steps`` of the rollout, its usual length.
-            enough: asked after every step with the number of transitions that each env has; true
-                ends the rollout there.
+            steps: at most ``self.steps``, the usual length.
+            enough: called after every step with the number of transitions that each env has. If it
+                returns true, the rollout ends there.
 
         Raises:
             RolloutStopped: :meth:`stop` was called from another thread.
         """
 
     def call_policy_once(self) -> None:
-        """Beside the rollouts, for a policy with lazy layers; no env is stepped."""
+        """Initialize the policy's lazy layers by a call outside rollouts. No env is stepped."""
 
     def reset(self, envs: Sequence[int] | None = None) -> None:
         """Start new episodes in all envs, or in these.
 
         Raises:
-            ConfigurationError: they cannot be reset one by one.
+            ConfigurationError: the envs cannot be reset one by one.
         """
 
     def resize(self, steps: int) -> None:
-        """Make this the usual length of a rollout."""
+        """Set the usual length of a rollout."""
 
     @property
     def specs(self) -> dict[str, str]:
-        """What all workers of a job must agree in, in words."""
+        """The specs or spaces that must be equal in all workers, as text by name."""
 
     @property
     def target(self) -> Any:
@@ -128,10 +129,10 @@ class Rollout(Protocol):
 
 @dataclass
 class Episodes:
-    """Follows the episodes of N envs through consecutive rollouts. Pure bookkeeping.
+    """Follow the episodes of N envs through consecutive rollouts. Pure bookkeeping.
 
-    Trajectory ids are ``base + k * stride + offset`` for k = 0, 1, ...: with the number of workers
-    as the stride and a worker's index as the offset, no two workers give out the same id.
+    Trajectory ids are ``base + k * stride + offset`` for k = 0, 1, .... With the number of workers
+    as the stride and a worker's index as the offset, no two workers use the same id.
     """
 
     num_envs: int
@@ -147,10 +148,10 @@ class Episodes:
         self.restart()
 
     def restart(self, envs: Sequence[int] | None = None) -> list[int]:
-        """New episodes begin in all envs, or in these; the running ones are abandoned.
+        """Abandon the running episodes and begin new ones, in all envs or in these.
 
         Returns:
-            the ids of those, if only some.
+            the abandoned trajectory ids if ``envs`` is given, else an empty list.
         """
         if envs is not None:
             abandoned = self._current[envs].tolist()
@@ -163,12 +164,13 @@ class Episodes:
         return []
 
     def split(self) -> None:
-        """The running episodes go on as other trajectories; their returns count as a whole."""
+        """Continue the running episodes under new trajectory ids. Their returns and lengths go
+        on."""
         self._current = self._take(self.num_envs)
 
     def count_steps(self, done: np.ndarray) -> np.ndarray:
-        """Steps of the episode before each step of the next rollout, ``done [N, T]``: ``[N, T]``.
-        To be called before it is taken in."""
+        """Return for each step of a rollout how many steps its episode has had before, ``[N, T]``.
+        Call before :meth:`advance`, with the rollout's ``done [N, T]``."""
         steps = np.arange(done.shape[1])
         begun = np.zeros(done.shape, np.int64)
         begun[:, 1:] = np.where(done[:, :-1], steps[1:], 0)
@@ -195,7 +197,7 @@ class Episodes:
             self._lengths += steps
             return ids, [], []
         ends = done.ravel()
-        # Parts of episodes, env by env: a row or an end begins the next one.
+        # Parts of episodes, env by env. A part begins at the start of a row, or after an end.
         begins = np.zeros(n * steps, bool)
         begins[1:] = ends[:-1]
         begins[::steps] = True
@@ -204,12 +206,12 @@ class Episodes:
         ended = ends[lasts]
         going_on = starts % steps == 0
         numbers = self._take(int(ended.sum()))
-        before = (np.cumsum(done) - ends).reshape(n, steps)  # ends so far, in all envs
+        before = (np.cumsum(done) - ends).reshape(n, steps)  # ends before, env by env
         anew = before > before[:, :1]
         ids[anew] = numbers[before[anew] - 1]
-        self._current[env[ended]] = numbers  # of an env's several the last
-        # Each part by itself: a difference of sums over several episodes would carry an infinite
-        # or a huge reward of one into all later ones.
+        self._current[env[ended]] = numbers  # if an env has several, its last one stays
+        # Sum each part by itself, because a difference of running sums would carry an infinite or
+        # huge reward of one episode into all later ones.
         with np.errstate(invalid="ignore"):
             sums = np.add.reduceat(reward.ravel(), starts, dtype=np.float64)
             sums[going_on] += self._returns
@@ -222,9 +224,10 @@ class Episodes:
 
 
 class _Given:
-    """What the policy sees of its envs in a rollout: a place in memory for every step.
+    """The policy's inputs from its envs in a rollout, with memory for every step.
 
-    ``places``: those of the step that ``values`` was asked for last, by key.
+    Attributes:
+        places: by key, the views that the last call of ``values`` returned.
     """
 
     def __init__(
@@ -238,7 +241,7 @@ class _Given:
         self._observations = [np.empty((steps + 1, n, *leaf.shape), leaf.dtype) for leaf in leaves]
         for block, now in zip(self._observations, first, strict=True):
             block[0] = now
-        # The root is always an observation after a reset or in mid-episode.
+        # The root is never done: it is an observation after a reset, or inside an episode.
         ends = [np.zeros((steps, n, 1), bool) for _ in _DONE_KEYS]
         self._blocks = [torch.from_numpy(array) for array in (*self._observations, *ends)]
         self._steps: list[tuple[Tensor, ...]] = []
@@ -246,22 +249,24 @@ class _Given:
         self._size = (n, steps)
 
     def values(self, t: int) -> Values:
-        """To be asked for in the order of the steps."""
+        """Return the inputs of step ``t``. Call for each step, in order."""
         i = t % _CHUNK
         if i == 0:
-            end = min(t + _CHUNK, self._size[1])  # of observations there is one more
+            end = min(t + _CHUNK, self._size[1])  # without the extra last observation
             views = [block[t:end].unbind(0) for block in self._blocks]
             self._steps = list(zip(*views, strict=True))
         self.places = dict(zip(self._keys, self._steps[i], strict=True))
         return self.places.copy()
 
     def after(self, t: int) -> list[np.ndarray]:
-        """Where the observations of the step after ``t`` belong."""
+        """Return the arrays to fill with the observations of the step after ``t``."""
         return [block[t + 1] for block in self._observations]
 
     def share_changes(self, following: Sequence[np.ndarray], done: np.ndarray) -> None:
-        """What the policy has changed in place was also the next observation of the step before,
-        as in TorchRL, unless an env was reset between the two."""
+        """Copy in-place changes of the policy to the next observations of the step before.
+
+        In TorchRL both are the same tensor, unless an env was reset between the two steps.
+        """
         _, steps = self._size
         for block, after in zip(self._blocks, following, strict=False):
             if block._version:
@@ -270,7 +275,7 @@ class _Given:
                         after[:, t - 1] = block[t].numpy()
 
     def recorded(self, without: Collection[Key]) -> dict[Key, Tensor]:
-        """A copy ``[N, T, ...]``, by key."""
+        """Return copies ``[N, T, ...]``, by key."""
         _, steps = self._size
         return {
             key: block[:steps].transpose(0, 1).clone(memory_format=torch.contiguous_format)
@@ -280,12 +285,12 @@ class _Given:
 
 
 class _Made:
-    """What the policy makes in a rollout: room for everything that it wrote in the first step.
+    """The policy's outputs in a rollout, with memory for all that it wrote in the first step.
 
     Attributes:
         actions: NumPy array ``[T, N, ...]``.
-        carried: keys that it finds again in the next step, beside what comes from its env.
-        overwritten: keys of observations that it replaces.
+        carried: keys that are passed to the policy's next step, in addition to its env's values.
+        overwritten: keys of observations that the policy replaces.
     """
 
     def __init__(self, out: Values, given: _Given, n: int, steps: int) -> None:
@@ -314,8 +319,9 @@ class _Made:
     def record(self, t: int, out: Values) -> None:
         if len(out) != self._keys:
             raise ConfigurationError(
-                f"the policy left {sorted(map(str, out))} in step {t} of a rollout, and other keys "
-                f"in the first: {sorted(map(str, self._expected()))}; expected the same in each"
+                f"the policy wrote the keys {sorted(map(str, out))} in step {t} of a rollout, and "
+                f"{sorted(map(str, self._expected()))} in the first; write the same keys in each "
+                "step"
             )
         i = t % _CHUNK
         if i == 0:
@@ -334,11 +340,11 @@ class _Made:
 
     @staticmethod
     def _write(place: Tensor, key: Key, value: Tensor) -> None:
-        if value.dtype is not place.dtype or value.shape != place.shape:  # which copy_ would take
+        if value.dtype is not place.dtype or value.shape != place.shape:  # copy_ would accept it
             raise ConfigurationError(
                 f"the policy wrote {key!r} as {value.dtype} {list(value.shape)}, and as "
-                f"{place.dtype} {list(place.shape)} in the first step of this rollout; expected "
-                "the same in each"
+                f"{place.dtype} {list(place.shape)} in the first step of this rollout; write the "
+                "same dtype and shape in each step"
             )
         place.copy_(value)
 
@@ -351,11 +357,11 @@ class _Made:
 
 
 class _Followed:
-    """What the envs answer in a rollout.
+    """The results of the envs' steps in a rollout.
 
     Attributes:
         observations: ``[N, T, ...]`` for each leaf, before any reset.
-        valid: bool ``[N, T]``, False where a step has only reset its env; None if none does.
+        valid: bool ``[N, T]``, False where a step only reset its env; None if no step does so.
     """
 
     def __init__(self, leaves: Sequence[ObservationLeaf], driver: EnvDriver, steps: int) -> None:
@@ -367,15 +373,15 @@ class _Followed:
         self._terminated = np.empty((n, steps, 1), bool)
         self._truncated = np.empty((n, steps, 1), bool)
         self.valid = None if driver.valid is None else np.empty((n, steps), bool)
-        # By step, [T, N, ...]: a plain index is found in half the time of one with a slice.
+        # [T, N, ...], because a plain index takes half the time of one with a slice.
         self._nexts = [array.swapaxes(0, 1) for array in self.observations]
         self._rewards = self._reward[:, :, 0].T
         self._ends = self._terminated[:, :, 0].T
         self._cuts = self._truncated[:, :, 0].T
 
     def record(self, t: int, actions: Any, current: Sequence[np.ndarray]) -> np.ndarray:
-        """Step the envs and write what they are in then into ``current``. Returns those that begin
-        an episode, bool ``[N]``."""
+        """Step the envs, and write the next root's observations into ``current``. Return which
+        envs begin an episode there, bool ``[N]``."""
         self._rewards[t], done, cut = self._driver.step(
             actions, [array[t] for array in self._nexts], current
         )
@@ -389,7 +395,7 @@ class _Followed:
         return ~valid
 
     def transitions(self, t: int) -> int:
-        """How many each env has after step ``t``, at least."""
+        """Return how many transitions each env has at least after step ``t``."""
         return t + 1 if self.valid is None else int(self.valid[:, : t + 1].sum(1).min())
 
     @property
@@ -412,18 +418,18 @@ class _Followed:
 
 
 def _like(mask: Tensor, value: Tensor) -> Tensor:
-    """``mask [N]`` with as many dimensions as ``value``."""
+    """Return ``mask [N]`` with as many dimensions as ``value``."""
     return mask.reshape(-1, *[1] * (value.ndim - 1))
 
 
 def _unwritten(given: Values, made: Values) -> Values:
-    """Zeros for what a policy adds to its input."""
+    """Return zeros for the tensors that a policy adds to its input."""
     added = {key: value for key, value in made.items() if key not in given}
     return {key: torch.zeros_like(v) for key, v in added.items() if isinstance(v, Tensor)}
 
 
 def _is_private(key: Key) -> bool:
-    """As in TorchRL: for the policy, not for the batch."""
+    """Whether batches leave this key out, as in TorchRL: its name begins with an underscore."""
     return any(name.startswith("_") for name in ((key,) if isinstance(key, str) else key))
 
 
@@ -432,7 +438,7 @@ def _of_root(key: Key) -> bool:
 
 
 def _set_specs(policy: nn.Module, space: spaces.Space, categorical: bool) -> None:
-    """Give exploration modules without a spec that of the env's actions, as TorchRL's collectors
+    """Set the env's action spec in exploration modules that have no spec, as TorchRL's collectors
     do."""
     if any(isinstance(module, AdditiveGaussianModule) for module in policy.modules()):
         spec = _gym_to_torchrl_spec_transform(
@@ -443,10 +449,10 @@ def _set_specs(policy: nn.Module, space: spaces.Space, categorical: bool) -> Non
 
 
 class GymnasiumRollout:
-    """The fast loop over gymnasium envs. Not thread-safe, but for :meth:`stop`.
+    """The fast loop over gymnasium envs. Not thread-safe, except for :meth:`stop`.
 
-    What the policy is given in a step is its own: nobody writes there again, so that it may keep
-    it, and what it changes in place is in the rollout, as with TorchRL's ``Collector``.
+    The policy may keep the tensors that it gets in a step, because they are never written again.
+    Changes that it makes in place are in the rollout, as with TorchRL's ``Collector``.
     """
 
     ragged = False
@@ -471,7 +477,7 @@ class GymnasiumRollout:
         self._rngs = [np.random.default_rng() for _ in range(n)]
         self._draws: list[Tensor] = []
         if type(policy) is RandomPolicy and getattr(policy, "action_spec", None) is None:
-            policy = None  # TorchRL's collectors give it the env's actions
+            policy = None  # TorchRL's collectors give it the env's action spec
         if isinstance(policy, nn.Module):
             _set_specs(policy, driver.single_action_space, categorical_action_encoding)
         self._new_state = carried_state(policy, n)
@@ -485,8 +491,8 @@ class GymnasiumRollout:
         self.at_random = False
         self._unwritten: Values | None = None
         self._stop = False
-        # What goes on from one rollout to the next: the observations, in the order of the leaves,
-        # the state of a policy with memory, and whatever else it wrote.
+        # These carry over from one rollout to the next: the observations in the order of the
+        # leaves, a recurrent policy's state, and its other outputs.
         self._current = [np.zeros((n, *leaf.shape), leaf.dtype) for leaf in leaves]
         self._state = dict(self._new_state)
         self._others: Values = {}
@@ -500,28 +506,28 @@ class GymnasiumRollout:
             return values
         if not self.at_random:
             return self._policy.on_values(values, self.num_envs)
-        if self._unwritten is None:  # rows have the same keys, whoever chose the action
+        if self._unwritten is None:  # so that rows have the same keys as the policy's
             asked = {key: value.clone() for key, value in values.items()}
             self._unwritten = _unwritten(values, self._policy.on_values(asked, self.num_envs))
         return self._unwritten | values | {"action": self._draw()}
 
     def _draw(self) -> Tensor:
-        if not self._draws:  # by env, so that each one's follow from its own seed
+        if not self._draws:  # env by env, because each env has its own seed
             by_env = [self._codec.sample(rng, _DRAWS) for rng in self._rngs]
             self._draws = list(torch.stack(by_env, 1).unbind(0))
         return self._draws.pop()
 
     def call_policy_once(self) -> None:
-        """With zeros."""
+        """Call the policy with zeros."""
         first = [np.zeros_like(now) for now in self._current]
         values = _Given(self._leaves, first, self.num_envs, 1).values(0)
         self._act(values | self._state)
 
     def seed(self, seeds: Sequence[int]) -> None:
-        """As TorchRL does it: the episodes begin with a reset after the one that takes the seed."""
+        """Seed as TorchRL does: reset with the seeds, and once more without, to begin episodes."""
         self._reset(seeds)
         self._reset(None)
-        # With the seed alone, an env of gymnasium's has the same generator.
+        # A gymnasium env seeds its generator with the seed alone, so this one gets another seed.
         self._rngs = [np.random.default_rng([seed, 1]) for seed in seeds]
         self._draws = []
         self._started = True
@@ -533,13 +539,15 @@ class GymnasiumRollout:
         self._state = dict(self._new_state)
 
     def _carry_on(self, out: Values, carried: Sequence[Key], begins: np.ndarray) -> None:
-        """Hand the policy's state and what else it wrote to its next step. Where an episode
-        ``begins`` the state is a new one, and all else is zero. TorchRL does the same where some
-        envs are reset, and keeps the old values where all are: here rows do not depend on how the
-        envs are divided into workers."""
+        """Pass the policy's state and its other outputs to its next step.
+
+        Where an episode ``begins``, the state is a new one and all else is zero. TorchRL does the
+        same if some envs are reset, but keeps the old values if all are. Here rows do not depend on
+        how the envs are divided among workers.
+        """
         self._others = {key: out[key] for key in carried}
         which = begins.tobytes()
-        if 1 in which:  # a tenth of any()
+        if 1 in which:  # takes a tenth of any()'s time
             kept = torch.from_numpy(~begins) if 0 in which else None
             self._forget_others(kept)
         if not self._new_state:
@@ -553,7 +561,7 @@ class GymnasiumRollout:
             self._state[key] = torch.where(_like(first, new), new, after)
 
     def _forget_others(self, kept: Tensor | None) -> None:
-        """Zero what the policy wrote, but in the envs ``kept [N]``."""
+        """Zero the policy's other outputs, except in the envs ``kept [N]``."""
         for key, value in self._others.items():
             if isinstance(value, Tensor):
                 self._others[key] = (
@@ -596,7 +604,7 @@ class GymnasiumRollout:
 
     @property
     def observed(self) -> set[Key]:
-        """Keys of what the policy sees."""
+        """The keys that the policy can read."""
         return self._inputs
 
     def stop(self) -> None:
@@ -615,8 +623,11 @@ class GymnasiumRollout:
     def steps_one_by_one(
         self, steps: int, enough: Callable[[int], bool] = never
     ) -> Generator[Values, Values, TensorDict]:
-        """As ``run``, for a policy elsewhere: yields the observations ``[N, ...]`` of each step, is
-        sent what a policy makes of them, and returns the rollout."""
+        """Run a rollout for a policy in another process.
+
+        Yield the observations ``[N, ...]`` of each step, receive the policy's outputs by
+        ``send()``, and return the rollout.
+        """
         self._begin()
         return (yield from self._loop(steps, enough))[0]
 
@@ -633,7 +644,7 @@ class GymnasiumRollout:
         loop, act = self._loop(steps, enough), self._act
         values = next(loop)
         while True:
-            out = act(values)  # a StopIteration of the policy's is an error
+            out = act(values)  # outside the try: a StopIteration that the policy raises is an error
             try:
                 values = loop.send(out)
             except StopIteration as end:
@@ -642,7 +653,7 @@ class GymnasiumRollout:
     def _loop(
         self, steps: int, enough: Callable[[int], bool]
     ) -> Generator[Values, Values, tuple[TensorDict, np.ndarray | None]]:
-        """Yields what the policy is to see, ``steps`` times, and is sent what it made of that."""
+        """Yield the policy's inputs ``steps`` times, and receive its outputs by ``send()``."""
         n, to_env = self.num_envs, self._codec.to_env
         given = _Given(self._leaves, self._current, n, steps)
         made: _Made | None = None
@@ -656,7 +667,7 @@ class GymnasiumRollout:
             if made is None:
                 made = _Made(self._checked(out), given, n, steps)
             made.record(t, out)
-            # The copy, not the policy's own tensor, which it may reuse.
+            # The env gets the copy, because the policy may reuse its own tensor.
             self._current = given.after(t)
             resets = followed.record(t, to_env(made.actions[t]), self._current)
             self._carry_on(out, made.carried, resets)
@@ -668,16 +679,16 @@ class GymnasiumRollout:
         self._current = [now.copy() for now in self._current]
         given.share_changes(followed.observations, followed.done)
         data = given.recorded(made.overwritten) | followed.observed() | made.recorded()
-        if IS_INIT in self._state:  # as InitTracker: only a root can be the first of its episode
+        if IS_INIT in self._state:  # as with InitTracker, only a root can begin an episode
             data["next", IS_INIT] = torch.zeros(n, steps, 1, dtype=torch.bool)
         data |= followed.ended()
-        if "policy_version" not in data:  # else the policy's owner has stamped it
+        if "policy_version" not in data:  # otherwise the learner's inference has stamped it
             data["policy_version"] = torch.full((n, steps), self.policy_version)
         rollout = nested(data, [n, steps], names=[None, "time"])
         return (rollout if t + 1 == steps else rollout[:, : t + 1]), followed.valid
 
     def _checked(self, out: Values) -> Values:
-        """What the policy wrote, if it can be recorded; once per rollout."""
+        """Return the policy's outputs if they can be recorded; called once per rollout."""
         action = out.get("action")
         expected = (self.num_envs, *self._codec.shape)
         if not isinstance(action, Tensor) or tuple(action.shape) != expected:
@@ -692,15 +703,15 @@ class GymnasiumRollout:
             if tuple(value.shape[:1]) != (self.num_envs,):
                 raise ConfigurationError(
                     f"the policy wrote {key!r} with shape {tuple(value.shape)}; expected "
-                    f"[{self.num_envs}, ...], a row for each env"
+                    f"[{self.num_envs}, ...], one row per env"
                 )
         return out
 
     def _run_ragged(self, steps: int, enough: Callable[[int], bool]) -> TensorDict:
-        """Drop the calls that only reset an env, and step on until each env has its transitions.
+        """Drop steps that only reset an env, and go on until each env has its transitions.
 
-        Envs that reset less often get ahead; what they have beyond ``steps`` opens their next
-        rollout, so that no transition is lost.
+        Envs that reset less often get ahead. Their transitions beyond ``steps`` begin the next
+        rollout, so none is lost.
         """
         have = [0 if part is None else part.shape[0] for part in self._surplus]
         while (ahead := min(have)) < steps and not enough(ahead):
@@ -717,7 +728,7 @@ class GymnasiumRollout:
                 self._surplus[i] = kept
                 have[i] = kept.shape[0]
         steps = min(steps, *have)
-        parts = [part for part in self._surplus if part is not None]  # all: steps are above 0
+        parts = [part for part in self._surplus if part is not None]  # all, because steps > 0
         out: TensorDict = torch.stack([part[:steps] for part in parts], 0)
         self._surplus = [part[steps:].clone() for part in parts]
         out.names = [None, "time"]
@@ -727,10 +738,10 @@ class GymnasiumRollout:
     def _check_surplus(self, rows: int) -> None:
         ahead = rows / self.steps
         advice = (
-            f"{self.driver} resets its envs in steps of their own (next-step autoreset), and the "
-            f"envs that end episodes least often are {rows} steps ahead of the others: their rows "
-            f"wait for {ahead:.0f} rollouts. Build the vector env with same-step autoreset, or "
-            "with autoreset disabled, if it can"
+            f"{self.driver} uses a separate step to reset an env (next-step autoreset), so the "
+            f"envs that end episodes least often are {rows} steps ahead of the others, and their "
+            f"rows wait for {ahead:.0f} rollouts. If the vector env can, build it with same-step "
+            "autoreset or with autoreset disabled"
         )
         if ahead > _MAX_ROLLOUTS_AHEAD:
             raise ConfigurationError(advice)
@@ -740,7 +751,7 @@ class GymnasiumRollout:
 
 
 class TorchRLRollout:
-    """A TorchRL env, stepped as TorchRL's ``Collector`` does."""
+    """Step a TorchRL env as TorchRL's ``Collector`` does."""
 
     def __init__(
         self,
@@ -768,7 +779,7 @@ class TorchRLRollout:
             policy, list(env.observation_spec.keys(True, True)), list(env.action_keys)
         )
         self._policy = compilation.calls(takes_tensordicts, exploration_type)
-        # Policies inside an env, in its transforms, want the exploration type as well.
+        # Policies in an env's transforms need the exploration type, too.
         inside = any(isinstance(module, TensorDictModuleBase) for module in env.modules())
         self._step = (
             self._policy.exploring(env.step_and_maybe_reset)
@@ -815,7 +826,7 @@ class TorchRLRollout:
         return batch
 
     def call_policy_once(self) -> None:
-        """For its lazy layers: with what the env's specs say, beside the rollouts."""
+        """Call the policy with zeros as the env's specs describe them."""
         seen = self.env.fake_tensordict().exclude("next", *self.env.action_keys)
         self._policy.on_tensordict(seen)
 
@@ -870,12 +881,12 @@ class TorchRLRollout:
 
 
 def _of_envs(batch: TensorDictBase) -> TensorDictBase:
-    """``[*batch_size of the env, T]`` as ``[N, T]``."""
+    """Reshape ``[*batch_size of the env, T]`` to ``[N, T]``."""
     if batch.ndim == 1:
         return batch.unsqueeze(0)
     if batch.ndim == 2:
         return batch
-    if is_ragged(batch):  # whose lazy stacks reshape() leaves as they are (tensordict 0.14.3)
+    if is_ragged(batch):  # reshape() does not reshape lazy stacks (tensordict 0.14.3)
         by_env = [batch[index] for index in np.ndindex(*batch.shape[:-1])]
         return stack(by_env, 0)
     return batch.reshape(-1, batch.shape[-1])
@@ -891,12 +902,12 @@ def make_rollout(
     categorical_action_encoding: bool = False,
     compilation: Compilation | None = None,
 ) -> GymnasiumRollout | TorchRLRollout:
-    """Build the envs here, in this process, and the loop that fits them.
+    """Build the envs in this process, and the loop that fits them.
 
-    ``frames`` per rollout are divided among the envs, rounded up; ``resize`` changes that.
+    Each env makes ``frames / num_envs`` steps per rollout, rounded up. ``resize`` changes that.
 
     Raises:
-        ConfigurationError: ``make_env`` gives no env, or one whose spaces are not supported.
+        ConfigurationError: ``make_env`` does not return an env, or its spaces are not supported.
     """
     first = make_env if isinstance(make_env, str) else make_env()
     if isinstance(first, EnvBase):
@@ -928,7 +939,7 @@ def make_rollout(
             driver.close()
             raise ConfigurationError(
                 f"{error}. TorchRL's GymWrapper, which steps such spaces, does not take a Discrete "
-                "space that starts at another number than 0"
+                "space that starts at another number than 0; let it start at 0"
             ) from None
         env = _wrapped(driver.envs, categorical_action_encoding, error, at_random=policy is None)
     return TorchRLRollout(
@@ -937,8 +948,8 @@ def make_rollout(
 
 
 def _require_random_actions(env: GymWrapper, space: Any) -> None:
-    """Refuse a space from which TorchRL draws what does not lie in it, such as a text, or infinity
-    where there is one bound."""
+    """Refuse a space for which TorchRL draws actions outside it, such as texts, or infinity if the
+    space has one bound."""
     with torch.random.fork_rng(devices=[]):
         for _ in range(_DRAWN):
             drawn = env.full_action_spec.rand()
@@ -952,7 +963,8 @@ def _require_random_actions(env: GymWrapper, space: Any) -> None:
 
 
 def _different(make_env: Callable[[], Any], first: EnvBase) -> Callable[[], EnvBase]:
-    """As ``make_env``, which has made the ``first`` one; refuses those that it has made before."""
+    """Wrap ``make_env``, which has made the ``first`` env, to refuse an env that it returns
+    twice."""
     made = [first]
 
     def make() -> EnvBase:
@@ -973,7 +985,7 @@ def _has_reward_space(env: Any) -> bool:
 def _wrapped(
     envs: Sequence[Any], categorical: bool, reason: UnknownSpaceError, *, at_random: bool
 ) -> EnvBase:
-    """TorchRL's own wrapper around gymnasium envs."""
+    """Wrap gymnasium envs in TorchRL's wrapper."""
     try:
         wrapped = [GymWrapper(env, categorical_action_encoding=categorical) for env in envs]
         if at_random:

@@ -1,9 +1,12 @@
-"""Gymnasium spaces as the tensors that TorchRL's ``GymEnv`` would make of them (torchrl 0.14.1).
+"""Convert values of gymnasium spaces to tensors as TorchRL's ``GymEnv`` does (torchrl 0.14.1).
 
-``convert_*_spec`` in ``torchrl/envs/libs/gym.py`` is the reference: one-hot for discrete spaces
-unless categorical encoding is asked for, a scalar Box becomes ``[1]``, the leaves of a Dict lie at
-the root of the TensorDict, its key ``"state"`` is renamed where there is no ``"observation"``, and
-a single image with three colours is ``"pixels"``.
+The reference is ``convert_*_spec`` in ``torchrl/envs/libs/gym.py``:
+
+- Discrete spaces are one-hot, unless categorical encoding is requested.
+- A scalar Box becomes ``[1]``.
+- The leaves of a Dict are at the root of the TensorDict. Its key ``"state"`` becomes
+  ``"observation"`` if there is no such key.
+- A single image with three colours is ``"pixels"``.
 """
 
 from __future__ import annotations
@@ -20,19 +23,19 @@ from torchrl_dist.errors import ConfigurationError
 
 
 class UnknownSpaceError(ConfigurationError):
-    """A space that is not known here; TorchRL's ``GymWrapper`` may know it."""
+    """The space is not supported here. TorchRL's ``GymWrapper`` may support it."""
 
 
 Key = str | tuple[str, ...]
 
 
 def plain_key(key: Any) -> Key:
-    """``("a",)`` is ``"a"``."""
+    """Convert ``("a",)`` to ``"a"``; leave other keys as they are."""
     return key if isinstance(key, str) or len(key) > 1 else key[0]
 
 
 def join_key(first: str, key: Key) -> tuple[str, ...]:
-    """``(first, *key)``."""
+    """Return ``(first, *key)``."""
     return (first, key) if isinstance(key, str) else (first, *key)
 
 
@@ -42,11 +45,11 @@ class ObservationLeaf:
 
     Attributes:
         key: its key in the TensorDict.
-        path: keys to follow in the env's own (nested dict) observation; empty for a plain one.
+        path: keys to follow in the env's observation (a nested dict); empty if that is not a dict.
         shape: shape per env.
-        one_hot: number of classes if integers are to be written one-hot, else 0.
-        start: the first value, or values, of a (Multi)Discrete space; None for 0. Classes count
-            from 0 in the TensorDict, as those of actions do.
+        one_hot: number of classes if integers must be written one-hot, else 0.
+        start: the first value, or values, of a (Multi)Discrete space; None for 0. In the
+            TensorDict, classes count from 0, as for actions.
     """
 
     key: Key
@@ -58,7 +61,7 @@ class ObservationLeaf:
 
     @property
     def plain(self) -> bool:
-        """Whether the env's observation is this tensor as it is."""
+        """Whether the env's observation needs no conversion."""
         return not (self.path or self.one_hot) and self.start is None
 
     def read(self, observation: Any) -> Any:
@@ -67,10 +70,11 @@ class ObservationLeaf:
         return observation
 
     def write(self, out: np.ndarray, observation: Any) -> None:
-        """Write the observation of one env into ``out [*shape]`` or of all into ``[N, *shape]``.
+        """Write the observation of one env into ``out [*shape]``, or of all into ``[N, *shape]``.
 
         Raises:
-            ConfigurationError: another shape, but for axes of one, or no class of a Discrete space.
+            ConfigurationError: the shape differs by more than axes of length one, or the value is
+                not in a Discrete space.
         """
         value = np.asarray(self.read(observation) if self.path else observation)
         if self.one_hot:
@@ -78,8 +82,9 @@ class ObservationLeaf:
             index = self._shaped(value, out.shape[:-1])[..., None].astype(np.int64) - start
             if index.min() < 0 or index.max() >= self.one_hot:
                 raise ConfigurationError(
-                    f"the env's observation {self.key!r} is {value}; its space has the values "
-                    f"{start} to {start + self.one_hot - 1}"
+                    f"the env's observation {self.key!r} is {value}; expected a value from "
+                    f"{start} to {start + self.one_hot - 1}, as its space says; correct the env or "
+                    "its space"
                 )
             out[...] = 0
             np.put_along_axis(out, index, 1, axis=-1)
@@ -89,20 +94,21 @@ class ObservationLeaf:
             out[...] = self._shaped(value, out.shape) - self.start
 
     def _shaped(self, value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """``value`` as this shape: NumPy would stretch ``[1]`` to any."""
+        """Return ``value`` in this shape. NumPy's assignment would broadcast ``[1]`` to any."""
         if value.shape == shape:
             return value
-        # A scalar Box has no axis of its own, and some envs add one.
+        # A scalar Box has no axis, but some envs add one.
         if [n for n in value.shape if n != 1] == [n for n in shape if n != 1]:
             return value.reshape(shape)
         raise ConfigurationError(
-            f"the env's observation {self.key!r} has shape {value.shape}; its space says {shape}"
+            f"the env's observation {self.key!r} has shape {value.shape}; expected {shape}, as its "
+            "space says; correct the env or its space"
         )
 
 
 def has_start(space: spaces.Space) -> bool:
-    """Whether a (Multi)Discrete space in it counts from another number than 0, which TorchRL's
-    ``GymWrapper`` overlooks."""
+    """Whether a (Multi)Discrete space in it starts at another number than 0. TorchRL's
+    ``GymWrapper`` ignores the start."""
     if isinstance(space, spaces.Dict | spaces.Tuple):
         parts = space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces
         return any(map(has_start, parts))
@@ -116,21 +122,24 @@ _TAKEN = frozenset(
 
 
 def observation_leaves(space: spaces.Space, categorical: bool) -> tuple[ObservationLeaf, ...]:
-    """The leaves of an env's (single) observation space, in the space's order.
+    """Return the leaves of an env's (single) observation space, in the space's order.
 
     Raises:
-        UnknownSpaceError: another space than Box, Discrete, MultiBinary and Dict of these.
-        ConfigurationError: an empty Dict, or one with a name that a rollout has for something else.
+        UnknownSpaceError: the space is not supported here.
+        ConfigurationError: it is an empty Dict, or one with a name that rollouts use otherwise.
     """
     if isinstance(space, spaces.Dict):
         leaves = tuple(_dict_leaves(space, (), (), categorical))
         if not leaves:
-            raise ConfigurationError("the observation space is an empty Dict")
+            raise ConfigurationError(
+                "the observation space is an empty Dict; expected a Dict with at least one part"
+            )
         for leaf in leaves:
             if (name := leaf.key if isinstance(leaf.key, str) else leaf.key[0]) in _TAKEN:
                 raise ConfigurationError(
-                    f"the observation space names a part {name!r}, which means something else in "
-                    "a rollout; rename it, by gymnasium.wrappers.TransformObservation for instance"
+                    f"the observation space has a part {name!r}, a name that rollouts use for "
+                    "something else; rename it, for example by "
+                    "gymnasium.wrappers.TransformObservation"
                 )
         return leaves
     name = "pixels" if _is_image(space) else "observation"
@@ -185,15 +194,15 @@ def _leaf(
 
 @dataclass(frozen=True)
 class ActionCodec:
-    """What the policy writes and what the env takes.
+    """Convert between the policy's actions and the env's.
 
     Attributes:
-        shape: of the policy's action, per env.
-        to_env: NumPy array ``[N, *shape]`` of the policy -> what ``VectorEnv.step`` takes: always a
-            new array, because an env may change or keep the action that it is given.
-        sample: ``(generator, N)`` -> random actions as the policy would write them, with the
-            distribution of the space's own ``sample()``.
-        hint: for the error message when a policy's action has another shape.
+        shape: shape of the policy's action, per env.
+        to_env: converts the policy's NumPy array ``[N, *shape]`` to the argument of
+            ``VectorEnv.step``. Always makes a new array, because an env may change or keep it.
+        sample: ``(generator, N)`` -> random actions in the policy's format, with the distribution
+            of the space's own ``sample()``.
+        hint: a part of the error message for a policy's action of another shape.
     """
 
     shape: tuple[int, ...]
@@ -203,10 +212,10 @@ class ActionCodec:
 
 
 def action_codec(space: spaces.Space, categorical: bool) -> ActionCodec:
-    """The codec of an env's (single) action space.
+    """Return the codec of an env's (single) action space.
 
     Raises:
-        UnknownSpaceError: a space other than Discrete, MultiDiscrete, MultiBinary or Box.
+        UnknownSpaceError: the space is not Discrete, MultiDiscrete, MultiBinary or Box.
     """
     if isinstance(space, spaces.Discrete):
         return _discrete_codec(int(space.n), int(space.start), space.dtype, categorical)
@@ -308,19 +317,19 @@ def _box_codec(space: spaces.Box) -> ActionCodec:
 
 
 _Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
-_FARTHEST = 10**6  # steps from the only bound; a draw of 40 is less likely than one in 1e17
+_FARTHEST = 10**6  # limit of a draw's distance from the only bound; P(distance > 40) < 1e-17
 
 
 def _float_box(space: spaces.Box) -> _Draw:
-    """The distribution of ``space.sample()``, for many draws at once: uniform between two bounds,
-    exponential from a single one, and normal without any."""
+    """Return a function that makes many draws with the distribution of ``space.sample()``: uniform
+    between two bounds, exponential from a single one, and normal without bounds."""
     below, above = space.bounded_below, space.bounded_above
     both = below & above
     low = np.where(below, space.low, 0).astype(np.float64)
     high = np.where(above, space.high, 0).astype(np.float64)
     start, stop = np.where(both, low, 0), np.where(both, high, 0)
     with np.errstate(over="ignore"):
-        finite = np.isfinite(stop - start).all()  # not over all of float64
+        finite = np.isfinite(stop - start).all()  # the range of all float64 values overflows
 
     def between(rng: np.random.Generator, size: tuple[int, ...]) -> np.ndarray:
         if finite:
@@ -337,7 +346,8 @@ def _float_box(space: spaces.Box) -> _Draw:
 
 
 def _integer_box(space: spaces.Box) -> _Draw:
-    """As :func:`_float_box`, each draw rounded down: both bounds of a range are drawn."""
+    """Return a function like that of :func:`_float_box`, with each draw rounded down. Between two
+    bounds, it draws both."""
     below, above, dtype = space.bounded_below, space.bounded_above, space.dtype
     both = below & above
     low = np.where(below, space.low, 0).astype(dtype)
@@ -352,7 +362,7 @@ def _integer_box(space: spaces.Box) -> _Draw:
     info = np.iinfo(str(dtype))
 
     def room(bounds: np.ndarray, end: int) -> np.ndarray:
-        """How far a draw may be from its only bound."""
+        """Return how far a draw may be from its only bound."""
         steps = [min(_FARTHEST, abs(end - int(bound))) for bound in bounds.flat]
         return np.array(steps).reshape(bounds.shape)
 

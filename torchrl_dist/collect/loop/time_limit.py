@@ -1,4 +1,4 @@
-"""Envs whose episodes are cut after so many steps, as by ``max_frames_per_traj`` of TorchRL."""
+"""Truncate episodes after a number of steps, as TorchRL's ``max_frames_per_traj`` does."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torchrl_dist.errors import ConfigurationError
 
 
 def make_limited(make_env: str | Callable[[], Any], steps: int) -> Any:
-    """What ``make_env`` names or makes, truncated after ``steps`` steps of an episode.
+    """Return the env that ``make_env`` names or makes, with episodes truncated after ``steps``.
 
     Raises:
-        ConfigurationError: a vector env, which has no such limit from outside, or a TorchRL env
-            that counts steps already.
+        ConfigurationError: it is a vector env, which cannot be limited from outside, or a TorchRL
+            env that already counts steps.
     """
     env = gymnasium.make(make_env) if isinstance(make_env, str) else make_env()
     if isinstance(env, EnvBase):
@@ -29,8 +29,8 @@ def make_limited(make_env: str | Callable[[], Any], steps: int) -> Any:
         ]
         if counted:
             raise ConfigurationError(
-                f"max_frames_per_traj={steps}: the env counts its steps already ({counted}); give "
-                "its StepCounter max_steps= instead"
+                f"max_frames_per_traj={steps}: the env counts its steps already ({counted}); pass "
+                "max_steps= to its StepCounter instead"
             )
         return TransformedEnv(env, StepCounter(max_steps=steps))
     if is_vector_env(env):

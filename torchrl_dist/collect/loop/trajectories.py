@@ -1,4 +1,4 @@
-"""Whole trajectories out of batches that cut them anywhere. Pure bookkeeping over TensorDicts."""
+"""Assemble whole trajectories from batches that divide them anywhere. Pure bookkeeping."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ from torchrl_dist.collect.loop.policies import flat
 
 
 class TrajectoryAssembler:
-    """Holds the parts of trajectories until they end, then hands them out whole: batch by batch,
-    those that ended in it in the order in which they began, as TorchRL does."""
+    """Keep the parts of trajectories until they end, then return them whole.
+
+    The order is that of the batches in which they ended and, within a batch, that in which they
+    began, as in TorchRL.
+    """
 
     def __init__(self) -> None:
-        self._open: dict[int, list[TensorDictBase]] = {}  # as they began
+        self._open: dict[int, list[TensorDictBase]] = {}  # in the order in which they began
         self._whole: deque[TensorDictBase] = deque()
 
     def __len__(self) -> int:
-        """Whole trajectories that wait."""
+        """Return how many whole trajectories are waiting."""
         return len(self._whole)
 
     def add(self, batch: TensorDictBase) -> None:
-        """Take in a batch ``[N, T]`` with trajectory ids; its rows are kept, not copied."""
+        """Take in a batch ``[N, T]`` with trajectory ids. Its rows are kept without copying."""
         ids = batch.get(("collector", "traj_ids"))
         done = ends_of(batch.get("next"))
         starts = [(0, row) for row in range(len(batch))]
         starts += [(t + 1, row) for row, t in (ids[:, 1:] != ids[:, :-1]).nonzero().tolist()]
-        end_of: dict[int, int] = {}  # of what follows in a row
+        end_of: dict[int, int] = {}  # by row: the start of the part that follows
         ends = []
         for start, row in sorted(starts, reverse=True):
             ends.append(end_of.get(row, ids.shape[1]))
@@ -45,28 +48,31 @@ class TrajectoryAssembler:
             self._whole.append(torch.cat(self._open.pop(trajectory), 0))
 
     def forget_parts(self, ids: Iterable[int] | None = None) -> None:
-        """What is unfinished, of these trajectories or of all, will not be finished."""
+        """Drop the unfinished trajectories with these ids, or all, because they will not end."""
         for trajectory in list(self._open) if ids is None else ids:
             self._open.pop(trajectory, None)
 
     def forget(self) -> None:
-        """Hold nothing."""
+        """Drop all trajectories."""
         self._open.clear()
         self._whole.clear()
 
     def take_all(self) -> list[TensorDictBase]:
-        """All that are whole, each ``[steps]``."""
+        """Return all whole trajectories, each ``[steps]``."""
         chosen = list(self._whole)
         self._whole.clear()
         return chosen
 
     def take_flat(self, count: int) -> TensorDictBase:
-        """The next ``count`` of them, one behind the other: ``[steps of all]``."""
+        """Return the next ``count`` trajectories, concatenated: ``[steps of all]``."""
         return torch.cat([self._whole.popleft() for _ in range(count)], 0)
 
     def take_padded(self, count: int) -> TensorDict:
-        """The next ``count`` of them, ``[count, longest]``, padded with zeros; valid steps are true
-        in ``("collector", "mask")``. Data that are no tensors are padded with their last."""
+        """Return the next ``count`` trajectories, ``[count, longest]``, padded with zeros.
+
+        ``("collector", "mask")`` is true for valid steps. Non-tensor data are padded with their
+        last value.
+        """
         chosen = [self._whole.popleft() for _ in range(count)]
         longest = max(len(trajectory) for trajectory in chosen)
         padded = []
@@ -83,6 +89,6 @@ def _padded(trajectory: TensorDictBase, steps: int) -> TensorDictBase:
         return trajectory
     out = pad(trajectory, [0, steps])
     for key, value in flat(trajectory).items():
-        if not isinstance(value, torch.Tensor):  # these pad drops (tensordict 0.14.3)
+        if not isinstance(value, torch.Tensor):  # pad() drops these (tensordict 0.14.3)
             out.set(key, torch.cat([value, *[value[-1:]] * steps], 0))
     return out

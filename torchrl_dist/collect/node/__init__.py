@@ -1,1 +1,1 @@
-"""The env processes of one node, which fill one rollout in shared memory."""
+"""Env processes of one node, which write one rollout into shared memory."""

@@ -6,51 +6,51 @@ import os
 import socket
 from multiprocessing.connection import Connection
 
-# Up to here ``Connection`` hands a message to the kernel in one piece, which a Unix socket takes
-# whole or not at all: who is interrupted has sent it, or has not.
+# Up to this size ``Connection`` writes a message by one call, of which a Unix socket takes all or
+# nothing. Therefore an interrupt cannot leave it half sent.
 _ONE_PIECE_BYTES = 16384
 
 
 class WholeMessages(Connection):
-    """A connection that ends where a message was left half sent or half received.
+    """A connection that shuts down once a message was left half sent or half received.
 
-    Ctrl-C, or what else a signal handler raises, can stop the caller inside of a message. What
-    follows would be read from its middle on.
+    Ctrl-C, or another exception of a signal handler, can stop the caller inside a message. The next
+    read would then begin in the middle of it.
     """
 
     _cut_off = False
 
     def send_bytes(self, buf: bytes) -> None:  # type: ignore[override]  # of bytes alone
-        """As ``Connection.send_bytes``.
+        """Send a message, as ``Connection.send_bytes`` does.
 
         Raises:
-            ConnectionError: the other end is closed, or stopped, or this one is closed, or an
-                earlier message was left half way.
+            ConnectionError: the other end is closed or stopped, this one is closed, or an earlier
+                message was left unfinished.
         """
         if self._cut_off or self.closed:
             raise BrokenPipeError
         try:
             super().send_bytes(buf)
-        except ConnectionError:  # what has come is whole
+        except ConnectionError:  # not interrupted: messages that have arrived are complete
             raise
         except BaseException as error:
-            if isinstance(error, OSError) and self.closed:  # meanwhile, by another thread
+            if isinstance(error, OSError) and self.closed:  # by another thread meanwhile
                 raise BrokenPipeError from None
             if len(buf) > _ONE_PIECE_BYTES:
                 self._cut()
-            if isinstance(error, BlockingIOError):  # the socket's time-out
+            if isinstance(error, BlockingIOError):  # the socket's timeout
                 raise BrokenPipeError from None
             raise
 
     def recv_bytes(self) -> bytes:  # type: ignore[override]  # of any length
-        """As ``Connection.recv_bytes``. Whoever is interrupted in here may have taken all of a
-        message, or nothing: it counts as half way.
+        """Receive a message, as ``Connection.recv_bytes`` does. If this call is interrupted, the
+        message counts as unfinished, because it is unknown how much of it was read.
 
         Raises:
-            EOFError: an earlier message was left half way, or the other end is closed.
+            EOFError: an earlier message was left unfinished, or the other end is closed.
         """
         if self._cut_off:
-            raise EOFError("was left in the middle of a message, by an interrupt say")
+            raise EOFError("was left in the middle of a message, for example by an interrupt")
         try:
             return super().recv_bytes()
         except BaseException:
@@ -58,7 +58,7 @@ class WholeMessages(Connection):
             raise
 
     def _cut(self) -> None:
-        """The other end is told, and this one becomes readable: somebody may wait for that."""
+        """Shut the socket down, so that the other end notices, and waits for this end return."""
         self._cut_off = True
         with socket.socket(fileno=os.dup(self.fileno())) as end:
             end.shutdown(socket.SHUT_RDWR)

@@ -1,8 +1,8 @@
-"""One of a node worker's env processes: the same rollout worker, in a process of its own.
+"""An env process of a node worker: a rollout worker in a separate process.
 
-It is told what to do over a socket and answers there; its rows go to memory that it shares with
-the node worker, its policy's weights come from there, and it counts its steps there, so that one
-who hangs can be told from one who works.
+It gets its calls over a socket and answers there. Its rows, its policy's weights and a count of its
+steps are in memory that it shares with the node worker. By the count, the node worker detects a
+process that hangs.
 """
 
 from __future__ import annotations
@@ -42,24 +42,27 @@ from torchrl_dist.errors import RemoteError
 from torchrl_dist.runtime.surroundings import Surroundings
 
 _SEED_STRIDE = 1_000_003
-# int64 words of the control block, ahead of one word of progress per process
+# int64 words of the control block, which one word of progress per process follows
 CUT_REQUEST, CUT_LEAST, STOP, FIRST_PROGRESS = range(4)
-# Pickled tensors of these cannot be built again (torch 2.13).
+# Tensors of these dtypes can be pickled, but not unpickled (torch 2.13).
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
-BUILT = 0  # number of the answer to no message, which says that the envs are there
+BUILT = 0  # number of the first answer, to no message, which says that the envs are built
 
 
 class Message(NamedTuple):
-    """A process is to call a method. ``call``: its arguments, pickled by themselves, so that some
-    that cannot be built again are an error of the call."""
+    """Tell a process to call a method.
 
-    number: int  # which the answer repeats
+    ``call`` is the pickled arguments. They are pickled separately, so that a failure to unpickle
+    them is an error of the call.
+    """
+
+    number: int  # the answer repeats it
     method: str
     call: bytes
 
 
 class Failure(NamedTuple):
-    """What a call raised, which may be an error that the node worker cannot build again."""
+    """An exception of a call. The node worker may be unable to unpickle its ``cause``."""
 
     summary: str
     trace: str
@@ -67,9 +70,12 @@ class Failure(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """To the message with that number: what the call returned, or a ``Failure``, of which the node
-    worker makes a RemoteError. It crosses with its content pickled by itself: whose answer it is
-    can be read where the content cannot."""
+    """The answer to the message with that number.
+
+    The content is the call's result, or a ``Failure``, which the node worker converts to a
+    RemoteError. It is pickled separately, so that the number can be read even if the content
+    cannot.
+    """
 
     number: int
     content: Any
@@ -82,7 +88,7 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class RowsAddress:
-    """Where a process writes its rows: from ``first_env`` on, in a block with this layout."""
+    """Where a process writes its rows: from env ``first_env`` on, in a block with this layout."""
 
     path: str
     layout: RolloutLayout
@@ -91,15 +97,15 @@ class RowsAddress:
 
 @dataclass(frozen=True)
 class EnvProcessJob:
-    """What processes are started with; crosses as a pickle.
+    """What env processes are started with. It is sent as a pickle.
 
     Attributes:
-        registrations: of :func:`dump_registrations`.
-        config: the node worker's, pickled.
+        registrations: result of :func:`dump_registrations`.
+        config: the node worker's config, pickled.
         control: path of the control block.
-        trajectory_base: for ``RolloutWorker.set_trajectory_base``.
-        generation: how many predecessors the process has had in its place.
-        numbered: trajectories that they have numbered.
+        trajectory_base: argument of ``RolloutWorker.set_trajectory_base``.
+        generation: how many processes this one's place has had before.
+        numbered: how many trajectories those have numbered.
     """
 
     surroundings: Surroundings
@@ -111,17 +117,17 @@ class EnvProcessJob:
     numbered: int = 0
 
     def run(self, index: int, ready: Callable[[], None], end: int) -> None:
-        """The life of the process, in a fresh fork of the server.
+        """Run the process from beginning to end, in a fresh fork of the server.
 
         Args:
-            end: of a pair of sockets; the node worker has the other.
+            end: file descriptor of a socket; the node worker has the other end.
         """
         self.surroundings.adopt()
         adopt_registrations(self.registrations)
         # the node worker may be gone
         with Connection(end) as connection, contextlib.suppress(EOFError, ConnectionError):
             self._serve(index, connection, ready)
-        atexit._run_exitfuncs()  # the fork leaves by os._exit, which runs none of them
+        atexit._run_exitfuncs()  # the fork ends by os._exit(), which does not run them
 
     def _serve(self, index: int, connection: Connection, ready: Callable[[], None]) -> None:
         part: _Part | None = None
@@ -156,10 +162,10 @@ class EnvProcessJob:
 
 
 def config_of_part(config: WorkerConfig, index: int, generation: int) -> WorkerConfig:
-    """The config of one process of a node worker: its place in the job is that of a worker among
-    as many workers as there are processes."""
+    """Return the config of one process of a node worker. In seeds and ids, each env process of the
+    job counts as one worker."""
     seed, frames = config.seed, config.frames_per_rollout
-    if seed is not None and generation:  # not to repeat the episodes of who died
+    if seed is not None and generation:  # so as not to repeat the episodes of a predecessor
         seed = (seed + generation * _SEED_STRIDE) % 2**31
     return replace(
         config,
@@ -190,7 +196,7 @@ def _call(target: Any, method: str, call: bytes) -> Any:
 def _answer(connection: Connection, number: int, call: Callable[[], Any]) -> None:
     try:
         content = _dumps(call())
-    except BaseException as error:  # also SystemExit of an env, or a result that does not pickle
+    except BaseException as error:  # including SystemExit, and a result that does not pickle
         content = pickle.dumps(_failure(error))
     connection.send_bytes(pickle.dumps((number, content)))
 
@@ -233,31 +239,31 @@ class _Part:
         anew: bool,
         at_random: bool,
     ) -> tuple[TensorDictBase | None, RolloutStats]:
-        """As ``RolloutWorker.collect``; rows that fit the address stay in its block, and None is
-        answered in their place."""
-        packed: Any = weights  # which _Watched finds in the block
+        """See ``RolloutWorker.collect``. Write rows that fit into the block at the address, and
+        return None instead of them."""
+        packed: Any = weights  # an address of shared weights, as _Watched expects
         data, stats = self.worker.collect(steps, num_envs, packed, request, anew, at_random)
         if data is None or rows is None:
             return data, stats
         if data.shape != (stats.num_envs, stats.frames // stats.num_envs):
-            return data, stats  # a postproc's: the node worker would look for all steps
+            return data, stats  # a postproc changed the shape, but a block must have all steps
         if rows.path not in self._blocks:
             self._blocks[rows.path] = BlockRows(rows.layout, attach(rows.path))
         return (None if self._blocks[rows.path].write(data, rows.first_env) else data), stats
 
 
 class _Watched(RolloutWorker):
-    """Counts its steps where the node worker sees it, is cut and stopped from there, and uses the
-    weights that lie there."""
+    """A rollout worker that counts its steps, is cut and stopped, and gets its weights through
+    memory shared with the node worker."""
 
     def __init__(self, config: WorkerConfig, words: np.ndarray, progress: int) -> None:
         self._words, self._progress = words, progress
         self._weights = WeightsView()
         super().__init__(config)
-        self._turns.open()  # the node worker asks in order, but not from 0 on
+        self._turns.open()  # because the node worker asks in order, but may not begin at 0
 
     def _take_weights(self, address: Any) -> None:
-        """Of a ``WeightsAddress``."""
+        """Take weights from a ``WeightsAddress``."""
         self._weights.take(address, self._module())
         self._rollout.policy_version = address.version
 
@@ -266,7 +272,7 @@ class _Watched(RolloutWorker):
         return bool(self._words[STOP])
 
     def _gives_up(self) -> bool:
-        self._words[self._progress] += 1  # who waits does not hang
+        self._words[self._progress] += 1  # so that waiting does not count as hanging
         return self._told_to_stop
 
     def _watch(self, request: int | None) -> Callable[[int], bool]:

@@ -1,11 +1,11 @@
-"""A worker whose envs run in processes of its node: one message per rollout for all of them.
+"""A worker whose envs run in several processes of its node, which send one rollout together.
 
-The processes are forked from a server that has imported everything. They fill one rollout in
-shared memory and read the policy's weights there. One that dies, hangs or is paused is killed and
-replaced: its part of the rollouts at hand is missing, the other parts are delivered.
+The processes are forked from a server that has imported everything. They write one rollout into
+shared memory, where they also read the policy's weights. A process that dies, hangs or is paused is
+killed and replaced. Its parts of the current rollouts are missing; the other parts are delivered.
 
-Nobody waits for the slowest: where the collector has asked for the next rollout already, a process
-begins it when it is done with the one before.
+Processes do not wait for the slowest one: if the collector has already asked for the next rollout,
+a process begins it as soon as it has finished the one before.
 """
 
 from __future__ import annotations
@@ -54,16 +54,17 @@ from torchrl_dist.runtime import ForkServer
 from torchrl_dist.runtime.awake import awake, start_clock
 from torchrl_dist.weights import PackedWeights
 
-# Of rollouts: the collector asks for the one after the next when it has got the one at hand.
+# Rollouts in memory at a time. The collector has at most two requests in flight.
 _BLOCKS = 2
-_GLANCE_S = 1.0  # how often deaths are looked for that no connection tells
-# A process that waits for a replay buffer says so every half second.
+_GLANCE_S = 1.0  # how often to check for deaths that no connection reports
+# At least this long, because a process that waits for a replay buffer shows progress only every
+# half second.
 _LEAST_LIMIT_S = 2.0
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """One process's part of a rollout; ``rows`` is None where they lie in the shared block."""
+    """One process's part of a rollout. ``rows`` is None if they are in the shared block."""
 
     index: int
     rows: TensorDict | None
@@ -72,7 +73,7 @@ class _Piece:
 
 @dataclass(frozen=True, eq=False)
 class _Order:
-    """What ``collect`` was asked for."""
+    """The arguments of one ``collect`` call."""
 
     steps: int
     kept: int
@@ -84,8 +85,12 @@ class _Order:
 
 @dataclass(eq=False)
 class _UnderWay:
-    """A rollout that processes work at, or have done. ``pending``: those who work at it, and the
-    numbers of their answers; ``block``: where its rows lie."""
+    """A rollout that processes are making or have made.
+
+    Attributes:
+        block: number of the block with its rows.
+        pending: index of each process that has not answered -> number of the awaited answer.
+    """
 
     order: _Order
     block: int
@@ -95,18 +100,18 @@ class _UnderWay:
 
 
 class NodeWorker:
-    """What a :class:`RolloutWorker` is to the collector, over ``config.env_processes`` processes.
+    """Do what a :class:`RolloutWorker` does, with ``config.env_processes`` processes.
 
-    Env i of the job gets the seed, the weights and the place in the batch that it would have
-    in any other division into workers and processes.
+    Env i of the job has the same seed, weights and place in the batch for any division into
+    workers and processes.
 
     Args:
-        server: to fork from; default one of its own, which costs the seconds of its imports.
+        server: the server to fork from; default: a new one, whose imports take seconds.
 
     Raises:
         RemoteError: a process could not build its envs.
-        ConfigurationError: they built different ones.
-        PeerLostError, DeadlineError: it died, or took too long.
+        ConfigurationError: the processes built different envs.
+        PeerLostError, DeadlineError: a process died, or took too long to start.
     """
 
     def __init__(self, config: WorkerConfig, server: ForkServer | None = None) -> None:
@@ -122,11 +127,11 @@ class NodeWorker:
         self._blocks: list[SharedBlock] = []
         self._views: list[TensorDict] = []
         self._layout: RolloutLayout | None = None
-        self._announced: dict[int, _Order] = {}  # by request; of threads that wait for their turn
+        self._announced: dict[int, _Order] = {}  # by request; their threads wait for their turn
         self._under_way: list[_UnderWay] = []
-        self._unnumbered = 0  # calls of ``collect``
+        self._unnumbered = 0  # calls of ``collect`` without a request number
         self._selector = selectors.DefaultSelector()
-        self._waker = Waker()  # something was announced
+        self._waker = Waker()  # wakes when an order is announced
         self._selector.register(self._waker, selectors.EVENT_READ, self._begin_ahead)
         self._relay = None if config.inference is None else Relay(config.inference)
         if self._relay is not None:
@@ -158,7 +163,7 @@ class NodeWorker:
         return self._info
 
     def set_steps(self, steps: int) -> None:
-        """As ``RolloutWorker.set_steps``; before the first rollout."""
+        """See ``RolloutWorker.set_steps``. Call before the first rollout."""
         self._tell_all("set_steps", steps)
         self.steps = steps
         self.config = replace(self.config, frames_per_rollout=steps * self.num_envs)
@@ -169,7 +174,7 @@ class NodeWorker:
         self._pool.numbers_at_stake = _BLOCKS * self._envs * (self.steps + 1)
 
     def set_weights(self, packed: PackedWeights) -> None:
-        """As ``RolloutWorker.set_weights``; one copy for all processes."""
+        """See ``RolloutWorker.set_weights``. All processes share one copy."""
         with self._lock:
             self._finish_all()
             self._take_weights(packed)
@@ -180,22 +185,22 @@ class NodeWorker:
             self._weights.write(packed)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """As ``RolloutWorker.set_seed``."""
+        """See ``RolloutWorker.set_seed``."""
         return self._tell_all("set_seed", seed, static_seed)[0]
 
     def set_trajectory_base(self, base: int) -> None:
-        """As ``RolloutWorker.set_trajectory_base``."""
+        """See ``RolloutWorker.set_trajectory_base``."""
         self._pool.job = replace(self._pool.job, trajectory_base=base)
         self._tell_all("set_trajectory_base", base)
 
     def set_hooks(self, hooks: Hooks) -> None:
-        """As ``RolloutWorker.set_hooks``; in all processes."""
+        """See ``RolloutWorker.set_hooks``. Sets them in all processes."""
         self.config = replace(self.config, hooks=hooks)
         self._pool.job = replace(self._pool.job, config=cloudpickle.dumps(self.config))
         self._tell_all("set_hooks", hooks)
 
     def reset(self, envs: Sequence[int] | None = None) -> list[int]:
-        """As ``RolloutWorker.reset``."""
+        """See ``RolloutWorker.reset``."""
         if envs is None:
             self._tell_all("reset")
             return []
@@ -208,7 +213,7 @@ class NodeWorker:
     def visit_envs(
         self, index: int | None, what: str, name: str, args: tuple, kwargs: dict
     ) -> list[Any]:
-        """As ``RolloutWorker.visit_envs``."""
+        """See ``RolloutWorker.visit_envs``."""
         if index is None:
             answers = self._tell_all("visit_envs", None, what, name, args, kwargs)
             return [result for results in answers for result in results]
@@ -216,12 +221,13 @@ class NodeWorker:
         return self._tell_all("visit_envs", inside, what, name, args, kwargs, only=process)[0]
 
     def _tell_all(self, method: str, *args: Any, only: int | None = None) -> list[Any]:
-        """Call a method in all processes, or in one; the answer of each, or of its successor.
+        """Call a method in all processes, or in one. Return the answer of each process, or of its
+        successor if it ended meanwhile.
 
         Raises:
-            RemoteError: it raised there.
+            RemoteError: the method raised.
             PeerLostError: a process ended for the third time in a row.
-            DeadlineError: not all answered within ``config.call_timeout_s``. They go on with it.
+            DeadlineError: not all answered within ``config.call_timeout_s``. The calls go on.
         """
         with self._lock:
             until = awake() + self.config.call_timeout_s
@@ -229,7 +235,7 @@ class NodeWorker:
             answers: dict[int, Any] = {}
             while missing := [p for p in asked if p.index not in answers]:
                 if self._pool.stopped:
-                    raise ConfigurationError("this worker is closed")
+                    raise ConfigurationError("this worker is closed; build a new collector")
                 self._finish_all(until)
                 self._pool.welcome(missing, until, all_of_them=True)
                 if awake() >= until:
@@ -237,7 +243,7 @@ class NodeWorker:
                         f"{method}: env processes {[process.index for process in missing]} did not "
                         f"answer within {self.config.call_timeout_s:g} s"
                     )
-                if all(process.ready for process in missing):  # else it is being closed
+                if all(process.ready for process in missing):  # otherwise this is being closed
                     answers |= self._pool.ask(missing, until, method, *args)
             for answer in answers.values():
                 if isinstance(answer, RemoteError):
@@ -245,8 +251,8 @@ class NodeWorker:
             return [answers[process.index] for process in asked]
 
     def cut(self, request: int, least: int) -> None:
-        """As ``RolloutWorker.cut``."""
-        self._pool.words[CUT_LEAST] = least  # first: it counts from the next line on
+        """See ``RolloutWorker.cut``."""
+        self._pool.words[CUT_LEAST] = least  # first, because the next line makes it effective
         self._pool.words[CUT_REQUEST] = request
 
     def collect(
@@ -258,8 +264,8 @@ class NodeWorker:
         anew: bool = False,
         at_random: bool = False,
     ) -> tuple[TensorDict | PackedRows | None, RolloutStats]:
-        """As ``RolloutWorker.collect``. Rows of a process that ended are missing, and it is named
-        in the statistics. The rows stay as they are until the call after the next one.
+        """See ``RolloutWorker.collect``. If a process ended, its rows are missing and the
+        statistics name it. The rows stay valid until the call after the next one.
 
         Raises:
             RemoteError: an env raised.
@@ -300,9 +306,9 @@ class NodeWorker:
         self._waker.wake()
 
     def _begin_ahead(self) -> None:
-        """Let the processes go on with the rollout after the one at hand, if it was asked for."""
+        """Let the processes begin the rollout after the current one, if it was requested."""
         self._waker.quiet()
-        # Some may be to be welcomed first.
+        # Replaced processes must be taken in first.
         complete = all(process.ready for process in self._pool.processes)
         if complete and len(self._under_way) == 1 and not self._pool.stopped:
             request = self._under_way[0].order.request
@@ -317,7 +323,7 @@ class NodeWorker:
         return self._begin(order)
 
     def _begin(self, order: _Order) -> _UnderWay:
-        """Let all processes that are ready make that rollout when they have made those before."""
+        """Let all processes that are ready make that rollout after those before it."""
         if order.request is None:
             number = self._unnumbered = self._unnumbered + 1
         else:
@@ -345,12 +351,12 @@ class NodeWorker:
                 anew=order.anew,
                 at_random=order.at_random,
             )
-        self._under_way.append(rollout)  # last: of who is interrupted above it is nobody's
+        self._under_way.append(rollout)  # last, so that an interrupt above registers no rollout
         return rollout
 
     def _finish(self, rollout: _UnderWay, until: float = math.inf) -> None:
-        """Read and relay until every process has handed in its part of that rollout, or has
-        ended; or until then on ``awake()``."""
+        """Read and relay messages until every process has delivered its part of that rollout or
+        has ended, at most until ``until`` (on ``awake()``)."""
         limit_s, relay = self.config.step_timeout_s, self._relay
         if limit_s is not None and self.config.replay_buffer is not None:
             limit_s = max(limit_s, _LEAST_LIMIT_S)
@@ -375,10 +381,11 @@ class NodeWorker:
                     self._bury(process, "")
 
     def _finish_all(self, until: float = math.inf) -> None:
-        """Wait until all processes are idle: a call is answered by them between two rollouts."""
+        """Wait until all processes are idle, because they answer calls only between rollouts."""
         for rollout in self._under_way:
             self._finish(rollout, until)
-        # Answers that nobody waits for: a process that cannot get rid of one would not listen.
+        # Read abandoned answers, because a process that cannot send one would not read its next
+        # call.
         for key, _ in self._selector.select(0):
             if isinstance(key.data, EnvProcess):
                 self._take_answer(key.data)
@@ -393,7 +400,7 @@ class NodeWorker:
         if answer is None or rollout is None:
             return
         if answer.number != rollout.pending[process.index]:
-            return  # who asked for it was interrupted
+            return  # the call that asked for it was interrupted
         del rollout.pending[process.index]
         if isinstance(answer.content, RemoteError):
             rollout.failure = rollout.failure or answer.content
@@ -405,12 +412,12 @@ class NodeWorker:
             rollout.pieces.append(_Piece(process.index, rows, stats))
 
     def _bury(self, process: EnvProcess, reason: str) -> None:
-        """Go on without a process until its successor is ready."""
+        """Replace a process, and go on without it until its successor is ready."""
         for rollout in self._under_way:
             rollout.pending.pop(process.index, None)
         try:
             self._pool.replace(process, reason)
-        except PeerLostError as error:  # raised when the others have handed in
+        except PeerLostError as error:  # raised once the other processes have delivered
             if not self._under_way:
                 raise
             first = self._under_way[0]
@@ -422,7 +429,7 @@ class NodeWorker:
         return RowsAddress(self._blocks[block].path, self._layout, index * self._envs)
 
     def _join(self, pieces: list[_Piece], steps: int, block: int) -> TensorDict | PackedRows | None:
-        """All pieces as one rollout: the shared block itself where it is whole."""
+        """Join all pieces to one rollout. If the block has all rows, return those directly."""
         if not pieces or self.config.replay_buffer is not None:
             return None
         first = next((piece.rows for piece in pieces if piece.rows is not None), None)
@@ -436,7 +443,7 @@ class NodeWorker:
         if self._layout is not None and whole and len(pieces) == self._count:
             if self.config.packed:
                 return PackedRows(self._layout, self._blocks[block].data, (self.num_envs, steps))
-            return self._views[block][:, :steps].clone()  # the caller may keep them
+            return self._views[block][:, :steps].clone()  # because the caller may keep them
         found = [self._rows_of(piece, block) for piece in pieces]
         cut = len({piece.stats.frames // piece.stats.num_envs for piece in pieces}) > 1
         return join(found, masked=cut)
@@ -465,11 +472,11 @@ class NodeWorker:
         )
 
     def close(self, step_limit_s: float = CLOSE_S, close_env: bool = True) -> None:
-        """Stop a running rollout after its current steps, close the envs, end the processes, also
-        those that hang: blocks at most about ``step_limit_s``. Idempotent.
+        """Stop a running rollout after its current steps, close the envs, and end the processes,
+        even those that hang. Block at most about ``step_limit_s``. Idempotent.
 
         Raises:
-            RemoteError: an env raised as it was closed; everything has ended all the same.
+            RemoteError: an env raised while it was closed. Everything has ended anyway.
         """
         until = awake() + step_limit_s
         self._pool.words[STOP] = 1
@@ -492,13 +499,13 @@ class NodeWorker:
             raise errors[0]
 
     def _let_go(self) -> None:
-        """The session keeps this object until it ends; what it refers to may go."""
+        """Release memory and user objects, because the session keeps this object until it ends."""
         self._blocks, self._views, self._weights = [], [], SharedWeights()
         self._pool.forget()
         self.config = self.config.without_parts()
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """As ``RolloutWorker.wait_idle``."""
+        """See ``RolloutWorker.wait_idle``."""
         return wait_free(self._lock, timeout_s)
 
     def _end(self) -> None:

@@ -1,7 +1,7 @@
-"""The env processes of a node worker: forked, spoken to, and replaced when they end.
+"""The env processes of a node worker: start them, exchange messages, replace them when they end.
 
-Each has one end of a pair of sockets; the node worker has the others, and speaks with them in one
-thread at a time.
+Each process has one end of a pair of sockets. The node worker has the other ends, and uses them in
+one thread at a time.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from torchrl_dist.runtime import ForkServer
 from torchrl_dist.runtime.awake import awake
 from torchrl_dist.runtime.surroundings import Surroundings
 
-_GLANCE_S = 0.2  # how often a death is looked for that no socket tells
-_START_S = 120.0  # at least, of one process, its envs included
+_GLANCE_S = 0.2  # how often to check for deaths that no socket reports
+_START_S = 120.0  # least limit for the start of a process with its envs
 CLOSE_S = 10.0
 _MAX_DEATHS_IN_A_ROW = 3
 _WORD_BYTES = 8
 
 
 class _LateError(Exception):
-    """No answer in time. Not a TimeoutError, which the user's signal handlers may raise."""
+    """No answer came in time. Not a TimeoutError, because user's signal handlers may raise that."""
 
 
 @dataclass
@@ -61,7 +61,7 @@ class EnvProcess:
     index: int
     connection: WholeMessages
     ready: bool = False
-    sent: int = 0  # messages, whose numbers begin at 1
+    sent: int = 0  # messages sent; their numbers begin at 1
     generation: int = 0
     forked_at: float = field(default_factory=awake)
     deaths: int = 0  # since its last rollout
@@ -71,22 +71,22 @@ class EnvProcess:
 
 
 class ProcessPool:
-    """``config.env_processes`` processes, which :meth:`start` forks.
+    """The ``config.env_processes`` processes of a node worker. :meth:`start` forks them.
 
     Args:
-        config: the node worker's.
-        server: to fork from; None: one of its own, which costs the seconds of its imports.
-        selector: the connections of processes that are ready are registered here, with the
+        config: the node worker's config.
+        server: the server to fork from; None: a new one, whose imports take seconds.
+        selector: the pool registers the connections of processes that are ready here, with the
             :class:`EnvProcess` as their data.
-        relay: where questions for the learner go.
+        relay: passes questions on to the learner.
 
     Attributes:
-        processes: by index.
-        words: int64, memory that all processes see, by the columns of ``env_process``.
-        job: what the next process is started with.
+        processes: the processes by index.
+        words: int64 memory shared with all processes, indexed by the constants of ``env_process``.
+        job: what the next process will be started with.
         numbers_at_stake: trajectories that a process may have numbered since its last answer.
-        replaced: what became of processes that ended, until somebody empties it.
-        children: their pids and ends, from the server.
+        replaced: how processes ended; the node worker reads and empties the list.
+        children: pids and exits of the processes, from the server.
     """
 
     def __init__(
@@ -125,13 +125,14 @@ class ProcessPool:
     # ---- start
 
     def start(self) -> list[WorkerInfo]:
-        """Fork all processes; blocks until every one has built its envs, in the order of indices.
+        """Fork all processes, and block until each has built its envs. Return their infos by
+        index.
 
         Raises:
             RemoteError: a process could not build its envs.
-            PeerLostError, DeadlineError: it died, or took too long.
+            PeerLostError, DeadlineError: a process died, or took too long.
         """
-        self._server.wait_up()  # a fork of this process meanwhile would have a copy of every end
+        self._server.wait_up()  # first, because a fork meanwhile would inherit all socket ends
         pairs = [self._pair() for _ in range(self._count)]
         self.processes = [EnvProcess(index, ours) for index, (ours, _) in enumerate(pairs)]
         try:
@@ -152,13 +153,13 @@ class ProcessPool:
                     "collector"
                 )
             waiting = [p for p in self.processes if not p.ready]
-            relay: Any = self._relay  # waited for by its fileno()
+            relay: Any = self._relay  # wait() uses its fileno()
             sources: list[Any] = [p.connection for p in waiting]
             readable = wait([*sources, relay] if relay else sources, min(left_s, _GLANCE_S))
             for process in waiting:
                 if process.connection in readable:
                     answer = self._first_answer(process)
-                    if answer is not None:  # else it times its steps
+                    if answer is not None:  # None: it asked the learner while it timed its steps
                         infos[process.index] = answer.result()
                         self._make_ready(process)
             if relay is not None:
@@ -182,7 +183,8 @@ class ProcessPool:
             raise self._failed_start(process.index) from None
 
     def _raise_for_failed_start(self) -> None:
-        """For who has ended without a connection that says so; what it has said comes first."""
+        """Raise if a process has ended without closing its socket. Messages that it has sent are
+        read first."""
         with self.children.changed:
             for process in self.processes:
                 if not process.ready and self.has_ended(process):
@@ -196,11 +198,11 @@ class ProcessPool:
         return PeerLostError(f"env process {index} died at start-up: {how}")
 
     def _pair(self) -> tuple[WholeMessages, socket.socket]:
-        """Our end, and that of a process."""
+        """Return the node worker's end of a new pair of sockets, and that of a process."""
         ours, theirs = socket.socketpair(socket.AF_UNIX)
         for end in (ours, theirs):
-            end.setblocking(True)  # whatever socket.setdefaulttimeout says
-        if (limit_s := self._step_timeout_s) is not None:  # in the middle of a message
+            end.setblocking(True)  # even if socket.setdefaulttimeout() was called
+        if (limit_s := self._step_timeout_s) is not None:  # for a pause inside a message
             limit = struct.pack("ll", int(limit_s), int(limit_s % 1 * 1e6))
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
@@ -213,22 +215,25 @@ class ProcessPool:
     # ---- messages
 
     def send(self, process: EnvProcess, method: str, *args: Any, **kwargs: Any) -> int:
-        """Have a process that is ready call a method; does not wait for its answer, which has the
-        number that is returned. Where who waited before was interrupted, or waited no longer,
-        older answers come first."""
+        """Tell a process that is ready to call a method, and return the number of its answer.
+
+        This does not wait for the answer. If an earlier wait was interrupted or ran out of time,
+        older answers come first.
+        """
         call = cloudpickle.dumps((args, kwargs))
         process.sent += 1
-        with contextlib.suppress(ConnectionError):  # which is seen when the answer is awaited
+        with contextlib.suppress(ConnectionError):  # the wait for the answer will report it
             process.connection.send_bytes(pickle.dumps(Message(process.sent, method, call)))
         return process.sent
 
     def receive(self, process: EnvProcess) -> Answer | None:
-        """The next answer of a process, or None, where it asked the learner something, which is
-        passed on; blocks. What a call raised there is the content of an answer: a RemoteError.
+        """Block for the next message of a process. Return its answer, or None if it was a question
+        to the learner, which is passed on. If the call raised, the answer's content is a
+        RemoteError.
 
         Raises:
-            EOFError: it died, or stopped in the middle of the answer, or we did, which the message
-                says.
+            EOFError: the process died or stopped inside an answer, or an earlier read was
+                interrupted inside one. The message says which, if it is known.
         """
         try:
             message = process.connection.recv_bytes()
@@ -244,8 +249,8 @@ class ProcessPool:
             return None
         try:
             content = pickle.loads(said)
-        except Exception as error:  # what an env returned could be pickled, and no more
-            summary = f"an answer cannot be built again: {type(error).__name__}: {error}"
+        except Exception as error:  # an env's result could be pickled, but not unpickled
+            summary = f"an answer cannot be unpickled: {type(error).__name__}: {error}"
             content = Failure(summary, traceback.format_exc(), None)
         if isinstance(content, Failure):
             content = self._error(process.index, content)
@@ -259,16 +264,19 @@ class ProcessPool:
             remote_traceback=failure.trace,
         )
         if failure.cause is not None:
-            with contextlib.suppress(Exception):  # many can be pickled, but not be built again
+            with contextlib.suppress(Exception):  # many errors can be pickled, but not unpickled
                 error.__cause__ = pickle.loads(failure.cause)
         return error
 
     def ask(self, asked: list[EnvProcess], until: float, method: str, *args: Any) -> dict[int, Any]:
-        """Call a method in processes that are ready and idle; blocks until they have answered. An
-        error that it raises there is an answer. Those that end are replaced, and have none.
+        """Call a method in processes that are ready and idle, and block until they have answered.
 
         Args:
-            until: on ``awake()``; who has not answered by then has no answer, either.
+            until: the deadline on ``awake()``.
+
+        Returns:
+            answers by process index. An error that the method raised is an answer. Processes that
+            were late, or ended and were replaced, have none.
 
         Raises:
             PeerLostError: a process ended for the third time in a row.
@@ -302,8 +310,11 @@ class ProcessPool:
     # ---- ends
 
     def has_ended(self, process: EnvProcess) -> bool:
-        """Whether it has, and has left nothing to read. Its connection tells as much, but where
-        another thread of this process has forked while a pair of sockets was open."""
+        """Whether a process has ended and left nothing to read.
+
+        Its connection does not show this if another thread of this process forked while the pair
+        of sockets was open.
+        """
         return (
             self.children.states[process.index].exit is not None
             and not process.connection.closed
@@ -311,20 +322,20 @@ class ProcessPool:
         )
 
     def hangs(self, process: EnvProcess, limit_s: float) -> bool:
-        """Whether a busy process has made no step for so long."""
+        """Whether a busy process has made no step for ``limit_s`` seconds."""
         made, now = int(self.words[FIRST_PROGRESS + process.index]), awake()
         if made != process.steps_seen:
             process.steps_seen, process.seen_at = made, now
         return now - process.seen_at > limit_s
 
     def replace(self, process: EnvProcess, reason: str) -> None:
-        """Kill what is left of a process and fork another; does not wait for its envs.
+        """Kill a process if it is still alive, and fork another without waiting for its envs.
 
         Args:
-            reason: if it is known; else the way in which the process ended.
+            reason: why it is replaced; empty: report how the process ended.
 
         Raises:
-            PeerLostError: it is not the first in a row.
+            PeerLostError: this is the third end in a row.
         """
         index = process.index
         if process.ready:
@@ -355,11 +366,11 @@ class ProcessPool:
     def welcome(
         self, wanted: Sequence[EnvProcess], until: float = math.inf, *, all_of_them: bool = False
     ) -> None:
-        """Take in replaced processes that are ready by now; block until one of those that are
-        wanted is, or all of them, or until then on ``awake()``.
+        """Take in replaced processes that are ready by now. Block until one of the wanted processes
+        is ready, or all of them, at most until ``until`` (on ``awake()``).
 
         Raises:
-            RemoteError: one could not build its envs.
+            RemoteError: a process could not build its envs.
             PeerLostError: a process ended for the third time in a row.
         """
         while newcomers := [p for p in self.processes if not p.ready]:
@@ -372,7 +383,7 @@ class ProcessPool:
             for process in newcomers:
                 if process.connection in readable:
                     self._take_in(process)
-                elif process.connection.closed:  # it was the last that was replaced
+                elif process.connection.closed:  # replace() raised for it
                     self.replace(process, "")
                 elif not readable and awake() - process.forked_at > self._start_s:
                     self.replace(process, f"was not ready within {self._start_s:g} s")
@@ -390,17 +401,17 @@ class ProcessPool:
             self._make_ready(process)
 
     def close_envs(self, until: float) -> list[RemoteError]:
-        """Let the processes that are ready close their envs and end; blocks until they have, or
-        until then on ``awake()``.
+        """Let the processes that are ready close their envs and end. Block until they have, at most
+        until ``until`` (on ``awake()``).
 
         Returns:
-            what envs raised as they were closed.
+            what the envs raised while they were closed.
         """
         asked = [process for process in self.processes if process.ready]
         numbers = [self.send(process, "close") for process in asked]
         errors = []
         for process, number in zip(asked, numbers, strict=True):
-            with contextlib.suppress(EOFError, _LateError):  # it has ended, or hangs
+            with contextlib.suppress(EOFError, _LateError):  # the process has ended, or hangs
                 content = self._await_answer(process, number, until)
                 if isinstance(content, RemoteError):
                     errors.append(content)
@@ -408,7 +419,7 @@ class ProcessPool:
         return errors
 
     def close(self) -> None:
-        """End all processes, whatever they do. Idempotent; nothing works after it."""
+        """End all processes, even those that hang. The pool cannot be used any more. Idempotent."""
         if self._own_server:
             self._server.close()
         else:
@@ -417,7 +428,7 @@ class ProcessPool:
             process.connection.close()
 
     def forget(self) -> None:
-        """Let go of memory and of what the job refers to: no other process is started."""
+        """Release memory and the job's config, because no other process will be started."""
         self.words = self.words.copy()
         del self._control
         self.job = replace(self.job, config=b"")

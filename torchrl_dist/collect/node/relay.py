@@ -1,9 +1,9 @@
-"""Env processes that get their actions from the learner through their node worker.
+"""Get actions from the learner for env processes, through their node worker.
 
-A message between nodes costs a millisecond of CPU whatever it carries, more than all that sixteen
-questions cost by themselves. The node worker therefore sends the observations of all processes that
-wait at that moment in one message. Where a process has other envs to step meanwhile, it also waits
-for more questions, as long as their answers still come in time.
+A message between nodes costs a millisecond of CPU, whatever its size. That is more than everything
+else that sixteen questions cost. The node worker therefore sends the observations of all waiting
+processes in one message. If the processes have other envs to step meanwhile, it also waits for more
+questions, as long as the answers still arrive in time.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ from torchrl_dist.collect.node.connection import WholeMessages
 from torchrl_dist.collect.node.waker import Waker
 from torchrl_dist.errors import DeadlineError, PeerLostError
 
-QUESTION = -1  # in the place of an answer's number
+QUESTION = -1  # marks a question; answers have their number here
 
-# With a second message under way, its requests need not wait for the first one's answer.
+# Two, so that questions need not wait for the answer to the message before.
 _MAX_IN_FLIGHT = 2
 
-# Of the time that a process needs to step its other envs, at most this part may pass before its
-# question is sent, and less where that and the message together would take more than half of it.
+# A question may wait at most this part of the time that a process needs to step its other envs. It
+# waits less if its wait and the message would together take more than half of that time.
 _WAITING_PART = 1 / 3
 _SMOOTHING = 0.1
 
 
 class Array(NamedTuple):
-    """An array ``[n, ...]`` as it crosses a socket: NumPy's own pickles take five times as long."""
+    """An array ``[n, ...]`` in the form in which it is sent. NumPy's pickles take five times as
+    long."""
 
     key: Key
     dtype: str
@@ -60,7 +61,7 @@ class Array(NamedTuple):
 
 
 class Question(NamedTuple):
-    """A process wants to know what the policy makes of these observations."""
+    """The observations for which a process asks the policy's outputs."""
 
     number: int
     values: list[Array]
@@ -71,7 +72,7 @@ class Question(NamedTuple):
 
 
 def _joined(questions: list[Question]) -> Values:
-    """All observations side by side, by key."""
+    """Return all observations, concatenated along the envs, by key."""
     rows = sum(question.rows for question in questions)
     return {
         first.key: Array(
@@ -85,11 +86,11 @@ def _joined(questions: list[Question]) -> Values:
 
 
 class Window:
-    """For how long a question may wait for others. Pure arithmetic.
+    """Compute how long a question may wait for others. Pure arithmetic.
 
     A process that asks every d seconds and has g groups of envs needs an answer (g - 1) d seconds
-    after its question. Where it is late all envs of the process wait: on a busy machine, where
-    messages take long, questions do not wait for others.
+    after its question. If the answer is late, all envs of the process wait. On a busy node, where
+    messages take long, questions therefore do not wait for others.
     """
 
     def __init__(self, groups: int) -> None:
@@ -105,7 +106,7 @@ class Window:
             self._between_s += _SMOOTHING * (now_s - before - self._between_s)
 
     def note_answer(self, took_s: float) -> None:
-        """A message has been answered after so many seconds."""
+        """Note that a message was answered after ``took_s`` seconds."""
         self._message_s += _SMOOTHING * (took_s - self._message_s)
 
     @property
@@ -115,13 +116,13 @@ class Window:
 
 
 class NodeLearner:
-    """The learner as an env process sees it: the other end of its connection.
+    """The learner as an env process sees it, at the other end of its connection.
 
-    Used by one thread. Calls that come while it waits for an answer are kept in ``calls``.
+    One thread uses this. It keeps calls that arrive while it waits for an answer in ``calls``.
 
     Args:
-        beat: called every ``beat_s`` seconds (None: never) while an answer is awaited, so that who
-            waits can be told from who hangs.
+        beat: called every ``beat_s`` seconds (None: never) while an answer is awaited, so that
+            waiting does not count as hanging.
     """
 
     def __init__(
@@ -132,14 +133,14 @@ class NodeLearner:
     ) -> None:
         self.calls: deque[tuple] = deque()
         self._connection = connection
-        self._readable = select.poll()  # ``connection.poll`` builds one for each call
+        self._readable = select.poll()  # kept, because ``connection.poll`` builds one per call
         self._readable.register(connection.fileno(), select.POLLIN)
         self._beat, self._beat_s = beat, math.inf if beat_s is None else beat_s
         self._asked = 0
         self._answers: dict[int, list[Array] | BaseException] = {}
 
     def submit(self, method: str, values: Values, *, timeout_s: float | None = None) -> NodeAnswer:
-        """As ``Remote.submit``."""
+        """Ask the learner. See ``Remote.submit``."""
         number = self._asked
         self._asked += 1
         question = Question(number, [Array.of(key, v.numpy()) for key, v in values.items()])
@@ -147,7 +148,7 @@ class NodeLearner:
         return NodeAnswer(self, number)
 
     def wait_for(self, number: int, timeout_s: float) -> Values:
-        """Block for the answer to that question."""
+        """Block for the answer to the question with that number."""
         deadline = time.monotonic() + timeout_s
         while number not in self._answers:
             left_s = deadline - time.monotonic()
@@ -181,14 +182,14 @@ _Asked = tuple[WholeMessages, Question]
 
 
 def is_answer(message: tuple) -> bool:
-    """Whether a message to a process is an answer to a question of its, and no call. Between two
-    calls it comes too late: for a rollout that has failed."""
+    """Whether a message to a process is an answer to its question, rather than a call. Between two
+    calls, an answer is late: its rollout has failed."""
     return message[0] is None
 
 
 class Relay:
-    """The node worker's side. ``fileno`` is readable when answers have come; everything else is
-    called by the thread that reads and writes the processes' connections."""
+    """The node worker's side. ``fileno`` is readable when answers have arrived. The thread that
+    uses the processes' connections calls all methods."""
 
     def __init__(self, inference: Inference) -> None:
         self._inference = inference
@@ -197,13 +198,13 @@ class Relay:
         self._answers: deque[tuple[list[_Asked], Future, float]] = deque()
         self._in_flight = 0
         self._window = Window(inference.groups)
-        self._oldest_s = 0.0  # when the first of those that wait came
+        self._oldest_s = 0.0  # when the oldest waiting question came
 
     def fileno(self) -> int:
         return self._waker.fileno()
 
     def ask(self, connection: WholeMessages, question: Question) -> None:
-        """To be sent by a ``flush``; the answer goes to the connection, if it is open."""
+        """Queue a question for a later ``flush``. Its answer goes to the connection, if open."""
         now_s = time.monotonic()
         self._window.note_question(connection, now_s)
         if not self._waiting:
@@ -211,13 +212,15 @@ class Relay:
         self._waiting.append((connection, question))
 
     def flush(self, most: int) -> float:
-        """Send what waits if it is time to, and the messages under way allow it; does not block.
+        """Send the waiting questions if they are due and not too many messages are in flight. Does
+        not block.
 
         Args:
-            most: with so many waiting questions there is nobody left to wait for.
+            most: with this many waiting questions no more can come, so they are sent at once.
 
         Returns:
-            seconds until the next call is due, which is infinite before somebody asks or answers.
+            seconds until the next call is due; infinite if only a question or an answer can make
+            one due.
         """
         if not self._waiting or self._in_flight >= _MAX_IN_FLIGHT:
             return math.inf
@@ -238,7 +241,7 @@ class Relay:
         self._waker.wake()
 
     def deliver(self) -> None:
-        """Pass on the answers that have come."""
+        """Pass on the answers that have arrived."""
         self._waker.quiet()
         while self._answers:
             asked, done, begun_s = self._answers.popleft()
@@ -254,14 +257,14 @@ class Relay:
                 _tell(connection, question.number, error or part)
 
     def close(self) -> None:
-        """Nothing is asked or delivered any more; idempotent."""
+        """End delivery. Idempotent."""
         self._waker.close()
 
 
 def _tell(connection: WholeMessages, number: int, content: list[Array] | BaseException) -> None:
     try:
         message = pickle.dumps((None, number, content))
-    except Exception as error:  # of a cause that does not pickle
+    except Exception as error:  # the error cannot be pickled, for example because of its cause
         message = pickle.dumps((None, number, PeerLostError(f"{content} ({error})")))
-    with contextlib.suppress(ConnectionError):  # it died, which is seen elsewhere, or was replaced
+    with contextlib.suppress(ConnectionError):  # it died or was replaced, which the pool handles
         connection.send_bytes(message)

@@ -1,4 +1,4 @@
-"""Wakes a thread that waits for sockets when another one has something for it."""
+"""Wake a thread that waits for sockets, from another thread."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from torchrl_dist.forks import now_and_in_children
 
 
 class Waker:
-    """``fileno`` is readable from a ``wake`` on until ``quiet``."""
+    """``fileno`` is readable from a call of ``wake`` until one of ``quiet``."""
 
     def __init__(self) -> None:
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         now_and_in_children(self, Waker._renew)
 
     def _renew(self) -> None:
-        self._lock = threading.Lock()  # a closed number may be another file's in the next instant
+        self._lock = threading.Lock()  # because another file may get a closed number at once
 
     def fileno(self) -> int:
         return self._event
 
     def wake(self) -> None:
-        """From any thread; without effect once it is closed."""
+        """Make ``fileno`` readable. Any thread may call this; it does nothing after ``close``."""
         with self._lock:
             if self._event >= 0:
                 os.eventfd_write(self._event, 1)
 
     def quiet(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # nobody woke it
+        with contextlib.suppress(BlockingIOError):  # it was not awake
             os.eventfd_read(self._event)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the file. Idempotent."""
         with self._lock:
             event, self._event = self._event, -1
         if event >= 0:

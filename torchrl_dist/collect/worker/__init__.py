@@ -1,1 +1,1 @@
-"""What a worker of the collector does, whether it is a thread, a process or an RPC rank."""
+"""The collector's worker, which is the same in a thread, a process or an RPC rank."""

@@ -1,7 +1,7 @@
-"""A worker whose envs are made, stepped and closed in one thread, whichever threads call it.
+"""A worker whose envs are made, stepped and closed in one thread, while any thread may call it.
 
-Envs with a database, a window, an event loop or a graphics context may be used in the thread that
-made them and in no other.
+Envs with a database, a window, an event loop or a graphics context may only be used in the thread
+that made them.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _IN_THE_THREAD = (
 
 
 class EnvThread(Protocol):
-    """Where the envs of a worker live."""
+    """The thread in which a worker's envs live."""
 
     def submit(self, call: Callable[[], None]) -> None:
-        """Run it there, after those before it; does not block."""
+        """Run a call there after those submitted before. Does not block."""
 
     def close(self) -> None:
-        """The worker needs it no more; what was submitted before still runs."""
+        """Release the thread. Calls that were submitted before still run."""
 
 
 class OwnThread:
-    """A daemon thread for one worker."""
+    """A separate daemon thread for one worker."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -62,8 +62,8 @@ class OwnThread:
 
 
 def run_on_cpu(call: Callable[[], Any]) -> Any:
-    """The call's result. Its new tensors are on the CPU, as in a process of its own, whatever
-    ``torch.set_default_device`` says in this thread."""
+    """Run the call with the CPU as torch's default device, as in a new process, and return its
+    result. ``torch.set_default_device`` has no effect inside."""
     if torch.get_default_device().type == "cpu":
         return call()
     with torch.device("cpu"):
@@ -77,18 +77,19 @@ def _close_built(building: Future) -> None:
 
 
 class PinnedWorker:
-    """A :class:`RolloutWorker` in that thread. Every method but ``cut`` and the constructor, which
-    blocks, returns a future. Calls run one by one in their order, rollouts in the order of their
-    requests.
+    """A :class:`RolloutWorker` in an :class:`EnvThread`.
+
+    The constructor blocks. All methods except ``cut`` return a future. Calls run one by one in
+    their order, and rollouts in the order of their requests.
 
     Raises:
-        ConfigurationError: as the worker itself.
+        ConfigurationError: the worker raised it.
     """
 
     def __init__(self, config: WorkerConfig, thread: EnvThread) -> None:
         self._index = config.worker_index
         self._thread = thread
-        self._held: dict[int, Callable[[], None]] = {}  # by request; earlier ones are to come
+        self._held: dict[int, Callable[[], None]] = {}  # by request; they wait for earlier ones
         self._answers: dict[int, Future] = {}
         self._next = 0
         self._closed = False
@@ -96,7 +97,7 @@ class PinnedWorker:
         building = self._run(RolloutWorker, config)
         try:
             self._worker: RolloutWorker = building.result()
-        except BaseException:  # Ctrl-C too, which does not end the building
+        except BaseException:  # including Ctrl-C, which does not stop the building
             thread.submit(partial(_close_built, building))
             thread.close()
             raise
@@ -130,7 +131,7 @@ class PinnedWorker:
         return partial(self._run, getattr(self._worker, name))
 
     def collect(self, request: int | None = None, **kwargs: Any) -> Future:
-        """As ``RolloutWorker.collect``."""
+        """See ``RolloutWorker.collect``."""
         call = partial(self._worker.collect, request=request, **kwargs)
         run, future = self._task(call)
         with self._lock:
@@ -147,7 +148,7 @@ class PinnedWorker:
         return future
 
     def cut(self, request: int, least: int) -> None:
-        """As ``RolloutWorker.cut``, at once."""
+        """See ``RolloutWorker.cut``. Takes effect at once."""
         self._worker.cut(request, least)
 
     def close(self, step_limit_s: float = 10.0, close_env: bool = True) -> Future:

@@ -1,4 +1,4 @@
-"""Takes gymnasium environments that one process has registered to another."""
+"""Register gymnasium environments of one process in another."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ Registrations = dict[str, bytes]
 
 
 def dump_registrations() -> Registrations:
-    """This process's own gymnasium environments: all but gymnasium's."""
+    """Return the environments registered in this process, except gymnasium's own."""
     specs: Registrations = {}
     for env_id, spec in gymnasium.registry.items():
         if isinstance(spec.entry_point, str) and spec.entry_point.startswith("gymnasium."):
             continue
-        with contextlib.suppress(Exception):  # a spec that does not pickle cannot be made there
+        with contextlib.suppress(Exception):  # a spec that does not pickle cannot be sent
             specs[env_id] = cloudpickle.dumps(spec)
     return specs
 
 
 def adopt_registrations(specs: Registrations) -> None:
-    """Register what is not known here; what this process has registered itself stays."""
+    """Register the environments that are not registered in this process yet."""
     for env_id, spec in specs.items():
         if env_id not in gymnasium.registry:
-            with contextlib.suppress(Exception):  # a module that this host has not
+            with contextlib.suppress(Exception):  # this node may lack the module
                 gymnasium.registry[env_id] = cloudpickle.loads(spec)

@@ -1,7 +1,7 @@
-"""Memory that the processes of a node share, without a name that could be left behind.
+"""Memory that the processes of a node share, without a file name that could be left behind.
 
-The owner's block is an anonymous file; the others open it through the owner's entry in ``/proc``,
-as its own user may. It lives as long as a tensor over it does.
+A block is an anonymous file of its owner. Other processes of the same user open it through the
+owner's entry in ``/proc``. It exists as long as a tensor over it does.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from torchrl_dist.tensors import DTYPES, NAMES, is_plain
 from torchrl_dist.weights import PackedWeights, every_name, find_target, untied
 
 _ALIGN_BYTES = 64
-_PLACES = 2  # of weights
+_PLACES = 2  # copies of weights
 
 
 class SharedBlock:
-    """``data``: uint8 ``[size_bytes]``. The owner must live when others attach."""
+    """A block of shared memory, ``data``: uint8 ``[size_bytes]``. Other processes can attach only
+    while the owner lives."""
 
     def __init__(self, size_bytes: int) -> None:
         self._fd = os.memfd_create("torchrl_dist", os.MFD_CLOEXEC)
@@ -40,7 +41,7 @@ class SharedBlock:
         self.data = attach(self.path)
 
     def close(self) -> None:
-        """Nobody can attach any more; idempotent."""
+        """Let no other process attach any more. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -51,7 +52,7 @@ class SharedBlock:
 
 
 def attach(path: str) -> Tensor:
-    """The bytes of a block, in memory that is shared with all who attached."""
+    """Return the bytes of a block, in memory shared with all processes that attached it."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         return torch.frombuffer(mmap.mmap(fd, 0), dtype=torch.uint8)
@@ -61,11 +62,13 @@ def attach(path: str) -> Tensor:
 
 @dataclass(frozen=True)
 class RolloutLayout:
-    """Where the tensors of a rollout ``[num_envs, steps]`` lie in a block.
+    """Where the tensors of a rollout ``[num_envs, steps]`` are in a block.
 
-    ``entries``: key, NumPy's name of the dtype, shape behind ``[num_envs, steps]``. ``groups``: the
-    nested TensorDicts that have more batch dimensions than these two, such as those of agents, the
-    inner ones first, and these dimensions.
+    Attributes:
+        entries: for each tensor its key, NumPy's name of its dtype, and its shape after
+            ``[num_envs, steps]``.
+        groups: nested TensorDicts with more batch dimensions than these two, such as those of
+            agents, and these dimensions. The inner ones come first.
     """
 
     num_envs: int
@@ -75,7 +78,8 @@ class RolloutLayout:
 
     @classmethod
     def of(cls, rows: TensorDictBase, num_envs: int, steps: int) -> RolloutLayout:
-        """Room for rollouts with the keys of ``rows [n, t]``, which are :func:`packable`."""
+        """Return a layout for rollouts with the keys of ``rows [n, t]``, which must be
+        :func:`packable`."""
         items = sorted(rows.items(True, True), key=lambda item: str(item[0]))
         entries = tuple(
             (plain_key(key), NAMES[value.dtype], tuple(value.shape[2:])) for key, value in items
@@ -101,7 +105,7 @@ class RolloutLayout:
         return self._places()[1]
 
     def view(self, data: Tensor) -> TensorDict:
-        """The block as a TensorDict of views."""
+        """Return the block as a TensorDict of views."""
         tensors = {key: torch.from_numpy(array) for key, array in self._arrays(data)}
         rows = nested(tensors, [self.num_envs, self.steps], [None, "time"])
         for key, shape in self.groups:
@@ -116,14 +120,14 @@ class RolloutLayout:
             array[...] = rows.get(key).numpy()
 
     def _arrays(self, data: Tensor) -> Iterator[tuple[Key, np.ndarray]]:
-        # NumPy makes a view of part of a block in a quarter of torch's time.
+        # NumPy makes a view of a part in a quarter of torch's time.
         block, size = data.numpy(), (self.num_envs, self.steps)
         for (key, dtype, shape), offset in zip(self.entries, self._places()[0], strict=True):
             yield key, np.ndarray((*size, *shape), dtype, block, offset)
 
 
 class BlockRows:
-    """A block that several write to, each the rows of some envs of a rollout."""
+    """A block into which several processes each write the rows of some envs of a rollout."""
 
     def __init__(self, layout: RolloutLayout, data: Tensor) -> None:
         self._arrays = dict(layout._arrays(data))
@@ -131,7 +135,8 @@ class BlockRows:
         self._size = layout.num_envs, layout.steps
 
     def write(self, rows: TensorDictBase, first_env: int) -> bool:
-        """Write rows ``[n, t]`` from that env on; false, and nothing, if they do not fit."""
+        """Write rows ``[n, t]`` from env ``first_env`` on. Return False, without writing, if they
+        do not fit."""
         if rows.ndim != 2 or first_env + rows.shape[0] > self._size[0]:
             return False
         n, t = rows.shape
@@ -148,11 +153,13 @@ class BlockRows:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Rows ``[n, t]`` as one tensor: between processes a tensor costs some 30 us however small it
-    is, and tensors of several dtypes over one block would be copied apart.
+    """Rows ``[n, t]`` as one tensor.
+
+    To send a tensor to another process costs some 30 us, however small it is, and tensors of
+    several dtypes over one block would be copied one by one.
 
     Attributes:
-        layout: of the block that the rows are the beginning of.
+        layout: layout of the block. The rows may be only its first envs and steps.
         data: the block.
         shape: ``(n, t)``.
     """
@@ -163,20 +170,20 @@ class PackedRows:
 
     @classmethod
     def of(cls, rows: TensorDictBase) -> PackedRows:
-        """A copy of the rows."""
+        """Pack a copy of the rows."""
         layout = RolloutLayout.of(rows, *rows.shape)
         data = torch.empty(layout.size_bytes, dtype=torch.uint8)
         layout.write(data, rows)
         return cls(layout, data, (rows.shape[0], rows.shape[1]))
 
     def unpack(self) -> TensorDict:
-        """The rows, as views of the block."""
+        """Return the rows as views of the block."""
         rows = self.layout.view(self.data)
         return rows if rows.shape == self.shape else rows[: self.shape[0], : self.shape[1]]
 
 
 def packable(rows: TensorDictBase) -> bool:
-    """Whether the rows are tensors ``[n, t, ...]``, and NumPy can read them all."""
+    """Whether all rows are tensors ``[n, t, ...]`` that NumPy can read."""
     if rows.ndim != 2 or is_ragged(rows):
         return False
     return all(_is_constant(value) for value in rows.values(True, True, is_leaf=is_leaf_nontensor))
@@ -189,7 +196,8 @@ def _is_constant(value: Any) -> bool:
 class SharedWeights:
     """The owner's side: one copy of a policy's weights for all processes of the node.
 
-    Two places take turns, so that processes may use the last weights while new ones are written.
+    Two blocks are used in turn, so that processes may use the last weights while new ones are
+    written.
     """
 
     def __init__(self) -> None:
@@ -197,7 +205,7 @@ class SharedWeights:
         self._made = 0
 
     def write(self, packed: PackedWeights) -> None:
-        """Nobody may use the weights before the last ones meanwhile."""
+        """Write new weights in place of the oldest ones. No process may use those any more."""
         address, block = self._places.popleft() if len(self._places) == _PLACES else (None, None)
         layout = (packed.entries, packed.aliases)
         if address is None or block is None or (address.entries, address.aliases) != layout:
@@ -211,14 +219,14 @@ class SharedWeights:
 
     @property
     def address(self) -> WeightsAddress | None:
-        """What a process needs to use the last weights."""
+        """The address of the last weights, or None before the first."""
         return self._places[-1][0] if self._places else None
 
 
 @dataclass(frozen=True)
 class WeightsAddress:
-    """What a process needs to use weights. ``block``: no two blocks of an owner have one number,
-    whereas paths come again."""
+    """What a process needs to use weights. ``block`` is unique among the owner's blocks, whereas
+    paths may repeat."""
 
     version: int
     entries: tuple
@@ -229,27 +237,27 @@ class WeightsAddress:
 
 @dataclass(frozen=True)
 class _Place:
-    """A module's tensors, and the shared ones that stand for them."""
+    """Pairs of a module's tensor and the shared one for it."""
 
     parameters: Sequence[tuple[Tensor, Tensor]]
     buffers: Sequence[tuple[Tensor, Tensor]]
 
 
 class WeightsView:
-    """A process's side: its module's parameters become views of the shared copy."""
+    """The process's side: its module's parameters become views of the shared copy."""
 
     def __init__(self) -> None:
         self._used = -1
         self._places: dict[int, _Place] = {}
 
     def take(self, address: WeightsAddress, module: nn.Module) -> None:
-        """Make the module, or the part that they fit, use these weights.
+        """Make the module, or the part of it that the weights fit, use these weights.
 
-        Parameters share the memory, so that later updates cost this process nothing. Buffers are
-        copied: a module may write to its own.
+        Parameters share the memory, so later updates cost this process nothing. Buffers are
+        copied, because a module may write to its buffers.
 
         Raises:
-            ConfigurationError: they fit nothing.
+            ConfigurationError: the weights do not fit the module or any part of it.
         """
         place = self._places.get(address.block)
         if place is None:

@@ -1,4 +1,4 @@
-"""Whether all workers of a job have the same kind of env."""
+"""Check that all workers of a job have the same kind of env."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ def require_equal_specs(specs: Mapping[str, Mapping[str, str]]) -> None:
     """Compare each worker's specs with the first one's.
 
     Args:
-        specs: by the worker's name: what is described -> description.
+        specs: by worker name: name of a spec -> its description.
 
     Raises:
-        ConfigurationError: names what differs, on which workers, and both descriptions.
+        ConfigurationError: two workers differ. It names the workers and both descriptions.
     """
     (first, expected), *others = specs.items()
     for name, found in others:
@@ -22,5 +22,5 @@ def require_equal_specs(specs: Mapping[str, Mapping[str, str]]) -> None:
             if expected.get(what) != found.get(what):
                 raise ConfigurationError(
                     f"make_env gave different envs: the {what} is {expected.get(what)} on {first} "
-                    f"and {found.get(what)} on {name}. Every worker must build the same kind of env"
+                    f"and {found.get(what)} on {name}. Let every worker build the same kind of env"
                 )

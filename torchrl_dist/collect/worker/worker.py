@@ -1,6 +1,6 @@
 """One worker: its envs, its copy of the policy, and where its rollouts go.
 
-A plain local object. The collector holds a handle to it in another process, or in this one.
+A plain local object. The collector has a handle to it, from the same process or another.
 """
 
 from __future__ import annotations
@@ -58,23 +58,23 @@ from torchrl_dist.weights import PackedWeights, unpack
 Postproc = Callable[[TensorDictBase], TensorDictBase]
 Hooks = tuple[Callable[[], Any] | None, Callable[[TensorDictBase], Any] | None]
 
-# Stepping to know what a step takes: until it has lasted so long, or for so many steps.
+# The duration of a step is measured for about this many seconds, and at most this many steps.
 _MEASURED_S = 0.02
 _MOST_MEASURED = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
-    """What a collector is asked for and its workers take as it is.
+    """The arguments of a collector that its workers take unchanged.
 
     Attributes:
         replay_buffer: if given, rollouts are written there and ``collect`` returns no data.
         postproc: rollout ``[N, T]`` -> rows. ``postproc_factory(policy)`` makes one on the worker.
         env_processes: 0, or the number of processes in which the worker's envs run.
-        step_timeout_s: an env process that makes no step for so long is replaced.
-        compilation: of the policy.
+        step_timeout_s: an env process that makes no step for this many seconds is replaced.
+        compilation: how the policy is compiled.
         reset_at_each_iter, max_frames_per_traj, set_truncated: as TorchRL's; 0: no limit.
-        hooks: called before and behind each rollout; the latter with the rows.
+        hooks: called before and after each rollout; the latter with the rows.
     """
 
     num_workers: int = 1
@@ -95,27 +95,27 @@ class WorkerOptions:
 
 @dataclass(frozen=True)
 class WorkerConfig(WorkerOptions):
-    """Everything that a worker is built from. Travels by cloudpickle, so callables may be lambdas.
+    """Everything that a worker is built from. Sent by cloudpickle, so callables may be lambdas.
 
     Attributes:
-        policy: used as it is given (hand in a copy); ``None`` with no factory: random actions.
+        policy: used directly, without a copy. None, and no factory: random actions.
         policy_factory: ``(worker_index, num_workers) -> module``, called on the worker.
-        frames_per_rollout: T is this over the number of envs, rounded up. None: T is 1, and a
-            step is timed, until ``set_steps``.
-        seed: of the whole job; the envs of all workers take consecutive seeds of TorchRL's chain.
-        seed_given: by the user, who expects each env to have its own.
+        frames_per_rollout: T is this divided by the number of envs, rounded up. None: T is 1 until
+            ``set_steps``, and a step is timed.
+        seed: the job's seed; the envs of all workers take consecutive seeds of TorchRL's chain.
+        seed_given: whether the user gave the seed. If so, each env must get its own.
         keep_env_seeds: TorchRL envs stay seeded as ``make_env`` left them.
-        own_process: the worker may seed this process' global random generators.
-        packed: rows are returned as ``PackedRows``, for the way to another process.
-        call_timeout_s: of calls to env processes between rollouts; if it is long, also of their
-            start.
-        inference: if the policy stays at the learner.
-        stamp_version: None: rows say which version of the policy made them; True: also under
-            ``"next"``, as TorchRL's; False: they do not.
-        whole_trajectories: the replay buffer gets complete trajectories, one after the other.
-        make_envs, policy_factories: of each worker, if they differ; see :meth:`of_worker`.
-        shown_index: of the worker that this one is a part of, for data and statistics.
-        registrations: gymnasium environments that the worker's process is to know.
+        own_process: the worker may seed this process's global random generators.
+        packed: rows are returned as ``PackedRows``, to be sent to another process.
+        call_timeout_s: limit of calls to env processes between rollouts. The limit of their start
+            is this, or two minutes if that is longer.
+        inference: how to get actions, if the policy stays at the learner.
+        stamp_version: None: rows have the version of the policy that made them; True: also under
+            ``"next"``, as in TorchRL; False: they have no version.
+        whole_trajectories: the replay buffer gets complete trajectories, one after another.
+        make_envs, policy_factories: one for each worker; see :meth:`of_worker`.
+        shown_index: worker index in data and statistics, if this is an env process of that worker.
+        registrations: gymnasium environments to register in the worker's process.
     """
 
     make_env: str | Callable[[], Any]
@@ -138,7 +138,7 @@ class WorkerConfig(WorkerOptions):
     policy_factories: tuple[Callable[[int, int], Any], ...] = ()
 
     def of_worker(self, index: int) -> WorkerConfig:
-        """What that worker is built from; of what differs from worker to worker only its own."""
+        """Return the config of that worker, with only its own env and policy factories."""
         return replace(
             self,
             worker_index=index,
@@ -151,7 +151,7 @@ class WorkerConfig(WorkerOptions):
         )
 
     def without_parts(self) -> WorkerConfig:
-        """What a closed worker keeps: nothing that takes memory."""
+        """Return the config without user objects, for a closed worker."""
         return replace(
             self,
             make_env="",
@@ -168,9 +168,11 @@ class WorkerConfig(WorkerOptions):
 class WorkerInfo:
     """What the collector must know before the first rollout.
 
-    ``processes``: that step envs, and ``cores`` that they may use; ``step_s``, ``step_bytes``: what
-    a step of all envs takes, if the config leaves T open. ``ragged``: rows may have shapes of their
-    own.
+    Attributes:
+        processes: number of processes that step envs.
+        cores: number of cores that they may use.
+        step_s, step_bytes: duration and size of a step of all envs, if the config leaves T open.
+        ragged: whether shapes may differ between rows.
     """
 
     num_envs: int
@@ -187,16 +189,16 @@ class WorkerInfo:
 
 @dataclass(frozen=True)
 class RolloutStats:
-    """What came of one rollout, whether or not its data travel.
+    """The statistics of one rollout, which is sent or written to a replay buffer.
 
     Attributes:
         frames: env steps in it (0: the worker was closed meanwhile).
-        oldest_version, newest_version: of the policy that made its transitions.
+        oldest_version, newest_version: versions of the policy that made its transitions.
         collect_s, write_s: seconds of stepping, and of postproc and writing.
         data_bytes: size of the rollout.
-        num_envs: whose steps they are.
+        num_envs: number of envs that made the steps.
         numbered: how many trajectories the worker has numbered.
-        replaced: what became of env processes whose part is missing.
+        replaced: how env processes ended whose part is missing.
     """
 
     worker_index: int
@@ -214,9 +216,10 @@ class RolloutStats:
 
 
 def env_seeds(seed: int, first: int, count: int, static_seed: bool = False) -> list[int]:
-    """Seeds of the job's envs ``first .. first + count - 1``, as TorchRL's batched envs chain them.
+    """Return the seeds of the job's envs ``first .. first + count - 1``, chained as in TorchRL's
+    batched envs.
 
-    They depend on the env's number in the job alone, not on how the envs are split into workers.
+    A seed depends only on the env's number in the job, not on the division into workers.
     """
     if static_seed:
         return [seed] * count
@@ -233,13 +236,14 @@ def require_module(policy: Any) -> nn.Module:
     """Refuse weights for a policy that cannot take any."""
     if not isinstance(policy, nn.Module):
         raise ConfigurationError(
-            f"the worker's policy is {type(policy).__name__}, which has no weights to set"
+            f"the worker's policy is {type(policy).__name__}, which has no weights to set; "
+            "expected an nn.Module"
         )
     return policy
 
 
 def wait_free(lock: threading.Lock, timeout_s: float) -> bool:
-    """Block until nobody holds the lock, at most so long; whether that is so."""
+    """Block until the lock is free, at most ``timeout_s``. Return whether it is."""
     if not lock.acquire(timeout=timeout_s):
         return False
     lock.release()
@@ -247,7 +251,7 @@ def wait_free(lock: threading.Lock, timeout_s: float) -> bool:
 
 
 class Turns:
-    """Lets numbered calls in one by one, in the order of their numbers, whenever they come."""
+    """Let numbered calls run one by one in the order of their numbers, whenever they arrive."""
 
     def __init__(self) -> None:
         now_and_in_children(self, Turns._renew)
@@ -259,7 +263,7 @@ class Turns:
 
     @contextlib.contextmanager
     def wait_for(self, number: int | None) -> Iterator[None]:
-        """Block until all calls with smaller numbers are over; None does not wait."""
+        """Block until all calls with smaller numbers have ended. None does not wait."""
         with self._cond:
             self._cond.wait_for(lambda: number is None or self._open or self._next >= number)
         try:
@@ -271,17 +275,17 @@ class Turns:
                     self._cond.notify_all()
 
     def open(self) -> None:
-        """Let everybody in."""
+        """Let all calls run from now on."""
         with self._cond:
             self._open = True
             self._cond.notify_all()
 
 
 class RolloutWorker:
-    """Runs rollouts on request, one at a time; calls from several threads wait for each other.
+    """Run rollouts on request, one at a time. Calls from several threads wait for each other.
 
     Raises:
-        ConfigurationError: the env cannot be used; says what would be.
+        ConfigurationError: the env cannot be used; the message says what can be.
 
     Example:
         >>> from torchrl_dist.collect.worker.worker import RolloutWorker, WorkerConfig
@@ -304,7 +308,7 @@ class RolloutWorker:
         self._close_error: Exception | None = None
         self._turns = Turns()
         self._cut = (-1, 0)
-        self._part: TensorDict | None = None  # of a rollout that ran out of time
+        self._part: TensorDict | None = None  # the steps of a rollout that ran out of time
         self._seed_process(config.seed)
         self.policy = config.policy
         if config.policy_factory is not None:
@@ -318,7 +322,7 @@ class RolloutWorker:
         self._postproc = config.postproc
         if config.postproc_factory is not None:
             self._postproc = config.postproc_factory(self.policy)
-        # T is fixed by the number of envs, which a vector env knows and the collector does not.
+        # T depends on the number of envs, which only the envs know if they are vector envs.
         self._rollout: Rollout
         if config.inference is not None:
             self._rollout = make_grouped_rollout(
@@ -351,7 +355,8 @@ class RolloutWorker:
         self._lock = threading.Lock()
 
     def describe(self) -> WorkerInfo:
-        """Blocks for a few steps if a step is to be timed; ``set_steps`` comes next."""
+        """Describe the worker. If the config leaves T open, this first steps the envs to time a
+        step, and ``set_steps`` must be called next."""
         specs = self._rollout.specs
         info = WorkerInfo(
             self.num_envs,
@@ -367,18 +372,18 @@ class RolloutWorker:
         steps, taken_s, step_s = 1, 0.0, math.inf
         with self._lock:
             self._rollout.resize(_MOST_MEASURED)
-            self._rollout.run(1)  # whatever is done once is done here
+            self._rollout.run(1)  # includes work that is done only once
             while taken_s < _MEASURED_S and steps < _MOST_MEASURED:
                 steps *= 2
                 begun = time.perf_counter()
                 rows = self._rollout.run(steps)
                 taken_s = time.perf_counter() - begun
-                # While many start the cores are not only for this one: the best is what counts.
+                # The best time counts, because other workers that are starting use the cores, too.
                 step_s = min(step_s, taken_s / steps)
         return replace(info, step_s=step_s, step_bytes=size_bytes(rows) / steps)
 
     def set_steps(self, steps: int) -> None:
-        """Make this T. The episodes begin anew, from the config's seed."""
+        """Set T. The episodes begin anew, from the config's seed."""
         with self._lock:
             self.steps = steps
             self._rollout.resize(steps)
@@ -392,10 +397,10 @@ class RolloutWorker:
             self._set_seed(self.config.seed)
 
     def set_weights(self, packed: PackedWeights) -> None:
-        """Take newer weights from the next step on; an older version than the current is ignored.
+        """Use newer weights from the next step on. Versions older than the current are ignored.
 
         Raises:
-            ConfigurationError: there is no module here that they fit.
+            ConfigurationError: there is no module that they fit.
         """
         with self._lock:
             self._take_weights(packed)
@@ -407,15 +412,15 @@ class RolloutWorker:
             self._rollout.policy_version = packed.version
 
     def _module(self) -> nn.Module:
-        """The policy, which weights are for. Lazy layers that a factory made get their shapes from
-        a call, because weights come before the first step."""
+        """Return the policy, for which weights arrive. Initialize lazy layers of a factory's policy
+        by a call, because weights arrive before the first step."""
         policy = require_module(self.policy)
         if self._may_be_lazy:
             self._may_be_lazy = False
             tensors = chain(policy.parameters(), policy.buffers())
             if any(is_lazy(tensor) for tensor in tensors):
                 training = [module for module in policy.modules() if module.training]
-                policy.eval()  # a batch norm, say, is not to learn from zeros
+                policy.eval()  # so that, for example, a batch norm does not learn from zeros
                 with torch.no_grad():
                     self._rollout.call_policy_once()
                 for module in training:
@@ -426,10 +431,10 @@ class RolloutWorker:
         """Seed this worker's envs by their numbers in the job and start new episodes.
 
         Returns:
-            the seed that comes after all envs of the job.
+            the seed that follows those of all envs of the job.
 
         Raises:
-            ConfigurationError: its envs cannot be seeded one by one.
+            ConfigurationError: the envs cannot be seeded one by one.
         """
         self._require_a_seed_per_env()
         return self._set_seed(seed, static_seed)
@@ -455,19 +460,19 @@ class RolloutWorker:
     def visit_envs(
         self, index: int | None, what: str, name: str, args: tuple, kwargs: dict
     ) -> list[Any]:
-        """See :func:`torchrl_dist.collect.loop.access.visit`; between two rollouts."""
+        """See :func:`torchrl_dist.collect.loop.access.visit`. Waits for the rollout under way."""
         with self._lock:
             return visit(self._rollout.target, index, what, name, args, kwargs)
 
     def set_hooks(self, hooks: Hooks) -> None:
-        """From the next rollout on."""
+        """Use these hooks from the next rollout on."""
         self._hooks = hooks
 
     def reset(self, envs: Sequence[int] | None = None) -> list[int]:
         """Start new episodes in all envs, or in these, before the next rollout.
 
         Returns:
-            the ids of the trajectories that have ended so, if only some.
+            the ids of the trajectories that this abandoned, if ``envs`` is given.
 
         Raises:
             ConfigurationError: the envs cannot be reset one by one.
@@ -476,7 +481,7 @@ class RolloutWorker:
             if envs is None:
                 self._begin_anew()
                 return []
-            if self._part is not None:  # its envs have gone on together
+            if self._part is not None:  # an incomplete rollout is dropped for all envs
                 self._begin_anew()
                 return []
             self._rollout.reset(envs)
@@ -491,11 +496,12 @@ class RolloutWorker:
         self._trajectories.forget_parts()
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Block until no rollout is under way, at most so long; whether that is so."""
+        """Block until no rollout is under way, at most ``timeout_s``. Return whether none is."""
         return wait_free(self._lock, timeout_s)
 
     def _seed_process(self, seed: int | None) -> None:
-        """Processes from one fork server would otherwise explore with identical numbers."""
+        """Seed the process's generators. Otherwise all processes of a fork server would explore
+        with the same random numbers."""
         if not self.config.own_process:
             return
         spawn_key = (self.config.worker_index,)
@@ -505,8 +511,8 @@ class RolloutWorker:
         random.seed(int(state[0]))
 
     def set_trajectory_base(self, base: int, numbered: int = 0) -> None:
-        """Number the trajectories that begin from now on from ``base`` upwards, as if ``numbered``
-        had been there before."""
+        """Begin new trajectories, with ids from ``base`` upwards, as if ``numbered`` of those were
+        already used."""
         with self._lock:
             self._episodes.base = base
             self._episodes.numbered = max(self._episodes.numbered, numbered)
@@ -522,24 +528,26 @@ class RolloutWorker:
         at_random: bool = False,
         until: float | None = None,
     ) -> tuple[TensorDict | PackedRows | None, RolloutStats]:
-        """One rollout: blocks while the envs step.
+        """Make one rollout, and block while the envs step.
 
         Args:
-            steps: transitions per env, at most (default) the T of this worker.
-            num_envs: keep only the first so many envs of the rollout (the last of a job).
-            weights: taken before the first step, if newer than those here.
-            request: 0, 1, ...: calls that come at the same time run in this order.
+            steps: transitions per env, at most (and by default) the T of this worker.
+            num_envs: keep only this many envs of the rollout, the first ones (for a job's last
+                rollout).
+            weights: used from the first step on, if newer than the current ones.
+            request: 0, 1, ...: calls that arrive at the same time run in this order.
             anew: begin new episodes first.
-            at_random: with random actions; whatever else the policy writes is zero.
-            until: a time on ``awake()``; None: as long as it takes.
+            at_random: use random actions; the policy's other outputs are zero.
+            until: a time on ``awake()``; None: no limit.
 
         Raises:
-            DeadlineError: a step has ended after ``until``, and it was not the last one. The next
-                call goes on with this rollout.
+            DeadlineError: a step that was not the last one ended after ``until``. The next call
+                continues this rollout.
 
         Returns:
-            the rows (``None`` if they went to the replay buffer or the worker was closed), stats.
-            After a ``cut`` there are fewer than ``steps``, and the last ones are truncated.
+            the rows (``None`` if they went to the replay buffer or the worker was closed), and the
+            statistics. After a ``cut`` there are fewer than ``steps`` steps, and the last ones are
+            truncated.
         """
         index = self._shown_index
         with self._turns.wait_for(request), self._lock:
@@ -560,13 +568,13 @@ class RolloutWorker:
             try:
                 rollout = self._run_until(until, asked, part, self._watch(request))
             except RolloutStopped:
-                self._shut()  # whoever wanted to close it may have given up waiting
+                self._shut()  # here, because close() may have stopped waiting
                 return None, RolloutStats(index, 0)
             kept = self.num_envs if num_envs is None else num_envs
             returns, lengths = self._stamp(rollout, kept)
             if kept < self.num_envs:
                 rollout = rollout[:kept]
-                # should there be a next one: the other envs have a gap here
+                # The other envs' steps were dropped, so a later rollout must begin anew.
                 self._rollout.reset()
                 self._episodes.restart()
             if rollout.shape[1] < asked:
@@ -586,10 +594,10 @@ class RolloutWorker:
             except DeadlineError:
                 if not self._told_to_stop:
                     raise
-                self._shut()  # the buffer's limiter held the rows, which nobody waits for now
+                self._shut()  # the buffer's rate limiter held up these rows until the stop
                 return None, RolloutStats(index, 0)
             finally:
-                if kept < self.num_envs:  # only now: these rows may have completed some
+                if kept < self.num_envs:  # after delivery, which may complete trajectories
                     self._trajectories.forget_parts()
             return data, RolloutStats(
                 index,
@@ -612,7 +620,7 @@ class RolloutWorker:
         part: TensorDict | None,
         enough: Callable[[int], bool],
     ) -> TensorDict:
-        """The rollout of which ``part`` is there already."""
+        """Return a rollout that begins with ``part``, the steps that were made already."""
         if until is None and part is None:
             return self._rollout.run(steps, enough)
         have = 0 if part is None else part.shape[1]
@@ -645,12 +653,12 @@ class RolloutWorker:
         return self._stop
 
     def _gives_up(self) -> bool:
-        """Asked now and then while the replay buffer does not take rows yet."""
+        """Whether to stop waiting. Called repeatedly while the replay buffer takes no rows."""
         return self._told_to_stop
 
     def _watch(self, request: int | None) -> Callable[[int], bool]:
-        """Called once per rollout; the result after every step, with the steps done. Nobody cuts a
-        rollout whose request has no number."""
+        """Return a function that is called after every step with the number of steps done, and
+        says whether to end the rollout. A rollout without a request number is never cut."""
         if request is None:
             return never
 
@@ -661,8 +669,8 @@ class RolloutWorker:
         return enough
 
     def cut(self, request: int, least: int) -> None:
-        """Let the rollout of that request, and of earlier ones, end when each env has made
-        ``least`` steps, or now if it has. It may run, have ended, or not have begun."""
+        """Let the rollouts up to that request end once each env has made ``least`` steps. The
+        rollout may be running, have ended, or not have begun."""
         self._cut = (request, least)
 
     def _stamp(self, rollout: TensorDict, kept: int) -> tuple[list[float], list[int]]:
@@ -682,7 +690,7 @@ class RolloutWorker:
         return returns, lengths
 
     def _set_step_count(self, rollout: TensorDict, ended: np.ndarray) -> None:
-        """As TorchRL's ``StepCounter`` writes it."""
+        """Write ``step_count`` as TorchRL's ``StepCounter`` does."""
         count = torch.from_numpy(self._episodes.count_steps(ended)).unsqueeze(-1)
         rollout.set("step_count", count)
         rollout.set(("next", "step_count"), count + 1)
@@ -701,7 +709,7 @@ class RolloutWorker:
             if self.config.packed and packable(rows):
                 return PackedRows.of(rows), data_bytes
             return rows, data_bytes
-        parts = [rows.reshape(rows.shape.numel())]  # not -1: a postproc may keep no row
+        parts = [rows.reshape(rows.shape.numel())]  # -1 would fail if a postproc keeps no row
         if self.config.whole_trajectories:
             self._trajectories.add(rows)
             parts = self._trajectories.take_all()
@@ -711,8 +719,8 @@ class RolloutWorker:
         return None, data_bytes
 
     def stop(self) -> None:
-        """Let a running rollout end after its current step, and close the envs there. From any
-        thread."""
+        """Let a running rollout end after its current step, and close the envs there. Any thread
+        may call this."""
         self._stop = True
         rollout = getattr(self, "_rollout", None)
         if rollout is not None:
@@ -720,13 +728,13 @@ class RolloutWorker:
         self._turns.open()
 
     def close(self, step_limit_s: float = 10.0, close_env: bool = True) -> None:
-        """Stop a running rollout after its current step, then close the envs, unless they are to
-        stay open. Idempotent.
+        """Stop a running rollout after its current step and, with ``close_env``, close the envs.
+        Idempotent.
 
         Raises:
-            DeadlineError: that step lasts longer than ``step_limit_s``; the envs are closed when
-                it ends.
-            Exception: what an env raised as it was closed.
+            DeadlineError: the step takes longer than ``step_limit_s``. The envs are closed when it
+                ends.
+            Exception: an env raised it while it was closed.
         """
         if not self._closed:
             self.stop()
@@ -748,7 +756,7 @@ class RolloutWorker:
             return
         self._closed = True
         rollout = self._rollout
-        # The session keeps this object until it ends; what it refers to may go.
+        # Release user objects, because the session keeps this object until it ends.
         del self._rollout
         self._postproc = self.policy = None
         self._hooks = (None, None)
@@ -756,5 +764,5 @@ class RolloutWorker:
         if close_env:
             try:
                 rollout.close()
-            except Exception as error:  # for ``close``, also where a rollout stopped before it
+            except Exception as error:  # ``close`` raises it, even if a stopped rollout came first
                 self._close_error = error
