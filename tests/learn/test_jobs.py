@@ -297,5 +297,5 @@ def test_ddp_dqn_leaves_a_file_of_others_alone(tmp_path: Path, monkeypatch, caps
     monkeypatch.setattr("sys.argv", ["ddp_dqn", "--output", str(tmp_path)])
     with pytest.raises(SystemExit):
         ddp_dqn.main()
-    assert "loss.pt is there already" in capsys.readouterr().err
+    assert "loss.pt already exists" in capsys.readouterr().err
     assert (tmp_path / "loss.pt").read_text() == "mine"

@@ -99,17 +99,17 @@ def test_an_evaluation_that_is_lost_with_its_process_is_not_repeated_and_few_pro
         returns = evaluations.finish()
         if collectors == 1:
             assert returns is None and not evaluations.under_way
-            assert said[-1].endswith("no more evaluations are played")
+            assert said[-1].endswith("no more evaluations will be played")
             return
         assert returns == evaluate(network.greedy, "CartPole-v1", episodes=4, seed=2)
-        assert said[-1].startswith("evaluator0 evaluates no more")
-        assert said[-1].endswith("collector2 does so from now on")
+        assert said[-1].startswith("evaluator0 no longer evaluates")
+        assert said[-1].endswith("collector2 evaluates from now on")
         kill("collector2", before=True)
         evaluations.begin(network.state_dict(), seed=3)
         assert evaluations.finish() is not None and evaluations.failed == 1
         kill("collector1")
         evaluations.finish()
-        assert said[-1].endswith("no more evaluations are played")  # collector0 is the last
+        assert said[-1].endswith("no more evaluations will be played")  # collector0 is the last
         assert evaluations.failed == 2
 
 

@@ -90,10 +90,10 @@ class ApexConfig(ReplayConfig):
         return roles
 
     def check_launched(self, given: Mapping[str, Any], launched: int) -> None:
-        beside = launched - self.learners
-        if given.get("collectors", beside) != beside:
+        others = launched - self.learners
+        if given.get("collectors", others) != others:
             raise ConfigurationError(
-                f"--collectors: got {given['collectors']}, but the launcher started {beside} "
+                f"--collectors: got {given['collectors']}, but the launcher started {others} "
                 "ranks besides the learners; leave the option out, and start as many ranks as you "
                 "want processes (torchrun --nproc-per-node, slurm --tasks-per-node)"
             )

@@ -1,1 +1,1 @@
-"""Environments, networks and policies of the recipes; playing and drawing what was learned."""
+"""Environments, networks and policies of the recipes; playing and plotting the results."""

@@ -1,4 +1,4 @@
-"""What a recipe must know of a gymnasium environment before it starts any process."""
+"""What a recipe must know about a gymnasium environment before it starts any process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
 MAX_EPISODE_STEPS = 10_000
-"""Where an evaluation ends an episode: there are environments that never end one themselves."""
+"""Length at which an evaluation ends an episode, because some environments never end one."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,13 @@ class Images:
 
 @dataclass(frozen=True)
 class Task:
-    """Sizes of an environment: ``num_actions`` numbered actions, or (0) continuous ones between
-    ``action_low`` and ``action_high``. ``observation_size`` is the number of elements, also of
-    ``images``; these are None where observations are flat."""
+    """Sizes of an environment.
+
+    Attributes:
+        observation_size: number of elements of an observation, also of an image.
+        num_actions: number of discrete actions; 0 for continuous actions.
+        action_low, action_high: bounds of continuous actions.
+        images: None if observations are flat."""
 
     env: str
     observation_size: int
@@ -49,12 +53,12 @@ class Task:
 
     @property
     def inputs(self) -> int | Images:
-        """What a network of observations takes."""
+        """The input size of a network."""
         return self.observation_size if self.images is None else self.images
 
 
 def named_function(text: str) -> Callable[..., Any] | None:
-    """The function that ``text`` names as ``package.module:function``; None: it names none.
+    """Return the function that ``text`` names as ``package.module:function``, or None.
 
     Modules in the working directory are found. Raises what the import of the module raises.
     """
@@ -68,10 +72,10 @@ def named_function(text: str) -> Callable[..., Any] | None:
 
 
 def env_factory(env: str) -> Callable[..., gymnasium.Env] | None:
-    """The function that ``env`` names as ``package.module:function``; None: a gymnasium id.
+    """Return the function that ``env`` names as ``package.module:function``; None for an id.
 
-    gymnasium's own ids may begin with a module, too (``module:Name-v0``); a function of that name
-    comes first.
+    gymnasium's own ids may also begin with a module (``module:Name-v0``). A function of that name
+    takes precedence.
     """
     return named_function(env)
 
@@ -87,14 +91,16 @@ def _needs(extra: str) -> Iterator[None]:
 
 
 def atari(env: str, **options: Any) -> gymnasium.Env:
-    """``ALE/...`` as in Machado et al. 2018: each action for 4 frames (and, in version 5, not taken
-    by the game one time in four), seen as the maximum of the last two, gray, 84 x 84; the last 4
-    of these are an observation, uint8 ``[4, 84, 84]``. Up to 30 idle frames begin an episode."""
+    """Make ``ALE/...`` as in Machado et al. 2018.
+
+    Each action is repeated for 4 frames; in version 5, the game ignores one action in four. A frame
+    is the maximum of the last two, gray, 84 x 84. The last 4 frames are an observation, uint8
+    ``[4, 84, 84]``. An episode begins with up to 30 idle frames."""
     import gymnasium
     from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 
     with _needs("atari"), warnings.catch_warnings():
-        # the import registers, again where the id was looked up in gymnasium before
+        # the import registers the ids; repeat it in case gymnasium looked the id up before
         warnings.filterwarnings("ignore", message=".*Overriding environment")
         import ale_py
 
@@ -104,8 +110,10 @@ def atari(env: str, **options: Any) -> gymnasium.Env:
 
 
 def minigrid(env: str, **options: Any) -> gymnasium.Env:
-    """``MiniGrid-...``: the 7 x 7 cells before the agent, each thing, colour and state a channel of
-    zeros and ones, uint8 ``[20, 7, 7]``. The mission, a text, is left out."""
+    """Make ``MiniGrid-...``, observed as the 7 x 7 cells in front of the agent.
+
+    Each object, colour and state has a channel of zeros and ones, uint8 ``[20, 7, 7]``. The
+    mission, a text, is left out."""
     import gymnasium
 
     with _needs("minigrid"):
@@ -122,7 +130,7 @@ _IMAGES: dict[str, Callable[..., Any]] = {"ALE/": atari, "MiniGrid-": minigrid}
 
 
 def image_factory(env: str) -> Callable[..., gymnasium.Env] | None:
-    """What makes an id of Atari's or MiniGrid's; None for others."""
+    """Return the function for an id of Atari or MiniGrid; None for other ids."""
     for prefix, make in _IMAGES.items():
         if env.startswith(prefix):
             return functools.partial(make, env)
@@ -130,14 +138,14 @@ def image_factory(env: str) -> Callable[..., gymnasium.Env] | None:
 
 
 def _maker(env: str) -> Callable[..., gymnasium.Env] | None:
-    """What makes ``env``, other than ``gymnasium.make`` alone."""
+    """Return the function that makes ``env``, or None if ``gymnasium.make`` does."""
     return image_factory(env) or env_factory(env)
 
 
 def make_env(env: str, **options: Any) -> gymnasium.Env:
-    """One environment; ``options``, such as ``render_mode``, are for gymnasium or the function.
+    """Make one environment. ``options``, such as ``render_mode``, go to gymnasium or the function.
 
-    Atari's and MiniGrid's ids are observed through :func:`atari` and :func:`minigrid`.
+    Ids of Atari and MiniGrid go through :func:`atari` and :func:`minigrid`.
     """
     import gymnasium
 
@@ -146,10 +154,10 @@ def make_env(env: str, **options: Any) -> gymnasium.Env:
 
 
 def for_collectors(env: str, reward_clip: float = 0.0) -> str | Callable[[], gymnasium.Env]:
-    """``env`` as a collector wants it; a function is looked up by name in each worker.
+    """Return ``env`` as a collector takes it. Each worker looks a function up by name.
 
     Args:
-        reward_clip: rewards are clipped to plus and minus this; 0: they are not.
+        reward_clip: rewards are clipped to plus and minus this; 0: no clipping.
     """
     if reward_clip:
         return functools.partial(_clipped, env, reward_clip)
@@ -157,11 +165,11 @@ def for_collectors(env: str, reward_clip: float = 0.0) -> str | Callable[[], gym
 
 
 def as_number(reward: Any) -> float:
-    """A reward as a number; some environments return an array of one element."""
+    """Return a reward as a number. Some environments return an array of one element."""
     return float(reward.item() if hasattr(reward, "item") else reward)
 
 
-# The keys of a row of a replay buffer.
+# The keys of a replay row.
 TRANSITION = (
     "observation", "action", ("next", "observation"), ("next", "reward"), ("next", "done"),
     ("next", "terminated"),
@@ -169,7 +177,7 @@ TRANSITION = (
 
 
 def check_finite(rows: TensorDictBase, env: str) -> None:
-    """Raise TorchRLDistError if ``rows`` to be written hold a number that is not finite."""
+    """Raise TorchRLDistError if ``rows`` hold a number that is not finite."""
     for key, value in rows.items(True, True):
         if value.is_floating_point() and not value.isfinite().all():
             name = key if isinstance(key, str) else "/".join(key)
@@ -191,16 +199,16 @@ def _clipped(env: str, bound: float) -> gymnasium.Env:
 
 
 def look_at(env: str, *, discrete: bool) -> Task:
-    """Build ``env`` once, look at its spaces, close it.
+    """Build ``env`` once, read its spaces, and close it.
 
     Args:
         env: a gymnasium id, or ``package.module:make``.
-        discrete: whether actions are to be numbered, or continuous and bounded; images go with
-            numbered ones.
+        discrete: whether actions must be discrete, or else continuous and bounded. Images need
+            discrete actions.
 
     Raises:
         ConfigurationError: there is no such environment, it cannot be built here, its
-            observations are no flat Box and no images, or its actions are of the other kind.
+            observations are neither a flat Box nor images, or its actions are of the other kind.
     """
     import gymnasium
     import numpy as np
@@ -215,7 +223,7 @@ def look_at(env: str, *, discrete: bool) -> Task:
         reason = " ".join(str(error).split()) or type(error).__name__
         near = difflib.get_close_matches(env, gymnasium.registry, 1)
         if isinstance(error, gymnasium.error.NameNotFound) and near:
-            reason = f"did you mean {near[0]}?"  # gymnasium names no version
+            reason = f"did you mean {near[0]}?"  # gymnasium's message names no version
         raise ConfigurationError(
             f"--env: got {env!r}, expected the id of an environment that gymnasium can build here, "
             f"or package.module:function that returns one ({reason})"
@@ -275,7 +283,7 @@ def look_at(env: str, *, discrete: bool) -> Task:
 
 
 def _within(low: Any, high: Any) -> tuple[Any, Any]:
-    """The bounds as float32, rounded inwards: a policy computes in float32."""
+    """Return the bounds as float32, rounded inwards, because a policy computes in float32."""
     import numpy as np
 
     with np.errstate(over="ignore"):
@@ -285,6 +293,6 @@ def _within(low: Any, high: Any) -> tuple[Any, Any]:
 
 
 def _short(space: gymnasium.Space) -> str:
-    """A Box of images prints all its bounds."""
+    """Return a short text for a space, because a Box of images prints all its bounds."""
     text = str(space)
     return text if len(text) < 100 else f"{text[:100]}..."

@@ -1,4 +1,4 @@
-"""Greedy episodes of a policy, many at a time, in this process."""
+"""Greedy episodes of a policy, many at once, in this process."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Act = Callable[[Tensor], Tensor]
 
 
 class GreedyEpisodes:
-    """``episodes`` episodes side by side, each the first of its environment.
+    """Play ``episodes`` episodes in parallel, each the first of its environment.
 
-    Equal seeds (and numbers of episodes) give equal episodes. Uses the environment's own
-    vectorized form where it has one (CartPole: 30 times faster).
+    Equal seeds and numbers of episodes give equal episodes. It uses the environment's own
+    vectorized form if there is one (CartPole: 30 times faster).
 
     Args:
         act: the policy.
         env: gymnasium id, or ``package.module:make``.
-        episodes: how many.
-        seed: of the environments.
-        max_steps: an episode that has not ended by itself ends here.
+        episodes: number of episodes.
+        seed: seed of the environments.
+        max_steps: an episode ends here if it has not ended by itself.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class GreedyEpisodes:
 
     @torch.no_grad()
     def step(self) -> bool:
-        """One step of every environment; whether that was the last."""
+        """Take one step of every environment. Return whether it was the last."""
         action = self._act(torch.as_tensor(np.asarray(self._observation)))
         self._observation, reward, terminated, truncated, _ = self._envs.step(action.numpy())
-        # What comes after an environment's first end belongs to another episode.
+        # Rewards after an environment's first end belong to another episode.
         self._returns += reward * self._running
         self._running &= ~(terminated | truncated)
         self._steps_left -= 1
@@ -74,7 +74,7 @@ class GreedyEpisodes:
 
 
 def _numbered(env: Any) -> Any:
-    """``env`` with rewards that are numbers, as a vector environment needs them."""
+    """Return ``env`` with rewards that are numbers, as a vector environment needs them."""
     from gymnasium.wrappers import TransformReward
 
     return TransformReward(env, as_number)
@@ -88,7 +88,7 @@ def evaluate(
     seed: int,
     max_steps: int = MAX_EPISODE_STEPS,
 ) -> list[float]:
-    """Undiscounted returns of :class:`GreedyEpisodes`. Blocks until all have ended."""
+    """Return the undiscounted returns of :class:`GreedyEpisodes`. Blocks until all have ended."""
     playing = GreedyEpisodes(act, env, episodes=episodes, seed=seed, max_steps=max_steps)
     try:
         while not playing.step():
@@ -106,11 +106,11 @@ def play_rendered(
     keep: Callable[[Any], None] | None = None,
     max_steps: int = MAX_EPISODE_STEPS,
 ) -> float:
-    """One episode in a window; returns its undiscounted return.
+    """Play one episode in a window, and return its undiscounted return.
 
     Args:
-        keep: called with each picture uint8 ``[height, width, 3]``, in place of the window.
-        max_steps: an episode that has not ended by itself ends here.
+        keep: called with each picture, uint8 ``[height, width, 3]``, instead of the window.
+        max_steps: the episode ends here if it has not ended by itself.
     """
     mode = "human" if keep is None else "rgb_array"
     try:

@@ -1,4 +1,4 @@
-"""Packages whose configuration is read without torch."""
+"""Packages whose configuration can be read without torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 
 def lazily(package: str) -> Callable[[str], Any]:
-    """``__getattr__`` of an algorithm's package. Its configuration is read without torch;
-    ``build`` and ``run`` import it."""
+    """Return ``__getattr__`` for an algorithm's package.
+
+    Its configuration needs no torch; ``build`` and ``run`` import torch."""
 
     def named(name: str) -> Any:
         if name not in ("build", "run"):

@@ -1,6 +1,6 @@
 """Networks of the recipes' policies.
 
-:class:`PolicySpec` says all that it takes to make one, so that weights can be played anywhere.
+:class:`PolicySpec` has all that is needed to make one, so that weights can be played anywhere.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ from .environments import Images, Task, named_function
 def mlp(
     sizes: Sequence[int], activation: type[nn.Module], *, last_gain: float | None = None
 ) -> list[nn.Module]:
-    """Layers of a perceptron; ``last_gain``: orthogonal weights (sqrt 2, this in the last layer)
-    and zero biases, as PPO's implementations begin; None: torch's own."""
+    """Return the layers of a perceptron.
+
+    Args:
+        last_gain: start with orthogonal weights, of gain sqrt 2 and of this gain in the last layer,
+            and zero biases, as PPO's implementations do. None: torch's initialization."""
     layers: list[nn.Module] = []
     for before, after in itertools.pairwise(sizes):
         linear = nn.Linear(before, after)
@@ -38,7 +41,7 @@ def mlp(
 
 
 class Scaled(nn.Module):
-    """``body`` of images as float32 in [0, 1], with one batch dimension in place of any number.
+    """Apply ``body`` to images as float32 in [0, 1], with all batch dimensions as one.
 
     ``forward``: ``[..., channels, height, width]`` -> ``[..., outputs]``.
     """
@@ -52,15 +55,17 @@ class Scaled(nn.Module):
         *batch, channels, height, width = observation.shape
         rows = observation.reshape(-1, channels, height, width) / self.high
         made = self.body(rows)
-        return made.reshape(*batch, made.shape[-1])  # not -1: there may be no rows
+        return made.reshape(*batch, made.shape[-1])  # not -1, because there may be no rows
 
 
-_NATURE_SIDE = 36  # the smallest image that three layers can take
+_NATURE_SIDE = 36  # the smallest image for three layers
 
 
 def convolutions(images: Images, *, orthogonal: bool) -> nn.Module:
-    """TorchRL's ConvNet, ``[N, channels, height, width]`` -> ``[N, features]``: the three layers of
-    Mnih et al. 2015, or for small images the one of Young and Tian 2019 (MinAtar).
+    """Return TorchRL's ConvNet, ``[N, channels, height, width]`` -> ``[N, features]``.
+
+    It has the three layers of Mnih et al. 2015, or for small images the single layer of Young and
+    Tian 2019 (MinAtar).
 
     Raises:
         ConfigurationError: an image is smaller than the kernel.
@@ -91,11 +96,12 @@ def layers(
     *,
     last_gain: float | None = None,
 ) -> list[nn.Module]:
-    """Those of :func:`mlp`, of images behind :func:`convolutions`; or the one module that the
-    user's function ``make`` returns.
+    """Return the layers of :func:`mlp`, for images after :func:`convolutions`.
+
+    With the user's function ``make``, return the module that it returns.
 
     Raises:
-        ConfigurationError: there is no such function, or its module gives another shape.
+        ConfigurationError: there is no such function, or its module returns another shape.
     """
     if isinstance(inputs, int):
         if make is None:
@@ -111,7 +117,7 @@ def layers(
 
 
 def _made(make: str, inputs: int | tuple[int, ...], outputs: int) -> nn.Module:
-    """What the user's function returns."""
+    """Return the module of the user's function, after checking it."""
     try:
         function = named_function(make)
     except (ImportError, SystemExit) as error:
@@ -129,12 +135,12 @@ def _made(make: str, inputs: int | tuple[int, ...], outputs: int) -> nn.Module:
     for name, module in made.named_modules():
         if _keeps_statistics(module):
             why = (
-                "whose statistics of a batch would differ between learners, collectors and target "
+                "whose batch statistics would differ between learners, collectors and target "
                 "networks; use LayerNorm or GroupNorm"
             )
         elif _computes_its_weights(module):
             why = (
-                "which computes its weights anew before each call (weight_norm, spectral_norm): "
+                "which recomputes its weights before each call (weight_norm, spectral_norm): "
                 "they cannot be sent to collectors or followed by a target network. Use plain "
                 "layers, or LayerNorm"
             )
@@ -157,7 +163,7 @@ def _made(make: str, inputs: int | tuple[int, ...], outputs: int) -> nn.Module:
 
 
 def _keeps_statistics(module: nn.Module) -> bool:
-    """Whether its answer for one row depends on the other rows of the batch, or on past batches."""
+    """Whether the output for one row depends on other rows of the batch, or on past batches."""
     is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
     return is_batch_norm or getattr(module, "running_mean", None) is not None
 
@@ -175,7 +181,7 @@ def _failed(make: str, inputs: Any, outputs: int, error: Exception) -> Configura
 
 
 class QNetwork(nn.Sequential):
-    """From observations to one value per action.
+    """Map observations to one value per action.
 
     ``forward``: any real dtype ``[..., inputs]`` -> float32 ``[..., num_actions]``.
     """
@@ -193,12 +199,12 @@ class QNetwork(nn.Sequential):
         return super().forward(observation.to(torch.float32))
 
     def greedy(self, observation: Tensor) -> Tensor:
-        """Actions int64 ``[...]``."""
+        """Return the greedy actions, int64 ``[...]``."""
         return self(observation).argmax(-1)
 
 
 class CategoricalNetwork(QNetwork):
-    """As :class:`QNetwork`, to the logits of a categorical policy, all alike at the start."""
+    """Like :class:`QNetwork`, for the logits of a categorical policy, which start nearly equal."""
 
     def __init__(
         self,
@@ -212,7 +218,7 @@ class CategoricalNetwork(QNetwork):
 
 
 class ValueNetwork(nn.Sequential):
-    """``[..., inputs]`` -> the state's value, float32 ``[..., 1]``."""
+    """Map ``[..., inputs]`` to the state's value, float32 ``[..., 1]``."""
 
     def __init__(
         self, inputs: int | Images, hidden: Sequence[int], make: str | None = None
@@ -224,7 +230,7 @@ class ValueNetwork(nn.Sequential):
 
 
 class SquashedGaussianNetwork(nn.Module):
-    """To a Gaussian whose tanh, stretched to the bounds, is the action (Haarnoja et al. 2018).
+    """A Gaussian whose tanh, scaled to the bounds, is the action (Haarnoja et al. 2018).
 
     ``forward``: ``[..., observation_size]`` -> location and scale, float32 ``[..., action_size]``;
     the scale is between e^-5 and e^2.
@@ -251,10 +257,10 @@ class SquashedGaussianNetwork(nn.Module):
         return location, (3.5 * log_scale.tanh() - 1.5).exp()
 
     def greedy(self, observation: Tensor) -> Tensor:
-        """The action at the location, float32 ``[..., action_size]``."""
+        """Return the action at the location, float32 ``[..., action_size]``."""
         middle = self(observation)[0].tanh()
         action = self.low + (middle + 1) / 2 * (self.high - self.low)
-        return action.clamp(self.low, self.high)  # rounding may leave the bounds
+        return action.clamp(self.low, self.high)  # rounding may exceed the bounds
 
 
 @dataclass(frozen=True)
@@ -263,10 +269,10 @@ class PolicySpec:
 
     Attributes:
         kind: ``"values"``, ``"categorical"`` or ``"squashed_gaussian"``.
-        env: what it plays: a gymnasium id or ``package.module:make``.
-        make: the user's function in place of ``hidden``, as :func:`layers` takes it.
+        env: its environment: a gymnasium id or ``package.module:make``.
+        make: the user's function instead of ``hidden``, as :func:`layers` takes it.
         num_actions: 0 for continuous actions, which are between ``action_low`` and ``action_high``.
-        images: what it sees, unless that is flat.
+        images: its observations, or None if they are flat.
     """
 
     env: str
@@ -283,14 +289,17 @@ class PolicySpec:
     def of(
         cls, task: Task, kind: str, hidden: Sequence[int], make: str | None = None
     ) -> PolicySpec:
-        """For the observations and actions of ``task``."""
+        """Return the spec for the observations and actions of ``task``."""
         sizes = (task.num_actions, task.action_low, task.action_high)
         return cls(task.env, task.observation_size, tuple(hidden), kind, *sizes, make, task.images)
 
     @classmethod
     def from_plain(cls, info: Mapping[str, Any]) -> PolicySpec:
-        """Of a checkpoint's ``policy_info``. Raises KeyError if that describes none, ValueError
-        for sizes that are no numbers: the user's function is called with them."""
+        """Return the spec in a checkpoint's ``policy_info``.
+
+        Raises:
+            KeyError: it describes no policy.
+            ValueError: sizes are not whole numbers; the user's function is called with them."""
         known = {name: info[name] for name in cls.__dataclass_fields__ if name in info}
         for name in ("env", "observation_size", "hidden"):
             known[name] = info[name]
@@ -304,11 +313,11 @@ class PolicySpec:
         return cls(**known)
 
     def as_plain(self) -> dict[str, Any]:
-        """Plain values for a checkpoint."""
+        """Return plain values for a checkpoint."""
         return asdict(self)
 
     def network(self) -> QNetwork | SquashedGaussianNetwork:
-        """New, with random weights. Raises KeyError for another kind."""
+        """Return a new network with random weights. Raises KeyError for another kind."""
         if self.kind == "squashed_gaussian":
             return SquashedGaussianNetwork(
                 self.observation_size, self.action_low, self.action_high, self.hidden, self.make

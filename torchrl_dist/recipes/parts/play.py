@@ -1,4 +1,4 @@
-"""A trained policy alone: torch and gymnasium, no other process."""
+"""Play a trained policy, with torch and gymnasium and no other process."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ def play(
     render: bool = False,
     video: str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
-    """Greedy episodes of a checkpoint's policy; returns plain values. Blocks.
+    """Play greedy episodes of a checkpoint's policy, and return plain values. Blocks.
 
     Args:
         path: a checkpoint, or the folder of its run.
-        episodes: how many.
-        seed: of the environments.
-        render: show them in a window.
-        video: where to write them as a video, replacing the file; needs the extra ``video``.
+        episodes: number of episodes.
+        seed: seed of the environments.
+        render: show the episodes in a window.
+        video: file for a video of them, which is replaced. Needs the extra ``video``.
 
     Raises:
         CheckpointError: the file is missing, damaged, or holds no policy of a recipe.
         ConfigurationError: its environment cannot be built or shown here, or no video written.
     """
     if render and video is not None:
-        raise ConfigurationError("--render and --video: expected one of them")
+        raise ConfigurationError("--render and --video: got both, expected one of them")
     if video is not None:
         _require_video_writer()
     path = Path(path)
@@ -97,7 +97,7 @@ def _require_video_writer() -> None:
 
 @contextlib.contextmanager
 def _written(path: str | os.PathLike[str], fps: int) -> Iterator[Callable[[Any], None]]:
-    """Gives a function that appends a picture to the video: all at once would not fit in memory."""
+    """Yield a function that appends a picture to the video; all pictures may not fit in memory."""
     import imageio.v2 as imageio
 
     @contextlib.contextmanager
@@ -108,7 +108,7 @@ def _written(path: str | os.PathLike[str], fps: int) -> Iterator[Callable[[Any],
             raise ConfigurationError(f"--video: cannot write {path} ({error})") from error
 
     def append(picture: Any) -> None:
-        # Players want even sizes and 4:2:0; every codec has blocks of 2 x 2.
+        # Players need even sizes and 4:2:0, which has blocks of 2 x 2.
         even = picture[: picture.shape[0] // 2 * 2, : picture.shape[1] // 2 * 2]
         with explained():
             film.append_data(even)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Greedy episodes of one moment. ``seconds`` is training time, resumed parts included."""
+    """Greedy episodes at one moment. ``seconds`` is training time, including resumed parts."""
 
     frames: int
     updates: int
@@ -35,17 +35,17 @@ def draw_learning_curve(
     threshold: float | None = None,
     best: Evaluation | None = None,
 ) -> None:
-    """Write a PNG of returns over frames, replacing ``path`` at once.
+    """Write a PNG of returns over frames, and replace ``path`` atomically.
 
     Args:
-        path: where to.
-        title: above the picture.
+        path: the file.
+        title: title of the picture.
         training: (frames, mean return of the episodes that ended there), exploration included.
         evaluations: in the order of their frames.
         threshold: the return at which the environment counts as solved.
         best: the evaluation whose weights were kept.
     """
-    # The object interface: pyplot would choose a backend for the whole process.
+    # The object interface, because pyplot would choose a backend for the whole process.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -80,7 +80,7 @@ def draw_learning_curve(
 
 
 def save_figure(figure: AnyFigure, path: str | os.PathLike[str]) -> None:
-    """Replace ``path`` at once by a picture of the kind that its name says, else by a PNG."""
+    """Replace ``path`` atomically with a picture of the type of its suffix, or else a PNG."""
     path = own_files.resolved(path)
     kind = path.suffix.removeprefix(".") or "png"
     own_files.atomic_write(
@@ -89,7 +89,7 @@ def save_figure(figure: AnyFigure, path: str | os.PathLike[str]) -> None:
 
 
 def _seconds_axis(axes: Axes, evaluations: Sequence[Evaluation]) -> None:
-    """A second axis on top that says at which second a frame was reached."""
+    """Add an axis on top with the second at which a frame was reached."""
     import numpy as np
 
     frames = np.array([0, *(e.frames for e in evaluations)], dtype=float)

@@ -1,4 +1,4 @@
-"""Policies and critics as TorchRL's losses and collectors take them."""
+"""Policies and critics for TorchRL's losses and collectors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...errors import TorchRLDistError
 
 
 class _Categorical(Categorical):
-    """torch's, which names the environment if the logits are NaN."""
+    """torch's distribution, whose error names the environment if the logits are NaN."""
 
     def __init__(self, logits: Tensor, env: str) -> None:
         if logits.isnan().any():
@@ -27,9 +27,10 @@ class _Categorical(Categorical):
 
 
 def categorical_actor(network: nn.Module, env: str = "the environment") -> ProbabilisticActor:
-    """Draws int64 ``action`` ``[...]`` from the logits that ``network`` gives for observations of
-    ``env``, and writes its ``action_log_prob``: the log-probability under the acting policy travels
-    with the data."""
+    """Return an actor that draws int64 ``action`` ``[...]`` from the logits of ``network``.
+
+    It also writes ``action_log_prob``, so that the log-probability under the acting policy is part
+    of the data. ``env`` is named in errors."""
     return ProbabilisticActor(
         TensorDictModule(network, ["observation"], ["logits"]),
         in_keys=["logits"],
@@ -41,14 +42,16 @@ def categorical_actor(network: nn.Module, env: str = "the environment") -> Proba
 
 
 def critic_of(network: nn.Module) -> ValueOperator:
-    """Writes ``state_value`` ``[..., 1]``."""
+    """Return a critic that writes ``state_value`` ``[..., 1]``."""
     return ValueOperator(network, in_keys=["observation"])
 
 
 class _Squashed(TanhNormal):
-    """TorchRL's, with bounds that follow the network to another device, and the density of actions
-    scaled to -1 .. 1. That of actions in the environment's units would add the logarithm of the
-    unit to every step's reward: a bonus for long episodes, or for short ones."""
+    """TorchRL's distribution, with the density of actions scaled to -1 .. 1.
+
+    Its bounds follow the network to another device. The density of actions in the environment's
+    units would add the logarithm of the unit to every step's reward, which favours long episodes or
+    short ones."""
 
     def __init__(self, loc: Tensor, scale: Tensor, low: Tensor, high: Tensor) -> None:
         bounds = {"low": low.to(loc.device), "high": high.to(loc.device)}
@@ -56,16 +59,16 @@ class _Squashed(TanhNormal):
         self._of_unit = ((bounds["high"] - bounds["low"]) / 2).log().sum(-1)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """[...] of actions [..., A] in the environment's units."""
+        """Return the log-density [...] of actions [..., A] in the environment's units."""
         return super().log_prob(value) + self._of_unit
 
     def rsample_and_log_prob(self, sample_shape: Any = ()) -> tuple[Tensor, Tensor]:
-        """As TorchRL's: the action in the environment's units, and its density."""
+        """Like TorchRL's: return the action in the environment's units, and its log-density."""
         action, log_prob = super().rsample_and_log_prob(sample_shape)
         return action, log_prob + self._of_unit
 
     def sample_and_log_prob(self, sample_shape: Any = ()) -> tuple[Tensor, Tensor]:
-        """Likewise."""
+        """Like :meth:`rsample_and_log_prob`, without gradients."""
         action, log_prob = super().sample_and_log_prob(sample_shape)
         return action, log_prob + self._of_unit
 
@@ -73,8 +76,10 @@ class _Squashed(TanhNormal):
 def squashed_gaussian_actor(
     network: nn.Module, low: Sequence[float], high: Sequence[float]
 ) -> ProbabilisticActor:
-    """Draws float32 ``action`` ``[..., A]`` between the bounds from the location and scale that
-    ``network`` gives. Its log-probabilities are those of actions scaled to -1 .. 1."""
+    """Return an actor that draws float32 ``action`` ``[..., A]`` between the bounds.
+
+    ``network`` returns location and scale. Log-probabilities are those of actions scaled to
+    -1 .. 1."""
     return ProbabilisticActor(
         TensorDictModule(network, ["observation"], ["loc", "scale"]),
         in_keys=["loc", "scale"],
@@ -85,5 +90,5 @@ def squashed_gaussian_actor(
 
 
 def action_values_of(network: nn.Module) -> ValueOperator:
-    """Writes ``state_action_value`` ``[..., 1]``."""
+    """Return a critic that writes ``state_action_value`` ``[..., 1]``."""
     return ValueOperator(network, in_keys=["observation", "action"])

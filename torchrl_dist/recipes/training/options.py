@@ -54,7 +54,7 @@ class Option:
 
 
 def option(default: Any, help: str, **about: Any) -> Any:
-    """Return a dataclass field with its documentation and range; ``about`` as for :class:`Option`."""
+    """Return a dataclass field with its documentation and range, as for :class:`Option`."""
     return dataclasses.field(default=default, metadata={_KEY: Option(help, **about)})
 
 
@@ -106,7 +106,7 @@ def add_options(parser: argparse.ArgumentParser, config_class: type) -> None:
 
 
 def given_options(namespace: argparse.Namespace, config_class: type) -> dict[str, Any]:
-    """Return the fields of ``config_class`` that the command line named, as values of their types."""
+    """Return the fields of ``config_class`` that the command line gave, with their types."""
     names = {field.name for field in dataclasses.fields(config_class)}
     return {
         name: tuple(value) if isinstance(value, list) else value

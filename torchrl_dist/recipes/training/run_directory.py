@@ -113,14 +113,14 @@ def check_rows(output: Path, replay: Path | None) -> None:
     )  # otherwise the rows are a copy, or were moved
     if here and (other / _NOTE).exists() and not other.samefile(output):
         raise ConfigurationError(
-            f"--replay-dir: {replay} has the rows of the run in {other}, not of the run in {output}: "
+            f"--replay-dir: {replay} has the rows of the run in {other}, not in {output}; "
             f"give this run its own folder, such as --replay-dir {replay}-2, where its buffer "
             "starts empty, or a copy of the other's that was made while no run used it"
         )
 
 
 def claim_rows(output: Path, replay: Path) -> None:
-    """Record in ``replay`` which run its rows belong to. Call it once the buffer exists."""
+    """Record in ``replay`` the run of its rows. Call it once the buffer exists."""
     if not _is_in(output, replay) and own_files.is_ours(replay):
         _write(replay / CLAIM, {"run": str(output.resolve()), "replay": str(replay.resolve())})
 
