@@ -273,7 +273,7 @@ def test_a_beta_that_makes_no_weights_is_refused_and_the_old_one_stays(make_buff
 def test_beta_is_annealed_by_the_jobs_step(make_buffer) -> None:
     rb = make_buffer(8)
     assert anneal_beta(rb.sampler, 0, steps=100) == 0.4
-    with pytest.raises(ConfigurationError, match="ReplayBuffer: pass buffer.sampler"):
+    with pytest.raises(ConfigurationError, match="ReplayBuffer; pass buffer.sampler"):
         anneal_beta(rb, 0, steps=100)
     assert anneal_beta(rb.sampler, 50, steps=100) == pytest.approx(0.7)
     assert anneal_beta(rb.sampler, 50, steps=100) == pytest.approx(0.7)
@@ -398,7 +398,7 @@ def test_without_its_key_rows_get_the_largest_priority_as_in_torchrl(make_buffer
 
 def test_reading_where_nothing_was_written_is_an_error(make_buffer) -> None:
     rb = make_buffer(8, timeout_s=0.2)
-    with pytest.raises(IndexError, match="nothing was written"):
+    with pytest.raises(IndexError, match="no row was ever written"):
         rb.storage[0]
     rb.extend(make_rows(range(2)))
     with pytest.raises(IndexError, match="0 .. 1"):
@@ -770,7 +770,7 @@ def test_a_sampler_of_another_storage_is_refused(folder: Path, sampler: Callable
 
     first = build("first")
     first.extend(make_rows(range(20)))
-    with pytest.raises(ConfigurationError, match="make one for each storage"):
+    with pytest.raises(ConfigurationError, match="create one sampler per storage"):
         build("second").extend(make_rows(range(20)))
     assert len(first) == 20
     first.storage.close()

@@ -65,7 +65,7 @@ def test_what_no_part_can_be_given(folder: Path) -> None:
     refused: list[tuple[str, Callable[[], Any]]] = [
         ("gather_threads must be at least 1", lambda: storage_at(folder, gather_threads=0)),
         ("steps must be at least 1", lambda: anneal_beta(sampler(), 1, steps=0)),
-        ("beta is a prioritized", lambda: anneal_beta(SamplerWithoutReplacement(), 1, steps=9)),
+        ("expected a prioritized", lambda: anneal_beta(SamplerWithoutReplacement(), 1, steps=9)),
         ("SharedMemmapStorage", lambda: sampler().attach(theirs)),
         ("SharedMemmapStorage", lambda: SharedRandomSampler().sample(theirs, 4)),
         ("not bound to a storage", lambda: sampler().update_priority(torch.tensor([1]), 1.0)),

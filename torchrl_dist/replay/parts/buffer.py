@@ -1,4 +1,4 @@
-"""TorchRL's TensorDict buffer for shared parts: exact handles, no lock of its own around writes."""
+"""TorchRL's TensorDict buffer for shared parts, with exact handles and unlocked writes."""
 
 from __future__ import annotations
 
@@ -26,25 +26,24 @@ from torchrl_dist.replay.saving.disk import MANIFEST, read_dump
 
 
 class SharedReplayBuffer(TensorDictReplayBuffer):
-    """``TensorDictReplayBuffer`` whose handles are exact; same constructor arguments.
+    """``TensorDictReplayBuffer`` with exact handles and the same constructor arguments.
 
-    Over a :class:`SharedMemmapStorage` with a :class:`SharedCursorWriter`, it differs in this:
+    With a :class:`SharedMemmapStorage` and a :class:`SharedCursorWriter`, it differs as follows:
 
-    - A priority goes to the row it was computed for, or to none: ``update_tensordict_priority``
-      passes ``"index_generation"`` of the batch along, whether the batch is the sample itself, a
-      clone, or a part of it. What came too late is dropped and counted
+    - A priority reaches the row for which it was computed, or no row.
+      ``update_tensordict_priority`` uses ``"index_generation"`` of the batch, which may be the
+      sample itself, a clone, or a part of it. Late priorities are dropped and counted
       (``storage.counters["stale_updates"]``).
     - ``extend`` and ``add`` publish rows together with the priorities under ``priority_key``
-      (reduced per row as the sampler's ``reduction`` says). Rows with a bad priority are refused
-      before any is written.
+      (reduced per row by the sampler's ``reduction``). If a priority is invalid, no row is written.
     - ``extend``, ``add`` and ``update_priority`` do not take the buffer's lock, which TorchRL's
-      buffer holds while it samples: another thread's sampling or prefetching does not delay them.
-      They block for the directory's lock only.
+      buffer holds while it samples. Sampling or prefetching in another thread therefore does not
+      delay them. They wait only for the directory's lock.
 
-    Without ``sampler=`` it samples uniformly, without ``writer=`` it builds the writer itself.
+    Without ``sampler=`` it samples uniformly. Without ``writer=`` it creates the writer.
 
     Raises:
-        ConfigurationError: for another kind of writer, or data without handles.
+        ConfigurationError: another kind of writer, or data without handles.
 
     Example:
         >>> storage = SharedMemmapStorage(100, scratch_dir="/dev/shm/example")
@@ -58,7 +57,7 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
     """
 
     draws_anew = True
-    """A copy of it does not have what was drawn ahead, see ``__getstate__``."""
+    """A copy does not have the batches drawn ahead, see ``__getstate__``."""
 
     _replay_lock = _torchrl.EntryLock()
     _futures_lock = _torchrl.EntryLock()
@@ -83,8 +82,8 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
 
         Args:
             tensordicts: ``[n, ...]``; TorchRL's inverse transforms are applied first.
-            update_priority: ``False``: new rows get the largest priority seen, whatever the
-                batch holds under ``priority_key``.
+            update_priority: with ``False``, new rows get the largest priority seen, and
+                ``priority_key`` of the batch is ignored.
 
         Returns:
             The slots, int64 [n]; -1 for rows that did not fit (an extend longer than the ring).
@@ -97,7 +96,7 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         Returns:
             Its slot, int64 [].
         """
-        rows = data.unsqueeze(0) if isinstance(data, TensorDictBase) else data  # refused there
+        rows = data.unsqueeze(0) if isinstance(data, TensorDictBase) else data  # extend refuses it
         index = self._write(rows, True)
         return index[0] if index.numel() else index
 
@@ -123,8 +122,9 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
     # --- copies ------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what was drawn ahead, which this buffer hands out itself, and without the
-        generator of ``set_rng``: a copy draws for itself, by random numbers of its own."""
+        """Return the state without batches drawn ahead, and without the generator of ``set_rng``.
+
+        This buffer returns those batches itself. A copy draws with its own random numbers."""
         _torchrl.initialize(self)
         attributes = self.__dict__
         with self._futures_lock:
@@ -136,8 +136,8 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         return state | {"_rng": None}
 
     def share(self, shared: bool = True) -> SharedReplayBuffer:
-        """Does nothing: copies in other processes have the same rows, and need no common lock."""
-        # the base class's constructor calls it, for the options to be checked
+        """Do nothing: copies in other processes have the same rows, and need no common lock."""
+        # the base class's constructor calls it, so that the options are checked
         return self if "_write_lock" in self.__dict__ else super().share(shared)
 
     def query(
@@ -146,18 +146,19 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         *,
         trajectory_key: NestedKey | None = None,
     ) -> list[Trajectory]:
-        """The trajectories that match, the oldest first; others may write meanwhile.
+        """Return the trajectories that match, the oldest first. Other processes may keep writing.
 
-        It copies all rows of the buffer, as a checkpoint does, and leaves out rows that are being
-        written. Where writers by turns cut each other's trajectories, it joins the pieces.
+        It copies all rows of the buffer, as a checkpoint does, and omits rows that are being
+        written. If writers that take turns cut each other's trajectories, it joins the pieces.
 
         Args:
-            predicate: built from TorchRL's ``traj``, or takes a ``Trajectory``; default: all.
+            predicate: built from TorchRL's ``traj``, or a function of a ``Trajectory``. Default:
+                all trajectories.
             trajectory_key: one number per row, unique in the job. Default: ``("collector",
                 "traj_ids")``, ``"traj_ids"`` or ``"episode"``, whichever the rows have.
 
         Raises:
-            ConfigurationError: the rows have no trajectory ids, or rows of one trajectory lie in
+            ConfigurationError: the rows have no trajectory ids, or rows of one trajectory are in
                 several shards.
         """
         _torchrl.initialize(self)
@@ -169,14 +170,15 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
     # --- saving ------------------------------------------------------------------------------
 
     def dumps(self, path: str | os.PathLike[str]) -> None:
-        """Write a checkpoint of the buffer to a folder: rows with priorities and generations,
-        cursor, counters, alpha, beta, the state of transforms and of ``set_rng``.
+        """Write a checkpoint of the buffer to a folder.
 
-        The whole checkpoint takes the place of an earlier one at once; see the storage's ``dumps``,
-        also for what it blocks and raises. Batches drawn ahead are not saved. Nothing is pickled.
+        It has the rows with priorities and generations, cursor, counters, alpha, beta, and the
+        states of the transforms and of ``set_rng``. It replaces an earlier checkpoint atomically.
+        See the storage's ``dumps``, also for its blocking and its errors. Batches drawn ahead are
+        not saved. Nothing is pickled.
 
         Raises:
-            ConfigurationError: the state of a transform holds other things than tensors, numbers,
+            ConfigurationError: a transform's state holds something other than tensors, numbers,
                 strings, lists and dictionaries.
         """
         _torchrl.initialize(self)
@@ -190,12 +192,13 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         self._storage.dumps(path, extra)
 
     def loads(self, path: str | os.PathLike[str]) -> None:
-        """Restore what :meth:`dumps` wrote, or the rows of what ``TensorDictReplayBuffer.dumps``
-        did over such a storage; see the storage's ``loads``.
+        """Restore a checkpoint of :meth:`dumps`, or the rows of one of ``TensorDictReplayBuffer``.
+
+        The latter must have been written over such a storage. See the storage's ``loads``.
 
         Raises:
-            CheckpointError: there is no checkpoint, or it is damaged or of other transforms; the
-                buffer is unchanged. Also what the storage's ``loads`` raises.
+            CheckpointError: there is no checkpoint, or it is damaged or of other transforms. The
+                buffer is unchanged. The storage's ``loads`` raises further errors.
         """
         _torchrl.initialize(self)
         if not Path(path, MANIFEST).exists() and Path(path, "storage", MANIFEST).exists():
@@ -223,7 +226,7 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
             self.set_rng(own.rng)
 
     def _checked(self, extra: dict[str, Any]) -> _Own:
-        """What :meth:`dumps` added to the rows.
+        """Return the state that :meth:`dumps` added to the rows.
 
         Raises:
             CheckpointError: it is damaged.
@@ -246,14 +249,16 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
                 f"the checkpoint does not fit or is damaged: {error}; the buffer is unchanged"
             ) from error
 
-    # TorchRL's other names for the same
+    # TorchRL's other names for the same thing
     save = dump = dumps
     load = loads
 
     def _priority_per_row(self, data: TensorDictBase) -> torch.Tensor:
         priority = data.get(self.priority_key, None)
         if priority is not None and priority.numel() == data.shape[0]:
-            return priority.reshape(-1)  # nothing to reduce; a reduction costs more than the update
+            return priority.reshape(
+                -1
+            )  # nothing to reduce, and a reduction would cost more than the update
         return self._get_priority_vector(data)
 
     def sample(
@@ -262,8 +267,10 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         return_info: bool = False,
         include_info: bool | None = None,
     ) -> Any:
-        """A batch with ``"index"``, ``"index_generation"`` and what the sampler adds; without these
-        if ``include_info`` is False. With ``return_info`` they come as a dictionary as well."""
+        """Return a batch with ``"index"``, ``"index_generation"`` and the sampler's entries.
+
+        If ``include_info`` is False, it has none of these. With ``return_info``, they are also
+        returned as a dictionary."""
         if include_info is not None:
             warnings.warn(
                 "include_info is TorchRL's older name for return_info", UserWarning, stacklevel=2
@@ -276,7 +283,7 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
 
     @contextlib.contextmanager
     def _capture_prefetch_state(self, **how: Any) -> Iterator[dict[str, Any]]:
-        """In TorchRL's form, which its class takes, too."""
+        """Return the state in TorchRL's form, which TorchRL's class also accepts."""
         if self._storage.limiter is not None:
             _torchrl.drop_waiting(self)
         with super()._capture_prefetch_state(**how) as state:
@@ -293,8 +300,8 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         super()._restore_prefetch_queue_locked(prefetch_state, **how)
 
     def _next_sample(self, batch_size: int | None) -> tuple[TensorDictBase, dict[str, Any]]:
-        # what was fetched ahead may have waited for the rate limiter long ago, and in vain, or have
-        # found nothing left of the pass of an iteration, or be of rows that were dropped since
+        # a batch fetched ahead may have timed out at the rate limiter long ago, may have found the
+        # pass of an iteration over, or may hold rows that have been dropped
         for _ in range(len(self._prefetch_queue) if self._prefetch else 0):
             with contextlib.suppress(RateLimitError, PassOverError):
                 data, info, drawn_of = ReplayBuffer.sample(self, batch_size)
@@ -304,8 +311,10 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         return data, info
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches, without end; over a :class:`SharedSamplerWithoutReplacement` until the end of
-        the pass, whoever draws its last row."""
+        """Yield batches indefinitely.
+
+        With a :class:`SharedSamplerWithoutReplacement`, stop at the end of the pass, whichever
+        process draws its last row."""
         _torchrl.initialize(self)
         if not isinstance(self._sampler, SharedSamplerWithoutReplacement):
             yield from super().__iter__()
@@ -315,8 +324,9 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
                 yield self.sample()
 
     def _sample(self, batch_size: int) -> tuple[Any, dict[str, Any]]:
-        """A batch, its columns and of which rows it was drawn, with the columns beside that:
-        TorchRL's ``sample`` returns the first of the two, also of what was fetched ahead."""
+        """Return a batch, and its columns with the rows that were drawn.
+
+        TorchRL's ``sample`` returns the first of the two, also for batches fetched ahead."""
         drawn_of = self._storage.emptied
         if self._pin_memory or self._sample_unit is not None or len(self._transform or ()):
             data, info = super()._sample(batch_size)
@@ -331,13 +341,13 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Set the priorities of a batch, or of parts of one, from ``data[priority_key]``.
 
-        Rows that were overwritten since they were sampled are skipped and counted. Without
-        ``priority_key`` in ``data`` its rows get the largest priority seen, as new ones do, without
-        a word, as in TorchRL: a misspelled key makes sampling nearly uniform.
+        Rows that were overwritten after they were sampled are skipped and counted. If ``data`` has
+        no ``priority_key``, its rows silently get the largest priority seen, as new rows do and as
+        in TorchRL. A misspelled key therefore makes sampling nearly uniform.
 
         Args:
-            data: holds ``"index"``, and ``"index_generation"`` as every sample does; without the
-                latter rows are matched as in :meth:`update_priority`.
+            data: has ``"index"``, and ``"index_generation"`` as every sample does. Without the
+                latter, rows are matched as in :meth:`update_priority`.
         """
         _torchrl.initialize(self)
         if not isinstance(self._sampler, PrioritizedSampler):
@@ -371,9 +381,10 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
         Args:
             index: slots, int64 [n]; entries of -1 are skipped.
             priority: >= 0, one or [n].
-            generation: int64 [n], ``"index_generation"`` of these rows. Without it they are
-                matched with recent samples and extends of this process; slots that match none
-                are updated whatever they hold now, and counted (``"unverified_updates"``).
+            generation: int64 [n], ``"index_generation"`` of these rows. Without it, they are
+                matched with recent samples and extends of this process. Slots without a match
+                are updated, whichever row they hold now, and counted
+                (``"unverified_updates"``).
         """
         _torchrl.initialize(self)
         if isinstance(index, tuple):
@@ -386,14 +397,14 @@ class SharedReplayBuffer(TensorDictReplayBuffer):
 
 
 def _per_row(values: torch.Tensor, priority: torch.Tensor) -> torch.Tensor:
-    """One handle per priority: TorchRL repeats them over further batch dimensions of a sample."""
+    """Return one handle per priority. TorchRL repeats them over further batch dimensions."""
     while values.ndim > priority.ndim:
         values = values[..., 0]
     return values
 
 
 class _Own(NamedTuple):
-    """What a buffer adds to the rows of a checkpoint."""
+    """The state that a buffer adds to the rows of a checkpoint."""
 
     batch_size: int | None
     sampler: dict[str, Any]

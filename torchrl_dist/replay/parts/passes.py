@@ -1,18 +1,18 @@
-"""Sampling without replacement over a replay directory: who draws a row, draws it for all.
+"""Sampling without replacement over a replay directory, for all processes together.
 
-A *pass* visits the rows that were published when it began, each at most once, whichever process
-draws it:
+A *pass* visits the rows that were published when it began. Each row is drawn at most once, by any
+of the processes:
 
-- A row that is overwritten before its turn is left out. Rows written since wait for the next pass.
-- A pass begins with the first draw that finds nothing left of the one before; so also after
-  ``empty`` and ``loads``, which leave none of its rows.
-- Rows that a process drew count as drawn, whatever becomes of it: after ``kill -9`` up to one batch
-  (and what it had fetched ahead) is missing in that pass.
-- The pass is in the directory: a restarted job goes on with it. It is not part of checkpoints.
+- A row that is overwritten before its turn is omitted. Later rows wait for the next pass.
+- A pass begins with the first draw that finds nothing left of the previous one, for example a draw
+  after ``empty`` or ``loads``, which remove all rows of the pass.
+- Rows that a process drew count as drawn even if it dies. After ``kill -9``, up to one batch (and
+  batches fetched ahead) is missing in that pass.
+- The pass is in the directory, so a restarted job continues it. It is not part of checkpoints.
 
-``pass.bin`` holds three counters, an order of slots, and the versions that these had. A draw is one
-store, to the counter of rows that were passed; a new order counts once its length is stored, last.
-So a process may be killed anywhere in here.
+``pass.bin`` has three counters, an order of slots, and the versions that these had. A draw is one
+store, to the counter of passed rows. A new order becomes valid with its length, which is stored
+last. A process may therefore be killed at any point in here.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from torchrl_dist.replay.parts.sampler import EMPTY, Drawn, SharedSampler
 from torchrl_dist.replay.parts.storage import NoRowsError, SharedMemmapStorage
 from torchrl_dist.replay.row import rows
 
-# the first words of pass.bin: the pass, counted from 1; entries of its order that were passed, and
-# how many there are
+# the first words of pass.bin: the number of the pass, from 1; the number of passed entries of its
+# order; the length of the order
 _NUMBER, _PASSED, _COUNT = range(3)
 _HEAD_WORDS = 8
 _LOOK_AHEAD = 256
-OVER = "the pass that this buffer is being iterated over has no row left: sample after the loop"
+OVER = "the pass of the current iteration over this buffer has no row left; sample after the loop"
 
 
 class Passes:
@@ -51,20 +51,20 @@ class Passes:
 
     @property
     def number(self) -> int:
-        """Of the pass, counted from 1; 0 before the first."""
+        """The number of the pass, from 1; 0 before the first."""
         return int(self._head[_NUMBER])
 
     @property
     def left(self) -> int:
-        """Rows that are still to be drawn, at most: some may have been overwritten."""
+        """Upper bound of the rows that remain in the pass; some may have been overwritten."""
         return int(self._head[_COUNT] - self._head[_PASSED])
 
     def begin(self, order: Any, number: int | None = None) -> None:
         """Begin a pass over the rows that are published now.
 
         Args:
-            order: ``order(n)`` gives the order of ``n`` rows, int64 [n]; None: by their slots.
-            number: of the pass; default: the next one.
+            order: ``order(n)`` returns the order of ``n`` rows, int64 [n]; None: by their slots.
+            number: number of the pass. Default: the next number.
         """
         versions = self._directory.versions
         slots = np.flatnonzero((versions & 1 == 0) & (versions > 0))
@@ -78,8 +78,9 @@ class Passes:
         self._head[_COUNT] = slots.size
 
     def take(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """The next rows of the pass, slots and versions, int64 [n], ``n <= count``: fewer where no
-        more are left."""
+        """Return slots and versions of the pass's next rows, int64 [n], ``n <= count``.
+
+        There are fewer than ``count`` at the end of the pass."""
         passed = max(0, int(self._head[_PASSED]))
         stop = min(int(self._head[_COUNT]), self._directory.capacity)
         parts = []
@@ -91,7 +92,7 @@ class Passes:
             parts.append((slots[there], versions[there]))
             missing -= parts[-1][0].size
             passed = part.stop
-        while passed < stop:  # so that ``left`` is 0 once nothing but overwritten rows is
+        while passed < stop:  # so that ``left`` is 0 once only overwritten rows remain
             part = slice(passed, min(passed + _LOOK_AHEAD, stop))
             there = self._directory.versions[self._slots[part]] == self._versions[part]
             passed += int(there.argmax()) if there.any() else there.size
@@ -107,11 +108,12 @@ class Passes:
 def take_of_pass(
     storage: SharedMemmapStorage, passes: Passes, number: int, count: int, order: Any
 ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray], int, int]:
-    """Rows of the pass of that number, for a host: ``count``, or fewer where no more are left. It
-    begins here with the first rows that are taken.
+    """Draw ``count`` rows of the pass with this number, for a host, or fewer at its end.
+
+    The pass begins in this directory with the first rows that are taken.
 
     Returns:
-        Slots, generations and copied rows; the pass that is under way, and what is left of it.
+        Slots, generations and copied rows, the number of the present pass, and the rows left in it.
     """
     directory = storage.directory
 
@@ -128,23 +130,23 @@ def take_of_pass(
 
 
 class PassOverError(RuntimeError):
-    """The pass that is being iterated over has no row left, and no other one was begun."""
+    """The pass of the current iteration has no row left, and no other pass has begun."""
 
 
 class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
-    """Uniform sampling without replacement, over all processes of the node together.
+    """Sample uniformly without replacement, counted over all processes of the node.
 
-    Takes the place of ``SamplerWithoutReplacement``: in a *pass* each row is drawn at most once,
-    whichever process draws it. A pass visits the rows that were published when it began: rows that
-    are overwritten before their turn are left out, and rows written since wait for the next pass,
-    which begins with the first sample that finds nothing left of this one, also after ``empty()``
-    and ``loads()``. What a process drew counts as drawn even if it is killed. The pass is kept in
-    the replay directory; a restarted job goes on with it.
+    It replaces ``SamplerWithoutReplacement``. In a *pass*, each row is drawn at most once, by any
+    of the processes. A pass visits the rows that were published when it began. Rows that are
+    overwritten before their turn are omitted, and later rows wait for the next pass. The next pass
+    begins with the first sample that finds nothing left of this one, including after ``empty()``
+    and ``loads()``. Rows that a process drew count as drawn even if it is killed. The pass is in
+    the replay directory, so a restarted job continues it.
 
     The last batch of a pass is shorter if the rows do not fill it. ``for batch in buffer`` ends
     with the pass, in each process that iterates over a :class:`SharedReplayBuffer`. TorchRL's class
-    asks before each batch whether rows are left: if another process takes them just then, it goes
-    on with the next pass.
+    checks before each batch whether rows are left. If another process takes them at that moment, it
+    continues with the next pass.
 
     Example:
         >>> buffer = TensorDictReplayBuffer(
@@ -155,14 +157,14 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
         ... )
 
     Args:
-        drop_last: leave out the last batch of a pass if it is not full.
-        shuffle: ``False``: in the order of the slots.
+        drop_last: omit the last batch of a pass if it is not full.
+        shuffle: with ``False``, rows come in the order of their slots.
 
     Raises:
-        ConfigurationError: the storage has a limiter with ``max_times_sampled``; or
-            ``drop_last=True`` and fewer rows in the buffer than a batch has.
-        RuntimeError: from ``sample``, if no row is published, or with ``drop_last=True`` fewer than
-            a batch has, and none is being written.
+        ConfigurationError: the storage has a limiter with ``max_times_sampled``, or
+            ``drop_last=True`` and the buffer holds fewer rows than a batch.
+        RuntimeError: from ``sample``, if no row is published (with ``drop_last=True``, fewer than a
+            batch), and none is being written.
     """
 
     def __init__(self, drop_last: bool = False, shuffle: bool = True) -> None:
@@ -172,14 +174,15 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
     def _setup(self) -> None:
         super()._setup()
         self._passes: Passes | None = None
-        self._pass: int | None = None  # that this process drew from last
+        self._pass: int | None = None  # the pass that this process drew from last
         self._batch_size = 1
         self._only_one = False
 
     @contextmanager
     def one_pass(self) -> Iterator[None]:
-        """Inside, only the first draw may begin a pass; one that would begin the next raises
-        :class:`PassOverError`."""
+        """In this context, only the first draw may begin a pass.
+
+        A draw that would begin the next pass raises :class:`PassOverError`."""
         self._pass, self._only_one = None, True
         try:
             yield
@@ -194,7 +197,7 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
         if directory.times_sampled is not None:
             self._directory = None
             raise ConfigurationError(
-                f"{type(self).__name__} counts by itself how often rows are drawn: use a limiter "
+                f"{type(self).__name__} itself counts how often rows are drawn; use a limiter "
                 "without max_times_sampled"
             )
         with directory.lock():
@@ -202,12 +205,12 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
         return directory
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Whether ``sample`` would begin at once."""
+        """Return whether ``sample`` would begin at once."""
         enough = not self.drop_last or len(storage) >= batch_size
         return enough and super().can_sample(storage, batch_size)
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
-        """Returns slots, int64 [batch_size], fewer at the end of a pass, and no further
+        """Return slots, int64 [batch_size] (fewer at the end of a pass), and no further
         information."""
         gate = self.attach(storage).gate
         if gate is None:
@@ -220,8 +223,9 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
         return drawn.index, {}
 
     def draw(self, storage: Storage, count: int) -> Drawn:
-        """What ``sample`` does, with all that is known about the rows, and without waiting for a
-        limiter; ``mass`` is the number of rows."""
+        """Do what ``sample`` does, and return all that is known about the rows.
+
+        It does not wait for a limiter. ``mass`` is the number of rows."""
         directory = self.attach(storage)
         assert isinstance(storage, SharedMemmapStorage)
         slots, generation, leaf, columns = storage.once_rows_are_published(
@@ -241,13 +245,13 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
     def _draw_rows(
         self, storage: SharedMemmapStorage, count: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
-        """Slots, generations, masses and copied rows of one pass, at least one."""
+        """Return slots, generations, masses and copied rows of one pass, at least one row."""
         directory, passes = storage.directory, self._passes
         assert passes is not None
-        if count < 1:  # of no pass
+        if count < 1:  # belongs to no pass
             if not directory.length:
                 raise NoRowsError(EMPTY)
-            nothing = np.empty(count, np.int64)  # refuses a count below 0
+            nothing = np.empty(count, np.int64)  # raises for a negative count
             return storage.read_rows(lambda *_: (nothing, nothing, np.empty(0)), 0)
         self._batch_size = count
         while True:
@@ -259,19 +263,19 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
                     if number is None:
                         found = self._begin(directory, passes, count)
                         self._pass = number = passes.number
-                    else:  # of none, if others went on to the next one
+                    else:  # no rows if other processes have begun the next pass
                         found = passes.take(more if passes.number == number else 0)
                 return *found, np.ones(found[0].size)
 
             slots, generation, leaf, columns = storage.read_rows(take, count)
-            # else all, or a part of a batch, were overwritten meanwhile
+            # otherwise all rows, or a part of a full batch, were overwritten
             if slots.size == count or (slots.size and not self.drop_last):
                 return slots, generation, leaf, columns
 
     def _begin(
         self, directory: ReplayDirectory, passes: Passes, count: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The first rows of a batch, from the pass, or from a new one. Called under the lock."""
+        """Return the first rows of a batch, from this pass or a new one. Called under the lock."""
         if not directory.length:
             raise NoRowsError(EMPTY)
         if self.drop_last and directory.length < count:
@@ -279,7 +283,7 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
                 f"drop_last=True and a batch of {count} rows, but the buffer holds "
                 f"{directory.length}: no pass has a full batch"
             )
-            if directory.high >= count:  # a moment ago there were enough, if not all at once
+            if directory.high >= count:  # enough rows have existed, though not all at this moment
                 raise NoRowsError(too_few, count)
             raise ConfigurationError(too_few)
         begun = self._only_one and self._pass is not None
@@ -297,7 +301,7 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
 
     @property
     def ran_out(self) -> bool:
-        """Whether the pass that this process drew from last is over, whoever drew its last row."""
+        """Return whether the pass that this process drew from last is over."""
         passes = self._passes
         if self._pass is None or passes is None:
             return False
@@ -311,7 +315,7 @@ class SharedSamplerWithoutReplacement(SharedSampler, SamplerWithoutReplacement):
 
     @property
     def _remaining_batches(self) -> int:
-        """Batches that TorchRL's prefetching may draw ahead."""
+        """The number of batches that TorchRL's prefetching may draw ahead."""
         left = 0 if self._passes is None else self._passes.left
         return left // self._batch_size if self.drop_last else -(left // -self._batch_size)
 

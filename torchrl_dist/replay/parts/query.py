@@ -1,4 +1,4 @@
-"""Whole trajectories out of a ring that many processes write, for TorchRL's ``query``."""
+"""Whole trajectories from a ring that many processes write, for TorchRL's ``query``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.row import rows
 from torchrl_dist.replay.saving.snapshot import SavedShard
 
-# as TorchRL looks for them
+# the order in which TorchRL looks for them
 _USUAL_KEYS: tuple[NestedKey, ...] = (("collector", "traj_ids"), "traj_ids", "episode")
 _END_KEYS = ("done", "terminated", "truncated")
 
@@ -21,15 +21,14 @@ _END_KEYS = ("done", "terminated", "truncated")
 def trajectories(
     saved: Sequence[SavedShard | None], key: NestedKey | None
 ) -> Iterator[tuple[TensorDictBase, NestedKey]]:
-    """Rows ``[n]``, those of a trajectory next to each other in the order of writing, and the key
-    of their trajectory ids.
+    """Return rows ``[n]`` ordered by trajectory, and the key of their trajectory ids.
 
-    In each part neighbouring trajectories have different ids, and the oldest comes first.
+    Rows of a trajectory are neighbours, in the order of writing. In each part, neighbouring
+    trajectories have different ids, and the oldest comes first.
 
     Raises:
-        KeyError: rows without that key.
-        ConfigurationError: rows without trajectory ids, or a trajectory that lies in several
-            shards.
+        KeyError: the rows do not have that key.
+        ConfigurationError: the rows have no trajectory ids, or a trajectory is in several shards.
     """
     seen: dict[float, int] = {}
     for number, shard in enumerate(saved):
@@ -62,13 +61,13 @@ def _ids_of(data: TensorDict, key: NestedKey | None) -> tuple[NestedKey, np.ndar
     if key is not None:
         raise KeyError(f"trajectory_key {key!r} not found in data.")
     raise ConfigurationError(
-        f"the rows have no trajectory id under {', '.join(map(str, keys))}: pass trajectory_key=. "
-        "Flags at the ends of episodes do not tell the rows of two processes apart"
+        f"the rows have no trajectory id under {', '.join(map(str, keys))}; pass trajectory_key=. "
+        "Flags at the ends of episodes cannot distinguish the rows of two processes"
     )
 
 
 def _ends_of(data: TensorDict) -> np.ndarray:
-    """Whether an episode ends with the row, bool [n]; False where rows do not say."""
+    """Return whether an episode ends with the row, bool [n]; False if rows have no such flag."""
     for place in ((("next", key) for key in _END_KEYS), _END_KEYS):
         flags = [flag for key in place if (flag := data.get(key, None)) is not None]
         if flags:
@@ -88,18 +87,20 @@ def _check_one_shard(ids: np.ndarray, number: int, seen: dict[float, int]) -> No
 
 
 def _order(ids: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, list[tuple[int, int]]]:
-    """In which order to take rows that lie in the order of writing, int64 [n], and the parts
-    ``(start, stop)`` of this order that have no two trajectories of the same id side by side.
+    """Return an order of rows that are in the order of writing, int64 [n], and its parts.
 
-    Writers cut each other's trajectories into pieces. A piece continues the one before it of the
-    same id, unless that ended.
+    In each part ``(start, stop)``, neighbouring trajectories have different ids. Writers cut each
+    other's trajectories into pieces. A piece continues the previous piece of the same id, unless
+    that one ended.
     """
     first = np.flatnonzero(np.append(True, ids[1:] != ids[:-1]))  # rows of pieces
     length = np.diff(np.append(first, ids.size))
     by_id = np.argsort(ids[first], kind="stable")
     same = ids[first][by_id[1:]] == ids[first][by_id[:-1]]
     begins = np.append(True, ~same | ends[first + length - 1][by_id[:-1]])
-    group = np.empty(first.size, np.int64)  # of each piece, by the place of its first piece
+    group = np.empty(
+        first.size, np.int64
+    )  # for each piece, the place of its trajectory's first piece
     group[by_id] = by_id[begins][np.cumsum(begins) - 1]
     order = np.argsort(np.repeat(group, length), kind="stable")
     ordered = np.repeat(group, length)[order]

@@ -1,4 +1,4 @@
-"""Samplers over a replay directory: prioritized and uniform, for every process of the node."""
+"""Prioritized and uniform samplers over a replay directory, for all processes of the node."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ from torchrl_dist.replay.row import _torchrl, rows
 
 EMPTY = (
     "Cannot sample from an empty storage. No row has been written yet, or the buffer was emptied: "
-    "extend it first, ask len(buffer), or give its storage a RateLimiter(min_size_to_sample=n): "
-    "then sample() waits until so many rows are there."
+    "extend it first, check len(buffer), or give its storage a RateLimiter(min_size_to_sample=n), "
+    "with which sample() waits until that many rows exist."
 )
 _RECENT_ROWS = 2**19  # 8 MiB of slots and generations
-_ROWS_PER_BATCH = 64  # what a batch takes beside its rows, in memory and to be hashed, as rows
+_ROWS_PER_BATCH = 64  # overhead of a batch in memory and hashing, in rows
 _SAME_VALUES = 4
 _MOST_ASIDE = 4096
 _PATIENCE_S = 1.0
 
 
 class RecentGenerations:
-    """Which generations recent index tensors of this process referred to.
+    """The generations that recent index tensors of this process referred to.
 
     TorchRL's ``update_priority`` receives slots without generations. The slots of a batch that
-    was drawn or written here are recognised by the tensor itself, or by its values, since
+    was drawn or written here are recognised by the tensor itself, or by its values, because
     batches are often cloned or sent to another device and back.
 
-    The values are copied into rings. Kept alive, the small tensors of thousands of batches would
-    lie between large ones, and hinder the allocator in using their memory again.
+    The values are copied into rings. If the small tensors of thousands of batches stayed alive,
+    they would lie between large ones, and the allocator could not reuse that memory.
 
-    A signal handler may use this while the thread that it interrupted does: it then leaves its
-    batches aside for whoever comes next, and looks for what it asks without changing anything. So
-    does another thread where the main thread does not leave: a handler on top of it may be waiting
-    for a lock of TorchRL's buffer that the other has.
+    A signal handler may use this while the interrupted thread does. It then puts its batches aside
+    for the next call, and searches without changing anything. Another thread does the same if the
+    main thread does not leave, because a handler in the main thread may be waiting for a lock of
+    TorchRL's buffer that the other thread holds.
     """
 
     def __init__(self) -> None:
@@ -67,24 +67,26 @@ class RecentGenerations:
     def _clear(self) -> None:
         self._slots = np.empty(_RECENT_ROWS, np.int64)
         self._generations = np.empty(_RECENT_ROWS, np.int64)
-        self._next = 0  # position in the rings, counted on beyond their end
+        self._next = 0  # position in the rings, which keeps growing beyond their size
         self._batches: deque[_Batch] = deque()  # the oldest first
         self._by_identity: dict[int, _Batch] = {}
-        # Hashing a batch costs as much as the lock: left to the first index that is not the tensor.
+        # Hashing costs as much as the lock, so it waits for the first index that is another tensor.
         self._unhashed: deque[_Batch] = deque()
         self._by_values: dict[bytes, deque[_Batch]] = {}
         self._aside: deque[tuple[torch.Tensor, torch.Tensor, bool]] = deque(maxlen=_MOST_ASIDE)
 
     def _renew(self) -> None:
-        if not self._lock.acquire(blocking=False):  # a thread that is not here was changing them
+        if not self._lock.acquire(
+            blocking=False
+        ):  # a thread that does not exist here was changing them
             self._clear()
         self._lock = threading.RLock()
-        self._main_thread = threading.main_thread().ident  # in a child the one that forked
+        self._main_thread = threading.main_thread().ident  # in a child, the thread that forked
 
     def remember(self, index: torch.Tensor, generation: torch.Tensor, *, written: bool) -> None:
-        """Both int64 [n]."""
+        """Record slots and their generations, both int64 [n]."""
         lock, other = self._lock, threading.get_ident() != self._main_thread
-        # only the main thread is interrupted, also between two lines: it takes locks by "with"
+        # only the main thread is interrupted, even between two lines, so it locks by "with"
         owned = lock._is_owned()  # type: ignore[attr-defined]  # not in typeshed
         if owned or (other and not lock.acquire(blocking=False)):
             self._aside.append((index, generation.clone(), written))
@@ -104,7 +106,7 @@ class RecentGenerations:
         takes = min(_ROWS_PER_BATCH + count, _RECENT_ROWS)
         start = self._next
         at = start % _RECENT_ROWS
-        if at + takes > _RECENT_ROWS:  # in one piece
+        if at + takes > _RECENT_ROWS:  # contiguous
             start, at = start + _RECENT_ROWS - at, 0
         self._next = start + takes
         while self._batches and self._batches[0].start < self._next - _RECENT_ROWS:
@@ -133,11 +135,11 @@ class RecentGenerations:
                 del self._by_values[batch.digest]
 
     def recall(self, index: int | torch.Tensor) -> torch.Tensor | None:
-        """The generations meant, if known.
+        """Return the generations that the index means, or None.
 
-        Of several draws with the values of a cloned index, the oldest: rather drop a priority
-        than give it to a row that it was not computed for. What was drawn before this process
-        itself wrote these slots again is gone in any case.
+        If a cloned index matches several draws, the oldest one counts: it is better to drop a
+        priority than to set it on another row. Draws from before this process itself wrote these
+        slots again never count.
         """
         lock, other = self._lock, threading.get_ident() != self._main_thread
         owned = lock._is_owned()  # type: ignore[attr-defined]  # not in typeshed
@@ -163,7 +165,7 @@ class RecentGenerations:
         return _oldest_of(self._by_values.get(_digest(_slots_of(index)), ()))
 
     def _look_for(self, index: int | torch.Tensor) -> torch.Tensor | None:
-        """:meth:`recall` in the middle of a change by another: nothing is changed."""
+        """Do :meth:`recall` during a change by another thread, without changing anything."""
         aside = list(self._aside)
         for kept, generation, _ in aside:
             if kept is index:
@@ -186,8 +188,9 @@ def _slots_of(index: int | torch.Tensor) -> np.ndarray:
 
 
 def _oldest_of(batches: Iterable[_Batch]) -> torch.Tensor | None:
-    """The smallest generations among batches of the same slots, the oldest first, since this
-    process last wrote them."""
+    """Return the smallest generations among batches of the same slots, the oldest first.
+
+    Only batches count that came after this process last wrote the slots."""
     candidates: list[np.ndarray] = []
     for batch in reversed(list(batches)):
         candidates.append(batch.generations)
@@ -218,11 +221,11 @@ class Drawn:
 
     Attributes:
         index, generation: int64 [n], slot and generation of each row.
-        leaf: float64 [n], of each row: ``p ** alpha``, 1 in uniform sampling.
+        leaf: float64 [n], ``p ** alpha`` of each row; 1 in uniform sampling.
         tensors: the rows, one tensor [n, ...] per column of the row spec.
-        minimum: the smallest mass of a row in the directory at the time.
+        minimum: the smallest leaf in the directory at that time.
         mass: the sum over all rows of the directory at the time of the first draw.
-        lengths: int64 [slices], where slices were drawn; ``mass`` is of all that could be, then.
+        lengths: int64 [slices], if slices were drawn. ``mass`` is then that of all possible slices.
     """
 
     index: torch.Tensor
@@ -235,10 +238,10 @@ class Drawn:
 
 
 class SharedSampler(Sampler):
-    """What both samplers have in common: the directory behind the storage, and the random numbers.
+    """The base of all samplers: the directory of the storage, and the random numbers.
 
-    Random numbers come from a generator of the process, seeded by the operating system, so that
-    ranks with equal seeds draw different batches; ``ReplayBuffer.set_rng`` replaces it.
+    Random numbers come from a generator of the process that the operating system seeds, so ranks
+    with equal seeds draw different batches. ``ReplayBuffer.set_rng`` replaces the generator.
     """
 
     _directory: ReplayDirectory | None
@@ -249,7 +252,7 @@ class SharedSampler(Sampler):
         self._random_pid = os.getpid()
 
     def attach(self, storage: Storage) -> ReplayDirectory:
-        """Bind to the storage's directory; called when the buffer is built. Idempotent."""
+        """Bind to the storage's directory. The buffer's constructor calls it. Idempotent."""
         if not isinstance(storage, SharedMemmapStorage):
             raise ConfigurationError(
                 f"{type(self).__name__} samples from a SharedMemmapStorage, got "
@@ -259,30 +262,30 @@ class SharedSampler(Sampler):
         return storage.directory
 
     def _attached(self, storage: Storage) -> ReplayDirectory | None:
-        """The directory that this sampler was bound to, if it was.
+        """Return the directory that this sampler is bound to, or None.
 
         Raises:
-            ConfigurationError: to another one: what it knows is of that one's rows.
+            ConfigurationError: it is bound to another directory, whose rows it knows.
         """
         bound = self._directory
         if bound is None or bound is getattr(storage, "directory", None):
             return bound
         raise ConfigurationError(
-            f"this {type(self).__name__} samples from {bound.path}: make one for each storage"
+            f"this {type(self).__name__} samples from {bound.path}; create one sampler per storage"
         )
 
     def note_written(self, index: torch.Tensor, generation: torch.Tensor) -> None:
-        """Called by the writer of this process after it published rows."""
+        """Note new rows. The writer of this process calls it after it published them."""
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Whether ``sample`` would begin at once."""
+        """Return whether ``sample`` would begin at once."""
         directory = self.attach(storage)
         if directory.gate is not None and not directory.gate.can_sample(batch_size):
             return False
         return directory.length > 0
 
     def _uniforms(self, count: int) -> np.ndarray:
-        """float64 [count] in [0, 1)."""
+        """Return random numbers, float64 [count] in [0, 1)."""
         if self._rng is not None:
             device = self._rng.device
             drawn = torch.rand(count, generator=self._rng, dtype=torch.float64, device=device)
@@ -294,7 +297,7 @@ class SharedSampler(Sampler):
     def _empty(self) -> None:
         pass  # the directory is emptied by the writer
 
-    # Priorities are saved with the rows, by the storage. What is left is this process's.
+    # The storage saves priorities with the rows. The rest is this process's state.
 
     def dumps(self, path: str | Path) -> None:
         own_files.make_folder(path)
@@ -305,7 +308,7 @@ class SharedSampler(Sampler):
         self.load_state_dict(json.loads(own_files.read_plain(Path(path, "sampler.json"))))
 
     def __getstate__(self) -> dict[str, Any]:
-        # PrioritizedSampler refuses to be spawned: its trees would be copies, ours are shared
+        # PrioritizedSampler cannot be spawned, because its trees would be copies; ours are shared
         state = Sampler.__getstate__(self)
         for name in ("_directory", "_random", "_random_pid", "_recent"):
             state.pop(name, None)
@@ -317,10 +320,11 @@ class SharedSampler(Sampler):
 
 
 class SharedRandomSampler(SharedSampler, RandomSampler):
-    """Uniform sampling with replacement among the rows that are published at the time.
+    """Sample uniformly with replacement among the rows that are published at the time.
 
-    TorchRL's ``RandomSampler`` draws from ``0 .. len``, which misses rows and hits unfinished ones
-    while others write. Takes no lock unless the rows it copies keep changing.
+    TorchRL's ``RandomSampler`` draws from ``0 .. len``. While other processes write, this misses
+    rows and includes unfinished ones. The sampler takes no lock unless the rows that it copies keep
+    changing.
 
     Example:
         >>> storage = SharedMemmapStorage(100, scratch_dir="/dev/shm/example")
@@ -336,10 +340,10 @@ class SharedRandomSampler(SharedSampler, RandomSampler):
         self._setup()
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
-        """Returns slots, int64 [batch_size], and no further information.
+        """Return slots, int64 [batch_size], and no further information.
 
         Raises:
-            RuntimeError: if no row is published, and none is being written.
+            RuntimeError: no row is published, and none is being written.
         """
         gate = self.attach(storage).gate
         if gate is None:
@@ -350,8 +354,9 @@ class SharedRandomSampler(SharedSampler, RandomSampler):
         return drawn.index, {}
 
     def draw(self, storage: Storage, count: int) -> Drawn:
-        """What ``sample`` does, with all that is known about the rows, and without waiting for a
-        limiter; ``mass`` is the number of rows."""
+        """Do what ``sample`` does, and return all that is known about the rows.
+
+        It does not wait for a limiter. ``mass`` is the number of rows."""
         directory = self.attach(storage)
         assert isinstance(storage, SharedMemmapStorage)
         mass = directory.length
@@ -387,7 +392,7 @@ class SharedRandomSampler(SharedSampler, RandomSampler):
                 todo = todo[(now & 1 == 1) | (now == 0)]
                 if not todo.size:
                     return slots, versions, np.ones(count)
-            # nearly every slot is being rewritten: choose among those that are not
+            # nearly every slot is being rewritten, so choose among the others
             now = directory.versions.copy()
             published = np.flatnonzero((now & 1 == 0) & (now > 0))
             if not published.size:
@@ -413,15 +418,16 @@ class SharedRandomSampler(SharedSampler, RandomSampler):
 
 
 class SharesPriorities(SharedSampler):
-    """What TorchRL asks of a prioritized sampler whose priorities lie with the rows. Comes before
-    the class that draws."""
+    """TorchRL's interface of a prioritized sampler, for priorities that are stored with the rows.
+
+    In a class's bases it comes before the class that draws."""
 
     _beta: float
     _eps: float
 
     @property
     def beta(self) -> float:
-        """Exponent of the importance weights; of this process."""
+        """Exponent of the importance weights in this process."""
         return self._beta
 
     @beta.setter
@@ -430,7 +436,7 @@ class SharesPriorities(SharedSampler):
 
     @property
     def eps(self) -> float:
-        """Added to every priority."""
+        """The number added to every priority."""
         return self._eps
 
     @property
@@ -439,8 +445,9 @@ class SharesPriorities(SharedSampler):
 
     @property
     def default_priority(self) -> float:
-        """The largest priority seen (or present, see the constructor); 1 before any. Over hosts it
-        blocks for a call."""
+        """The largest priority seen (or present, see the constructor), or 1 without rows.
+
+        Over hosts, it blocks for one call."""
         raw = self._max_priority[0]
         return 1.0 if raw is None else raw
 
@@ -449,21 +456,20 @@ class SharesPriorities(SharedSampler):
             self.attach(storage)
 
     def add(self, index: torch.Tensor | int) -> None:
-        pass  # publishing did it
+        pass  # publishing has set it
 
     def extend(self, index: torch.Tensor | tuple[Any, ...]) -> None:
         pass
 
     def mark_update(self, index: int | torch.Tensor, *, storage: Storage | None = None) -> None:
-        """Give rows the default priority, as after a change of their content."""
+        """Set the default priority on rows, for example after their content changed."""
         self.update_priority(index, self.default_priority, storage=storage)
 
     def state_dict(self) -> dict[str, Any]:
         return {"_alpha": self.alpha, "_beta": self._beta, "_eps": self._eps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes alpha and beta; those of a uniform sampler, which has none, leave them as they
-        are."""
+        """Load alpha and beta. The state of a uniform sampler has neither, and changes neither."""
         if not state_dict:
             self._empty()
             return
@@ -474,30 +480,30 @@ class SharesPriorities(SharedSampler):
 
 
 class SharedPrioritizedSampler(SharesPriorities, PrioritizedSampler):
-    """Proportional prioritized sampling from one tree that all processes of the node share.
+    """Sample by priority from one sum tree that all processes of the node share.
 
-    Same law, importance weights and defaults as TorchRL's ``PrioritizedSampler``: row ``i`` is
+    Law, importance weights and defaults are those of TorchRL's ``PrioritizedSampler``. Row ``i`` is
     drawn with probability ``p_i / sum(p)``, where ``p_i = (priority_i + eps) ** alpha``, and has
     the weight ``(p_i / min(p)) ** -beta`` (Schaul et al. 2016, "Prioritized Experience Replay",
     section 3.4 and eq. 1). New rows get the largest priority seen so far.
 
-    A priority for a row that was overwritten meanwhile is dropped and counted
+    A priority for a row that has been overwritten is dropped and counted
     (``storage.counters["stale_updates"]``).
 
     Args:
         max_capacity: the storage's capacity, in rows.
-        alpha: priority exponent, >= 0; shared by all processes, which must agree on it. Setting
+        alpha: priority exponent, >= 0, which all processes share and must agree on. Setting
             ``sampler.alpha`` later changes it for all of them.
-        beta: exponent of the importance weights, >= 0; belongs to this process.
+        beta: exponent of the importance weights in this process, >= 0.
         eps: added to every priority, so that none is 0.
         reduction: how ``TensorDictReplayBuffer`` reduces priorities of several elements per row.
         max_priority_within_buffer: new rows get the largest priority among the rows present
-            instead of the largest ever seen; shared by all processes, like alpha.
+            instead of the largest ever seen. All processes share this, like alpha.
         device: ``None`` or the CPU.
 
     Raises:
-        ConfigurationError: another alpha or eps than the directory's, a wrong capacity, or
-            priorities that are negative or not finite (none of them is applied then).
+        ConfigurationError: an alpha or eps other than the directory's, a wrong capacity, or
+            priorities that are negative or not finite (then none of them is applied).
         RuntimeError: from ``sample``, if no row is published, and none is being written.
 
     Example:
@@ -524,7 +530,7 @@ class SharedPrioritizedSampler(SharesPriorities, PrioritizedSampler):
     ) -> None:
         if device is not None and torch.device(device).type != "cpu":
             raise ConfigurationError(
-                f"priorities that processes share lie in host memory, got device={device}: leave "
+                f"priorities that processes share are in host memory, got device={device}; leave "
                 "it out"
             )
         self._alpha, self._beta, self._eps = checked_exponents(alpha, beta, eps)
@@ -543,7 +549,7 @@ class SharedPrioritizedSampler(SharesPriorities, PrioritizedSampler):
         self._recent = RecentGenerations()
 
     def __getstate__(self) -> dict[str, Any]:
-        # another process may have set alpha since this one was built, or sets it on the way
+        # another process may have set alpha since this one was built, or may set it now
         bound = self._directory
         copy_of = self._copy_of if bound is None else bound.identity
         return super().__getstate__() | {"_alpha": self.alpha, "_copy_of": copy_of}
@@ -578,17 +584,17 @@ class SharedPrioritizedSampler(SharesPriorities, PrioritizedSampler):
                 f"the sampler has alpha={self._alpha}, eps={self._eps}, max_priority_within_buffer="
                 f"{self._max_priority_within_buffer}; the processes that share {directory.path} "
                 f"use alpha={shared[0]}, eps={shared[1]}, max_priority_within_buffer={within}: "
-                "pass these, and set sampler.alpha afterwards to change it for all of them"
+                "pass these, and set sampler.alpha afterwards to change it for all processes"
             )
         return directory
 
     @property
     def alpha(self) -> float:
-        """The priority exponent, shared by all processes; setting it rebuilds the tree once.
+        """The priority exponent that all processes share. Setting it rebuilds the tree once.
 
-        As in TorchRL, priorities cannot be recovered from ``alpha == 0``: rows keep their uniform
-        tree value then until their priority is next updated. An alpha that makes a row's tree value
-        too large is refused with ``ConfigurationError``, and changes nothing.
+        As in TorchRL, priorities cannot be recovered from ``alpha == 0``. Rows then keep equal
+        leaves until their priority is next updated. An alpha that makes a row's leaf too large
+        raises ``ConfigurationError`` and changes nothing.
         """
         if self._directory is not None:
             self._alpha = self._directory.get_float(Word.ALPHA)
@@ -616,7 +622,7 @@ class SharedPrioritizedSampler(SharesPriorities, PrioritizedSampler):
     # --- drawing -----------------------------------------------------------------------------
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
-        """Returns ``(index, {"priority_weight": weight})``: int64 and float32, [batch_size]."""
+        """Return ``(index, {"priority_weight": weight})``: int64 and float32, [batch_size]."""
         gate = self.attach(storage).gate
         if gate is None:
             drawn = self.draw(storage, batch_size)
@@ -628,8 +634,9 @@ class SharedPrioritizedSampler(SharesPriorities, PrioritizedSampler):
         return drawn.index, {"priority_weight": torch.from_numpy(weight)}
 
     def draw(self, storage: Storage, count: int) -> Drawn:
-        """What ``sample`` does, with all that is known about the rows, and without waiting for a
-        limiter."""
+        """Do what ``sample`` does, and return all that is known about the rows.
+
+        It does not wait for a limiter."""
         directory = self.attach(storage)
         assert isinstance(storage, SharedMemmapStorage)
         smallest, mass = math.inf, math.nan
@@ -687,20 +694,21 @@ class SharedPrioritizedSampler(SharesPriorities, PrioritizedSampler):
         storage: Storage | None = None,
         generation: torch.Tensor | None = None,
     ) -> None:
-        """Set the priority of rows, unless they were overwritten since they were drawn.
+        """Set the priority of rows, unless they were overwritten after they were drawn.
 
         Args:
             index: slots, int64 [n]; entries of -1 are skipped.
             priority: >= 0, one or [n], before ``alpha`` and ``eps``.
-            storage: the buffer's storage; needed until the sampler has been used once.
-            generation: int64 [n], ``"index_generation"`` of the sample. Without it the rows are
-                matched with this process's recent draws and extends; those that match none are
-                updated whatever they hold now, and counted (``"unverified_updates"``).
+            storage: the buffer's storage. It is needed until the sampler has been used once.
+            generation: int64 [n], ``"index_generation"`` of the sample. Without it, the rows
+                are matched with this process's recent draws and extends. Slots without a match
+                are updated, whichever row they hold now, and counted
+                (``"unverified_updates"``).
         """
         if self._directory is None:
             if storage is None:
                 raise ConfigurationError(
-                    "the sampler is not bound to a storage yet: update priorities through the "
+                    "the sampler is not bound to a storage yet; update priorities through the "
                     "replay buffer, or pass storage="
                 )
             self.attach(storage)
@@ -710,7 +718,7 @@ class SharedPrioritizedSampler(SharesPriorities, PrioritizedSampler):
             _torchrl.sampler_of(buffer) is self and _torchrl.is_being_built(buffer)
             for buffer in _torchrl.buffers_over(storage)
         ):
-            return  # a process that joins must not reset what the others share
+            return  # a process that joins must not reset the shared values
         if generation is None:
             generation = self._recent.recall(index)
         index = as_slots(index)
@@ -732,10 +740,10 @@ class SharedPrioritizedSampler(SharesPriorities, PrioritizedSampler):
 
 
 def checked_exponents(alpha: float, beta: float, eps: float) -> tuple[float, float, float]:
-    """``(alpha, beta, eps)`` as floats.
+    """Return ``(alpha, beta, eps)`` as floats.
 
     Raises:
-        ConfigurationError: one of them is out of its range.
+        ConfigurationError: one of them is out of range.
     """
     if not (0 <= alpha < math.inf and 0 <= beta < math.inf):
         raise ConfigurationError(f"alpha and beta must be >= 0 and finite, got {alpha} and {beta}")
@@ -745,10 +753,10 @@ def checked_exponents(alpha: float, beta: float, eps: float) -> tuple[float, flo
 
 
 def exponents_in(state_dict: dict[str, Any]) -> tuple[float, float]:
-    """Alpha and beta of a sampler's state.
+    """Return alpha and beta of a sampler's state.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: the state is damaged.
     """
     try:
         return checked_exponents(*(state_dict[name] for name in ("_alpha", "_beta", "_eps")))[:2]
@@ -757,10 +765,10 @@ def exponents_in(state_dict: dict[str, Any]) -> tuple[float, float]:
 
 
 def priorities_for(index: torch.Tensor, priority: float | torch.Tensor) -> np.ndarray:
-    """One priority per slot, float64 [n].
+    """Return one priority per slot, float64 [n].
 
     Raises:
-        ConfigurationError: there are neither that many nor a single one.
+        ConfigurationError: there are neither that many priorities nor a single one.
     """
     values = torch.as_tensor(priority).detach().to("cpu", torch.float64).reshape(-1)
     if values.numel() not in (1, index.numel()):
@@ -774,15 +782,15 @@ def priorities_for(index: torch.Tensor, priority: float | torch.Tensor) -> np.nd
 def anneal_beta(
     sampler: PrioritizedSampler, step: int, *, start: float = 0.4, end: float = 1.0, steps: int
 ) -> float:
-    """Set beta by the *job's* step, so that it anneals once for the job and not once per rank.
+    """Set beta by the *job's* step, so that it anneals once per job and not once per rank.
 
-    Linear from ``start`` at step 0 to ``end`` at step ``steps``, then constant. Each rank calls it
-    with a count that all ranks share, such as the global update number or
+    Beta goes linearly from ``start`` at step 0 to ``end`` at step ``steps``, and then stays. Each
+    rank calls this with a count that all ranks share, such as the global number of updates or
     ``replay_buffer.write_count``. TorchRL's schedulers count their own calls, or multiply the
-    value they find, and so advance once per rank and call.
+    present value, and therefore advance once per rank and call.
 
     Returns:
-        The value set.
+        The new beta.
 
     Example:
         >>> sampler = SharedPrioritizedSampler(100, alpha=0.6, beta=0.4)
@@ -791,7 +799,7 @@ def anneal_beta(
     """
     if not isinstance(sampler, PrioritizedSampler):
         raise ConfigurationError(
-            f"beta is a prioritized sampler's, got {type(sampler).__name__}: pass buffer.sampler"
+            f"expected a prioritized sampler, got {type(sampler).__name__}; pass buffer.sampler"
         )
     if steps < 1:
         raise ConfigurationError(f"steps must be at least 1, got {steps}")

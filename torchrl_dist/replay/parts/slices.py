@@ -1,4 +1,4 @@
-"""Slices of trajectories out of a ring that many processes write."""
+"""Slices of trajectories from a ring that many processes write."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _USUAL_KEYS = (("collector", "traj_ids"), ("episode",))
 
 @dataclass(frozen=True)
 class _Runs:
-    """Stretches of rows that are consecutive steps of one trajectory, at one moment.
+    """Runs of rows that are consecutive steps of one trajectory, at one moment.
 
     Attributes:
-        state: what the directory counted then; other counts, other rows.
+        state: the directory's counters at that time. If they differ now, the rows have changed.
         boundaries: first position, last position, int64 [runs, 1], and length, int64 [runs].
-        slots: the slot of each position, int64 [n]; None where they are the same.
+        slots: the slot of each position, int64 [n]; None if slots and positions are equal.
     """
 
     state: tuple[int, ...]
@@ -48,8 +48,10 @@ class _Runs:
     slots: torch.Tensor | None = None
 
     def remaining(self, capacity: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """By slot: how many rows its run has from there on, 0 without a row; its position; and
-        whether it is the first of its run. int64, int64 and bool, [capacity]."""
+        """Return three arrays by slot, int64, int64 and bool, [capacity].
+
+        They are the number of rows of its run from there on (0 without a row), its position, and
+        whether it is the first row of its run."""
         start, length = self.boundaries[0][:, 0].numpy(), self.boundaries[2].numpy()
         begin = np.cumsum(length) - length
         offset = np.arange(length.sum()) - np.repeat(begin, length)
@@ -71,8 +73,8 @@ class NoSlicesError(RuntimeError):
 
     def __init__(self, length: int) -> None:
         super().__init__(
-            f"Did not find a single run of {length} rows to slice; strict_length=False, or a "
-            "shorter slice_len, takes shorter ones"
+            f"Did not find a single run of {length} rows to slice; pass strict_length=False or a "
+            "shorter slice_len to take shorter ones"
         )
 
 
@@ -81,13 +83,13 @@ class _NoColumnError(ConfigurationError):
 
 
 class _Columns:
-    """This process's copy of versions and trajectory ids, brought up to date slot by slot.
+    """This process's copy of versions and trajectory ids, which is updated slot by slot.
 
     Args:
-        directory: with rows.
-        columns: numbers per slot in shared memory: trajectory ids, and steps if rows are to be
-            ordered by them, or neighbours have to be consecutive ones; with ``ends``, streams.
-        ends: flags per slot: after a row with one of them another trajectory begins.
+        directory: a directory that has rows.
+        columns: numbers per slot in shared memory. These are trajectory ids, and steps if rows are
+            ordered by steps or if neighbours must be consecutive steps; with ``ends``, streams.
+        ends: flags per slot. After a row with a flag, another trajectory begins.
     """
 
     def __init__(
@@ -104,14 +106,14 @@ class _Columns:
         self.versions = np.zeros(capacity, dtype=np.int64)
         self._copies = [np.zeros(capacity, dtype=column.dtype) for column in columns]
         self._published = np.zeros(capacity, dtype=bool)
-        # whether a row continues the one in the slot before, which of slot 0 is the last
+        # whether a row continues the row in the previous slot; for slot 0, in the last slot
         self._follows = np.zeros(capacity, dtype=bool)
 
     def refresh(self, cursor: int) -> None:
-        """Read what changed.
+        """Read the slots that have changed.
 
         Args:
-            cursor: the ticket counter, read under the lock: no reservation was half made then.
+            cursor: the ticket counter, read under the lock, so that no reservation is incomplete.
         """
         directory, capacity = self.directory, self.directory.capacity
         changed = np.flatnonzero(directory.versions != self.versions)
@@ -121,17 +123,17 @@ class _Columns:
         if self._end_columns is not None:
             self._ends[changed] = np.any([column[changed] for column in self._end_columns], 0)
         settled = directory.versions[changed] == versions
-        self.versions[changed] = np.where(settled, versions, -1)  # -1: look again
+        self.versions[changed] = np.where(settled, versions, -1)  # -1: read it again next time
         self._published[changed] = settled & (versions & 1 == 0) & (versions > 0)
-        # Old rows in slots that were reserved meanwhile may have been seen before that. Beside
-        # new rows of the same trajectory they would look like its continuation.
+        # Old rows may have been read from slots that were then reserved. Next to new rows of the
+        # same trajectory, they would look like its continuation.
         reserved = min(int(directory.words[Word.CURSOR]) - cursor, capacity)
         for start, stop in slot_ranges(cursor, reserved, capacity):
             self.versions[start:stop] = -1
             self._published[start:stop] = False
             changed = np.concatenate([changed, np.arange(start, stop)])
         touched = np.concatenate([changed, (changed + 1) % capacity])
-        before = touched - 1  # of slot 0: the last one
+        before = touched - 1  # for slot 0, the last slot
         ids = self._copies[0]
         self._follows[touched] = (
             self._published[touched] & self._published[before] & (ids[touched] == ids[before])
@@ -139,23 +141,23 @@ class _Columns:
         if len(self._copies) > 1:
             steps = self._copies[1]
             self._follows[touched] &= steps[touched] == steps[before] + 1
-        if self._end_columns is not None:  # 0: nobody knows what was written before it
+        if self._end_columns is not None:  # 0: its predecessor is unknown
             self._follows[touched] &= (ids[touched] != 0) & ~self._ends[before]
 
     def runs_by_position(self, state: tuple[int, ...], cursor: int) -> _Runs:
-        """Runs of neighbouring slots; the oldest row of the ring, at the cursor, begins one."""
+        """Return runs of neighbouring slots. The oldest row of the ring begins one."""
         newest_to_oldest = self._follows[cursor]
         self._follows[cursor] = False
         start = np.flatnonzero(self._published & ~self._follows)
         stop = np.flatnonzero(self._published & ~np.roll(self._follows, -1))
         self._follows[cursor] = newest_to_oldest
-        if start.size and stop[0] < start[0]:  # runs over the end of the ring
+        if start.size and stop[0] < start[0]:  # runs across the end of the ring
             start = np.roll(start, 1)
         length = (stop - start) % self.directory.capacity + 1
         return _Runs(state, _as_boundaries(start, stop, length))
 
     def runs_by_step(self, state: tuple[int, ...], step_key: NestedKey) -> _Runs:
-        """Runs of consecutive steps of a trajectory, wherever they lie."""
+        """Return runs of consecutive steps of a trajectory, in any slots."""
         slots = np.flatnonzero(self._published)
         ids, steps = (copy[slots] for copy in self._copies)
         order = np.lexsort((steps, ids))
@@ -183,7 +185,7 @@ def _as_boundaries(
 
 
 class _View:
-    """What ``SliceSampler`` asks of a storage (seen in torchrl 0.14.1), answered from the runs."""
+    """The storage that ``SliceSampler`` expects (torchrl 0.14.1), with answers from the runs."""
 
     ndim = 1
 
@@ -197,7 +199,7 @@ class _View:
 
 
 class _Rows:
-    """Drawn rows, for ``SliceSampler`` to look at their flags."""
+    """Drawn rows, whose flags ``SliceSampler`` reads."""
 
     def __init__(self, rows: TensorDictBase) -> None:
         self._rows = rows
@@ -208,14 +210,14 @@ class _Rows:
 
 @dataclass(frozen=True)
 class Slices:
-    """Slices that were chosen, as TorchRL's sampler describes them.
+    """Chosen slices, as TorchRL's sampler describes them.
 
     Attributes:
         shape: ``num_slices``, ``seq_length``, ``target_seq_length`` and ``mask_flat`` of
             ``SliceSampler._finalize_index``.
-        leaf: float64 [num_slices], of the first rows: ``p ** alpha``; None: all alike.
+        leaf: float64 [num_slices], ``p ** alpha`` of the first rows; None if all are equal.
         minimum: the smallest leaf in the directory.
-        mass: of all slices that could be drawn, if it was asked for.
+        mass: the mass of all possible slices, if requested.
     """
 
     shape: dict[str, Any]
@@ -225,14 +227,14 @@ class Slices:
 
     @property
     def lengths(self) -> torch.Tensor:
-        """Rows of each, int64 [num_slices]."""
+        """The number of rows of each slice, int64 [num_slices]."""
         length = self.shape["seq_length"]
         if isinstance(length, torch.Tensor):
             return length
         return torch.full((self.shape["num_slices"],), length)
 
     def per_row(self, values: np.ndarray) -> np.ndarray:
-        """One for each slice, as one for each row."""
+        """Repeat one value per slice as one value per row."""
         length = self.shape["seq_length"]
         return np.repeat(values, length.numpy() if isinstance(length, torch.Tensor) else length)
 
@@ -240,41 +242,40 @@ class Slices:
 class SharedSliceSampler(SharedSampler, SliceSampler):
     """TorchRL's ``SliceSampler`` over rows that many processes write.
 
-    Takes the place of ``SliceSampler(traj_key=..., ...)`` and means the same by its arguments. It
-    sees the trajectories of every process, and a slice holds whole rows, one after the other, of
-    one trajectory: it does not run over rows that are being written, nor from the newest row of
-    the ring to the oldest. Trajectory ids must be unique in the job (as those of
-    ``RPCBatchedCollector`` are): equal ids of two writers look like one trajectory.
+    It replaces ``SliceSampler(traj_key=..., ...)``, and its arguments have the same meaning. It
+    sees the trajectories of all processes. A slice has consecutive, whole rows of one trajectory.
+    It never includes rows that are being written, and never continues from the newest row of the
+    ring to the oldest. Trajectory ids must be unique in the job, as those of
+    ``RPCBatchedCollector`` are, because equal ids of two writers look like one trajectory.
 
-    Writers that extend by turns cut each other's trajectories into short stretches of
-    neighbouring rows. Either extend whole trajectories, or number the steps and pass
-    ``fragmented=True``: then slices follow ``step_key`` wherever the rows lie.
+    Writers that take turns cut each other's trajectories into short runs of neighbouring rows.
+    Either extend whole trajectories, or number the steps and pass ``fragmented=True``. Slices then
+    follow ``step_key`` through any slots.
 
-    A draw after a write looks through the versions of the whole ring, as TorchRL's looks through
-    its trajectory ids; ``fragmented`` sorts all rows by trajectory and step.
+    A draw after a write scans the versions of the whole ring, as TorchRL's sampler scans its
+    trajectory ids. With ``fragmented``, it sorts all rows by trajectory and step.
 
     Args:
-        num_slices, slice_len: exactly one of them; see ``SliceSampler``.
+        num_slices, slice_len: pass exactly one of them, as for ``SliceSampler``.
         traj_key: integer or float, one per row. Default: ``("collector", "traj_ids")`` or
             ``"episode"``, whichever the rows have.
-        step_key: integer, one per row; used with ``fragmented`` only.
+        step_key: integer, one per row. It is used only with ``fragmented``.
         end_key, end_keys: flags, one per row, after which another trajectory begins, for rows
-            without a trajectory id; not used beside ``traj_key``. A slice then holds rows that one
-            thread of one process wrote one after the other, so each ``extend`` must hold
-            consecutive steps. Give the buffers of all processes this sampler, also of those that
-            only write: rows remember their writer from the first one on. Rows that came by RPC
-            are not joined.
-        cache_values: makes no difference: trajectories are looked up again when rows have changed.
+            without a trajectory id. They are not used together with ``traj_key``. A slice then has
+            rows that one thread of one process wrote consecutively, so each ``extend`` must hold
+            consecutive steps. Use this sampler in the buffers of all processes, including those
+            that only write, because the writer of each row is recorded from the first row on. Rows
+            that came by RPC are not joined.
+        cache_values: has no effect. Trajectories are looked up again when rows have changed.
         fragmented, truncated_key, init_key, strict_length, pad_output, span: as in
             ``SliceSampler``.
 
     Raises:
-        ConfigurationError: for what cannot be right over a shared buffer: ``ends``,
-            ``trajectories``, ``compile`` and ``use_gpu``; ``fragmented`` without
-            trajectory ids; rows without the keys, or that were written before anybody asked for
-            ``end_key``.
-        RuntimeError: from ``sample``, if there is no row and none is being written, or no run that
-            is long enough.
+        ConfigurationError: for arguments that cannot work over a shared buffer (``ends``,
+            ``trajectories``, ``compile`` and ``use_gpu``), for ``fragmented`` without trajectory
+            ids, and for rows without the keys or from before a sampler requested ``end_key``.
+        RuntimeError: from ``sample``, if there is no row and none is being written, or if no run is
+            long enough.
 
     Example:
         >>> storage = SharedMemmapStorage(100, scratch_dir="/dev/shm/example")
@@ -289,10 +290,10 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
     """
 
     consecutive = False
-    """Whether neighbours have to be consecutive steps: over hosts, where rows between them may lie
-    in another shard."""
+    """Whether neighbours must be consecutive steps. Over hosts, rows between them may be in another
+    shard."""
 
-    # what TorchRL's class sets
+    # TorchRL's class sets these
     slice_len: int | None
     traj_key: NestedKey | None
     span: tuple[bool | int, bool | int]
@@ -307,18 +308,18 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         fragmented: bool = False,
         **options: Any,
     ) -> None:
-        options.pop("cache_values", None)  # what was found holds until the rows change, anyway
+        options.pop("cache_values", None)  # results stay valid until the rows change
         for name in ("ends", "trajectories", "compile", "use_gpu"):
             given = options.pop(name, None)
             if given is not None and given is not False:
                 raise ConfigurationError(
-                    f"{type(self).__name__} does not support {name}={given!r}: other processes "
-                    "change the rows between two samples; leave it out"
+                    f"{type(self).__name__} does not support {name}={given!r}, because other "
+                    "processes change the rows between two samples; leave it out"
                 )
         self._by_end = traj_key is None and (end_key is not None or end_keys is not None)
         if self._by_end and fragmented:
             raise ConfigurationError(
-                "fragmented=True needs a traj_key: flags at the ends do not say to which "
+                "fragmented=True needs a traj_key, because flags at the ends do not say to which "
                 "trajectory a row belongs that another one's follows"
             )
         if self._by_end:
@@ -337,7 +338,7 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
 
     @property
     def _rng(self) -> torch.Generator:
-        """TorchRL's draws take their randomness from here."""
+        """The generator of TorchRL's draws."""
         if self._given_rng is not None:
             return self._given_rng
         if self._own_rng is None or self._random_pid != os.getpid():
@@ -352,7 +353,7 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
     def sample(
         self, storage: Storage, batch_size: int
     ) -> tuple[tuple[torch.Tensor, ...], dict[NestedKey, torch.Tensor]]:
-        """Returns the slots, int64 [batch_size] in a tuple of one, and the flags of the slices."""
+        """Return the slots, int64 [batch_size] in a tuple of one, and the flags of the slices."""
         gate = self.attach(storage).gate
         assert isinstance(storage, SharedMemmapStorage)
 
@@ -362,7 +363,7 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         slots, generation, slices, columns = (
             draw() if gate is None else gate.draw(batch_size, draw, storage)
         )
-        if gate is not None and slots.size != batch_size:  # slices that were cut short
+        if gate is not None and slots.size != batch_size:  # some slices were cut short
             gate.count_samples(slots.size - batch_size)
         index, spec = torch.from_numpy(slots), storage.directory.rows
         assert spec is not None  # of the rows just read
@@ -371,8 +372,8 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         return (index,), self._flags(slices, storage.as_rows(tensors, raw=True))
 
     def _flags(self, slices: Slices, found: TensorDictBase) -> dict[NestedKey, torch.Tensor]:
-        """What TorchRL's sampler tells about slices with these rows, beside their index."""
-        index = torch.empty(found.shape[0], 1, dtype=torch.int64)  # it only asks how many
+        """Return the entries of TorchRL's sampler for slices with these rows, without the index."""
+        index = torch.empty(found.shape[0], 1, dtype=torch.int64)  # it only needs their number
         return SliceSampler._finalize_index(
             self, index=index, storage=_Rows(found), **slices.shape
         )[1]
@@ -380,7 +381,7 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
     def _read(
         self, storage: SharedMemmapStorage, batch_size: int, with_mass: bool = False
     ) -> tuple[np.ndarray, np.ndarray, Slices, list[np.ndarray]]:
-        """Slots, generations, slices and copied rows: all of them whole, at one moment."""
+        """Return slots, generations, slices and copied rows, all of them whole at one moment."""
         directory, fresh = storage.directory, False
 
         def draw(count: int, locked: bool) -> tuple[np.ndarray, np.ndarray, Slices]:
@@ -392,7 +393,7 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
                     slots, slices = self._choose(directory, runs, count, with_mass)
             except NoRowsError:
                 raise
-            except RuntimeError:  # too few rows, perhaps for this moment only
+            except RuntimeError:  # too few rows, perhaps only at this moment
                 if locked:
                     raise
                 with directory.lock():
@@ -405,12 +406,13 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         )
 
     def _lock_of(self, directory: ReplayDirectory) -> Any:
-        """What a choice of slices needs."""
+        """Return the lock that a choice of slices needs."""
         return nullcontext()
 
     def draw(self, storage: Storage, count: int) -> Drawn:
-        """``count`` slices of ``slice_len`` rows, or none where no run is long enough, with all
-        that is known about them, for a host."""
+        """Draw ``count`` slices of ``slice_len`` rows, with all their facts, for a host.
+
+        If no run is long enough, there are none."""
         directory = self.attach(storage)
         assert isinstance(storage, SharedMemmapStorage) and self.slice_len is not None
         if count and directory.length:
@@ -452,13 +454,13 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         if directory.times_sampled is not None:
             self._directory = None
             raise ConfigurationError(
-                f"{type(self).__name__} takes rows as they lie in their trajectories, whatever "
-                "their counts: use a limiter without max_times_sampled"
+                f"{type(self).__name__} takes the rows of a slice regardless of "
+                "their counts; use a limiter without max_times_sampled"
             )
         return directory
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Whether a run is long enough."""
+        """Return whether a run is long enough."""
         directory = self.attach(storage)
         assert isinstance(storage, SharedMemmapStorage)
         if not super().can_sample(storage, batch_size):
@@ -470,7 +472,7 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
     def _choose(
         self, directory: ReplayDirectory, runs: _Runs, batch_size: int, with_mass: bool
     ) -> tuple[np.ndarray, Slices]:
-        """The slots of a batch, int64 [n], by TorchRL's draw."""
+        """Return the slots of a batch, int64 [n], by TorchRL's draw."""
         view = _View(directory.capacity, runs)
         if not len(view):
             raise NoRowsError(EMPTY)
@@ -484,13 +486,15 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         return slots, replace(slices, mass=mass, minimum=minimum)
 
     def _mass(self, directory: ReplayDirectory, runs: _Runs, length: int) -> tuple[float, float]:
-        """Of all slices that may be drawn, and the smallest of a row: TorchRL's law is that each
-        run has the same probability, and each of its slices. Called under the lock."""
+        """Return the mass of all possible slices, and the smallest mass of a row.
+
+        In TorchRL's law, all runs have the same probability, and so have all slices of a run.
+        Called under the lock."""
         lengths = runs.boundaries[2]
         return float((lengths >= length).sum() if self.strict_length else len(lengths)), 1.0
 
     def _finalize_index(self, *, index: torch.Tensor, storage: _View, **shape: Any) -> Any:
-        """Where TorchRL's draw ends: what it looks up in the rows, it gets once they are here."""
+        """Defer the end of TorchRL's draw, which looks at the rows, until they have been copied."""
         positions = index[:, 0]
         slots = positions if storage.slots is None else storage.slots[positions]
         return slots.numpy(), Slices(shape)
@@ -498,7 +502,7 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
     def _get_stop_and_length(
         self, storage: _View, fallback: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Where TorchRL's ``SliceSampler`` gets its trajectories from."""
+        """Return the trajectories for TorchRL's ``SliceSampler``."""
         return storage.boundaries
 
     def _read_runs(self, directory: ReplayDirectory, *, fresh: bool, locked: bool) -> _Runs:
@@ -528,7 +532,7 @@ class SharedSliceSampler(SharedSampler, SliceSampler):
         if self.end_keys is None:
             return [_column(directory, self.end_key)]
         found = []
-        for key in self.end_keys:  # as in TorchRL one of them will do
+        for key in self.end_keys:  # as in TorchRL, one of them suffices
             with suppress(_NoColumnError):
                 found.append(_column(directory, key))
         return found or [_column(directory, self.end_keys[0])]
@@ -562,16 +566,16 @@ class SharedPrioritizedSliceSampler(
 ):
     """TorchRL's ``PrioritizedSliceSampler`` over rows that many processes write.
 
-    Takes the place of ``PrioritizedSliceSampler(capacity, alpha, beta, ...)``. The first row ``i``
-    of a slice is drawn with probability ``p_i / sum(p)`` over the rows that may begin one, where
-    ``p_i = (priority_i + eps) ** alpha`` comes from the tree that all processes share; all rows of
+    It replaces ``PrioritizedSliceSampler(capacity, alpha, beta, ...)``. The first row ``i`` of a
+    slice is drawn with probability ``p_i / sum(p)`` over the rows that may begin a slice, where
+    ``p_i = (priority_i + eps) ** alpha`` comes from the tree that all processes share. All rows of
     the slice have the weight ``(p_i / min(p)) ** -beta``, with the minimum over all rows of the
-    buffer. A row may begin a slice if its run goes on for ``slice_len`` rows; with ``span`` (to the
-    right) fewer will do, and with ``strict_length=False`` the first row of a run always may. What a
-    run is, :class:`SharedSliceSampler` says; ``fragmented=True`` works, too.
+    buffer. A row may begin a slice if its run has ``slice_len`` rows from there on. With ``span``
+    (to the right), fewer rows suffice, and with ``strict_length=False`` the first row of a run
+    always may. :class:`SharedSliceSampler` defines a run. ``fragmented=True`` also works.
 
-    Priorities belong to rows: a row within a slice may have a low one. Late priorities are dropped
-    as by :class:`SharedPrioritizedSampler`.
+    Priorities belong to rows, so a row within a slice may have a low one. Late priorities are
+    dropped as by :class:`SharedPrioritizedSampler`.
 
     Example:
         >>> sampler = SharedPrioritizedSliceSampler(
@@ -581,11 +585,11 @@ class SharedPrioritizedSliceSampler(
     Args:
         max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer: as in
             :class:`SharedPrioritizedSampler`.
-        options: those of :class:`SharedSliceSampler` but ``pad_output``. A ``span`` to the left is
-            turned off with a warning, as by TorchRL's class.
+        options: those of :class:`SharedSliceSampler` except ``pad_output``. A ``span`` to the left
+            is turned off with a warning, as in TorchRL's class.
 
     Raises:
-        ConfigurationError: as both.
+        ConfigurationError: as :class:`SharedPrioritizedSampler` and :class:`SharedSliceSampler`.
         RuntimeError: from ``sample``, as :class:`SharedSliceSampler`.
     """
 
@@ -615,8 +619,9 @@ class SharedPrioritizedSliceSampler(
     def sample(  # type: ignore[override]  # as in TorchRL, slots of slices come in a tuple
         self, storage: Storage, batch_size: int
     ) -> tuple[tuple[torch.Tensor, ...], dict[NestedKey, torch.Tensor]]:
-        """Returns the slots, int64 [batch_size] in a tuple of one, ``"priority_weight"``, float32
-        [batch_size], and the flags of the slices."""
+        """Return the slots, int64 [batch_size] in a tuple of one, and further entries.
+
+        These are ``"priority_weight"``, float32 [batch_size], and the flags of the slices."""
         index, info = SharedSliceSampler.sample(self, storage, batch_size)
         generation = storage.handed_generation(index)
         assert generation is not None
@@ -635,7 +640,7 @@ class SharedPrioritizedSliceSampler(
         length, count = self._adjusted_batch_size(batch_size)
         starts, leaves, minimum = self._draw_starts(directory, runs, length, count)
         left, position, _ = self._may_start(directory, runs, length)[1]
-        # slices that end early have lengths of their own
+        # slices that end early have other lengths
         lengths = np.minimum(left[starts], length)
         within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         index = np.repeat(position[starts], lengths) + within
@@ -661,7 +666,7 @@ class SharedPrioritizedSliceSampler(
     def _may_start(
         self, directory: ReplayDirectory, runs: _Runs, length: int
     ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Which slots may begin a slice, bool [capacity], and ``runs.remaining``."""
+        """Return which slots may begin a slice, bool [capacity], and ``runs.remaining``."""
         if self._starts is None or self._starts[0] is not runs:
             self._starts = runs, length, runs.remaining(directory.capacity)
         left, _, first = self._starts[2]
@@ -673,10 +678,10 @@ class SharedPrioritizedSliceSampler(
     def _draw_starts(
         self, directory: ReplayDirectory, runs: _Runs, length: int, count: int
     ) -> tuple[np.ndarray, np.ndarray, float]:
-        """First slots of slices, int64 [count], their masses, and the smallest of all rows.
+        """Draw first slots of slices, int64 [count], their masses, and the smallest mass of a row.
 
-        Called under the lock. Rows that may not begin a slice are drawn again: what is left has the
-        law of the tree without them.
+        Called under the lock. Rows that may not begin a slice are drawn again, so the result
+        follows the law of the tree without them.
         """
         tree = directory.tree
         tree.refresh()
@@ -712,7 +717,7 @@ class SharedPrioritizedSliceSampler(
 
 
 def slice_weights(slices: Slices, beta: float) -> dict[NestedKey, torch.Tensor]:
-    """The importance weights, float32 [n]: all rows of a slice have that of the first."""
+    """Return importance weights, float32 [n]. All rows of a slice have the weight of the first."""
     assert slices.leaf is not None
     weight = ((slices.leaf / slices.minimum) ** -float(beta)).astype(np.float32)
     return {"priority_weight": torch.from_numpy(slices.per_row(weight))}
@@ -721,17 +726,17 @@ def slice_weights(slices: Slices, beta: float) -> dict[NestedKey, torch.Tensor]:
 def refuse_padding(sampler: SliceSampler, options: dict[str, Any]) -> None:
     """
     Raises:
-        ConfigurationError: prioritized slices are to be padded.
+        ConfigurationError: the arguments ask for padded prioritized slices.
     """
     if options.get("pad_output"):
         raise ConfigurationError(
-            f"{type(sampler).__name__} does not pad slices: leave pad_output out, and split the "
+            f"{type(sampler).__name__} does not pad slices; leave pad_output out, and split the "
             "batch by its truncated flags"
         )
 
 
 def turn_off_left_span(sampler: SliceSampler) -> None:
-    """Of a sampler that draws the first rows of slices, with a warning."""
+    """Turn off the span to the left with a warning, because the sampler draws first rows."""
     if sampler.span[0]:
         warnings.warn(
             f"{type(sampler).__name__} draws the first rows of slices: the span to the left is "
@@ -742,7 +747,7 @@ def turn_off_left_span(sampler: SliceSampler) -> None:
 
 
 def _column(directory: ReplayDirectory, key: NestedKey) -> np.ndarray:
-    """One number per slot, in shared memory."""
+    """Return a column with one number per slot, in shared memory."""
     if directory.rows is None:
         raise RuntimeError(EMPTY)
     name = unravel_key(key)

@@ -1,4 +1,4 @@
-"""A TorchRL storage whose rows lie in a replay directory, written and read by many processes."""
+"""A TorchRL storage whose rows are in a replay directory that many processes write and read."""
 
 from __future__ import annotations
 
@@ -45,13 +45,14 @@ _RUNS_AT_ONCE = 32
 _T = TypeVar("_T")
 
 Draw = Callable[[int, bool], tuple[np.ndarray, np.ndarray, Any]]
-"""``draw(n, locked) -> (slots, versions, extra)``: slots published at these versions, fewer where
-no more are left, and one number per row that travels along. ``locked``: the caller holds the
-directory's lock."""
+"""``draw(n, locked) -> (slots, versions, extra)``.
+
+It returns slots that are published at these versions, at most ``n``, and one extra number per row.
+With ``locked``, the caller holds the directory's lock."""
 
 
 class _Handed(threading.local):
-    """Drawn rows that this thread has not fetched yet: its own, and a signal handler's."""
+    """Rows that this thread, or a signal handler in it, has drawn but not fetched."""
 
     def __init__(self) -> None:
         self.batches: deque[tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]]
@@ -59,7 +60,7 @@ class _Handed(threading.local):
 
 
 class _Stream(threading.local):
-    """A number of each thread that no other writer has."""
+    """A number per thread that no other writer has."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -67,14 +68,15 @@ class _Stream(threading.local):
 
 
 def check_batch_size(batch_size: int) -> None:
-    """Raises ConfigurationError for what no batch can have; one may have 0 rows."""
+    """Raise ConfigurationError for an impossible batch size. A batch may have 0 rows."""
     if batch_size < 0:
         raise ConfigurationError(f"batch_size={batch_size}: expected at least 0")
 
 
 class NoRowsError(RuntimeError):
-    """No row is published at this moment, or fewer than ``least``: a :class:`RateLimiter` with
-    ``min_size_to_sample`` has samples wait for them."""
+    """No row is published at this moment, or fewer than ``least``.
+
+    With a :class:`RateLimiter` of that ``min_size_to_sample``, samples wait for the rows."""
 
     def __init__(self, message: str, least: int = 1) -> None:
         super().__init__(message)
@@ -87,34 +89,34 @@ class SharedMemmapStorage(
     """Rows shared by every process of one node that names the same directory.
 
     Build it with the same arguments in each process. A copy (``pickle``, ``torch.save``, ``spawn``,
-    ``deepcopy``) carries where the rows are, not the rows: it attaches to the very directory it was
-    made from, or raises ``DirectoryError`` if that is gone. ``len`` is the number of published
-    rows, the same everywhere; it is below ``max_size`` while rows of a full ring are being
-    rewritten.
+    ``deepcopy``) has the place of the rows, not the rows. It attaches to the same directory as the
+    original, or raises ``DirectoryError`` if that directory no longer exists. ``len`` is the number
+    of published rows, the same in all processes. It is below ``max_size`` while rows of a full ring
+    are being rewritten.
 
     Args:
         max_size: capacity in rows.
 
     Keyword Args:
-        scratch_dir: the replay directory, on a local file system; ``/dev/shm/...`` keeps it in
-            memory, a disk keeps it over a reboot. It is made for this user alone (mode 0700); one
-            that another user made, or can write to, is refused.
+        scratch_dir: the replay directory, on a local file system. In ``/dev/shm/...`` it is in
+            memory; on a disk it survives a reboot. It is created for this user alone (mode 0700).
+            A directory that another user created or can write to is refused.
         job_id: processes with the same id share the directory. Default: torchrun's run id or
-            SLURM's job id; started otherwise, pass one.
-        resume: go on with the rows that an earlier job left in the directory.
-        keep: leave the directory when the last process ends. Without it that process removes it
-            at a clean end. It leaves it for a restart where a signal asked one of the processes
-            in a session to stop, or an exception ended one.
+            SLURM's job id. Under another launcher, pass one.
+        resume: continue with the rows that an earlier job left in the directory.
+        keep: keep the directory when the last process ends. By default, that process removes it
+            at a clean end, and keeps it for a restart if a signal asked a process of a session to
+            stop, or if an exception ended a process.
         timeout_s: longest wait for another process, in seconds.
-        limiter: how often rows may be sampled, and when writes wait for that; the same in every
-            process. Default: none, or the one that the directory has.
-        gather_threads: threads that copy sampled rows where a batch has more than 1 MiB; what more
-            than one brings for images depends on free cores and on the memory's bandwidth.
+        limiter: limits how often rows are sampled and when writes wait; the same in every process.
+            Default: the limiter of the directory, or none.
+        gather_threads: number of threads that copy sampled rows if a batch has more than 1 MiB. The
+            gain for images depends on free cores and on the memory's bandwidth.
 
     Raises:
-        DirectoryError: the directory belongs to another job or user, has another capacity, lies
-            on a network file system, or its disk is full.
-        ConfigurationError: from writes, if rows do not match those that are stored.
+        DirectoryError: the directory belongs to another job or user, has another capacity, or is on
+            a network file system, or its disk is full.
+        ConfigurationError: from writes, if rows do not match the stored rows.
         DeadlineError: from any operation that waited ``timeout_s`` for another process.
 
     Example:
@@ -127,7 +129,7 @@ class SharedMemmapStorage(
     """
 
     attaches_when_pickled = True
-    """A copy in another process has the same rows; collectors ask before they write there."""
+    """A copy in another process has the same rows. Collectors check this before they write."""
 
     samplers_to_use: ClassVar[Mapping[str, str]] = {
         "": "SharedRandomSampler()",
@@ -156,7 +158,7 @@ class SharedMemmapStorage(
     ) -> None:
         if torch.device(device).type != "cpu":
             raise ConfigurationError(
-                f"shared rows live in host memory, got device={device}; append a transform that "
+                f"shared rows are in host memory, got device={device}; append a transform that "
                 "moves samples, such as lambda td: td.to('cuda')"
             )
         if ndim != 1 or compilable:
@@ -198,8 +200,8 @@ class SharedMemmapStorage(
             repair=repair,
             identity=identity,
         )
-        # The base classes' __init__ would set up a length, a revision and a cursor of this process,
-        # in semaphores that a killed process leaves in /dev/shm; ours lie in the directory.
+        # The base classes' __init__ would create a length, a revision and a cursor of this process,
+        # in semaphores that a killed process leaves in /dev/shm. Ours are in the directory.
         self.max_size = max_size
         self.ndim = 1
         self.checkpointer = None
@@ -221,24 +223,24 @@ class SharedMemmapStorage(
 
     @property
     def limiter(self) -> RateLimiter | None:
-        """What limits samples and writes of all processes."""
+        """The rate limiter of all processes, or None."""
         gate = self._directory.gate
         return None if gate is None else gate.limiter
 
     @property
     def limiter_counts(self) -> Counts:
-        """What a limiter would go by at this moment; inserts, samples and size are in rows."""
+        """The counts that a limiter would use now: inserts, samples and size, in rows."""
         gate = self._directory.gate
         return Counts(self.write_count, 0, len(self)) if gate is None else gate.counts()
 
     def check_batch(self, batch_size: int | None) -> None:
-        """Raises ConfigurationError if the limiter could let samples of that size wait for ever."""
+        """Raise ConfigurationError if samples of this size could wait indefinitely."""
         if self.limiter is not None and batch_size:
             self.limiter.check_batch(batch_size)
 
     @property
     def directory(self) -> ReplayDirectory:
-        """The shared state; read it freely."""
+        """The shared state, which may be read at any time."""
         return self._directory
 
     @property
@@ -248,41 +250,41 @@ class SharedMemmapStorage(
 
     @property
     def counters(self) -> dict[str, int]:
-        """What happened in the buffer so far, over all processes: stale priorities, rows that were
-        read again, repairs and the like, by name."""
+        """Counters of the buffer over all processes, by name: stale priorities, rows that were read
+        again, repairs and others."""
         return self._directory.counters
 
     def check_entry(self) -> None:
         """See :meth:`ReplayDirectory.check_entry`."""
-        # none yet in a copy that is being unpickled with the buffers around it
+        # a copy that is being unpickled together with its buffer has none yet
         if "_directory" in self.__dict__:
             self._directory.check_entry()
 
     def close(self, *, clean: bool = True) -> None:
-        """End this process's use; idempotent. The last process removes or keeps the directory.
+        """End this process's use. The last process removes or keeps the directory. Idempotent.
 
-        Waits for the writes of other threads of this process; none begins from here on.
+        Waits for the writes of other threads of this process. No new write can begin.
 
         Args:
-            clean: ``False`` after a failure: the directory stays for a restarted job.
+            clean: pass ``False`` after a failure, to keep the directory for a restarted job.
 
         Raises:
-            DeadlineError: a write did not end within ``timeout_s``; nothing has changed.
-            DirectoryError: called by a signal handler that interrupted a write; nothing has
-                changed.
+            DeadlineError: a write did not end within ``timeout_s``. Nothing has changed.
+            DirectoryError: a signal handler that interrupted a write of the same thread called
+                this. Nothing has changed.
         """
         if not self._closed:
             close_directory(self._directory, clean=clean)
             self._closed = True
-            # so that the memory goes with the buffer
+            # so that the buffer's end frees the memory
             _torchrl.forget_drawn_ahead(self)
             self._attached_entities_list = []
 
     def check_open(self, instead: str = "build the storage again to use it") -> None:
         """
         Raises:
-            DirectoryError: it was closed, also where another storage of this process has the same
-                directory open.
+            DirectoryError: this storage was closed, even if another storage of this process has the
+                same directory open.
         """
         if self._closed:
             raise DirectoryError(
@@ -305,18 +307,18 @@ class SharedMemmapStorage(
 
     @property
     def _is_full(self) -> bool:
-        # by the cursor: the length of a full ring dips while rows are rewritten
+        # by the cursor, because a full ring is shorter while rows are rewritten
         return self._directory.high == self.max_size
 
     @property
     def initialized(self) -> bool:
-        """True: there is nothing to set up before processes write. TorchRL's ``MultiCollector``
-        would extend by a row of no env and empty the buffer, with the rows of others."""
+        """True, because nothing must be set up before processes write. Otherwise TorchRL's
+        ``MultiCollector`` would write a row of no env and empty the buffer with all its rows."""
         return True
 
     @initialized.setter
     def initialized(self, value: bool) -> None:
-        pass  # TorchRL's base class stores what is read from the directory here
+        pass  # TorchRL's base class stores this here; ours is read from the directory
 
     @property
     def shape(self) -> torch.Size:
@@ -324,30 +326,31 @@ class SharedMemmapStorage(
 
     @property
     def _mutation_revision(self) -> int:
-        # samplers that cache what they derive from the rows compare this number
+        # samplers with caches derived from the rows compare this number
         words = self._directory.words
         return words[Word.CURSOR] + words[Word.BASE] + words[Word.WRITE_COUNT]
 
     @property
     def write_count(self) -> int:
-        """Rows ever written, by all processes."""
+        """Number of rows ever written by all processes."""
         return int(self._directory.words[Word.WRITE_COUNT])
 
     @property
     def next_slot(self) -> int:
-        """Where the next row goes."""
+        """The slot of the next row."""
         return int(self._directory.words[Word.CURSOR]) % self.max_size
 
     def generations_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """How often each slot, int64, was written, over all processes; -1 where no row is
-        published, and for a slot of -1."""
+        """Return how often each slot was written by all processes, int64.
+
+        It is -1 where no row is published, and for a slot of -1."""
         versions = torch.from_numpy(self._directory.versions)[slots.clamp_min(0)]
         published = (versions & 1 == 0) & (versions > 0) & (slots >= 0)
         return torch.where(published, versions // 2, -1)
 
     @property
     def _storage(self) -> TensorDict | None:
-        """All slots as they lie in memory, published or not; TorchRL reads keys and dtypes here."""
+        """All slots in memory, published or not. TorchRL reads keys and dtypes here."""
         spec = self._directory.rows
         if spec is None:
             return None
@@ -362,19 +365,19 @@ class SharedMemmapStorage(
         *,
         limited: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write a batch at the shared cursor and publish it; what the writer calls.
+        """Write a batch at the shared cursor and publish it. The writer calls this.
 
         Args:
-            data: ``[n, ...]``. Longer than the capacity, only its last ``max_size`` rows are kept.
-            priority: float64 [n], finite and >= 0, before alpha and eps; without it the rows get
-                the largest priority seen.
-            limited: whether to wait, before anything is written, for the limiter's leave.
+            data: ``[n, ...]``. Of more than ``max_size`` rows, only the last ``max_size`` are kept.
+            priority: float64 [n], finite and >= 0, before alpha and eps. Default: the largest
+                priority seen.
+            limited: whether to wait for the limiter before anything is written.
 
         Returns:
             ``(index, generation)``, int64 [n] each; -1 for rows that were not kept.
 
         Raises:
-            RateLimitError: the limiter did not give it in time.
+            RateLimitError: the limiter did not admit the rows in time.
         """
         return self._append(self._checked(data), data.batch_size[0], priority, limited)
 
@@ -386,7 +389,7 @@ class SharedMemmapStorage(
         *,
         limited: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """:meth:`append` of rows that are taken apart already, [n, ...] per column of ``spec``."""
+        """Append rows that are already split, [n, ...] per column of ``spec``."""
         return self._append(self._fitted(spec, columns), len(columns[0]), priority, limited)
 
     def _append(
@@ -400,7 +403,7 @@ class SharedMemmapStorage(
         if parts == [(0, count)]:
             slots, generations = self._append_part(source, 0, count, priority, limited)
             return torch.from_numpy(slots), torch.from_numpy(generations)
-        if count > self.max_size:  # the rest would be overwritten at once
+        if count > self.max_size:  # the other rows would be overwritten at once
             if limited and self._directory.gate is not None:
                 self._directory.gate.wait_to_write(self._cursor, self)
                 limited = False
@@ -434,9 +437,10 @@ class SharedMemmapStorage(
         return reservation.slots(), generation
 
     def write_at(self, index: torch.Tensor, data: TensorDictBase) -> torch.Tensor:
-        """Replace whole rows at given slots; their generation advances like in any write.
+        """Replace whole rows at given slots. Their generation advances as in any write.
 
-        Each run of neighbouring slots is published at once. A slot named twice keeps the last row.
+        Each run of neighbouring slots is published at once. A slot that occurs twice keeps the last
+        row.
 
         Returns:
             The new generations, int64 [n].
@@ -445,10 +449,12 @@ class SharedMemmapStorage(
         slots = as_slots(index).reshape(-1).numpy()
         if slots.size and not (0 <= slots.min() and slots.max() < self.max_size):
             raise IndexError(
-                f"slots must lie in 0 .. {self.max_size - 1}, got {slots.min()} .. {slots.max()}"
+                f"slots must be in 0 .. {self.max_size - 1}, got {slots.min()} .. {slots.max()}"
             )
         if data.batch_size[0] != slots.size:
-            raise ConfigurationError(f"{data.batch_size[0]} rows for {slots.size} slots")
+            raise ConfigurationError(
+                f"got {data.batch_size[0]} rows for {slots.size} slots, expected one row per slot"
+            )
         if not slots.size:
             return torch.empty(0, dtype=torch.int64)
         given = self._checked(data)
@@ -457,11 +463,11 @@ class SharedMemmapStorage(
         order = slots.size - 1 - last
         source: list[np.ndarray | None] = [value[order] for value in given]
         columns = self._spec().columns
-        if STREAM in columns:  # a row that is replaced stays where it is in its trajectory
+        if STREAM in columns:  # a replaced row keeps its place in its trajectory
             source[columns.index(STREAM)] = None
         self._cursor.drop_interrupted()
         generations = np.empty(unique.size, dtype=np.int64)
-        # a few runs of neighbours at a time: claims are a table of limited size that all share
+        # a few runs of neighbours at a time, because all processes share a limited claim table
         edges = np.flatnonzero(np.diff(unique) != 1) + 1
         starts = [0, *edges[_RUNS_AT_ONCE - 1 :: _RUNS_AT_ONCE].tolist(), unique.size]
         for first, last in itertools.pairwise(starts):
@@ -485,7 +491,9 @@ class SharedMemmapStorage(
                 "in a TensorDict"
             )
         if not data.batch_dims:
-            raise ConfigurationError("expected a batch of rows [n, ...], got data without batch")
+            raise ConfigurationError(
+                "expected a batch of rows [n, ...], got data without a batch dimension"
+            )
         spec = self._directory.rows
         if spec is None:
             self._directory.create_rows(rows.spec_of(data))
@@ -494,9 +502,9 @@ class SharedMemmapStorage(
         return rows.matching_columns(data, spec, self._stream)
 
     def _stream(self) -> int:
-        """The number of what this thread writes here, another one after a restore."""
+        """Return the stream number of this thread's rows. It changes after a restore."""
         if self._streams.pid != os.getpid():
-            self._streams = _Stream()  # a forked child's rows are no continuation of its parent's
+            self._streams = _Stream()  # a forked child's rows do not continue its parent's
         return self._streams.number + self._directory.words[Word.RESTORES]
 
     def _fitted(self, spec: RowSpec, columns: list[np.ndarray]) -> list[np.ndarray]:
@@ -511,8 +519,9 @@ class SharedMemmapStorage(
         offset: int,
         priority: np.ndarray | None,
     ) -> np.ndarray:
-        """Copy rows ``offset ...`` of the source into the reserved slots and publish them; for a
-        column that is None the slots keep what they have."""
+        """Copy rows from ``offset`` on into the reserved slots, and publish them.
+
+        Where a column is None, the slots keep their values."""
         try:
             done = offset
             for start, stop in reservation.ranges:
@@ -529,11 +538,11 @@ class SharedMemmapStorage(
         return generation
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
-        """TorchRL's write at given slots, as in ``storage[i] = data``; see :meth:`write_at`.
+        """Write at given slots, as in ``storage[i] = data``. See :meth:`write_at`.
 
         Raises:
-            ConfigurationError: a buffer over the storage was given a writer of TorchRL's, which
-                moves a cursor of its own.
+            ConfigurationError: a buffer over the storage has a writer of TorchRL's, which has its
+                own cursor.
         """
         if set_cursor:
             self.check_writers()
@@ -544,7 +553,7 @@ class SharedMemmapStorage(
         if isinstance(cursor, (int, np.integer)):
             cursor, data = torch.tensor([int(cursor)], device="cpu"), data.unsqueeze(0)
         elif isinstance(cursor, (slice, range)):
-            # a slice means what it means for reading, but for the first rows of all
+            # a slice means the same as for reading, except for the very first rows
             high = self._directory.high or self.max_size
             span = range(*cursor.indices(high)) if isinstance(cursor, slice) else cursor
             cursor = torch.arange(span.start, span.stop, span.step, device="cpu")
@@ -555,7 +564,7 @@ class SharedMemmapStorage(
         self.write_at(cursor, one_row_each(cursor, data))
 
     def empty(self, *, reset_write_count: bool = True) -> None:
-        """Drop every row, for all processes. Handles from before stay stale for ever."""
+        """Drop every row for all processes. Earlier handles stay stale permanently."""
         self.check_open()
         try:
             empty(self._directory, reset_write_count=reset_write_count)
@@ -563,35 +572,35 @@ class SharedMemmapStorage(
             _torchrl.forget_drawn_ahead(self)
 
     def _empty(self) -> None:
-        pass  # ``ReplayBuffer.empty`` calls writer, sampler and storage: the writer's call did it
+        pass  # ``ReplayBuffer.empty`` calls writer, sampler and storage; the writer has done it
 
     # --- reading -----------------------------------------------------------------------------
 
     def read_drawn(
         self, draw: Draw, count: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
-        """Copy drawn rows so that each is one whole published row; what the samplers call.
+        """Copy drawn rows, so that each is one whole published row. The samplers call this.
 
-        Rows that somebody rewrote during the copy are drawn again, a few times, then under the
-        lock, where nobody can.
+        Rows that were rewritten during the copy are drawn again a few times, and finally under the
+        lock, where no process can rewrite them.
 
         Returns:
             ``(slots, generation, extra, columns)``, ``count`` rows of each.
 
         Raises:
-            NoRowsError, DeadlineError: as :meth:`once_rows_are_published`, if ``draw`` raises the
-                former.
+            NoRowsError, DeadlineError: as :meth:`once_rows_are_published`, if ``draw`` raises
+                NoRowsError.
             ConfigurationError: ``count`` is negative.
         """
         check_batch_size(count)
         return self.once_rows_are_published(lambda: self.read_rows(draw, count))
 
     def once_rows_are_published(self, read: Callable[[], _T]) -> _T:
-        """What ``read`` returns; while it finds too few rows and others are being written, wait.
+        """Return the result of ``read``. While it finds too few rows and others are written, wait.
 
         Raises:
-            NoRowsError: ``read`` raised it, and nobody is writing a row.
-            DeadlineError: rows were being written, but for ``timeout_s`` too few were published.
+            NoRowsError: ``read`` raised it, and no process is writing a row.
+            DeadlineError: rows were being written, but too few were published in ``timeout_s``.
         """
         self.check_open()
         deadline = math.inf
@@ -606,12 +615,14 @@ class SharedMemmapStorage(
     def read_rows(
         self, draw: Draw, count: int, *, whole: bool = False
     ) -> tuple[np.ndarray, np.ndarray, Any, list[np.ndarray]]:
-        """:meth:`read_drawn` without its waiting: copy rows, compare their versions, draw others in
-        the place of those that moved, a few times, then under the lock.
+        """Do the work of :meth:`read_drawn`, without waiting.
+
+        Copy rows, compare their versions, and draw others for the rows that changed. Repeat this a
+        few times, and finally under the lock.
 
         Args:
-            whole: windows of rows: if one of them moved, all are drawn again. ``draw`` may then
-                return any number of rows, and anything as ``extra``.
+            whole: for windows of rows. If one row changed, all are drawn again. ``draw`` may then
+                return any number of rows, and any object as ``extra``.
         """
         directory = self._directory
         if not ORDERED_LOADS:
@@ -621,7 +632,7 @@ class SharedMemmapStorage(
         slots, versions, extra = draw(count, False)
         columns = self._gather(slots)
         now = directory.versions[slots]
-        if now.tobytes() == versions.tobytes():  # a tenth of the time that arrays take to compare
+        if now.tobytes() == versions.tobytes():  # a tenth of the time of comparing arrays
             return slots, versions >> 1, extra, columns
         moved, missing = np.flatnonzero(now != versions), []
         for attempt in range(1, REDRAWS + 2):
@@ -652,18 +663,18 @@ class SharedMemmapStorage(
     def hand_over(
         self, index: torch.Tensor, generation: torch.Tensor, columns: list[torch.Tensor]
     ) -> None:
-        """Keep verified rows for the calls with which the buffer follows a draw.
+        """Keep verified rows for the calls that the buffer makes after a draw.
 
-        TorchRL fixes index and weights first, then asks the writer for generations and the
-        storage for rows, from the same thread. Looked up only then, they could belong to a row
-        that was written in between.
+        TorchRL first takes index and weights from the sampler, and then asks the writer for
+        generations and the storage for rows, in the same thread. If they were looked up only then,
+        they could belong to a row that was written in between.
         """
         self._handed.batches.append((index, generation, columns))
-        if self._directory.gate is None:  # which counts itself
+        if self._directory.gate is None:  # a gate counts by itself
             self._directory.count(Word.DRAWN, index.numel())
 
     def handed_generation(self, index: Any) -> torch.Tensor | None:
-        """The generations of the rows handed over for this very index tensor, if any."""
+        """Return the generations of the rows handed over for this index tensor, or None."""
         index = single(index)
         for batch in self._handed.batches:
             if batch[0] is index:
@@ -671,16 +682,16 @@ class SharedMemmapStorage(
         return None
 
     def get(self, index: Any) -> TensorDictBase:
-        """Whole rows at the given slots.
+        """Return whole rows at the given slots.
 
-        An int, a tensor or list of slots waits (at most ``timeout_s``) for rows that are being
-        written; a slice leaves out rows that are not published. A key, or a tuple of them, gives
+        For an int, a tensor or a list of slots, it waits (at most ``timeout_s``) for rows that are
+        being written. A slice omits rows that are not published. A key, or a tuple of keys, returns
         that entry of all rows.
 
         Raises:
-            IndexError: for a slot without a row that nobody is writing.
-            KeyError: for a key that the rows do not have.
-            DeadlineError: if a row stayed unfinished.
+            IndexError: a slot has no row, and no process is writing one.
+            KeyError: the rows do not have the key.
+            DeadlineError: a row stayed unfinished.
         """
         if names_an_entry(index):
             return self.get(slice(None))[index]
@@ -697,7 +708,7 @@ class SharedMemmapStorage(
         if isinstance(index, slice):
             slots = np.arange(*index.indices(self._directory.high))
             versions = self._directory.versions[slots]
-            # locked, as a memory-mapped storage of TorchRL's: ``rb[key] = value`` would be lost
+            # locked, like TorchRL's memory-mapped storage: ``rb[key] = value`` would be lost
             published = slots[(versions & 1 == 0) & (versions > 0)]
             return self._get_slots(published, wait=False).lock_()
         index = torch.as_tensor(index)
@@ -712,10 +723,10 @@ class SharedMemmapStorage(
         return rows.build(rows.tensors(columns, spec), spec, (count,))
 
     def columns_at(self, slots: np.ndarray, *, wait: bool = True) -> tuple[int, list[np.ndarray]]:
-        """How many rows, and their columns [n, ...], at slots, int64 [n].
+        """Return the number of rows and their columns [n, ...] at slots, int64 [n].
 
         Args:
-            wait: for rows that are not published; else they are left out.
+            wait: whether to wait for rows that are not published, or to omit them.
         """
         self.check_open()
         directory = self._directory
@@ -724,7 +735,7 @@ class SharedMemmapStorage(
         slots = np.where(slots < 0, slots + high, slots)
         if slots.size and not (0 <= slots.min() and slots.max() < high):
             raise IndexError(
-                f"slots must lie in 0 .. {high - 1}, got {slots.min()} .. {slots.max()}"
+                f"slots must be in 0 .. {high - 1}, got {slots.min()} .. {slots.max()}"
             )
         versions = directory.versions[slots]
         columns = [array.take(slots, 0) for array in directory.arrays]
@@ -743,7 +754,7 @@ class SharedMemmapStorage(
             if gone.size:
                 raise IndexError(
                     f"there is no row in slots {slots[gone][:8].tolist()} of {directory.path}, and "
-                    "nobody is writing one: never written, emptied, or its writer died"
+                    "no process is writing one: never written, emptied, or its writer died"
                 )
             if todo.size and not wait:
                 slots, columns = (
@@ -755,7 +766,7 @@ class SharedMemmapStorage(
                 if time.monotonic() > deadline:
                     raise DeadlineError(
                         f"slots {slots[todo][:8].tolist()} of {directory.path} were being written "
-                        f"by others for {self.timeout_s:g} s; are these stopped?"
+                        f"by other processes for {self.timeout_s:g} s; are these stopped?"
                     )
                 time.sleep(_RETRY_S)
         return slots.size, columns
@@ -763,11 +774,11 @@ class SharedMemmapStorage(
     def _spec(self) -> RowSpec:
         spec = self._directory.rows
         if spec is None:
-            raise IndexError("cannot read from a shared storage into which nothing was written")
+            raise IndexError("cannot read from a shared storage to which no row was ever written")
         return spec
 
     def as_rows(self, columns: list[torch.Tensor], *, raw: bool = False) -> TensorDict:
-        """A TensorDict (or tensorclass) of copied columns, each [n, ...]; see ``rows.build``."""
+        """Return a TensorDict (or tensorclass) of copied columns, [n, ...]. See ``rows.build``."""
         return rows.build(columns, self._spec(), (columns[0].shape[0],), raw=raw)
 
     def _gather(self, slots: np.ndarray) -> list[np.ndarray]:
@@ -778,11 +789,11 @@ class SharedMemmapStorage(
     def restore(self, saved: Sequence[SavedShard | None]) -> None:
         try:
             super().restore(saved)
-        finally:  # it may have replaced some rows before it failed
+        finally:  # some rows may have been replaced before the failure
             _torchrl.forget_drawn_ahead(self)
 
     def shards(self) -> list[DirectoryShard]:
-        """The one directory, for saving."""
+        """Return the directory as the only shard, for saving."""
         self.check_open()
         return [DirectoryShard(self._cursor)]
 
@@ -812,7 +823,7 @@ class SharedMemmapStorage(
     def __setstate__(self, state: dict[str, Any]) -> None:
         attached = state.pop("attached")
         self._attach(**state, resume=False, keep=False)
-        set_limiter(self._directory, None)  # the one that the others use
+        set_limiter(self._directory, None)  # the limiter that the other processes use
         _torchrl.arrive_with(self, attached)
 
     def __repr__(self) -> str:
@@ -823,19 +834,20 @@ class SharedMemmapStorage(
 
 
 def single(index: Any) -> Any:
-    """A tuple of one index stands for the index: TorchRL's slice samplers return such."""
+    """Return the index in a tuple of one, which TorchRL's slice samplers return."""
     return index[0] if isinstance(index, tuple) and len(index) == 1 else index
 
 
 def names_an_entry(index: Any) -> bool:
-    """Whether it is a key of rows, or a tuple of such, instead of their numbers."""
+    """Whether ``index`` is a key of rows or a tuple of keys, instead of slots."""
     parts = index if isinstance(index, tuple) else (index,)
     return bool(parts) and all(isinstance(part, str) for part in parts)
 
 
 def one_row_each(index: torch.Tensor, data: TensorDictBase) -> TensorDictBase:
-    """``data`` as ``storage[index] = data`` means it, with one row for each number of an index of
-    any shape: ``[index.numel(), ...]``."""
+    """Return the rows that ``storage[index] = data`` means, ``[index.numel(), ...]``.
+
+    There is one row for each number of ``index``, whatever its shape."""
     if index.ndim < 2:
         return data.expand(index.numel(), *data.batch_size[1:])
     rest = data.batch_size[index.ndim :]

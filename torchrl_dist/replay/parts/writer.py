@@ -24,14 +24,13 @@ _MARKS = 32
 class SharedCursorWriter(Writer):
     """Round-robin writer whose cursor, length and generations belong to the storage's directory.
 
-    Takes the place of ``TensorDictRoundRobinWriter``: every process that writes through one gets
-    slots of its own, and rows appear to readers whole or not at all. Samples carry
-    ``"index_generation"``, so that a late priority for a slot that was reused meanwhile can be
-    told apart.
+    It replaces ``TensorDictRoundRobinWriter``. Each process that writes through one gets its own
+    slots, and readers see whole rows only. Samples have ``"index_generation"``, which distinguishes
+    a late priority from one for the present row if the slot was reused.
 
-    An extend of more than ``max_size`` rows keeps the last ``max_size``; the index of the others
-    is -1. (Of a :class:`RemoteStorage` whose writers write to their own shard, with a warning: the
-    last that this shard has room for.) The batch itself is not changed.
+    An extend of more than ``max_size`` rows keeps the last ``max_size``. The index of the others is
+    -1. If the writers of a :class:`RemoteStorage` write to their own shard, the limit is that
+    shard's size, with a warning. The batch itself is not changed.
 
     Raises:
         ConfigurationError: if the storage is neither a :class:`SharedMemmapStorage` nor a
@@ -57,7 +56,7 @@ class SharedCursorWriter(Writer):
         self._written: deque[torch.Tensor] = deque(maxlen=_MARKS)
 
     def register_storage(self, storage: Storage) -> None:
-        if not callable(getattr(storage, "append", None)):  # as each of our storages has
+        if not callable(getattr(storage, "append", None)):  # as every storage of ours has
             raise ConfigurationError(
                 f"SharedCursorWriter writes to a SharedMemmapStorage or RemoteStorage, got "
                 f"{type(storage).__name__}; build the buffer with "
@@ -67,23 +66,23 @@ class SharedCursorWriter(Writer):
         self._check_buffers()
 
     def _check_buffers(self) -> None:
-        """Refuse, for the buffers that write through this, what would go wrong."""
+        """Refuse unsupported combinations, on behalf of the buffers that use this writer."""
         for buffer in _torchrl.buffers_over(self._storage):
             if _torchrl.writer_of(buffer) is self:
                 _torchrl.check_buffer(buffer, self._storage)
 
     def extend(self, data: Sequence[Any], *, priority: np.ndarray | None = None) -> torch.Tensor:
-        """Write a batch; each row appears with its priority at once.
+        """Write a batch. Each row becomes visible together with its priority.
 
         Args:
             data: ``[n, ...]``.
-            priority: float64 [n], finite and >= 0; the largest one seen if left out.
+            priority: float64 [n], finite and >= 0. Default: the largest priority seen.
 
         Returns:
             The slots, int64 [n]; -1 for rows that were not kept.
         """
         if not getattr(data, "batch_size", True):
-            raise ConfigurationError("extend takes a batch of rows [n, ...], got one row: use add")
+            raise ConfigurationError("extend takes a batch of rows [n, ...], got one row; use add")
         if not len(data):
             return torch.zeros(0, dtype=torch.int64)
         rows = torch.stack(list(data)) if isinstance(data, (list, tuple)) else data
@@ -93,7 +92,7 @@ class SharedCursorWriter(Writer):
         return index
 
     def _without_mark(self, data: Any) -> Any:
-        """Without ``"index"`` if TorchRL's buffer has set it: the slots of an earlier extend."""
+        """Return ``data`` without an ``"index"`` of an earlier extend that TorchRL's buffer set."""
         if type(data) is not TensorDict and not is_tensor_collection(data):  # the first is faster
             return data
         mark = _torchrl.value_of(data, "index")
@@ -119,28 +118,28 @@ class SharedCursorWriter(Writer):
         slots = as_slots(index)
         if slots.ndim == 0:
             data = data.unsqueeze(0)
-        flat = slots if slots.ndim == 1 else slots.reshape(-1)  # the very tensor is remembered
+        flat = slots if slots.ndim == 1 else slots.reshape(-1)  # the tensor itself is remembered
         self._announce(flat, self._storage.write_at(flat, data))
         return slots
 
     def _announce(self, index: torch.Tensor, generation: torch.Tensor) -> None:
-        """Tell the samplers of this process's buffers over the storage what was written."""
+        """Tell the samplers of this process's buffers on the storage which rows were written."""
         for buffer in _torchrl.buffers_over(self._storage):
             note_written = getattr(_torchrl.sampler_of(buffer), "note_written", None)
             if note_written is not None:
-                note_written(index, generation)  # publishing set the priorities already
+                note_written(index, generation)  # publishing has already set the priorities
             elif not _torchrl.is_being_built(buffer):  # by another thread
                 buffer.mark_update(index)
 
     def generations_of(self, index: int | torch.Tensor) -> torch.Tensor:
-        """How often each slot was written, over all processes.
+        """Return how often each slot was written by all processes.
 
-        -1 for a slot without a published row, and for an index of -1.
+        It is -1 for a slot without a published row, and for an index of -1.
         """
         handed = self._storage.handed_generation(index)
         if handed is not None:
             return handed
-        self._check_buffers()  # set_sampler tells nobody of another sampler
+        self._check_buffers()  # set_sampler does not announce the other sampler
         index = torch.as_tensor(index[0] if isinstance(index, tuple) else index)
         return self._storage.generations_of(index.cpu().long()).to(index.device)
 
@@ -155,7 +154,7 @@ class SharedCursorWriter(Writer):
     def _empty(self, empty_write_count: bool = True) -> None:
         self._storage.empty(reset_write_count=empty_write_count)
 
-    # The cursor belongs to the directory: the storage saves and restores it.
+    # The cursor belongs to the directory, so the storage saves and restores it.
 
     def dumps(self, path: str | Path) -> None:
         own_files.make_folder(path)
