@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import threading
@@ -268,8 +269,9 @@ def test_under_torchrun_an_exception_in_one_rank_ends_the_job() -> None:
     assert job.returncode != 0 and job.seconds < 45
     assert "missing in the second update" in job.log(1)
     assert "learn(1000, 30, at)" in job.log(1), "its traceback"
-    root = job.agent[job.agent.index("Root Cause") :]  # torchrun's summary
-    assert "rank      : 1 (local_rank: 1)" in root and "host" in root
+    # Of ranks that end between two looks of its agent, torchrun's summary names the lowest first.
+    root = job.agent[job.agent.index("Root Cause") :]
+    assert re.search(r"rank      : [01] \(local_rank: [01]\)", root) and "host" in root
 
 
 def learn_until_stopped(folder: str) -> None:
@@ -319,6 +321,7 @@ def test_ctrl_c_stops_all_ranks_after_the_same_update(tmp_path: Path, whom: str)
 
 SLURM_TASK = """
 import os
+import re
 import torch.distributed as dist
 from tests.learn.losses import make_batch, make_loss
 from torchrl_dist import DistributedLoss, session

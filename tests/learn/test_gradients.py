@@ -579,7 +579,7 @@ def test_what_would_train_ranks_apart_is_noticed_and_named(two_ranks: LearningRa
         (steps_in_backward, "critic_network_params.module.0.bias was changed during the backward"),
         (freezes_on_one_rank, "such as critic_network_params.module.2.bias"),
         (adds_on_one_rank, "such as extra (here"),
-        (adds_to_the_network, "critic_network.late.weight came to its network after"),
+        (adds_to_the_network, "critic_network.late.weight was added to its network after"),
     ):
         for told in two_ranks.run(what_is_told, fault):
             assert name in told, (fault, told)

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -248,17 +249,21 @@ def test_rows_appear_with_their_own_priority_in_one_publication(make_buffer, mon
     rb = make_buffer(64, alpha=1.0, kind=SharedReplayBuffer)
     rb.extend(make_rows(range(64)).set("td_error", torch.full((64,), 7.0)))
     directory = rb.storage.directory
-    original, entries = type(directory).commit, []
+    publish, seen = directory.kernel.publish, []
 
-    def look(self) -> None:
-        published = self.versions & 1 == 0
-        entries.append(set(self.tree.leaves[published].tolist()))
-        original(self)
+    def leaves() -> set[float]:
+        published = directory.versions & 1 == 0
+        return {round(leaf, 6) for leaf in directory.tree.leaves[published].tolist()}
 
-    monkeypatch.setattr(type(directory), "commit", look)
+    def look(*args: Any) -> Any:
+        seen.append(leaves())
+        generations = publish(*args)
+        seen.append(leaves())
+        return generations
+
+    monkeypatch.setattr(directory.kernel, "publish", look)
     rb.extend(make_rows(range(8)).set("td_error", torch.full((8,), 3.0)))
-    *before, after = [{round(leaf, 6) for leaf in leaves} for leaves in entries]
-    assert after == {3.0, 7.0} and all(leaves == {7.0} for leaves in before)
+    assert seen == [{7.0}, {3.0, 7.0}]
     rb.add(make_rows(range(1))[0].set("td_error", torch.tensor(11.0)))
     rb.extend(make_rows(range(2)).set("td_error", torch.ones(2)), update_priority=False)
     assert directory.tree.leaves[8:11] == pytest.approx([11.0] * 3)  # the largest one seen

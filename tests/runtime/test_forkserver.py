@@ -99,7 +99,10 @@ def gone(pids: list[int], timeout_s: float = 10) -> bool:
 def room_for(descriptors: int, server: int) -> Iterator[None]:
     """Limit the server to this many additional descriptors."""
     before = resource.prlimit(server, resource.RLIMIT_NOFILE)
-    taken = {int(name) for name in os.listdir(f"/proc/{server}/fd")}
+    taken, give_up = set[int](), time.monotonic() + 10
+    while taken != (taken := {int(name) for name in os.listdir(f"/proc/{server}/fd")}):
+        assert time.monotonic() < give_up
+        time.sleep(0.3)  # it may still be closing those of earlier clients
     free = (number for number in itertools.count() if number not in taken)
     soft = next(itertools.islice(free, descriptors, None))
     resource.prlimit(server, resource.RLIMIT_NOFILE, (soft, before[1]))

@@ -183,7 +183,7 @@ def test_a_single_process_calls_itself_directly():
             counter.call("add", "x")
         assert isinstance(info.value.__cause__, TypeError)
         me.barrier()
-    with pytest.raises(ConfigurationError, match="no session"):
+    with pytest.raises(ConfigurationError, match="not in a session"):
         counter.call("add", 1)
     with session(timeout_s=5), pytest.raises(ConfigurationError, match="has ended"):
         counter.call("add", 1)

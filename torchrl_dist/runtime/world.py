@@ -60,7 +60,7 @@ class World:
 
     @property
     def starter(self) -> str | None:
-        """Stamp of a process on this machine: once it ends, this job cannot be started again.
+        """The stamp of a process of this machine after whose end the job cannot be started again.
 
         None if there may be no such process: SLURM may start a job with the same id again, and so
         may a user who gave torchrun an id.
