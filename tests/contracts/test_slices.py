@@ -344,7 +344,7 @@ def test_the_limiter_counts_the_rows_of_slices(make) -> None:
 def test_what_cannot_be_right_is_refused(own) -> None:
     for shortcut in (True, False):
         owner = own(shortcut=shortcut)
-        with pytest.raises(ConfigurationError, match="pass traj_key= in place of end_key="):
+        with pytest.raises(ConfigurationError, match="pass traj_key= instead of end_key="):
             RPCSliceSampler(slice_len=2, end_key=("next", "done"), owner=owner)
         with pytest.raises(ConfigurationError, match="span to the right"):
             RPCSliceSampler(

@@ -1,13 +1,13 @@
-"""Batches of rows that lie on other nodes, drawn ahead of their use.
+"""Batches of rows of other nodes, drawn ahead of their use.
 
-The law is the plain sampler's with one shard; with several, each batch is an exact draw by the
-masses that the shards' replies to it report (``shard_law``).
+With one shard, the law is that of the plain sampler. With several shards, each batch is an exact
+draw by the masses in the shards' replies to it (``shard_law``).
 
-Rows of a second round come from a later state of their shard than the masses by which they were
-assigned to it. Their weight says so: such a row was drawn with the probability ``r / R * p / r2``,
-where ``r`` and ``R`` are the masses of its shard and of all shards in the first replies, and ``p``
-and ``r2`` the row's leaf and its shard's mass in the later reply. So it weighs as a row of the leaf
-``p * r / r2`` in the first state, and estimates that use the weights have no bias.
+Rows of a redraw come from a later state of their shard than the masses by which they were assigned
+to it. Their weight corrects this. Such a row was drawn with probability ``r / R * p / r2``, where
+``r`` and ``R`` are the masses of its shard and of all shards in the first replies, and ``p`` and
+``r2`` are the row's leaf and its shard's mass in the later reply. It therefore has the weight of a
+row with the leaf ``p * r / r2`` in the first state, and weighted estimates have no bias.
 """
 
 from __future__ import annotations
@@ -42,20 +42,25 @@ from torchrl_dist.runtime.awake import awake
 
 Uniforms = Callable[[int], np.ndarray]
 
-# A shorter round trip, as of any local network, costs less than older rows would.
+# A shorter round trip, as in a local network, costs less than older rows would.
 _LONG_ROUND_TRIP_S = 2e-3
 _FEWEST_AHEAD, _MOST_AHEAD, _MOST_BYTES_AHEAD = 2, 256, 2**24
-# A batch is never used sooner than that, and a pause of the learner counts as so many batches.
+# The shortest time per batch, and the number of batches that a pause of the learner counts as.
 _SHORTEST_USE_S, _LONGEST_PAUSE = 1e-4, 4.0
-_USES = 8  # that the learner's pace is known by
+_USES = 8  # over which the learner's pace is averaged
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of one batch: int64 ``index`` (global) and ``generation``, float64 ``leaf``, [n] each;
-    ``tensors`` [n, ...] in the order of ``spec``; ``mass``, float64 [n]: what the weights go by,
-    the leaf except for rows of a second round; ``minimum``: the smallest mass of any row of the
-    buffer at the draw; ``lengths``, int64 [slices], if these are slices."""
+    """Rows of one batch.
+
+    Attributes:
+        index, generation: int64 [n]; the index is global.
+        leaf: float64 [n].
+        tensors: [n, ...], in the order of ``spec``.
+        mass: float64 [n], the basis of the weights: the leaf, except for rows of a redraw.
+        minimum: the smallest mass of any row of the buffer at the draw.
+        lengths: int64 [slices], for slices."""
 
     spec: RowSpec
     index: torch.Tensor
@@ -73,7 +78,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class _Round:
-    """Draws that were asked for: ``count`` units in all, a future per shard."""
+    """A request for ``count`` units in total, with one future per shard."""
 
     count: int
     request: ShardRequest | None
@@ -81,18 +86,19 @@ class _Round:
 
 
 class BatchSource:
-    """Draws batches through a client, ``prefetch`` ahead, ``batches_per_call`` or more in a call.
+    """Draw batches through a client, ``prefetch`` ahead, at least ``batches_per_call`` per call.
 
-    A prefetched batch was drawn before what this process wrote since: with ``prefetch=n`` and
-    ``batches_per_call=b`` an operation shows at the latest ``n + b`` batches later; with
-    ``prefetch=0`` the next batch reflects all of them.
+    A prefetched batch does not reflect later operations of this process. With ``prefetch=n`` and
+    ``batches_per_call=b``, an operation takes effect at most ``n + b`` batches later. With
+    ``prefetch=0``, the next batch reflects all of them.
 
-    Without a number it draws two ahead; where the round trip is long, twice as many as the learner
-    uses during one, since one call at a time is under way, which brings the half. More ahead than
-    that would make rows older and hide nothing. ``batches_ahead`` says how many these are now.
+    Without a number, it draws two batches ahead. If the round trip is long, it draws twice as many
+    as the learner uses in a round trip, because one call at a time is in flight and brings half of
+    them. More batches would make rows older and hide nothing. ``batches_ahead`` is the present
+    number.
 
     Args:
-        law: of a batch with so many rows, and the number of its units, slices or rows.
+        law: returns the law of a batch of that many rows, and its number of units.
         uniforms: random numbers for the choice of shards.
     """
 
@@ -114,7 +120,7 @@ class BatchSource:
         self._per_call = min(batches_per_call, max(1, fewest))
         self._uses = 0
         self._use_s = 0.0
-        """Of a batch, from one call of ``next`` to the other without waiting, on average."""
+        """Seconds per batch, from one call of ``next`` to the next without waiting, on average."""
         self._returned_at: float | None = None
         self._waited_s = 0.0
         self._uniforms = uniforms
@@ -123,20 +129,22 @@ class BatchSource:
         now_and_in_children(self, BatchSource._renew)
 
     def _renew(self) -> None:
-        self._lock = threading.RLock()  # it says whether this very thread has it
-        # What was drawn ahead is the parent's, with futures whose locks its threads may hold.
+        self._lock = threading.RLock()  # it knows whether this thread holds it
+        # The batches drawn ahead are the parent's, and its threads may hold locks of their futures.
         self._ready: deque[Batch] = deque()
         self._rounds: deque[_Round] = deque()
         self._dropped: dict[Any, int] = {}
-        """Futures of draws that came too late to be used, and their shards."""
+        """Futures of dropped draws, and their shards."""
 
     def next(self, batch_size: int) -> Batch:
-        """The next batch. Blocks until it is there, at most the client's deadline for each round of
-        messages; a second one is rare.
+        """Return the next batch. Blocks until it arrives.
+
+        It waits at most the client's deadline for each exchange of messages. A second exchange is
+        rare.
 
         Raises:
             RuntimeError: no row is published.
-            DeadlineError, PeerLostError: a host, or too many of several, do not answer.
+            DeadlineError, PeerLostError: the host, or too many of several hosts, do not answer.
         """
         self._client.check()
         if batch_size < 1:
@@ -145,7 +153,7 @@ class BatchSource:
         with self._lock:
             self._waited_s = 0.0
             if self._prefetch is None and not self._batch_size:
-                self._client.states()  # a short call to each host tells how far it is
+                self._client.states()  # a short call to each host measures its round trip
             if batch_size != self._batch_size:
                 law, units = self._law_of(batch_size)
                 self._drop()
@@ -160,7 +168,7 @@ class BatchSource:
                     self._top_up(about_to_use=1)
                     batches = self._finish(self._rounds[0])
                 except Exception:
-                    self._drop()  # what was asked for since failed for the same reason
+                    self._drop()  # later requests failed for the same reason
                     raise
                 self._rounds.popleft()
                 if not batches:
@@ -174,12 +182,12 @@ class BatchSource:
             return batch
 
     def drop(self) -> None:
-        """Forget prefetched batches, after a change that they must not outlive."""
+        """Drop prefetched batches, after a change that makes them invalid."""
         with self._lock:
             self._drop()
 
     def rows_ahead(self) -> int:
-        """Rows that are here, drawn and not returned yet. Does not block."""
+        """Return the number of rows that were received but not returned. Does not block."""
         here = [
             round_.count
             for round_ in list(self._rounds)
@@ -194,7 +202,7 @@ class BatchSource:
             answers = self._client.answers(futures)
         finally:
             self._waited_s += awake() - began
-            if self._client.counts_draws:  # what comes too late is given back
+            if self._client.counts_draws:  # late draws are returned to the hosts
                 self._give_up(
                     future if answer is None else None
                     for future, answer in zip(futures, answers, strict=True)
@@ -202,7 +210,7 @@ class BatchSource:
         return answers
 
     def _give_up(self, futures: Iterable[Any]) -> None:
-        """Nobody waits for these any more, one per shard; those not sent yet are not drawn."""
+        """Drop requests, one per shard. Requests that were not sent yet are not drawn."""
         for shard, future in enumerate(futures):
             if future is not None and not future.cancel():
                 self._dropped[future] = shard
@@ -225,7 +233,7 @@ class BatchSource:
         self._return_dropped()
 
     def _return_dropped(self) -> None:
-        """Give back the draws of dropped rounds that have come by now."""
+        """Return the draws of dropped requests that have arrived."""
         for future in [each for each in self._dropped if each.done()]:
             shard = self._dropped.pop(future)
             if future.exception() is None:
@@ -234,11 +242,10 @@ class BatchSource:
                     self._client.return_draws(shard, rows.slot, rows.generation, rows.leaf)
 
     def _look_ahead(self, batch: Batch) -> None:
-        """See how long the last batch was used and how far the rows are, and choose how many to
-        draw ahead."""
+        """Choose how many batches to draw ahead, by the learner's pace and the round trip."""
         now, before = awake(), self._returned_at
         self._returned_at = now
-        if before is None or self._client.limited:  # a limiter counts what a process has in hand
+        if before is None or self._client.limited:  # a limiter counts batches in hand
             return
         use_s = max(_SHORTEST_USE_S, now - before - self._waited_s)
         if self._uses < _USES:
@@ -254,14 +261,14 @@ class BatchSource:
         self.batches_ahead = ahead
 
     def _top_up(self, about_to_use: int) -> None:
-        """Ask for more once less than half is left, so that one call brings several batches."""
+        """Request more once less than half is left, so that one call brings several batches."""
         ahead = len(self._ready) - about_to_use
         ahead += sum(round_.count for round_ in self._rounds) // self._units
         if 2 * ahead < self.batches_ahead:
             missing = self.batches_ahead - ahead
             self._rounds.append(self._start(-(-missing // self._per_call) * self._per_call))
 
-    # --- one round ---------------------------------------------------------------------------
+    # --- one request ---------------------------------------------------------------------------
 
     def _start(self, batches: int) -> _Round:
         count = batches * self._units
@@ -281,7 +288,7 @@ class BatchSource:
         return np.array([0.0 if answer is None else answer.state.mass for answer in answers])
 
     def _finish(self, round_: _Round) -> list[Batch]:
-        """As many whole batches as there are rows for; the other rows are given back."""
+        """Build as many whole batches as the rows allow, and return the other rows to the hosts."""
         answers = self._answers(round_.futures)
         present = [answer for answer in answers if answer is not None]
         self._client.note_states([None if answer is None else answer.state for answer in answers])
@@ -305,7 +312,7 @@ class BatchSource:
     def _assemble(
         self, shards: np.ndarray, masses: np.ndarray, answers: list[Answer | None]
     ) -> list[Batch]:
-        """Give each draw its row, after further rounds where the spare rows did not suffice."""
+        """Assign a row to each draw. If the spare rows do not suffice, ask for more."""
         found: list[list[Rows]] = [[] for _ in answers]
         scales: list[list[np.ndarray]] = [[] for _ in answers]
         first_masses, minimum = masses, np.inf
@@ -326,7 +333,7 @@ class BatchSource:
             answers = self._answers(self._client.ask(asked, self._law))
             for shard in np.flatnonzero(missing).tolist():
                 answer = answers[shard]
-                if answer is None or answer.rows is None:  # lost or emptied in this instant
+                if answer is None or answer.rows is None:  # lost or emptied at this moment
                     masses = np.where(np.arange(masses.size) == shard, 0.0, masses)
             gone = np.flatnonzero((row < 0) & (masses[shards] == 0))
             if gone.size:
@@ -375,14 +382,14 @@ class BatchSource:
         return batches
 
     def _nothing(self, answers: list[Answer | None]) -> RuntimeError:
-        """Why nothing could be drawn."""
+        """Return the reason why nothing could be drawn."""
         rows = any(answer is not None and answer.state.length for answer in answers)
         if rows and self._law.slices is not None:
             return NoSlicesError(self._law.slices.slice_len)
         return NoRowsError(EMPTY)
 
     def can_draw(self, batch_size: int) -> bool:
-        """Whether there is a row or slice to draw. Blocks for a call."""
+        """Return whether there is a row or slice to draw. Blocks for one call."""
         law, _ = self._law_of(batch_size)
         client = self._client
         answers = client.answers(client.ask([0] * len(client.links), law))
@@ -392,7 +399,7 @@ class BatchSource:
 def check_not_sampling(lock: Any) -> None:
     """
     Raises:
-        DirectoryError: this thread has the lock of a source of batches already.
+        DirectoryError: this thread already holds the lock of a source of batches.
     """
     if lock._is_owned():
         raise DirectoryError(

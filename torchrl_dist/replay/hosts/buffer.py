@@ -1,4 +1,4 @@
-"""One call that gives a process its replay buffer, wherever the rows are kept."""
+"""One call that returns a process's replay buffer, wherever its rows are."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from torchrl_dist.runtime import Peer, Session
 class HostedReplayBuffer(SharedReplayBuffer):
     """``SharedReplayBuffer`` over a :class:`RemoteStorage`, made by :func:`replay_buffer`.
 
-    ``extend``, ``add`` and ``update_priority`` queue and return: they wait neither for the owner
-    nor for another thread that samples. A context manager, which flushes at its end.
+    ``extend``, ``add`` and ``update_priority`` queue their work and return. They wait neither for
+    the host nor for another thread that samples. As a context manager, it flushes at its end.
 
     Example:
         >>> with session() as me:
@@ -36,33 +36,35 @@ class HostedReplayBuffer(SharedReplayBuffer):
     """
 
     def flush(self) -> None:
-        """Block until everything that this process queued is applied.
+        """Block until everything that this process queued has been applied.
 
         Raises:
-            DeadlineError, PeerLostError: the owner does not answer; of several hosts, one that is
-                left out has not applied what was queued for it.
-            RemoteError: an operation failed there.
+            DeadlineError, PeerLostError: the host does not answer, or a host that was left out has
+                not applied its operations.
+            RemoteError: an operation failed at a host.
         """
         self._storage.flush()
 
     def close(self) -> None:
-        """Flush and end this process's use of the buffer; the session's end does it, too. What
-        waits for a host that does not answer is warned about."""
+        """Flush, and end this process's use of the buffer. The session's end also does this.
+
+        A warning reports operations that wait for a host that does not answer."""
         if isinstance(self._storage, RemoteStorage):
             self._storage.client.apply_queued()
         self._storage.close()
 
     def release(self) -> None:
-        """Close, and have the hosts give up the buffer and its memory now, for all processes;
-        the session's end does it, too. Nobody else should use it any more: their calls raise. Its
-        name may be used for another one afterwards. A process of a host's node that used the
-        memory itself keeps it until it has closed the buffer and dropped it.
+        """Close, and let the hosts release the buffer and its memory now, for all processes.
+
+        The session's end also does this. Other processes must not use the buffer any more; their
+        calls raise. Its name may then be used for another buffer. A process of a host's node that
+        used the memory directly keeps it until it has closed and dropped the buffer.
 
         Warns:
             UserWarning: a process of a host's node still has the directory open.
 
         Raises:
-            DeadlineError, PeerLostError: a host did not answer; the others have done it.
+            DeadlineError, PeerLostError: a host did not answer. The others have released it.
         """
         self.close()
         self._storage.owner.release()
@@ -99,31 +101,32 @@ def replay_buffer(
     timeout_s: float | None = None,
     **options: Any,
 ) -> HostedReplayBuffer:
-    """The replay buffer of this name, in any process of the session.
+    """Return the replay buffer of this name, in any process of the session.
 
     Each process that uses it calls this with the same arguments, or gets the buffer pickled, as a
-    collector's ``replay_buffer=``. Processes on the node of a single host use its memory, the
-    others RPC; with several hosts the buffer is sharded over them, and every process samples from
-    all of them with the law of one buffer. What is each process's own may differ: ``batch_size``,
-    ``beta``, ``slices``, ``prefetch``, ``batches_per_call``, ``min_shards``, ``shortcut``,
-    ``timeout_s`` and ``options``.
+    collector's ``replay_buffer=``. Processes on the node of a single host use its memory, and the
+    others use RPC. With several hosts the buffer is sharded over them, and every process samples
+    from all of them with the law of one buffer. These arguments belong to each process and may
+    differ: ``batch_size``, ``beta``, ``slices``, ``prefetch``, ``batches_per_call``,
+    ``min_shards``, ``shortcut``, ``timeout_s`` and ``options``.
 
     Args:
         session: the session of this process.
-        name: tells buffers of one job apart.
-        capacity: rows in all.
+        name: distinguishes the buffers of one job.
+        capacity: number of rows of the whole buffer.
         batch_size: rows per sample.
-        hosts: who keeps the rows; default: the driver. See :func:`host_replay`, also for
-            ``scratch_dir``, ``resume``, ``keep``, ``write_to``, ``min_shards``, ``shortcut``,
-            ``limiter`` and ``timeout_s``.
+        hosts: the processes that store the rows. Default: the driver. See :func:`host_replay`,
+            also for ``scratch_dir``, ``resume``, ``keep``, ``write_to``, ``min_shards``,
+            ``shortcut``, ``limiter`` and ``timeout_s``.
         alpha, beta, eps, prefetch, batches_per_call: see :class:`RPCPrioritizedSampler`.
         uniform: sample uniformly instead of by priority.
-        slices: sample slices of trajectories: the options of :class:`RPCSliceSampler`, such as
-            ``{"slice_len": 8}``; by priority unless ``uniform``.
-        options: of ``TensorDictReplayBuffer``: ``priority_key``, ``transform``, ``pin_memory``, ...
+        slices: to sample slices of trajectories, the options of :class:`RPCSliceSampler`, such as
+            ``{"slice_len": 8}``. By priority unless ``uniform``.
+        options: options of ``TensorDictReplayBuffer``: ``priority_key``, ``transform``,
+            ``pin_memory``, ...
 
     Raises:
-        ConfigurationError: the arguments cannot be right, or differ between processes.
+        ConfigurationError: arguments are invalid, or differ between processes.
         RemoteError, DeadlineError, PeerLostError: a host could not be set up or reached.
 
     Example:
@@ -136,7 +139,7 @@ def replay_buffer(
     for part in ("storage", "sampler", "writer"):
         if part in options:
             raise ConfigurationError(
-                f"replay_buffer builds the {part} itself; for one of your own, see host_replay"
+                f"replay_buffer builds the {part} itself; to pass your own, see host_replay"
             )
     owner = host_replay(
         session,

@@ -1,4 +1,6 @@
-"""A process's side of a replay buffer on other nodes: where rows and priorities go, who is lost."""
+"""A process's side of a replay buffer on other nodes.
+
+It routes rows and priorities, and knows which hosts are lost."""
 
 from __future__ import annotations
 
@@ -37,18 +39,18 @@ from torchrl_dist.replay.row.packing import pack, spec_from_text
 from torchrl_dist.replay.row.spec import RowSpec
 from torchrl_dist.runtime.awake import awake
 
-_FEW_BYTES = 2**10  # what an operation costs in addition to its arrays, in a queue
+_FEW_BYTES = 2**10  # bytes of an operation in a queue, in addition to its arrays
 _GUESSED_ROW_BYTES = 2**13
-_ARRAY_BYTES = 2**8  # what an array costs in addition to its values
+_ARRAY_BYTES = 2**8  # bytes of an array, in addition to its values
 
 
 @dataclass
 class _PendingWrite:
-    """Rows whose slots were not known when they were handed over.
+    """Rows whose slots were unknown when they were queued.
 
     Attributes:
         index: the tensor that the caller has.
-        slots, generations: once they are known.
+        slots, generations: None until they are known.
     """
 
     index: torch.Tensor
@@ -58,8 +60,8 @@ class _PendingWrite:
     generations: np.ndarray | None = None
 
     def with_priorities(self, priority: np.ndarray) -> Operation:
-        """For the rows; called when everything before was sent."""
-        if self.slots is None:  # they go with this very message
+        """Return the operation that sets the rows' priorities, once all earlier ones were sent."""
+        if self.slots is None:  # the rows are in the same message
             return SetWrittenPriorities(self.number, priority)
         return SetPriorities(self.slots, self.generations, priority)
 
@@ -67,17 +69,17 @@ class _PendingWrite:
 class ReplayClient:
     """One buffer's connection to its hosts. Thread-safe.
 
-    Operations are queued per host and applied in the order in which they were queued. What goes
-    wrong with them is raised by a later call. With several hosts one that is lost, or does not
-    answer, is reported once by a warning, and the others go on, as long as ``min_shards`` answer.
+    Operations are queued per host, and applied in the order of the queue. If one fails, a later
+    call raises its error. With several hosts, a host that is lost or does not answer is reported
+    once by a warning, and the others continue as long as ``min_shards`` answer.
 
     Args:
         links: one per shard.
-        shard_capacity: slots of each; ``index = shard * shard_capacity + slot``.
-        own_shard: the shard that rows are written to; None: all in turn.
-        first_shard: where turns begin.
-        limiter: of the buffer.
-        min_shards: with fewer that answer, calls raise.
+        shard_capacity: slots of each shard; ``index = shard * shard_capacity + slot``.
+        own_shard: the shard to which rows are written; None for all in turn.
+        first_shard: the shard of the first turn.
+        limiter: the buffer's rate limiter, or None.
+        min_shards: calls raise if fewer shards answer.
         timeout_s: deadline of every wait.
     """
 
@@ -100,7 +102,7 @@ class ReplayClient:
         self.shard_capacity = shard_capacity
         self.timeout_s = timeout_s
         self._largest: dict[int, float] = {}
-        """Of several shards, the largest priority that this client knows of, by era."""
+        """With several shards, the largest priority that this client knows, by era."""
         self.recent = RecentGenerations()
         self.own_shard = own_shard
         self._turn = itertools.count(first_shard)
@@ -108,7 +110,7 @@ class ReplayClient:
         self._numbers = itertools.count(1)
         self._spec: RowSpec | None = None
         self._pending: dict[int, _PendingWrite] = {}  # by the identity of the index
-        self._reported: dict[int, int] = {}  # replies that the shard had sent when it failed
+        self._reported: dict[int, int] = {}  # number of the shard's replies when it failed
         self._closed = False
         self._pid = os.getpid()
         now_and_in_children(self, ReplayClient._renew)
@@ -117,7 +119,7 @@ class ReplayClient:
         self._lock = threading.RLock()
 
     def check_entry(self) -> None:
-        """To be called before this thread waits for a lock of TorchRL's buffer.
+        """Check that this thread may wait for a lock of TorchRL's buffer. Call it before.
 
         Raises:
             ConfigurationError: this process was forked from the one that has the connections.
@@ -131,14 +133,15 @@ class ReplayClient:
         if os.getpid() != self._pid:
             raise ConfigurationError(
                 f"process {os.getpid()} was forked from {self._pid}, whose connections it does not "
-                "have: start it by spawn or a fork server, in the session, and pickle the buffer"
+                "have; start it by spawn or a fork server, in the session, and pickle the buffer"
             )
 
-    # --- who answers -------------------------------------------------------------------------
+    # --- hosts that answer ---------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise what went wrong with earlier operations, one error per call; also if too few
-        shards answer, or this process can make no calls."""
+        """Raise an error of earlier operations, one per call.
+
+        Also raise if too few shards answer, or if this process cannot make calls."""
         if self._closed:
             raise ConfigurationError("this buffer was closed in this process; build it again")
         self._check_process()
@@ -147,7 +150,7 @@ class ReplayClient:
                 continue
             problem = link.problem
             if problem is not None:
-                if len(self.links) > 1:  # a call of this client need not have met it
+                if len(self.links) > 1:  # no call of this client may have met it
                     self.note_trouble(shard, problem)
             elif link.replies > self._reported.get(shard, link.replies):
                 with self._lock:
@@ -160,26 +163,26 @@ class ReplayClient:
                 raise error
 
     def note_trouble(self, shard: int, error: Exception) -> None:
-        """A host did not answer: report it, or raise if too few are left."""
+        """Report that a host did not answer, or raise if too few are left."""
         answering = sum(
             link.problem is None and link.replies > self._reported.get(other, -1)
             for other, link in enumerate(self.links)
             if other != shard
         )
         if len(self.links) == 1 or answering < self._min_shards:
-            raise error.with_traceback(None)  # it may be raised by many calls
+            raise error.with_traceback(None)  # many calls may raise it
         with self._lock:
             new = shard not in self._reported
             self._reported.setdefault(shard, self.links[shard].replies)
         if new:
             warnings.warn(
-                f"replay shard {shard} ({self.links[shard].name}) is left out, the other "
-                f"{answering} go on: {error}",
+                f"replay shard {shard} ({self.links[shard].name}) is left out, and the other "
+                f"{answering} continue: {error}",
                 stacklevel=3,
             )
 
     def answers(self, futures: Sequence[Any]) -> list[Answer | None]:
-        """Wait for one answer per shard; None for those that were not asked or did not answer."""
+        """Wait for one answer per shard. None: it was not asked or did not answer."""
         begin = awake()
         found: list[Answer | None] = []
         for shard, future in enumerate(futures):
@@ -193,7 +196,7 @@ class ReplayClient:
         return found
 
     def ask(self, counts: Sequence[int | None], law: Law | None) -> list[Any]:
-        """One future per shard; None where ``counts`` is, and where nobody answers."""
+        """Ask the shards. Return one future each, or None if its count is None or it is silent."""
         futures: list[Any] = []
         for shard, (link, count) in enumerate(zip(self.links, counts, strict=True)):
             future = None
@@ -206,24 +209,25 @@ class ReplayClient:
         return futures
 
     def states(self) -> list[HostState]:
-        """Of the hosts that answer, after all operations of this client. Blocks for one call.
-        Their masses may be those of uniform draws."""
+        """Return the states of the hosts that answer, after all operations of this client.
+
+        Blocks for one call. The masses may be those of uniform draws."""
         return [state for state in self.states_by_shard() if state is not None]
 
     def states_by_shard(self) -> list[HostState | None]:
-        """As ``states``, None for a host that does not answer."""
+        """Like ``states``, with None for a host that does not answer."""
         self.check()
         found = self.answers(self.ask([0] * len(self.links), None))
         return [None if answer is None else answer.state for answer in found]
 
     def flush(self) -> None:
-        """Block until everything queued was applied.
+        """Block until everything in the queues has been applied.
 
         Raises:
-            DeadlineError: a host did not answer in time, or operations wait for one that is left
+            DeadlineError: a host did not answer in time, or operations wait for a host that is left
                 out. They stay queued, and are applied when it answers again.
-            PeerLostError: a host, or too many of them, are gone.
-            RemoteError: an operation failed there.
+            PeerLostError: the host, or too many of several hosts, are lost.
+            RemoteError: an operation failed at a host.
         """
         self.apply_queued()
         for shard, link in enumerate(self.links):
@@ -231,19 +235,19 @@ class ReplayClient:
                 raise DeadlineError(
                     f"{link.waiting} operations of this process for replay shard {shard} "
                     f"({link.name}) are not applied yet, because it does not answer; the other "
-                    "shards have theirs. They stay queued until it answers: flush again, or go on"
+                    "shards have theirs. They stay queued until it answers; flush again or continue"
                 )
 
     def apply_queued(self) -> None:
-        """As :meth:`flush`, of the hosts that answer; what waits for others stays queued."""
+        """Like :meth:`flush`, for hosts that answer. Operations for others stay queued."""
         if self._closed:
-            return  # which has flushed
+            return  # closing has flushed
         self.check()
         self.answers(self.ask_applied())
         self.check()
 
     def ask_applied(self) -> list[Any]:
-        """A future per shard that is there when what was queued for it is applied."""
+        """Return a future per shard that completes when its queue has been applied."""
         futures: list[Any] = []
         for shard, link in enumerate(self.links):
             try:
@@ -255,34 +259,36 @@ class ReplayClient:
 
     @property
     def round_trip_s(self) -> float:
-        """To the farthest of the hosts that answer."""
+        """The round trip to the farthest host that answers, in seconds."""
         return max((link.round_trip_s for link in self.links if link.problem is None), default=0.0)
 
     def answers_now(self, shard: int) -> bool:
-        """Whether calls to the shard are worth a try; a single one always is."""
+        """Return whether to try calls to the shard. A single shard is always tried."""
         return len(self.links) == 1 or self.links[shard].problem is None
 
     def count_samples(self, index: torch.Tensor) -> None:
-        """Queue, for the rate limiter, that rows were returned by a sample. Does not block."""
+        """Queue the count of rows that a sample returned, for the rate limiter. Does not block."""
         shards = index.numpy() // self.shard_capacity
         for shard, count in enumerate(np.bincount(shards).tolist()):
             if count and self.answers_now(shard):
-                with contextlib.suppress(PeerLostError):  # it counts no more
+                with contextlib.suppress(PeerLostError):  # its counts no longer change
                     self.links[shard].put(CountSamples(count), urgent=False)
 
     def return_draws(
         self, shard: int, slot: torch.Tensor, generation: torch.Tensor, leaf: torch.Tensor
     ) -> None:
-        """Queue, for a limiter with ``max_times_sampled``, that drawn rows will not be used."""
+        """Queue the return of drawn rows that will not be used, for ``max_times_sampled``."""
         if self.counts_draws and slot.numel() and self.answers_now(shard):
             drawn = ReturnDraws(slot.numpy(), generation.numpy(), leaf.numpy())
-            with contextlib.suppress(PeerLostError, DeadlineError):  # then there is no such row
+            with contextlib.suppress(PeerLostError, DeadlineError):  # then no such row exists
                 size = _FEW_BYTES + 3 * drawn.leaf.nbytes
                 self.links[shard].put(drawn, size=size, urgent=False)
 
     def counts(self) -> Counts | None:
-        """Sums over the shards, as far as this process knows, for the rate limiter; None before
-        each that answers has done so once, and where none does."""
+        """Return sums over the shards, as far as this process knows, for the rate limiter.
+
+        Returns:
+            None until every answering shard has answered once, and if no shard answers."""
         known = []
         for shard, link in enumerate(self.links):
             counts = link.counts()
@@ -293,17 +299,18 @@ class ReplayClient:
         return Counts(*map(sum, zip(*known, strict=True))) if known else None
 
     def without_counts(self) -> list[Exception | None]:
-        """What is wrong with each shard whose counts this process has never known."""
+        """Return the problem of each shard whose counts this process has never received."""
         return [link.problem for link in self.links if link.counts() is None]
 
     def call(self, shard: int, method: str, *args: Any) -> Any:
-        """A method of one host that changes nothing, after all operations of this client there.
-        Blocks."""
+        """Call a method of one host that changes nothing, after all operations for it. Blocks."""
         return self.call_each(method, [(shard, args)])[0]
 
     def call_each(self, method: str, calls: Sequence[tuple[int, tuple[Any, ...]]]) -> list[Any]:
-        """A method of several hosts at once that changes nothing, ``(shard, arguments)`` each,
-        after all operations of this client there. Blocks, in all not longer than one call.
+        """Call a method of several hosts that changes nothing, with ``(shard, arguments)`` each.
+
+        The calls come after all operations of this client there. Blocks, in total not longer than
+        one call.
 
         Raises:
             DeadlineError, PeerLostError, RemoteError: one of them did not answer, or raised.
@@ -317,8 +324,9 @@ class ReplayClient:
     def call_those_that_answer(
         self, method: str, calls: Sequence[tuple[int, tuple[Any, ...]]]
     ) -> list[Any]:
-        """As ``call_each``, with None for a host that does not answer, which is reported; raises
-        if too few do."""
+        """Like ``call_each``, with None for a host that does not answer, which is reported.
+
+        Raises if too few answer."""
         return self._call_each(method, calls, self.note_trouble)
 
     def _call_each(
@@ -350,23 +358,25 @@ class ReplayClient:
         sent = each(
             lambda shard, _: links[shard].submit(method, *arguments[shard], timeout_s=left), applied
         )
-        # the transport keeps the deadline
+        # the transport enforces the deadline
         found = answers(sent, left + SHORTEST_CALL_S)
         return [found.get(shard) for shard in arguments]
 
     def order(self, shard: int, method: str, *args: Any, size: int = 0) -> Any:
-        """A method of one host, in order with the operations of this client there. Blocks."""
+        """Call a method of one host, in order with the operations for it. Blocks."""
         return self.order_each(method, [(shard, args, size)])[0]
 
     def order_each(
         self, method: str, calls: Sequence[tuple[int, tuple[Any, ...], int]]
     ) -> list[Any]:
-        """A method of several hosts at once, ``(shard, arguments, bytes)`` each, in order with the
-        operations of this client there. Blocks, in all not longer than one call.
+        """Call a method of several hosts, with ``(shard, arguments, bytes)`` each.
+
+        The calls are in order with the operations of this client. Blocks, in total not longer than
+        one call.
 
         Raises:
-            DeadlineError: one of them did not answer. If it had not been sent, it is not called;
-                else it is, before whatever this client asks next.
+            DeadlineError: one of them did not answer. If the call had not been sent, it will not be
+                made. Otherwise it comes before the next request of this client.
             PeerLostError, RemoteError: one of them is lost, or raised.
         """
         self.check()
@@ -384,8 +394,9 @@ class ReplayClient:
     def order_those_that_answer(
         self, method: str, calls: Sequence[tuple[int, tuple[Any, ...]]]
     ) -> list[Any]:
-        """As ``order_each``, with None for a host that does not answer, which is reported; raises
-        if too few do."""
+        """Like ``order_each``, with None for a host that does not answer, which is reported.
+
+        Raises if too few answer."""
         begin = awake()
         found: list[Any] = []
         futures: list[Any] = []
@@ -406,8 +417,9 @@ class ReplayClient:
         return found
 
     def apply_everywhere(self, operation: Operation) -> None:
-        """Have every host apply this; one that does not answer applies it before whatever it is
-        asked on its return. Does not block unless a queue is full.
+        """Let every host apply this operation. Does not block unless a queue is full.
+
+        A host that does not answer applies it first on its return.
 
         Raises:
             DeadlineError, PeerLostError: as ``flush``.
@@ -420,8 +432,9 @@ class ReplayClient:
                 self.note_trouble(shard, error)
 
     def close(self) -> None:
-        """Flush, say goodbye to the hosts that answer. Problems are warned about, also those of
-        earlier operations that no call has raised. Idempotent."""
+        """Flush, and leave the hosts that answer. Idempotent.
+
+        Problems become warnings, including errors of earlier operations that no call has raised."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
@@ -430,21 +443,21 @@ class ReplayClient:
     # --- writing -----------------------------------------------------------------------------
 
     def learn_spec(self, spec: RowSpec) -> None:
-        """The row spec that the hosts have; rows that differ are refused at the call."""
+        """Note the hosts' row spec, so that different rows are refused at the call."""
         self._spec = spec
 
     @property
     def row_bytes(self) -> int:
-        """Of a row; a guess before the first one."""
+        """Bytes of a row; a guess before the first row."""
         return _GUESSED_ROW_BYTES if self._spec is None else max(1, self._spec.row_bytes)
 
     def write(
         self, data: TensorDictBase, priority: np.ndarray | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queue rows, copied, for one shard. Does not block unless the queue is full.
+        """Queue a copy of rows for one shard. Does not block unless the queue is full.
 
         Returns:
-            ``(index, generation)``, int64 [n], -1 until the host has answered, which fills them.
+            ``(index, generation)``, int64 [n]. Both are -1 until the host's answer fills them in.
         """
         self.check()
         spec = self.agreed_spec(data)
@@ -454,7 +467,7 @@ class ReplayClient:
         index, generation = np.full(count, -1, np.int64), np.full(count, -1, np.int64)
         handed = torch.from_numpy(index), torch.from_numpy(generation)
         keys = [id(handed[0])]
-        if count == 1:  # TorchRL's ``add`` goes on with a view of it
+        if count == 1:  # TorchRL's ``add`` continues with a view of it
             keys.append(-handed[0].data_ptr())
         pending = _PendingWrite(handed[0], -1, next(self._numbers))
 
@@ -466,11 +479,11 @@ class ReplayClient:
             if kept.any():
                 self._spec = spec
                 self.recent.remember(*handed, written=True)
-            # last: at every instant the index is pending, or its generations are known
+            # last, so that at every instant the index is pending or its generations are known
             self._forget_pending(keys)
 
         size = _FEW_BYTES + sum(_ARRAY_BYTES + tensor.nbytes for tensor in packed)
-        # copied: they are sent later, and the caller may go on with its tensors
+        # copied, because they are sent later and the caller may change its tensors
         own = None if priority is None else priority.copy()
         write = Write(spec.text, count, packed, own, ((pending.number, count),))
         while True:
@@ -489,14 +502,15 @@ class ReplayClient:
         return handed
 
     def agreed_spec(self, data: TensorDictBase) -> RowSpec:
-        """The row spec of the buffer: if nobody has written yet, that of ``data``, from now on.
+        """Return the row spec of the buffer. Before the first row, it becomes that of ``data``.
 
-        With several hosts it blocks for two calls until this process knows the spec, and all that
-        answer have it afterwards: processes that write their first rows at the same time all ask
-        the first host first. A single host decides when the rows come.
+        With several hosts, it blocks for two calls until this process knows the spec. All answering
+        hosts have it afterwards, because processes that write first rows at the same time all ask
+        the first host first. A single host decides when the rows arrive.
 
         Raises:
-            ConfigurationError: hosts that could not reach each other's writers have different ones.
+            ConfigurationError: hosts have different specs, because their writers could not reach
+                the same hosts.
             DeadlineError, PeerLostError, RemoteError: too few shards answer, or one has no room.
         """
         if self._spec is not None:
@@ -523,12 +537,12 @@ class ReplayClient:
         return agreed
 
     def _agree(self, shards: Sequence[int], spec: RowSpec) -> list[str | None]:
-        """What these hosts' rows are; None for one that does not answer."""
+        """Return the row specs of these hosts, with None for a host that does not answer."""
         calls = [(shard, (spec.text,)) for shard in shards]
         return self.order_those_that_answer("agree_on_rows", calls)
 
     def _is_left_out(self, shard: int, error: BaseException) -> bool:
-        """Whether the others go on without a shard that has not taken an operation; reports it."""
+        """Return whether the others continue without a shard that has not taken an operation."""
         if not isinstance(error, (DeadlineError, PeerLostError)) or self.answers_now(shard):
             return False
         self.note_trouble(shard, error)
@@ -553,9 +567,9 @@ class ReplayClient:
     def set_priorities(
         self, index: torch.Tensor, generation: torch.Tensor | None, priority: np.ndarray
     ) -> None:
-        """Queue priorities, float64 [n], for rows; entries of -1 are skipped.
+        """Queue priorities, float64 [n], for rows. Entries of -1 are skipped.
 
-        Without ``generation`` the rows are matched with this process's recent draws and writes.
+        Without ``generation``, the rows are matched with this process's recent draws and writes.
         """
         self.check()
         if generation is None:
@@ -565,7 +579,7 @@ class ReplayClient:
                 self._put(pending.shard, lambda: pending.with_priorities(own), priority)
                 return
             generation = self.recent.recall(index)
-        # copied: they are sent later, and the caller may go on with its tensors
+        # copied, because they are sent later and the caller may change its tensors
         priority, where = priority.copy(), index.numpy().copy()
         capacity = self.shard_capacity * len(self.links)
         if where.max(initial=-1) >= capacity:
@@ -584,7 +598,7 @@ class ReplayClient:
         pending = self._pending.get(id(index))
         if pending is not None and pending.index is index:
             return pending
-        # of a row that is pending nobody else has the place in memory
+        # no other tensor has a pending index's memory
         return self._pending.get(-index.data_ptr()) if index.numel() == 1 else None
 
     def _forget_pending(self, keys: Sequence[int]) -> None:
@@ -594,7 +608,7 @@ class ReplayClient:
     def _put(
         self, shard: int, operation: Operation | Callable[[], Operation], priority: np.ndarray
     ) -> None:
-        """Queue priorities; those for rows of a shard that does not answer are dropped."""
+        """Queue priorities. Those for a shard that does not answer are dropped."""
         if not self.answers_now(shard):
             return
         self._note_max_priority(priority, self.links[shard].era)
@@ -606,7 +620,7 @@ class ReplayClient:
                 raise
 
     def _note_max_priority(self, seen: float | np.ndarray, era: int) -> None:
-        """What new rows get in every shard of that era; a single host knows it by itself."""
+        """Note the priority of new rows in all shards of that era. A single host knows it."""
         if len(self.links) == 1 or era < 0:
             return
         known = self._largest.get(era, math.nan)
@@ -618,7 +632,7 @@ class ReplayClient:
                     link.max_priority = largest
 
     def note_states(self, states: Sequence[HostState | None]) -> None:
-        """Take over what draws have told about the shards, None for one that did not answer."""
+        """Note the states that draws reported; None for a shard that did not answer."""
         for link, state in zip(self.links, states, strict=True):
             if state is not None:
                 if link.era != state.era:
@@ -630,15 +644,15 @@ class ReplayClient:
 
 
 def close_links(links: Sequence[Link], timeout_s: float) -> None:
-    """What :meth:`ReplayClient.close` does, for links whose client is no more. Idempotent."""
+    """Close links, as :meth:`ReplayClient.close` does, after their client is gone. Idempotent."""
     begin = awake()
     for link in links:
         with contextlib.suppress(PeerLostError):
-            link.ask(None, None)  # all at once
+            link.ask(None, None)  # in parallel
     for link in links:
         problems: list[Exception] = []
         try:
-            # one that hangs is not waited for again after another
+            # the deadline is common, so hanging hosts do not add up
             left = max(0.0, begin + timeout_s - awake())
             left = max(left, link.answered_at + timeout_s - awake())
             link.close(left if len(links) == 1 or link.problem is None else 0.0)

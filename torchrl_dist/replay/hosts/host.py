@@ -1,13 +1,15 @@
-"""Serves a replay directory to clients: a plain local object, in the process that keeps the rows
-for far clients, in the client's own process for those of its node.
+"""Serve a replay directory to clients, as a plain local object.
 
-A client sends :class:`Request` after :class:`Request`, each with operations and a draw, and gets a
-:class:`Reply` to each. The host applies the operations in order, then it draws, so the rows reflect
-all operations of the same request: a client reads its own writes. The host knows nothing of its
-clients. That everything is applied in order and once follows from what they do: a client sends a
-request when it has the reply to the one before, and none twice.
+For clients of other nodes, it is in the process that stores the rows. For clients of the same node,
+it is in the client's process.
 
-One host serves a buffer by itself, or keeps one shard of a larger one; it does not know which.
+A client sends one :class:`Request` after another, each with operations and a draw, and gets a
+:class:`Reply` to each. The host applies the operations in order, and then draws. The drawn rows
+therefore reflect all operations of the same request, and a client reads its own writes. The host
+has no knowledge of its clients. Everything is applied once and in order because a client sends a
+request only after the reply to the previous one, and never repeats one.
+
+A host serves a whole buffer or one shard of a larger buffer, and does not know which.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ from torchrl_dist.replay.saving.disk import RowFiles
 from torchrl_dist.replay.saving.snapshot import Chunk, Head, save_chunk
 from torchrl_dist.tensors import array_of
 
-_MOST_SLICERS = 4  # each has a copy of the trajectory ids of all rows
+_MOST_SLICERS = 4  # each sampler has a copy of the trajectory ids of all rows
 
 _Written = dict[int, tuple[np.ndarray, np.ndarray]]
 """Slots and generations of a request's writes, by their numbers."""
@@ -68,7 +70,7 @@ _Written = dict[int, tuple[np.ndarray, np.ndarray]]
 
 @contextlib.contextmanager
 def _listed(failures: list[Failure], position: int) -> Iterator[None]:
-    """An exception becomes an entry of the list."""
+    """Append an exception to the list instead of raising it."""
     try:
         yield
     except Exception as error:
@@ -81,10 +83,10 @@ def _failure(error: Exception, position: int) -> Failure:
 
 
 class ReplayHost:
-    """Serves one replay directory. All methods may be called by any thread.
+    """Serve one replay directory. Any thread may call all methods.
 
     Args:
-        storage: the directory's storage in this process; closed by ``close``.
+        storage: the directory's storage in this process. ``close`` closes it.
     """
 
     def __init__(self, storage: SharedMemmapStorage) -> None:
@@ -92,7 +94,7 @@ class ReplayHost:
         (self._shard,) = storage.shards()
         self._uniform = SharedRandomSampler()
         self._prioritized: SharedPrioritizedSampler | None = None
-        self._slicers: dict[Law, SharedSliceSampler] = {}  # the one used last is the last
+        self._slicers: dict[Law, SharedSliceSampler] = {}  # in the order of last use
         self._passes: Passes | None = None
         now_and_in_children(self, ReplayHost._renew)
 
@@ -104,19 +106,19 @@ class ReplayHost:
         return self._storage
 
     def use_priorities(self, alpha: float, eps: float) -> None:
-        """Prepare prioritized draws; every prioritized client calls it once, before them.
+        """Prepare prioritized draws. Every prioritized client calls it once before its draws.
 
         Raises:
-            ConfigurationError: others use another ``alpha`` or ``eps``.
+            ConfigurationError: other clients use another ``alpha`` or ``eps``.
         """
         sampler = SharedPrioritizedSampler(self._storage.max_size, alpha, 0.0, eps)
         sampler.attach(self._storage)
         self._prioritized = sampler
 
     def serve(self, request: Request) -> Reply:
-        """Apply the operations, then draw. Blocks for the directory's lock only.
+        """Apply the operations, then draw. Blocks only for the directory's lock.
 
-        Operations that fail are listed in the reply.
+        The reply lists failed operations.
         """
         failures: list[Failure] = []
         if not math.isnan(request.max_priority):
@@ -141,12 +143,12 @@ class ReplayHost:
     def _try(
         self, operation: Operation, known: _Written, failures: list[Failure], position: int
     ) -> Any:
-        """What :meth:`_apply` returns; for a ``Write`` that failed, handles of -1."""
+        """Return the result of :meth:`_apply`; for a failed ``Write``, handles of -1."""
         parts: list[Operation] = []
         with _listed(failures, position):
             try:
                 return self._apply(operation, known)
-            except ConfigurationError:  # nothing was applied, because of one part perhaps
+            except ConfigurationError:  # nothing was applied, perhaps because of one part
                 parts = parts_of(operation)
                 if len(parts) == 1:
                     raise
@@ -160,10 +162,10 @@ class ReplayHost:
         return None
 
     def apply(self, operation: Operation, *, max_priority: float = math.nan, era: int = 0) -> Any:
-        """Apply one operation of a client in this very process; raises what it raises.
+        """Apply one operation of a client in this process. Raises what the operation raises.
 
         Returns:
-            For a ``Write`` slot and generation, int64 [n] each; for an ``Invoke`` its result.
+            For a ``Write``, slot and generation, int64 [n] each; for an ``Invoke``, its result.
         """
         if not math.isnan(max_priority):
             self._raise_max_priority(max_priority, era)
@@ -223,7 +225,7 @@ class ReplayHost:
 
     @contextlib.contextmanager
     def _new_era(self, era: int) -> Iterator[None]:
-        """While the rows are dropped, no largest priority goes to other shards, or comes."""
+        """Begin a new era. While rows are dropped, no largest priority comes or goes."""
         words = self._storage.directory.words
         words[Word.ERA] = -1
         try:
@@ -243,8 +245,9 @@ class ReplayHost:
     def draw(
         self, count: int, law: Law, max_priority: float = math.nan, era: int = 0
     ) -> tuple[HostState, Drawn | None]:
-        """``count`` rows or slices for a client in this very process, and the state they were drawn
-        from; fewer, or None, as in a :class:`Reply`."""
+        """Draw ``count`` rows or slices for a client in this process, and return the state as well.
+
+        There may be fewer, or None, as in a :class:`Reply`."""
         if not math.isnan(max_priority):
             self._raise_max_priority(max_priority, era)
         return self._draw(count, law)
@@ -261,7 +264,7 @@ class ReplayHost:
             drawn = drawn if drawn.index.numel() else None
         if drawn is not None and directory.gate is None:
             directory.count(Word.DRAWN, drawn.index.numel())
-        era = words[Word.ERA]  # before the largest priority, which may be of a later one then
+        era = words[Word.ERA]  # read before the largest priority, which may then be of a later era
         state = HostState(
             directory.length,
             directory.high,
@@ -277,7 +280,7 @@ class ReplayHost:
         return state, drawn
 
     def _draw_rows(self, count: int, prioritized: bool) -> tuple[Drawn | None, float, float]:
-        """Rows, the mass of all and the smallest one."""
+        """Draw rows. Return them with the mass of all rows and the smallest mass."""
         directory = self._storage.directory
         sampler = self._sampler() if prioritized else self._uniform
         while count and directory.length:
@@ -285,7 +288,9 @@ class ReplayHost:
                 drawn = sampler.draw(self._storage, count)
                 return drawn, drawn.mass, drawn.minimum
             except TooFewDrawsError as error:
-                count = error.left  # no thread of the host waits for the limiter: what there is
+                count = (
+                    error.left
+                )  # no thread of the host waits for the limiter, so return what is available
             except RuntimeError:
                 if directory.length:
                     raise
@@ -297,9 +302,9 @@ class ReplayHost:
         return None, float(directory.words[Word.AVAILABLE] if used_up else directory.length), 1.0
 
     def _draw_slices(self, count: int, law: Law, slices: SliceLaw) -> Drawn:
-        """Slices, maybe none, with the mass of all that could be drawn."""
+        """Draw slices, perhaps none. Return them with the mass of all possible slices."""
         key = replace(law, slices=replace(slices, slice_len=1))
-        with self._slicing:  # what it does has deadlines of its own
+        with self._slicing:  # its work has its own deadlines
             sampler = self._slicers.pop(key, None) or self._slicer(law.prioritized, slices)
             while len(self._slicers) >= _MOST_SLICERS:
                 del self._slicers[next(iter(self._slicers))]
@@ -319,7 +324,7 @@ class ReplayHost:
         return sampler
 
     def _draw_packed(self, count: int, law: Law) -> dict[str, Any]:
-        """The fields of a reply that a draw fills."""
+        """Return the fields of a reply that a draw fills."""
         state, drawn = self._draw(count, law)
         return {"state": state, **({} if drawn is None else self._pack(drawn))}
 
@@ -327,18 +332,19 @@ class ReplayHost:
         spec = self._storage.directory.rows
         assert spec is not None
         handles = [drawn.index.numpy(), drawn.generation.numpy(), drawn.leaf]
-        # not copied: nobody else has these tensors
+        # not copied, because there is no other reference to these tensors
         packed = pack([*handles, *map(array_of, drawn.tensors)], copy=False)
         found = {"count": drawn.index.numel(), "spec": spec.text, "packed": packed}
         if drawn.lengths is not None:
             found |= {"count": drawn.lengths.numel(), "lengths": drawn.lengths.numpy()}
         return found
 
-    # --- reading and replacing; what changes something is called by an ``Invoke`` --------------
+    # --- reading and replacing; clients make changes by an ``Invoke`` --------------
 
     def read(self, slots: torch.Tensor) -> tuple[str, list[Part]]:
-        """Rows at slots, int64 [n]: the spec as text, and the columns, packed. This process need
-        not know the classes that they are of."""
+        """Return rows at slots, int64 [n]: the spec as text, and the packed columns.
+
+        This process need not know the rows' classes."""
         _, columns = self._storage.columns_at(slots.numpy())
         assert self._storage.directory.rows is not None
         return self._storage.directory.rows.text, pack(columns, copy=False)
@@ -346,12 +352,11 @@ class ReplayHost:
     def take_of_pass(
         self, number: int, count: int, shuffle: bool
     ) -> tuple[int, int, int, str, list[Part]]:
-        """Rows that were not drawn yet in the pass of that number, by whichever process; see
-        ``passes``.
+        """Draw rows that no process has drawn yet in the pass with that number, see ``passes``.
 
         Returns:
-            The pass that is under way, what is left of it, how many rows there are, and the rows:
-            the spec as text, and slots, generations and columns, packed.
+            The number of the present pass, the rows left in it, the number of rows in the shard,
+            and the drawn rows: the spec as text, and packed slots, generations and columns.
         """
         directory = self._storage.directory
         if directory.rows is None:
@@ -367,14 +372,14 @@ class ReplayHost:
         return now, left, directory.length, directory.rows.text, packed
 
     def generations_of(self, slots: np.ndarray) -> np.ndarray:
-        """int64 [n]; -1 where no row is published."""
+        """Return generations, int64 [n]; -1 where no row is published."""
         return self._storage.generations_of(torch.from_numpy(slots)).numpy()
 
     def agree_on_rows(self, spec: str) -> str:
-        """Make the files for rows of this spec, unless there are some; the spec that the rows have.
+        """Create the files for rows of this spec, unless they exist. Return the rows' spec.
 
         Raises:
-            DirectoryError: no room for them.
+            DirectoryError: there is no room for them.
         """
         directory = self._storage.directory
         directory.create_rows(spec_from_text(spec))
@@ -382,19 +387,19 @@ class ReplayHost:
         return directory.rows.text
 
     def write_at(self, slots: torch.Tensor, data: TensorDictBase) -> torch.Tensor:
-        """As ``SharedMemmapStorage.write_at``; returns the new generations, int64 [n]."""
+        """See ``SharedMemmapStorage.write_at``. Return the new generations, int64 [n]."""
         return self._storage.write_at(slots, data)
 
     # --- saving; see ``snapshot`` ------------------------------------------------------------
 
     def head(self) -> Head:
-        """The directory's state but for the rows."""
+        """Return the directory's state without the rows."""
         return self._shard.head()
 
     def save_chunk(
         self, cursor: int, alpha: float | None, start: int, stop: int
     ) -> tuple[Chunk, list[Part]]:
-        """The rows in a range of slots, copied and packed; see ``snapshot.save_chunk``."""
+        """Return a packed copy of the rows in a range of slots, see ``snapshot.save_chunk``."""
         copied: list[np.ndarray] = []
 
         def copy(arrays: list[np.ndarray]) -> None:
@@ -405,8 +410,9 @@ class ReplayHost:
         return chunk, pack(copied, copy=False)
 
     def reaches(self, folder: str) -> bool:
-        """Whether this process sees the files of a shard that are being written there, and may
-        write to them. No other folder has that name: a part of it is random."""
+        """Return whether this process sees a shard's files in that folder, and may write to them.
+
+        No other folder has that name, because a part of it is random."""
         with contextlib.ExitStack() as steps:
             try:
                 RowFiles(Path(folder), self._storage.directory.rows, steps)
@@ -422,12 +428,12 @@ class ReplayHost:
         alpha: float | None,
         ranges: Sequence[tuple[int, int]],
     ) -> list[Chunk]:
-        """Write the rows in ranges of slots to the files of a shard, behind ``row`` rows.
+        """Write the rows in ranges of slots to the files of a shard, after ``row`` rows.
 
-        Blocks until they are on the disk. Nothing goes on here that is not asked for by a call.
+        Blocks until they are on the disk. The host does no such work outside of a call.
 
         Raises:
-            OSError: the disk is full, or the files are gone.
+            OSError: the disk is full, or the files do not exist any more.
         """
         directory = self._storage.directory
         chunks = []
@@ -442,11 +448,11 @@ class ReplayHost:
         return chunks
 
     def row_spec(self, spec: RowSpec) -> RowSpec:
-        """As :meth:`saving.shards.Shard.row_spec`."""
+        """See :meth:`saving.shards.Shard.row_spec`."""
         return self._shard.row_spec(spec)
 
     def make_room(self, spec: RowSpec) -> None:
-        """Have the files of rows.
+        """Create the files of rows.
 
         Raises:
             DirectoryError: the disk has no room for them.
@@ -454,7 +460,7 @@ class ReplayHost:
         self._shard.make_room(spec)
 
     def begin_restore(self, head: Head, era: int) -> int:
-        """Empty the directory; see ``snapshot.begin_restore``."""
+        """Empty the directory, see ``snapshot.begin_restore``."""
         with self._new_era(era):
             return self._shard.begin_restore(head)
 
@@ -467,20 +473,21 @@ class ReplayHost:
         alpha: float | None,
         packed: list[Part],
     ) -> None:
-        """Publish saved rows; see ``snapshot.restore_rows``."""
+        """Publish saved rows, see ``snapshot.restore_rows``."""
         self._shard.restore_rows(since, slot, version, leaf, alpha, unpack(packed))
 
     # --- after a restart, see ``owner`` -------------------------------------------------------
 
     def standing(self) -> tuple[int, Counts | None]:
-        """The era, and what the rate limiter counts."""
+        """Return the era, and the counts for the rate limiter."""
         directory = self._storage.directory
         counts = None if directory.gate is None else directory.gate.counts()
         return int(directory.words[Word.ERA]), counts
 
     def settle(self, era: int, agreed: int, samples: int) -> None:
-        """Take the era that all shards have agreed on, unless this one is no more of ``era``, and
-        count so many samples more."""
+        """Set the era that all shards have agreed on, and add to the number of samples.
+
+        Does nothing if this shard's era is no longer ``era``."""
         directory = self._storage.directory
         with directory.lock():
             if directory.words[Word.ERA] == era:
@@ -495,5 +502,7 @@ class ReplayHost:
         return self._storage.directory.counters
 
     def close(self, clean: bool = True) -> None:
-        """Leave the directory; ``clean``: remove it if this was its last process. Idempotent."""
+        """Leave the directory. Idempotent.
+
+        With ``clean``, remove it if this was its last process."""
         self._storage.close(clean=clean)

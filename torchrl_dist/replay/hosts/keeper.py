@@ -1,4 +1,4 @@
-"""Runs in a process that keeps rows: makes, finds and releases the hosts of this process."""
+"""Functions in a process that stores rows: they open, find and release its hosts."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ _hosts: dict[tuple[str, str], KeptHost] = {}
 
 @dataclass(frozen=True)
 class HostAddress:
-    """Where one host is: a handle for calls, and its directory for processes of its node."""
+    """The address of one host: a handle for calls, and the directory for processes of its node."""
 
     host: Remote[Any]
     path: str
     job_id: str
     identity: tuple[str, int, int]
-    """Boot of the machine, device and inode of the lock file: the same for whoever sees it."""
+    """Boot id, device and inode of the lock file, which are equal for all processes that see it."""
 
     def is_here(self) -> bool:
-        """Whether this process can use the host's directory itself."""
+        """Return whether this process can use the host's directory directly."""
         try:
             return _identity(Path(self.path)) == self.identity
         except OSError:
@@ -51,11 +51,11 @@ class HostAddress:
 
 
 class KeptHost(ReplayHost):
-    """A host that can say where its directory is, and can be released.
+    """A host that knows its directory's address, and can be released.
 
     Args:
         key: its session and name.
-        asked: the arguments of :func:`open_host` that it was made with, by name.
+        asked: the arguments of :func:`open_host` that created it, by name.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class KeptHost(ReplayHost):
     def check_asked(self, asked: dict[str, Any]) -> None:
         """
         Raises:
-            ConfigurationError: it was made with other arguments.
+            ConfigurationError: the host was created with other arguments.
         """
         differ = [
             f"{key}={self._asked[key]!r}, here {key}={value!r}"
@@ -79,28 +79,32 @@ class KeptHost(ReplayHost):
         ]
         if differ:
             raise ConfigurationError(
-                f"{current_session().me.name} keeps {self.storage.directory.path} for replay "
-                f"buffer {self._key[1]!r} still, with {'; '.join(differ)}: use the same arguments, "
-                "release that buffer, or take another name"
+                f"{current_session().me.name} still has {self.storage.directory.path} for replay "
+                f"buffer {self._key[1]!r} with {'; '.join(differ)}; use the same arguments, "
+                "release that buffer, or use another name"
             )
 
     def serve(self, request: Request) -> Reply:
         if self._released:
             raise ConfigurationError(
-                f"replay buffer {self._key[1]!r} was released: build it again to use it"
+                f"replay buffer {self._key[1]!r} was released; build it again to use it"
             )
         return super().serve(request)
 
     def release(self) -> bool:
-        """Close the directory now; whether it is to go, but others still use it. Idempotent.
+        """Close the directory now. Idempotent.
+
+        Returns:
+            Whether the directory must be removed but other processes still use it.
 
         Raises:
-            DeadlineError: a write did not end in time; nothing has changed, it can be tried again.
+            DeadlineError: a write did not end in time. Nothing has changed; the call can be
+                repeated.
         """
         return self._release(clean=True)
 
     def give_up(self) -> None:
-        """As :meth:`release`, of a buffer that was not completed; rows found again stay."""
+        """Like :meth:`release`, for an incomplete buffer. Rows of an earlier job stay."""
         self._release(clean=self._released or not self.storage.write_count)
 
     def _release(self, clean: bool) -> bool:
@@ -112,11 +116,11 @@ class KeptHost(ReplayHost):
             try:
                 _close_host(self._key, clean)
             except BaseException:
-                with LOCKS.hosts:  # whoever tries again, or the end of the session, finds it
+                with LOCKS.hosts:  # the next attempt, or the end of the session, finds it
                     _hosts.setdefault(self._key, self)
                 raise
             self._released = True
-            # the session keeps this object, and these would keep the memory
+            # the session keeps this object, and the storage would keep the memory
             del self._storage, self._shard, self._prioritized, self._slicers, self._passes
         return not stays and path.exists()
 
@@ -133,10 +137,10 @@ def open_host(
     keep: bool,
     limiter: RateLimiter | None,
 ) -> ReplayHost:
-    """Runs in the host's process: make the host of this name, or find it.
+    """Open or find the host of this name. Runs in the host's process.
 
     Raises:
-        ConfigurationError: the host of this name was made with other arguments.
+        ConfigurationError: the host of this name was created with other arguments.
     """
     session = current_session()
     asked = {
@@ -151,14 +155,14 @@ def open_host(
         if host is None:
             world = session.world
             job_id = _job_here(world)
-            # Only what stays when other hosts are lost: after a restart ranks and shards may have
-            # other numbers, and this node's directory is to be found again.
+            # Only names that stay when other hosts are lost. After a restart, ranks and shards may
+            # have other numbers, and this node must find its directory again.
             place = f"{name}-{world.local_rank}"
-            # What is to be found by a later job has a name that the job can give. Otherwise each
-            # job has its own, and what it leaves is of no use once it cannot come back.
+            # A directory for later jobs has a name that such a job knows. Otherwise each job has
+            # its own, and its leftovers are useless once it cannot be restarted.
             named = parent is not None or keep or resume
             prefix = _prefix()
-            # A launcher may call one machine several nodes.
+            # A launcher may present one machine as several nodes.
             folder = prefix + (place if named else f"{job_id}-{place}-{session.me.host}")
             parent = parent or _default_parent()
             if not named:
@@ -187,7 +191,7 @@ def open_host(
 def _close_host(key: tuple[str, str], clean: bool) -> None:
     with LOCKS.hosts:
         host = _hosts.pop(key, None)
-    if host is not None:  # else it was released
+    if host is not None:  # otherwise it was released
         host.close(clean)
         own_files.leave_user_folder()
 
@@ -197,15 +201,17 @@ def _prefix() -> str:
 
 
 def _job_here(world: World) -> str:
-    """The job, as it is called on this machine: the stamp of another machine's process means
-    nothing here, and rank 0 may move. The launcher of this machine is the same process after each
-    restart."""
+    """Return the job's id on this machine.
+
+    The stamp of another machine's process has no meaning here, and rank 0 may move. The launcher of
+    this machine stays the same process over all restarts."""
     return (is_stamp(world.job_id) and world.starter) or world.job_id
 
 
 def remove_what_the_dead_left(world: World, name: str) -> None:
-    """At the clean end of a job: remove the directories of a buffer that processes of this machine
-    kept which have died. Not those that are to stay, or that a process has open."""
+    """Remove directories that dead processes of this machine left, at the clean end of a job.
+
+    Directories that are kept, or that a process has open, stay."""
     prefix, job_id = _prefix(), _job_here(world)
     with contextlib.suppress(OSError):
         for each in [each for folder in own_files.user_folders() for each in folder.iterdir()]:

@@ -1,4 +1,6 @@
-"""What this process has of a session's buffers: closed with it, or when nobody holds it."""
+"""The objects of a session's buffers in this process, and when they are closed.
+
+They are closed with the session, or once unreferenced."""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ _opened: dict[str, _Opened] = {}
 
 class _Locks:
     hosts: threading.Lock
-    """Of the tables above, and those of keepers and owners."""
+    """The lock of the tables above, and of those of keepers and owners."""
 
     def renew(self) -> None:
         self.hosts = threading.Lock()
@@ -38,8 +40,8 @@ now_and_in_children(LOCKS, _Locks.renew)
 class _Clients:
     """The clients of this process in one session.
 
-    Each copy of a buffer that arrives here pickled has one. Those that nobody holds any more are
-    closed when the next one comes, which blocks for calls in any case: garbage collection must not.
+    Each pickled copy of a buffer that arrives here has one. Unreferenced clients are closed when
+    the next one is opened, which blocks for calls anyway. Garbage collection must not block.
     """
 
     def __init__(self) -> None:
@@ -53,7 +55,7 @@ class _Clients:
         weakref.finalize(client, self._dropped.append, dropped).atexit = False
 
     def _close_dropped(self) -> None:
-        with contextlib.suppress(IndexError):  # nothing left, or another thread was faster
+        with contextlib.suppress(IndexError):  # nothing is left, or another thread was faster
             while True:
                 close_links(*self._dropped.popleft())
 
@@ -93,8 +95,9 @@ _Direct = TypeVar("_Direct", bound=DirectStorage)
 
 
 class _Opened:
-    """The direct storages of this process in one session. As with clients, those that nobody holds
-    any more are closed when the next one is opened."""
+    """The direct storages of this process in one session.
+
+    As with clients, unreferenced ones are closed when the next one is opened."""
 
     def __init__(self) -> None:
         self._alive: weakref.WeakSet[DirectStorage] = weakref.WeakSet()
@@ -106,7 +109,7 @@ class _Opened:
         storage._opened = self
 
     def _close_dropped(self, clean: bool) -> None:
-        with contextlib.suppress(IndexError):  # as above
+        with contextlib.suppress(IndexError):  # as for clients
             while True:
                 close_directory(self.dropped.popleft(), clean=clean)
 
@@ -119,7 +122,9 @@ class _Opened:
 def open_directly(
     path: str, job_id: str, capacity: int, timeout_s: float, kind: type[_Direct]
 ) -> _Direct:
-    """A storage over a host's directory, for a process of its node; closed with the session."""
+    """Return a storage over a host's directory, for a process of its node.
+
+    It is closed with the session."""
     storage = kind(capacity, scratch_dir=path, job_id=job_id, timeout_s=timeout_s)
     session = current_session()
     with LOCKS.hosts:

@@ -1,4 +1,4 @@
-"""What a client needs of a replay host, near (``local_link``) or far (``remote_link``)."""
+"""A client's interface to a replay host, near (``local_link``) or far (``remote_link``)."""
 
 from __future__ import annotations
 
@@ -23,18 +23,23 @@ from torchrl_dist.replay.law.limiter import Counts
 from torchrl_dist.replay.row.spec import RowSpec
 from torchrl_dist.runtime.awake import awake
 
-# The last of several calls under one deadline has at least this long.
+# The least time for the last of several calls under one deadline.
 SHORTEST_CALL_S = 0.05
 
 
 Written = Callable[[np.ndarray, np.ndarray], None]
-"""Called with slots and generations, int64 [n] each, once rows are written."""
+"""A function that is called with slots and generations, int64 [n] each, of written rows."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Drawn rows: int64 ``slot`` and ``generation``, float64 ``leaf``, ``tensors``: [n, ...]; with
-    ``lengths``, int64 [units], slices of so many rows each, else each row is a unit of its own."""
+    """Drawn rows.
+
+    Attributes:
+        slot, generation: int64 [n].
+        leaf: float64 [n].
+        tensors: [n, ...].
+        lengths: int64 [units], the rows of each slice. Without it, each row is a unit."""
 
     spec: RowSpec
     slot: torch.Tensor
@@ -45,7 +50,7 @@ class Rows:
 
     @property
     def units(self) -> int:
-        """What was drawn, and is handed on as a whole: slices, or else rows."""
+        """The number of units: slices, or else rows."""
         return self.slot.numel() if self.lengths is None else self.lengths.numel()
 
     def _each(self, take: Callable[[torch.Tensor], torch.Tensor], lengths: Any) -> Rows:
@@ -54,7 +59,7 @@ class Rows:
         return Rows(self.spec, *handles, tensors, lengths)
 
     def part(self, start: int, stop: int) -> Rows:
-        """The units ``start`` to ``stop``."""
+        """Return the units ``start`` to ``stop``."""
         if start == 0 and stop == self.units:
             return self
         if self.lengths is None:
@@ -65,7 +70,7 @@ class Rows:
         return self._each(lambda tensor: tensor[first:last], lengths)
 
     def select(self, units: torch.Tensor) -> Rows:
-        """The units of these numbers, int64 [n]."""
+        """Return the units with these numbers, int64 [n]."""
         if self.lengths is None:
             return self._each(lambda tensor: tensor.index_select(0, units), None)
         lengths = self.lengths[units]
@@ -75,38 +80,38 @@ class Rows:
         return self._each(lambda tensor: tensor.index_select(0, places), lengths)
 
     def per_row(self, values: torch.Tensor) -> torch.Tensor:
-        """One for each unit, as one for each row."""
+        """Repeat one value per unit as one value per row."""
         return values if self.lengths is None else values.repeat_interleave(self.lengths)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back for one draw: the host's state, and rows, maybe fewer, as in a ``Reply``."""
+    """The answer to one draw: the host's state and rows, perhaps fewer, as in a ``Reply``."""
 
     state: HostState
     rows: Rows | None
 
 
 class Link(Protocol):
-    """What a client needs of a host, near or far. Thread-safe."""
+    """A client's interface to a host, near or far. Thread-safe."""
 
     name: str
     max_priority: float
-    """The largest of the buffer, as far as its client knows; NaN before any."""
+    """The largest priority of the buffer, as far as its client knows; NaN before the first."""
     era: int
-    """The host's, as far as its client knows, and of ``max_priority``; see ``HostState``."""
+    """The eras of the host and of ``max_priority``, as far as its client knows."""
     replies: int
     """How often the host has answered."""
     answered_at: float
-    """When it did so last, on ``awake()``."""
+    """The time of its last answer, on ``awake()``."""
     round_trip_s: float
-    """How long a short call to it took lately, at least; 0 before any."""
+    """The shortest duration of recent short calls; 0 before the first."""
 
     limited: bool
-    """Whether the buffer has a rate limiter, so that every reply is to tell the host's state."""
+    """Whether the buffer has a rate limiter, so that every reply must have the host's state."""
 
     def counts(self) -> Counts | None:
-        """The host's, and what this link has counted since its last reply; None before it."""
+        """The host's counts, plus this link's since its last reply; None before the first reply."""
 
     def put(
         self,
@@ -116,52 +121,60 @@ class Link(Protocol):
         urgent: bool = True,
         written: Written | None = None,
     ) -> None:
-        """Hand an operation over; see ``RemoteLink.put``."""
+        """Queue an operation, see ``RemoteLink.put``."""
 
     def order(self, method: str, *args: Any, size: int = 0) -> Future[Any]:
-        """Call another method of the host, after all operations put before. A future that is
-        cancelled before the call was sent leaves nothing behind."""
+        """Call another method of the host, after all earlier operations.
+
+        A future that is cancelled before the call was sent has no effect."""
 
     def ask(self, count: int | None, law: Law | None) -> Future[Answer | None]:
-        """Draw rows or slices after all operations put before; None: only wait for these.
+        """Draw rows or slices after all earlier operations; with None, only wait for these.
 
-        ``law`` also says what the masses of the answer are; None: it does not matter.
+        ``law`` also defines the masses of the answer; None if they do not matter.
         """
 
     @property
     def waiting(self) -> int:
-        """How many operations are queued or under way."""
+        """The number of operations that are queued or in flight."""
 
     def submit(self, method: str, *args: Any, timeout_s: float) -> Future[Any]:
-        """Call a method that changes nothing; in no order with the operations. One that ran out of
-        time still runs."""
+        """Call a method that changes nothing, in no order with the operations.
+
+        A call that timed out still runs at the host."""
 
     def check_entry(self) -> None:
-        """Raises DirectoryError in a signal handler that interrupted a use of this link: others
-        may wait for that while they have a lock for which the handler would wait."""
+        """Raise DirectoryError in a signal handler that interrupted a use of this link.
+
+        Other threads may wait for the interrupted use while they hold a lock that the handler would
+        wait for."""
 
     def failure(self) -> Exception | None:
-        """An error that nobody was told yet."""
+        """An error that has not been raised yet, or None."""
 
     @property
     def fine(self) -> bool:
-        """Whether there is neither such an error nor a ``problem``."""
+        """Whether there is neither a ``failure`` nor a ``problem``."""
 
     @property
     def problem(self) -> Exception | None:
-        """None if the host answers, else what is known to be wrong with it."""
+        """None if the host answers, otherwise the error."""
 
     def close(self, flush_s: float) -> None:
-        """Flush; no use after it. What is still queued then is sent while the session lasts."""
+        """Flush. The link cannot be used afterwards.
+
+        Operations that are still queued then are sent while the session lasts."""
 
 
 def await_answer(future: Future[Any], link: Link, begin: float, timeout_s: float) -> Any:
-    """The result of what the link was asked at ``begin``, on ``awake()``. The deadline,
-    ``timeout_s``, runs anew with every answer of the host: what was asked before comes first.
+    """Return the answer to a request that was made at ``begin``, on ``awake()``.
+
+    The deadline, ``timeout_s``, restarts with every answer of the host, because earlier requests
+    come first.
 
     Raises:
-        DeadlineError: the host did not answer anything for so long. What it was asked is not sent
-            any more if it is queued still.
+        DeadlineError: the host did not answer anything for that long. If the request is still
+            queued, it will not be sent.
     """
     while True:
         answered_at = link.answered_at
@@ -172,7 +185,7 @@ def await_answer(future: Future[Any], link: Link, begin: float, timeout_s: float
             if future.done() and not future.cancelled():
                 raise
             if awake() < deadline:
-                continue  # this process was stopped meanwhile
+                continue  # this process was stopped in between
             if link.answered_at == answered_at:
                 future.cancel()
                 raise DeadlineError(

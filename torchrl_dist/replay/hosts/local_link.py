@@ -1,4 +1,4 @@
-"""A replay host in this process, called directly: over the directory of the same node."""
+"""A replay host in this process, over the directory of the same node, called directly."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchrl_dist.replay.law.limiter import Counts
 
 
 class LocalLink:
-    """A host in this process, called directly: over the directory of the same node."""
+    """A host in this process, over the directory of the same node, called directly."""
 
     fine = True
     problem: Exception | None = None
@@ -58,7 +58,7 @@ class LocalLink:
 
     def ask(self, count: int | None, law: Law | None) -> Future[Answer | None]:
         future: Future[Answer | None] = Future()
-        if count is None:  # operations are applied as they are put
+        if count is None:  # operations are applied at once
             future.set_result(None)
             return future
         try:
@@ -90,8 +90,9 @@ class LocalLink:
         return None
 
     def close(self, flush_s: float) -> None:
-        """Nothing is queued here. The storage over the directory was opened for this link, and its
-        memory is given back."""
+        """Close the storage, which was opened for this link, and release its memory.
+
+        No operation is queued here."""
         host = self.__dict__.pop("_host", None)
         if host is not None:
             host.close()

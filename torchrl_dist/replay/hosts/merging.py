@@ -1,7 +1,7 @@
-"""Many small operations of a client as few: messages and the host's work cost by the operation.
+"""Merge small operations of a client, because each operation costs a message and host time.
 
-Pure functions. Only neighbours are merged, so the order of operations stays, and only where the
-merged one does what they would do one after the other.
+Pure functions. Only neighbours are merged, so the order of operations stays, and only if the merged
+operation has the same effect.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import numpy as np
 from torchrl_dist.replay.hosts.messages import CountSamples, Operation, SetPriorities, Write
 from torchrl_dist.replay.row.packing import pack, unpack
 
-_MOST_ENTRIES = 4096  # of merged updates of priorities
+_MOST_ENTRIES = 4096  # the most entries of merged priority updates
 
 
 def merged(operations: Sequence[Operation], most_rows: int) -> list[tuple[Operation, int]]:
-    """The same in fewer operations, and how many of the given ones each stands for.
+    """Return fewer operations with the same effect, and how many of the given ones each replaces.
 
     Args:
-        most_rows: of a merged ``Write``: what one reservation of the host may take, so that it is
-            written as a whole or not at all.
+        most_rows: the most rows of a merged ``Write``. One reservation of the host can take them,
+            so that they are written as a whole or not at all.
     """
     if len(operations) < 2:
         return [(operation, 1) for operation in operations]
@@ -39,7 +39,7 @@ def merged(operations: Sequence[Operation], most_rows: int) -> list[tuple[Operat
             or own_kind is None
             or own_kind != kind
             or entries + size > (most_rows if isinstance(operation, Write) else _MOST_ENTRIES)
-            # of two priorities of a row the last one counts: in one update both would
+            # of two priorities of a row the last one counts; in one update both would
             or not slots.isdisjoint(own_slots)
         ):
             if run:
@@ -53,7 +53,7 @@ def merged(operations: Sequence[Operation], most_rows: int) -> list[tuple[Operat
 
 
 def _kind(operation: Operation) -> tuple[Hashable, int]:
-    """What it may be merged with, None for nothing, and how many entries it has."""
+    """Return the kind of operations that it may be merged with, or None, and its entries."""
     if isinstance(operation, Write):
         return (operation.spec, operation.priority is None), operation.count
     if isinstance(operation, SetPriorities):
@@ -64,7 +64,7 @@ def _kind(operation: Operation) -> tuple[Hashable, int]:
 
 
 def _joined(run: list[Operation]) -> Operation:
-    first = run[0]  # the others are of its type: ``_kind`` says so, mypy cannot see it
+    first = run[0]  # ``_kind`` guarantees that the others have its type, which mypy cannot see
     if len(run) == 1:
         return first
     if isinstance(first, Write):
@@ -90,12 +90,12 @@ def _joined(run: list[Operation]) -> Operation:
 
 
 def _concatenated(arrays: list[np.ndarray | None]) -> np.ndarray | None:
-    """None if the first is None, as all are then."""
+    """Concatenate arrays, or return None if the first is None, because then all are."""
     return None if arrays[0] is None else np.concatenate(cast(list[np.ndarray], arrays))
 
 
 def parts_of(operation: Operation) -> list[Operation]:
-    """What was merged to this operation."""
+    """Split a merged operation into its parts."""
     if isinstance(operation, SetPriorities) and operation.parts:
         ends = np.cumsum(operation.parts).tolist()
         return [

@@ -1,4 +1,4 @@
-"""What travels between a client of a replay buffer and its hosts."""
+"""The messages between a client of a replay buffer and its hosts."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from torchrl_dist.replay.row.rows import tensors
 
 @dataclass(frozen=True)
 class Write:
-    """Append rows: of one ``extend``, or of several that were merged.
+    """Append rows of one ``extend``, or of several that were merged.
 
     Attributes:
         spec: the row spec as text, see ``packing``.
         count: number of rows.
         packed: their columns.
-        priority: float64 [count], before alpha and eps; None: the largest one seen.
-        parts: number and rows of each ``extend``; the number, unique in a request, is for
-            ``SetWrittenPriorities``.
+        priority: float64 [count], before alpha and eps. None: the largest priority seen.
+        parts: number and rows of each ``extend``. The number is unique in a request;
+            ``SetWrittenPriorities`` refers to it.
     """
 
     spec: str
@@ -37,9 +37,9 @@ class Write:
 
 @dataclass(frozen=True)
 class SetPriorities:
-    """New priorities, float64 [n], for slots; rows of other generations are left alone.
+    """Set priorities, float64 [n], of slots. Rows of other generations stay unchanged.
 
-    ``parts``: how many entries each of the updates has that were merged.
+    ``parts``: the number of entries of each merged update.
     """
 
     slot: np.ndarray
@@ -50,8 +50,9 @@ class SetPriorities:
 
 @dataclass(frozen=True)
 class SetWrittenPriorities:
-    """New priorities for the rows of an earlier ``extend`` in the same request, whose slots the
-    client does not know yet."""
+    """Set priorities of an earlier ``extend`` in the same request.
+
+    The client does not know its slots yet."""
 
     number: int
     priority: np.ndarray
@@ -59,7 +60,7 @@ class SetWrittenPriorities:
 
 @dataclass(frozen=True)
 class SetAlpha:
-    """Change the priority exponent, for everybody."""
+    """Change the priority exponent for all processes."""
 
     alpha: float
 
@@ -74,7 +75,7 @@ class UsePriorities:
 
 @dataclass(frozen=True)
 class Empty:
-    """Drop all rows, for everybody."""
+    """Drop all rows for all processes."""
 
     reset_write_count: bool
     era: int
@@ -82,15 +83,16 @@ class Empty:
 
 @dataclass(frozen=True)
 class CountSamples:
-    """So many rows of this host were returned by samples; for the rate limiter."""
+    """Count rows of this host that samples returned, for the rate limiter."""
 
     rows: int
 
 
 @dataclass(frozen=True)
 class ReturnDraws:
-    """Drawn rows that nobody is going to use, with the leaves they were drawn by, [n] each; they
-    are not to count for ``max_times_sampled``."""
+    """Return drawn rows that will not be used, with the leaves of their draw, [n] each.
+
+    They must not count for ``max_times_sampled``."""
 
     slot: np.ndarray
     generation: np.ndarray
@@ -99,7 +101,7 @@ class ReturnDraws:
 
 @dataclass(frozen=True)
 class Invoke:
-    """Call a method of the host, in order with the operations; the reply brings its result."""
+    """Call a method of the host, in order with the operations. The reply has its result."""
 
     method: str
     args: tuple[Any, ...]
@@ -123,9 +125,10 @@ Operation = (
 
 @dataclass(frozen=True)
 class SliceLaw:
-    """Which slices of trajectories are drawn; see ``SharedSliceSampler``.
+    """The slices of trajectories that are drawn, see ``SharedSliceSampler``.
 
-    ``consecutive``: rows of a trajectory may be missing, because other shards have them.
+    ``consecutive``: neighbours must be consecutive steps, because other shards may have rows of the
+    trajectory.
     """
 
     slice_len: int
@@ -139,7 +142,7 @@ class SliceLaw:
 
 @dataclass(frozen=True)
 class Law:
-    """What is drawn: rows or slices of trajectories, by priority or uniformly."""
+    """The units of a draw, rows or slices of trajectories, by priority or uniformly."""
 
     prioritized: bool
     slices: SliceLaw | None = None
@@ -150,15 +153,15 @@ UNIFORM, PRIORITIZED = Law(False), Law(True)
 
 @dataclass(frozen=True)
 class Request:
-    """What a client sends.
+    """A client's message.
 
     Attributes:
-        operations: applied in this order, whatever becomes of the others.
-        draw: rows wanted, or slices; 0: the state only; None: neither.
-        law: by which these are drawn.
-        max_priority: the largest priority that the client knows of, NaN for none: in a sharded
-            buffer the other shards' rows count, too.
-        era: of that priority; in another one the host leaves it alone.
+        operations: applied in this order, even if some of them fail.
+        draw: number of rows or slices; 0 for the state only, None for neither.
+        law: the law of the draw.
+        max_priority: the largest priority that the client knows, or NaN, because in a sharded
+            buffer the rows of other shards count too.
+        era: era of that priority. In another era, the host ignores it.
     """
 
     operations: tuple[Operation, ...] = ()
@@ -169,14 +172,13 @@ class Request:
 
 
 class HostState(NamedTuple):
-    """A host's directory at one instant.
+    """A host's directory at one instant. The last three values are for the rate limiter.
 
-    ``mass`` and ``minimum``: sum of the masses of what can be drawn, 0 if there is nothing, and the
-    smallest of all rows, inf if there are none.
-    ``max_priority``: before alpha; NaN before the first. ``era``: another number after each
-    emptying and restore of the buffer, equal in all its shards; -1 while one is under way. Largest
-    priorities go from shard to shard within an era only: a client that remembers one from before
-    does not bring it back. The last three are for the rate limiter.
+    ``mass``: the sum of the masses of all units that can be drawn, 0 if there are none.
+    ``minimum``: the smallest mass of a row, inf without rows. ``max_priority``: before alpha; NaN
+    before the first. ``era``: changes with each emptying and restore of the buffer, is equal in all
+    its shards, and is -1 during an emptying. Largest priorities go from shard to shard only within
+    an era, so a client cannot bring back an earlier one.
     """
 
     length: int
@@ -194,8 +196,10 @@ class HostState(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """Something of a request that raised; the rest of it was done. ``position``: of the operation;
-    -1 for the largest priority, which comes before them all, and their number for the draw."""
+    """A part of a request that raised. The other parts were done.
+
+    ``position``: the position of the operation; -1 for the largest priority, which comes first, and
+    the number of operations for the draw."""
 
     position: int
     message: str
@@ -209,15 +213,15 @@ class Reply:
     Attributes:
         written: slot and generation, int64 [n] each, of every ``Write`` in the request; -1 for
             rows that were not kept.
-        results: of every ``Invoke`` in the request; None for one that failed.
-        failures: of the largest priority and the operations.
-        draw_failure: of the draw, which then has no state and no rows.
-        state: at the draw; None if none was asked for.
-        count: rows or slices drawn: as many as wanted; fewer if those that may be sampled do not
-            have so many draws left; 0 if the buffer is empty, or has no slice.
+        results: results of every ``Invoke`` in the request; None for a failed one.
+        failures: failures of the largest priority and of the operations.
+        draw_failure: failure of the draw, which then has no state and no rows.
+        state: the state at the draw; None if none was requested.
+        count: number of rows or slices drawn. It is smaller than requested if the rows that may be
+            sampled have too few draws left, and 0 if the buffer is empty or has no slice.
         spec: row spec of the drawn rows as text.
-        lengths: of slices, how many rows each has.
-        packed: slot, generation and leaf of each row, then the rows; see ``unpack_rows``.
+        lengths: number of rows of each slice.
+        packed: slot, generation and leaf of each row, and the rows; see ``unpack_rows``.
     """
 
     written: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
@@ -231,8 +235,9 @@ class Reply:
     packed: Sequence[Part] = ()
 
     def unpack_rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        """``(slot, generation, leaf, tensors)``: int64, int64, float64 [count], rows [count, ...]
-        in the order of the spec."""
+        """Return ``(slot, generation, leaf, tensors)``.
+
+        These are int64, int64, float64 [count], and rows [count, ...] in the spec's order."""
         slot, generation, leaf, *rows = unpack(self.packed)
         handles = torch.from_numpy(slot), torch.from_numpy(generation), torch.from_numpy(leaf)
         return *handles, tensors(rows, spec_from_text(self.spec))

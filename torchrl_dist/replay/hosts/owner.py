@@ -1,5 +1,6 @@
-"""The handle by which every process reaches the hosts of a buffer: one process of the job, or
-several that keep a shard each."""
+"""The handle through which every process reaches the hosts of a buffer.
+
+The hosts are one process of the job, or several processes with one shard each."""
 
 from __future__ import annotations
 
@@ -27,15 +28,15 @@ _MAX_QUEUED_BYTES = 2**26
 
 
 _terms: dict[tuple[str, str], dict[str, Any]] = {}
-"""In the driver's process: what the users of a buffer agreed on, by session and name."""
+"""In the driver's process: the terms that the users of a buffer agreed on, by session and name."""
 
 
 @dataclass(frozen=True)
 class ReplayOwner:
-    """The keepers of one buffer, made by :func:`host_replay`; the same in every process.
+    """The handle to all hosts of one buffer, made by :func:`host_replay`.
 
-    It pickles; any process of the session may use it. Of the arguments of :func:`host_replay` it
-    keeps those that concern its users.
+    It is the same in every process, can be pickled, and may be used by any process of the session.
+    It has those arguments of :func:`host_replay` that concern the buffer's users.
 
     Example:
         >>> with session() as me:
@@ -56,24 +57,25 @@ class ReplayOwner:
 
     @property
     def capacity(self) -> int:
-        """Rows of the whole buffer."""
+        """Number of rows of the whole buffer."""
         return self.shard_capacity * len(self.hosts)
 
     def direct(self) -> HostAddress | None:
-        """The only host, if its directory is to be used without RPC."""
+        """The only host, if this process uses its directory without RPC; otherwise None."""
         if self.shortcut and len(self.hosts) == 1 and self.hosts[0].is_here():
             return self.hosts[0]
         return None
 
     def release(self) -> None:
-        """Have the hosts give up the buffer, for all processes, and forget its name; blocks.
+        """Let the hosts release the buffer for all processes, and free its name. Blocks.
 
         Warns:
-            UserWarning: another process of a host's node still has the directory open; it is
-                removed when that one has closed its buffer. Not said of one that is kept.
+            UserWarning: another process of a host's node still has the directory open. It is
+                removed when that process has closed its buffer. There is no warning about a
+                directory that is kept.
 
         Raises:
-            DeadlineError, PeerLostError: a host did not answer; the others have done it.
+            DeadlineError, PeerLostError: a host did not answer. The others have released it.
         """
         session = current_session()
         futures = [
@@ -86,7 +88,7 @@ class ReplayOwner:
                 if future.result():
                     warnings.warn(
                         f"{address.path} on {address.host.peer} is still in use by another process "
-                        "there: it is removed when that has closed its buffer",
+                        "there; it is removed when that process has closed its buffer",
                         stacklevel=3,
                     )
             except Exception as error:
@@ -96,8 +98,9 @@ class ReplayOwner:
             raise problems[0]
 
     def connect(self) -> ReplayClient:
-        """A client of this process; it is closed when the session ends, or after nobody holds it
-        any more."""
+        """Return a client of this process.
+
+        It is closed when the session ends, or after its last reference is gone."""
         session = current_session()
         session.check_process()
         here = [shard for shard, address in enumerate(self.hosts) if address.is_here()]
@@ -153,42 +156,44 @@ def host_replay(
     timeout_s: float | None = None,
     sampling: tuple[Any, ...] | None = None,
 ) -> ReplayOwner:
-    """Have processes of the job keep a replay buffer; find it, where it is kept already.
+    """Store a replay buffer in processes of the job, or find it there.
 
-    Every process that uses the buffer calls this with the same arguments, in any order; or one
-    does, and passes the result on. (``min_shards``, ``shortcut``, ``max_queued_bytes`` and
-    ``timeout_s`` are each process's own.) Blocks for a call of the driver and two per host (of
-    several hosts three or four in the first process that does), which must be in their session.
+    Every process that uses the buffer calls this with the same arguments, in any order, or one
+    process calls it and passes the result on. ``min_shards``, ``shortcut``, ``max_queued_bytes``
+    and ``timeout_s`` may differ between processes. Blocks for one call to the driver and two per
+    host (with several hosts, three or four in the first process). Driver and hosts must be in their
+    session.
 
     Args:
         session: the session of this process.
-        capacity: rows in all. Each host keeps ``ceil(capacity / len(hosts))``.
-        hosts: who keeps the rows, best one process per node; default: the driver alone. Shards
-            are numbered in this order, and row ``slot`` of shard ``s`` has the index
+        capacity: number of rows of the whole buffer. Each host stores
+            ``ceil(capacity / len(hosts))``.
+        hosts: the processes that store the rows, preferably one per node. Default: the driver
+            alone. Shards are numbered in this order, and row ``slot`` of shard ``s`` has the index
             ``s * shard_capacity + slot``.
-        name: tells buffers of one job apart.
-        scratch_dir: folder on each host in which its directory is made; default: this user's own
-            in ``/dev/shm``, or else in the folder for temporary files.
+        name: distinguishes the buffers of one job.
+        scratch_dir: folder on each host's node for its directory. Default: this user's folder in
+            ``/dev/shm``, or in the folder for temporary files.
         resume, keep: as in :class:`SharedMemmapStorage`. A job that its launcher restarts finds
-            its rows again without either. With one of them, or a ``scratch_dir``, the directory
-            goes by the buffer's ``name`` alone, so that a later job finds it with ``resume``, and
-            two jobs at a time are refused; else each job has its own, and what a job left that
-            cannot come back is removed when the next buffer is made.
-        write_to: ``"own"``: rows go to the shard of the writer's node, where it has one, else to
-            all in turn; ``"all"``: always in turn. A turn takes a whole ``extend``, or as much as
-            a shard has room for.
-        min_shards: calls go on while that many shards answer; below, they raise.
+            its rows without either. With one of them, or with a ``scratch_dir``, the directory is
+            named after the buffer only, so that a later job finds it with ``resume``, and two
+            simultaneous jobs are refused. Otherwise each job has its own directory, and the next
+            buffer removes the directories of jobs that cannot be restarted.
+        write_to: with ``"own"``, rows go to the shard of the writer's node, or to all shards in
+            turn if the node has none. With ``"all"``, rows always go to the shards in turn. A turn
+            takes a whole ``extend``, or as much as a shard has room for.
+        min_shards: calls continue while that many shards answer, and raise otherwise.
         shortcut: whether processes on a host's node use its directory instead of RPC; ``False``
             is for measurements.
-        max_queued_bytes: that a process queues for one host before ``extend`` waits.
-        limiter: of the whole buffer; whose counters it goes by, and how fresh they are, is defined
-            in ``torchrl_dist.replay.hosts.totals_gate``.
-        timeout_s: deadline of every call and wait; default: the session's.
-        sampling: anything else that all who give it must give alike.
+        max_queued_bytes: bytes that a process queues for one host before ``extend`` waits.
+        limiter: the rate limiter of the whole buffer. ``torchrl_dist.replay.hosts.totals_gate``
+            defines which counts it uses, and how fresh they are.
+        timeout_s: deadline of every call and wait. Default: the session's.
+        sampling: further values on which all processes that pass them must agree.
 
     Raises:
-        ConfigurationError: the arguments cannot be right, or differ from those of another process.
-        RemoteError: a host could not open its directory, or keeps another one by this name still.
+        ConfigurationError: arguments are invalid, or differ from those of another process.
+        RemoteError: a host could not open its directory, or still has another one of this name.
         DeadlineError, PeerLostError: a host did not answer.
 
     Example:
@@ -209,12 +214,12 @@ def host_replay(
     peers = tuple(session.peers[:1] if hosts is None else hosts)
     if not peers or capacity < len(peers):
         raise ConfigurationError(
-            f"capacity={capacity} over {len(peers)} hosts: expected a host and a row on each"
+            f"got capacity={capacity} over {len(peers)} hosts, expected a host and a row on each"
         )
     if write_to not in ("own", "all"):
-        raise ConfigurationError(f"write_to={write_to!r}: expected 'own' or 'all'")
+        raise ConfigurationError(f"got write_to={write_to!r}, expected 'own' or 'all'")
     if not 1 <= min_shards <= len(peers):
-        raise ConfigurationError(f"min_shards={min_shards}: expected 1 to {len(peers)}")
+        raise ConfigurationError(f"got min_shards={min_shards}, expected 1 to {len(peers)}")
     shard_capacity = -(-capacity // len(peers))
     if limiter is not None:
         limiter.check_capacity(capacity)
@@ -253,7 +258,7 @@ def host_replay(
         if new and len(remotes) > 1:
             _settle(remotes, limiter, timeout_s)
     except BaseException:
-        if new:  # so that it can be tried again with other arguments
+        if new:  # so that the call can be repeated with other arguments
             for remote in remotes:
                 with contextlib.suppress(TorchRLDistError):
                     remote.call("give_up", timeout_s=timeout_s)
@@ -276,8 +281,8 @@ def host_replay(
 def _check_apart(addresses: Sequence[HostAddress]) -> None:
     """
     Raises:
-        ConfigurationError: two shards are one directory. Tasks with one local rank do that whose
-            launcher calls a single machine several nodes.
+        ConfigurationError: two shards are one directory. This happens if a launcher presents one
+            machine as several nodes, with one local rank each.
     """
     shards: dict[tuple[str, int, int], int] = {}
     for shard, address in enumerate(addresses):
@@ -286,21 +291,20 @@ def _check_apart(addresses: Sequence[HostAddress]) -> None:
             peers = [addresses[each].host.peer for each in (other, shard)]
             raise ConfigurationError(
                 f"replay shards {other} and {shard} ({peers[0]} and {peers[1]}) are one folder, "
-                f"{address.path}: the launcher calls one machine several nodes. Pass hosts= with "
-                "one process of each machine"
+                f"{address.path}, because the launcher presents one machine as several nodes; pass "
+                "hosts= with one process of each machine"
             )
 
 
 def _settle(
     remotes: Sequence[Remote[Any]], limiter: RateLimiter | None, timeout_s: float | None
 ) -> None:
-    """Have shards go on together that were not made together: after a restart some may be new, or
-    lost.
+    """Let shards continue together although some may be new or lost after a restart.
 
-    They agree on one era, or largest priorities would never go from one to the other. What was
-    inserted in a lost shard and what was sampled from it is not known any more; where the limiter's
-    difference lies outside of its range without that, writers or samples would wait for what nobody
-    is going to do, so the samples are counted up or down to the nearer end of the range.
+    They agree on one era. Otherwise largest priorities would never go from one shard to another.
+    The inserts and samples of a lost shard are unknown. If the limiter's difference is outside its
+    range without them, writers or samples would wait indefinitely. The number of samples is
+    therefore changed to the nearer end of the range.
     """
     standings = [remote.call("standing", timeout_s=timeout_s) for remote in remotes]
     eras = [era for era, _ in standings]
@@ -319,10 +323,10 @@ def _settle(
 
 
 def _agree(session: Session, name: str, terms: dict[str, Any], timeout_s: float | None) -> bool:
-    """Whether these are the first terms for a buffer of this name.
+    """Return whether these are the first terms for a buffer of this name.
 
     Raises:
-        ConfigurationError: another process uses others.
+        ConfigurationError: another process uses other terms.
     """
     known = session.call(session.peers[0], _terms_of, name, terms, timeout_s=timeout_s)
     differ = [
@@ -332,19 +336,19 @@ def _agree(session: Session, name: str, terms: dict[str, Any], timeout_s: float 
     ]
     if differ:
         raise ConfigurationError(
-            f"replay buffer {name!r} is used already, but with {'; '.join(differ)}: use the same "
+            f"replay buffer {name!r} is already in use with {'; '.join(differ)}; use the same "
             "arguments in every process, or another name"
         )
     return known is None
 
 
 def _terms_of(name: str, terms: dict[str, Any]) -> dict[str, Any] | None:
-    """Runs in the driver: what was agreed on before, or None, and these are agreed on."""
+    """Return the earlier terms, or record these and return None. Runs in the driver."""
     session = current_session()
     with LOCKS.hosts:
         known = _terms.get((session.session_id, name))
         if known is not None:
-            if known["sampling"] is None:  # of a buffer that was built of its parts
+            if known["sampling"] is None:  # for a buffer that was built from its parts
                 known["sampling"] = terms["sampling"]
             return dict(known)
         _terms[session.session_id, name] = terms
@@ -353,13 +357,13 @@ def _terms_of(name: str, terms: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _end(session: Session, name: str, parent: str | None, clean: bool) -> None:
-    """Runs in the driver when its session ends."""
+    """Forget all terms of a session. Runs in the driver when its session ends."""
     _withdraw(name, session.session_id)
-    if clean and session.lost() and parent is None:  # in a scratch_dir a later job finds its rows
+    if clean and session.lost() and parent is None:  # in a scratch_dir, a later job finds its rows
         remove_what_the_dead_left(session.world, name)
 
 
 def _withdraw(name: str, session_id: str | None = None) -> None:
-    """Runs in the driver: a buffer of this name may be built anew."""
+    """Free a buffer's name for a new one. Runs in the driver."""
     with LOCKS.hosts:
         _terms.pop((session_id or current_session().session_id, name), None)

@@ -1,14 +1,13 @@
 """Sampling without replacement over hosts: one pass over the rows of all shards.
 
-Each shard keeps the pass of its own rows (``parts/passes.py``), so no row is drawn twice in one,
-whichever process draws it. A pass of the buffer has one number in all shards. A process asks for
-rows of the pass that it knows of; a shard that is not there yet begins it, one that is further
-gives none. The next one begins with the first draw that finds nothing left in any shard that
-answers.
+Each shard has the pass of its own rows (``parts/passes.py``), so no process draws a row twice in
+one pass. A pass of the buffer has the same number in all shards. A process asks for rows of the
+pass that it knows. A shard in an earlier pass begins this one, and a shard in a later pass returns
+no rows. The next pass begins with the first draw that finds nothing left in any shard that answers.
 
-The shards of a batch are drawn by what each has left, without replacement, as the rows of one
-buffer would be. Other processes draw, too, so a shard may have less than its last answer said; then
-the rest is asked of the others.
+The shards of a batch are drawn by the rows left in each, without replacement, like the rows of one
+buffer. Other processes also draw, so a shard may have fewer rows than its last answer said. The
+other shards are then asked for the rest.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from torchrl_dist.replay.row.rows import tensors
 
 
 class PassSource:
-    """Draws batches of passes through a client. Nothing is drawn ahead.
+    """Draw batches of passes through a client. Nothing is drawn ahead.
 
     Args:
-        drop_last: whether the last batch of a pass is left out if it is not full.
-        shuffle: whether rows come in a random order, else in that of their slots.
+        drop_last: whether to omit the last batch of a pass if it is not full.
+        shuffle: whether rows come in a random order, or in the order of their slots.
         begins: called with the number of the pass before the first rows of a batch are drawn.
         uniforms: random numbers for the choice of shards.
     """
@@ -59,9 +58,9 @@ class PassSource:
         self._uniforms = uniforms
         shards = len(client.links)
         self.number = 0
-        """The pass, as far as this process knows."""
+        """The number of the pass, as far as this process knows."""
         self.left = np.zeros(shards, np.int64)
-        """Rows that each shard has for it, at most."""
+        """Upper bound of the rows that each shard has left in it."""
         self._lengths = np.zeros(shards, np.int64)
         now_and_in_children(self, PassSource._renew)
 
@@ -69,24 +68,24 @@ class PassSource:
         self._lock = threading.RLock()
 
     def drop(self) -> None:
-        """The rows are other ones: what is left is asked for anew."""
+        """Ask for the remaining rows again, because the rows have been replaced."""
         self.left = np.zeros_like(self.left)
 
     def rows_ahead(self) -> int:
         return 0
 
     def can_draw(self, batch_size: int) -> bool:
-        """Whether there is a row to draw. Blocks for a call."""
+        """Return whether there is a row to draw. Blocks for one call."""
         with self._lock:
             self._look()
             return bool(self._lengths.any())
 
     def next(self, count: int) -> Batch:
-        """The next rows of the pass, fewer at its end. Blocks, mostly for one call.
+        """Return the next rows of the pass, fewer at its end. Blocks, mostly for one call.
 
         Raises:
             NoRowsError: no row is published.
-            ConfigurationError: with ``drop_last``, fewer than a batch has.
+            ConfigurationError: with ``drop_last``, fewer rows than a batch are published.
             DeadlineError, PeerLostError: too few hosts answer.
         """
         self._client.check()
@@ -101,11 +100,11 @@ class PassSource:
                     number = self.number
                     taken = self._take(self._share(missing))
                     found += taken
-                    if self.number != number:  # others went on to the next one
+                    if self.number != number:  # other processes have begun the next pass
                         found = [] if self._drop_last else found
                         if found:
                             break
-                elif not looked:  # others may have begun another
+                elif not looked:  # other processes may have begun another pass
                     looked = True
                     self._look()
                 elif found and not self._drop_last:
@@ -128,8 +127,9 @@ class PassSource:
             )
 
     def _share(self, count: int) -> np.ndarray:
-        """How many rows of each shard, int64 [shards], at most ``count``: as if rows were drawn
-        one after the other from all that are left."""
+        """Draw how many rows come from each shard, int64 [shards], at most ``count`` in total.
+
+        The law is that of rows drawn one after the other from all rows left."""
         left = self.left
         if left.size == 1 or left.sum() <= count:
             return np.minimum(left, count)
@@ -143,7 +143,7 @@ class PassSource:
         self._take(np.zeros_like(self.left))
 
     def _take(self, counts: np.ndarray) -> list[tuple[int, Rows]]:
-        """Rows of the pass; what all shards that were asked have left is known afterwards."""
+        """Draw rows of the pass, and note the rows left in all shards that were asked."""
         client, look = self._client, not counts.any()
         calls = [
             (shard, (self.number, int(count), self._shuffle))
@@ -152,7 +152,7 @@ class PassSource:
         ]
         answers = client.order_those_that_answer("take_of_pass", calls)
         left = np.zeros_like(self.left) if look else self.left.copy()
-        left[[shard for shard, count in enumerate(counts) if count]] = 0  # of one that is lost
+        left[[shard for shard, count in enumerate(counts) if count]] = 0  # the shard is lost
         found, numbers = [], {}
         if look:
             self._lengths = np.zeros_like(left)
@@ -173,7 +173,7 @@ class PassSource:
                 self._look()
                 return found
         for shard, number in numbers.items():
-            if number < self.number:  # it begins with the first rows that are taken
+            if number < self.number:  # a pass begins with the first rows that are taken
                 left[shard] = self._lengths[shard]
         self.left = left
         return found

@@ -1,14 +1,14 @@
-"""A client's line to one replay host: operations leave the caller at once and arrive in order.
+"""A client's link to one replay host. Callers queue operations, which arrive in order.
 
-A link has at most one call under way, without a time-out of its own: it ends with the host's
-answer, or when the session knows that the host is lost, and is never made twice. So what is under
-way is applied once, however long the host was stopped. Whoever waits has a deadline, which every
-answer of the host moves.
+A link has at most one call in flight, which has no timeout. The call ends with the host's answer,
+or when the session knows that the host is lost, and is never repeated. Its operations are therefore
+applied once, no matter how long the host was stopped. Callers that wait have a deadline, which
+restarts with every answer of the host.
 
-What comes meanwhile is queued, and small operations are merged, so a busy host gets fewer and
-larger calls; but none so large that the host could not answer it within a part of the deadline.
-Calls are made by threads of the transport and of the link. An exception that a signal handler
-raises in the main thread therefore never leaves a call half made.
+Operations that come during a call are queued, and small ones are merged. A busy host therefore gets
+fewer and larger calls, but none so large that the host could not answer it within a part of the
+deadline. Threads of the transport and of the link make the calls, so an exception that a signal
+handler raises in the main thread never leaves a call incomplete.
 """
 
 from __future__ import annotations
@@ -53,27 +53,27 @@ from torchrl_dist.replay.row.packing import spec_from_text
 from torchrl_dist.runtime import Remote
 from torchrl_dist.runtime.awake import awake
 
-# Priorities wait this long for a draw to travel with. A learner that samples faster than that
-# sends one message per batch instead of two.
+# Priorities wait this long for a draw that can carry them. A learner that samples faster than
+# this sends one message per batch instead of two.
 _COMPANY_S = 0.02
 
-# What one request may hold, in operations or 32 KiB (16 MiB in all), but for a single operation
-# that is larger. A hundred microseconds of the host's time each, so a twentieth of a second.
+# The most that one request may hold, in operations or units of 32 KiB (16 MiB in total). A single
+# operation may be larger. Each takes 100 us of the host's time, together a twentieth of a second.
 _MOST_OPERATIONS = 512
 _BYTES_PER_OPERATION = 2**15
-# The first request: a slow connection must not meet the largest one before it is known.
+# Size of the first request, because the connection may be slow.
 _FIRST_OPERATIONS = 8
-# Of the deadline: a request that took longer makes the next ones smaller.
+# Part of the deadline. A request that took longer makes the next ones smaller.
 _LONG_CALL = 0.25
-# Calls of so few bytes, to and fro, tell how long the way is. The fastest of some lately: others
-# waited for the host, or for a connection.
+# Calls with at most this many bytes measure the round trip. The fastest of the latest ones counts,
+# because others waited for the host or for a connection.
 _SHORT_CALL_BYTES = 2**14
 _LATELY = 16
 
 
 @dataclass
 class _Queued:
-    """``written``: of a ``Write``; ``future``: of an ``Invoke``."""
+    """A queued operation. ``written`` belongs to a ``Write``, ``future`` to an ``Invoke``."""
 
     operation: Operation | Callable[[], Operation]
     size: int
@@ -87,7 +87,7 @@ class _Queued:
 
 @dataclass
 class _Ask:
-    """``count`` None: nothing is drawn, the answer says that the operations were applied."""
+    """A request for rows. With ``count`` None, it only waits for the operations."""
 
     count: int | None
     law: Law | None
@@ -96,7 +96,7 @@ class _Ask:
 
 @dataclass
 class _Call:
-    """What is under way, and who waits for what of it."""
+    """The call in flight, and what waits for its parts."""
 
     queued: list[_Queued]
     asks: list[_Ask]
@@ -104,7 +104,7 @@ class _Call:
     draw: int | None
     sent_at: float
     merged: list[tuple[Operation, int]] = field(default_factory=list)
-    """What was sent, and how many of ``queued`` each stands for."""
+    """The sent operations, and how many of ``queued`` each replaces."""
 
     @property
     def size(self) -> int:
@@ -112,7 +112,7 @@ class _Call:
 
 
 class _Unpacked:
-    """A reply's rows, unpacked when the first of several asks wants its part."""
+    """A reply's rows, which are unpacked when the first of several requests needs its part."""
 
     def __init__(self, reply: Reply) -> None:
         self._reply = reply
@@ -127,15 +127,15 @@ class _Unpacked:
 class RemoteLink:
     """A host in another process.
 
-    ``put``, ``order`` and ``ask`` return at once while the queue has room. Nothing is given up
-    because the host is late. When the host is lost, everything raises PeerLostError.
+    ``put``, ``order`` and ``ask`` return at once while the queue has room. A late host loses no
+    operation. Once the host is lost, everything raises PeerLostError.
 
     Args:
         host: a handle to a ``ReplayHost``.
-        timeout_s: after so long without an answer the host counts as silent, see ``problem``, and
-            who waits for room in the queue gives up.
-        max_queued_bytes: of operations that have not been applied yet.
-        merged_rows: the most rows in a ``Write`` of several; see ``merging``.
+        timeout_s: after this time without an answer, the host counts as silent (see ``problem``),
+            and callers that wait for room in the queue raise.
+        max_queued_bytes: most bytes of operations that have not been applied yet.
+        merged_rows: most rows in a merged ``Write``, see ``merging``.
     """
 
     def __init__(
@@ -146,19 +146,21 @@ class RemoteLink:
         self.era = 0
         self.limited = False
         self._state: HostState | None = None
-        self._uncounted = 0  # rows of samples that the state does not have yet
+        self._uncounted = 0  # rows of samples that the state does not include yet
         self._host = host
         self._timeout_s = timeout_s
         self._max_queued_bytes = max_queued_bytes
         self._merged_rows = merged_rows
         self._queue: deque[_Queued | _Ask] = deque()
-        self._bytes = 0  # queued and under way
-        self._line: deque[object] = deque()  # who waits for room, so that nobody is passed for ever
+        self._bytes = 0  # queued and in flight
+        self._line: deque[object] = (
+            deque()
+        )  # callers that wait for room, in their order, so that none starves
         self._under_way: _Call | None = None
         self._most = _FIRST_OPERATIONS
         self._since: float | None = None
-        """Since when the host has something to answer, without an answer."""
-        self._due = False  # whether the queue is to be sent at once
+        """The time since which the host owes an answer."""
+        self._due = False  # whether to send the queue at once
         self._errors: deque[Exception] = deque(maxlen=8)
         self._lost: PeerLostError | None = None
         self._closed = False
@@ -173,8 +175,8 @@ class RemoteLink:
         now_and_in_children(self, RemoteLink._renew)
 
     def _renew(self) -> None:
-        # Entered as such, not through a condition: an exception of a signal handler cannot come
-        # between the lock's being taken and the block that gives it back.
+        # Entered directly, not through a condition, so that an exception of a signal handler cannot
+        # come between taking the lock and the block that releases it.
         self._lock = threading.RLock()
         self._room = threading.Condition(self._lock)
         self._work = threading.Condition(self._lock)
@@ -192,16 +194,17 @@ class RemoteLink:
         """Queue an operation. Blocks only while the queue is full.
 
         Args:
-            operation: or a function that makes it when it is sent: everything put before was then
-                sent, too, and is answered but for what goes with the same message.
-            size: its bytes; with 0 it never waits.
-            urgent: whether it goes out at once, or may wait 20 ms for a draw to travel with.
-            written: called in another thread when a ``Write`` was applied.
+            operation: the operation, or a function that creates it when it is sent. All earlier
+                operations have then been sent, and have answers unless they are in the same
+                message.
+            size: its bytes. With 0 it never waits.
+            urgent: whether it is sent at once, or may wait 20 ms for a draw that can carry it.
+            written: called in another thread when a ``Write`` has been applied.
 
         Raises:
-            DeadlineError: there was no room, and the host did not answer within the deadline; it
-                was not queued.
-            PeerLostError: the host is gone.
+            DeadlineError: there was no room, and the host did not answer within the deadline. The
+                operation was not queued.
+            PeerLostError: the host is lost.
         """
         with self._lock:
             self._wait_for_room(size)
@@ -251,7 +254,7 @@ class RemoteLink:
                     raise DeadlineError(
                         f"{self.name} has not taken any of {self._bytes / 2**20:.1f} MiB of queued "
                         f"operations within {self._timeout_s:g} s, so there is no room for {size} "
-                        "bytes more: it hangs, or cannot be reached"
+                        "more bytes; the host hangs, or cannot be reached"
                     )
                 self._room.wait(left)
                 self._require_host()
@@ -301,7 +304,7 @@ class RemoteLink:
 
     @property
     def problem(self) -> Exception | None:
-        """That it is lost, or has not answered for the deadline; the latter may pass."""
+        """The error if the host is lost, or has been silent for the deadline, which may pass."""
         if self._lost is None and self._is_silent():
             return DeadlineError(f"{self.name} did not answer within {self._timeout_s:g} s")
         return self._lost
@@ -315,7 +318,7 @@ class RemoteLink:
             if self._lost is not None or self._closed:
                 return
             asked = self.ask(None, None)
-            asked.set_running_or_notify_cancel()  # sent also when nobody waits for it any more
+            asked.set_running_or_notify_cancel()  # sent even if nothing waits for it any more
             self._closed = True
             self._room.notify_all()
         await_answer(asked, self, awake(), flush_s)
@@ -323,7 +326,7 @@ class RemoteLink:
     # --- sending -----------------------------------------------------------------------------
 
     def _send_all(self) -> None:
-        """Runs in the link's own thread until the link is closed or the host is lost."""
+        """Send requests, in the link's thread, until the link is closed or the host is lost."""
         while True:
             with self._lock:
                 while (wait_s := self._wait_s()) is None or wait_s > 0:
@@ -333,7 +336,7 @@ class RemoteLink:
             self._pump()
 
     def _wait_s(self) -> float | None:
-        """How long until the queue is to be sent; None: that depends on others."""
+        """Return the seconds until the queue must be sent; None: other events decide."""
         if self._under_way is not None or not self._queue or self._lost is not None:
             return None
         if self._due:
@@ -342,12 +345,12 @@ class RemoteLink:
         return max(0.0, self._since + _COMPANY_S - awake())
 
     def _pump(self) -> None:
-        """Send what is due, if no call is under way."""
+        """Send the due part of the queue, if no call is in flight."""
         with self._lock:
             wait_s = self._wait_s()
             if wait_s is None or wait_s > 0:
                 if self._queue and self._under_way is None:
-                    self._work.notify()  # what comes next may be long in coming
+                    self._work.notify()  # the next request may take long to come
                 return
             call = self._take()
             if call is None:
@@ -356,8 +359,9 @@ class RemoteLink:
         self._send(call)
 
     def _take(self) -> _Call | None:
-        """The first of the queue, as much as one request may hold: operations, and asks that it can
-        answer together, since it draws by one law."""
+        """Take the head of the queue, as much as one request may hold.
+
+        These are operations, and draws that one request can answer because they have one law."""
         queued: list[_Queued] = []
         asks: list[_Ask] = []
         law, left = None, self._most
@@ -382,8 +386,8 @@ class RemoteLink:
             self._queue.popleft()
         if not self._queue:
             self._due = False
-            self._bytes = sum(each.size for each in queued)  # exact after any interrupt
-        if not queued and not asks:  # all had been cancelled
+            self._bytes = sum(each.size for each in queued)  # correct after any interrupt
+        if not queued and not asks:  # all were cancelled
             self._since = None
             return None
         counts = [ask.count for ask in asks if ask.count is not None]
@@ -407,7 +411,9 @@ class RemoteLink:
             self.messages += 1
             self.bytes_sent += call.size
             future = self._serve(request)
-        except Exception as error:  # an argument cannot be sent, say: the host is none the worse
+        except (
+            Exception
+        ) as error:  # for example, an argument cannot be sent; the host is unaffected
             future = Future()
             future.set_exception(error)
         future.add_done_callback(lambda done: self._arrived(call, done))
@@ -419,7 +425,7 @@ class RemoteLink:
             raise PeerLostError(str(error)) from error
 
     def _arrived(self, call: _Call, future: Future[Any]) -> None:
-        """Runs in a thread of the transport; does not block."""
+        """Handle a reply, in a thread of the transport. Does not block."""
         try:
             error = future.exception()
             if error is None:
@@ -428,7 +434,7 @@ class RemoteLink:
                 self._note_loss(call, error)
             else:
                 self._note_refusal(call, error)
-        except Exception as error:  # a bug; without this it would vanish with the thread's future
+        except Exception as error:  # a bug, which would otherwise vanish with the thread's future
             traceback.print_exc()
             self._note_refusal(call, error)
             raise
@@ -453,7 +459,7 @@ class RemoteLink:
             self._uncounted -= sum(_samples(each.operation) for each in call.queued)
             self._errors.extend(map(self._as_error, untold))
         self._finish(call)
-        self._pump()  # the host works at the next request while this reply is unpacked
+        self._pump()  # the host works on the next request while this reply is unpacked
         self._answer(call, reply, draw_error)
 
     def _as_error(self, failure: Failure) -> RemoteError:
@@ -465,8 +471,9 @@ class RemoteLink:
         )
 
     def _hand_out(self, call: _Call, reply: Reply) -> set[int]:
-        """What the operations have returned. Returns the positions of those that somebody waits
-        for, who are told of failures, too."""
+        """Deliver the operations' results. Return the positions of operations with a waiter.
+
+        The waiter also gets failures."""
         failures = {failure.position: failure for failure in reply.failures}
         told = set()
         queued, written, results = iter(call.queued), iter(reply.written), iter(reply.results)
@@ -525,9 +532,9 @@ class RemoteLink:
                 self._work.notify()
 
     def _note_refusal(self, call: _Call, error: BaseException) -> None:
-        """The request could not be sent, or the host could not even read it."""
+        """Handle a request that could not be sent, or that the host could not read."""
         self._finish(call)
-        # who waits for what failed is told; a later call is for what nobody waits for
+        # waiters get the error directly; if nothing waits, the next call raises it
         untold = any(each.future is None for each in call.queued) or not (call.queued or call.asks)
         with self._lock:
             if isinstance(error, Exception) and untold:

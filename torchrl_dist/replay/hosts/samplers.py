@@ -1,4 +1,4 @@
-"""TorchRL's samplers for rows that lie in other processes."""
+"""Samplers for rows in other processes."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ from torchrl_dist.replay.row import _torchrl, rows
 
 
 class _SamplerOfOwner:
-    """In another process it is made anew there, by RPC or over the directory, as is right there."""
+    """Another process rebuilds it there, by RPC or over the directory."""
 
     _made_by: Any = None
-    """The class that was called, where that gave another one."""
+    """The class that was called, if it returned an object of another class."""
     _options: Mapping[str, Any] = MappingProxyType({})
 
     def _set_owner(self, owner: ReplayOwner, prefetch: int | None, batches_per_call: int) -> None:
@@ -85,14 +85,14 @@ class _SamplerOfOwner:
 
     @property
     def batches_ahead(self) -> int:
-        """How many batches are drawn ahead of their use at the moment; see ``prefetch``."""
+        """The number of batches that are drawn ahead at present, see ``prefetch``."""
         return 0
 
     def _keep_options(self, options: dict[str, Any]) -> None:
-        """Those of the class that was called which it does not name."""
+        """Keep the options that the called class does not name."""
 
     def _arguments(self) -> tuple[Any, ...]:
-        """Those of the class that was called, except for the owner's and options."""
+        """Return the arguments of the called class, except the owner and options."""
         return ()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -110,7 +110,7 @@ class _SamplerOfOwner:
 
 class _Prioritized(_SamplerOfOwner):
     def _arguments(self: Any) -> tuple[Any, ...]:
-        exponents = (self.alpha, self._beta, self._eps)  # others may have changed them
+        exponents = (self.alpha, self._beta, self._eps)  # other processes may have changed them
         return self._max_capacity, *exponents, self.dtype, self.reduction
 
 
@@ -119,13 +119,13 @@ class _Slices(_SamplerOfOwner):
         if self._by_end:
             raise ConfigurationError(
                 "rows that come by RPC do not say which process wrote them, so flags at the ends "
-                "of episodes do not tell trajectories apart: write trajectory ids, and pass "
-                "traj_key= in place of end_key="
+                "of episodes cannot distinguish trajectories; write trajectory ids, and pass "
+                "traj_key= instead of end_key="
             )
         if self.pad_output and self.span[1]:
             raise ConfigurationError(
-                "pad_output=True over hosts does not go with a span to the right, by which a slice "
-                "may have no row to be padded with: pass one of them"
+                "pad_output=True over hosts does not work with a span to the right: a slice may "
+                "then have no row for padding; pass one of them"
             )
         self._options = options
 
@@ -137,34 +137,34 @@ class _Passes(_SamplerOfOwner):
 
 
 class _DirectRandomSampler(_SamplerOfOwner, SharedRandomSampler):
-    """What ``RPCRandomSampler`` gives on the owner's node."""
+    """The result of ``RPCRandomSampler`` on the host's node."""
 
 
 class _DirectPrioritizedSampler(_Prioritized, SharedPrioritizedSampler):
-    """What ``RPCPrioritizedSampler`` gives on the owner's node."""
+    """The result of ``RPCPrioritizedSampler`` on the host's node."""
 
 
 class _DirectSliceSampler(_Slices, SharedSliceSampler):
-    """What ``RPCSliceSampler`` gives on the owner's node."""
+    """The result of ``RPCSliceSampler`` on the host's node."""
 
 
 class _DirectPrioritizedSliceSampler(_Slices, _Prioritized, SharedPrioritizedSliceSampler):
-    """What ``RPCPrioritizedSliceSampler`` gives on the owner's node."""
+    """The result of ``RPCPrioritizedSliceSampler`` on the host's node."""
 
 
 class _DirectSamplerWithoutReplacement(_Passes, SharedSamplerWithoutReplacement):
-    """What ``RPCSamplerWithoutReplacement`` gives on the owner's node."""
+    """The result of ``RPCSamplerWithoutReplacement`` on the host's node."""
 
 
 class _RPCSampler(_SamplerOfOwner, SharedSampler):
-    """What both samplers have in common: batches that come from a client of the owner."""
+    """The base of these samplers: batches come from a client of the owner."""
 
     _prioritized: bool
     _near: ClassVar[Any]
-    """What the class gives on the owner's node."""
+    """The class of the object on the host's node."""
 
     def __init_subclass__(cls) -> None:
-        # for pages and help(): of the two, ``__new__`` would be taken
+        # for pages and help(), which would otherwise show ``__new__``
         parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
         setattr(cls, "__signature__", inspect.Signature(parameters))  # noqa: B010  # for mypy
 
@@ -172,7 +172,7 @@ class _RPCSampler(_SamplerOfOwner, SharedSampler):
         if owner.direct() is None:
             return super().__new__(cls)
         named = inspect.signature(cls)
-        named.bind(*args, owner=owner, **options)  # or TypeError, as from ``__init__``
+        named.bind(*args, owner=owner, **options)  # or TypeError, like ``__init__``
         ahead = options.pop("prefetch", None), options.pop("batches_per_call", 1)
         near = cls._near(*args, **options)
         near._made_by = cls
@@ -190,13 +190,13 @@ class _RPCSampler(_SamplerOfOwner, SharedSampler):
         return 0 if self._source is None else self._source.batches_ahead
 
     def attach(self, storage: Storage) -> RemoteStorage:
-        """Bind to the storage's client; called when the buffer is built. Idempotent."""
+        """Bind to the storage's client. The buffer's constructor calls it. Idempotent."""
         if self._storage is not None and self._storage is storage:
             return self._storage
         if not isinstance(storage, RemoteStorage) or storage.owner != self.owner:
             raise ConfigurationError(
                 f"{type(self).__name__} samples from RemoteStorage(owner) with its own owner, got "
-                f"{type(storage).__name__}: pass the same owner to both"
+                f"{type(storage).__name__}; pass the same owner to both"
             )
         self._prepare(storage)
         self._storage = storage
@@ -205,7 +205,7 @@ class _RPCSampler(_SamplerOfOwner, SharedSampler):
         return storage
 
     def _new_source(self, storage: RemoteStorage) -> Any:
-        """Where batches come from."""
+        """Return a new source of batches."""
         return BatchSource(
             storage.client,
             law=self._law,
@@ -215,10 +215,10 @@ class _RPCSampler(_SamplerOfOwner, SharedSampler):
         )
 
     def _prepare(self, storage: RemoteStorage) -> None:
-        """Before the first draw."""
+        """Prepare the first draw."""
 
     def _law(self, batch_size: int) -> tuple[Law, int]:
-        """What is drawn for a batch of that many rows, and how many of it."""
+        """Return what is drawn for a batch of that many rows, and the number of units."""
         return PRIORITIZED if self._prioritized else UNIFORM, batch_size
 
     def _next(self, storage: Storage, batch_size: int) -> Batch:
@@ -234,14 +234,14 @@ class _RPCSampler(_SamplerOfOwner, SharedSampler):
         return batch
 
     def _no_rows(self, storage: Storage, batch_size: int) -> torch.Tensor:
-        """The index of a batch of 0 rows, which TorchRL draws, too."""
+        """Return the index of a batch of 0 rows, which TorchRL also draws."""
         check_batch_size(batch_size)
         if not len(self.attach(storage)):
             raise NoRowsError(EMPTY)
         return torch.empty(0, dtype=torch.int64)
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Whether ``sample`` would begin at once. Blocks for a call."""
+        """Return whether ``sample`` would begin at once. Blocks for one call."""
         remote = self.attach(storage)
         source, gate = self._source, remote.gate
         assert source is not None
@@ -254,7 +254,7 @@ class _RPCSampler(_SamplerOfOwner, SharedSampler):
         self._empty()
 
     def note_written(self, index: torch.Tensor, generation: torch.Tensor) -> None:
-        pass  # the client notes them when they are known
+        pass  # the client notes them once they are known
 
     def _empty(self) -> None:
         if self._source is not None:
@@ -262,13 +262,13 @@ class _RPCSampler(_SamplerOfOwner, SharedSampler):
 
 
 class RPCRandomSampler(_RPCSampler, RandomSampler):
-    """Uniform sampling with replacement of rows that other processes keep.
+    """Sample rows of other processes uniformly with replacement.
 
-    With several shards each row of each has the same probability, by the lengths in the replies
-    to the very batch. On the node of a single owner this is a :class:`SharedRandomSampler`.
+    With several shards, every row has the same probability, by the lengths in the replies to that
+    batch. On the node of a single host this is a :class:`SharedRandomSampler`.
 
     Args:
-        owner: the storage's.
+        owner: the storage's owner.
         prefetch, batches_per_call: see :class:`RPCPrioritizedSampler`.
 
     Example:
@@ -294,46 +294,46 @@ class RPCRandomSampler(_RPCSampler, RandomSampler):
         self._set_owner(owner, prefetch, batches_per_call)
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
-        """Returns global indices, int64 [batch_size], and no further information."""
+        """Return global indices, int64 [batch_size], and no further information."""
         if batch_size < 1:
             return self._no_rows(storage, batch_size), {}
         return self._next(storage, batch_size).index, {}
 
 
 class RPCPrioritizedSampler(SharesPriorities, _Prioritized, _RPCSampler, PrioritizedSampler):
-    """Proportional prioritized sampling of rows that other processes keep.
+    """Sample rows of other processes in proportion to their priorities.
 
-    The law, the weights and the defaults are those of :class:`SharedPrioritizedSampler`. With
-    several shards they are still those of one buffer that holds all rows: row ``i`` is drawn with
-    probability ``p_i / sum(p)`` over all shards, exactly, for the sums that the shards' replies
-    to the very batch report, and has the weight ``(p_i / min(p)) ** -beta`` with the minimum over
-    all shards (``shard_law`` has the proof). On the node of a single owner this is a
-    :class:`SharedPrioritizedSampler` over the owner's directory.
+    Law, weights and defaults are those of :class:`SharedPrioritizedSampler`. With several shards
+    they are those of one buffer that holds all rows. Row ``i`` is drawn with probability exactly
+    ``p_i / sum(p)`` over all shards, for the sums in the shards' replies to that batch, and has the
+    weight ``(p_i / min(p)) ** -beta`` with the minimum over all shards (``shard_law`` has the
+    proof). On the node of a single host this is a :class:`SharedPrioritizedSampler` over the host's
+    directory.
 
-    One call per batch returns rows, indices and weights, and carries this process's priorities
-    along. With ``prefetch=0`` a batch reflects all that this process wrote before; otherwise an
-    operation shows at the latest ``batches_ahead + batches_per_call`` batches later. Random numbers
-    are drawn at the owner, so that ranks with equal seeds draw different batches.
+    One call per batch returns rows, indices and weights, and carries this process's priorities.
+    With ``prefetch=0``, a batch reflects everything that this process wrote before. Otherwise an
+    operation takes effect at most ``batches_ahead + batches_per_call`` batches later. Hosts draw
+    the random numbers, so ranks with equal seeds draw different batches.
 
     Args:
         max_capacity: the buffer's capacity in rows, over all shards.
-        alpha: priority exponent, >= 0; shared by all processes, which must agree on it.
-        beta: exponent of the importance weights, >= 0; belongs to this process, and is applied
-            when a batch is used, not when it is drawn.
+        alpha: priority exponent, >= 0, which all processes share and must agree on.
+        beta: exponent of the importance weights in this process, >= 0. It is applied when a batch
+            is used, not when it is drawn.
         eps, dtype, reduction: as in :class:`SharedPrioritizedSampler`.
-        owner: the storage's.
-        prefetch: batches to draw ahead, which hides the round trip: once less than half of them
-            are left, one call asks for the rest. None: two, and where the round trip is long (2 ms
-            and more) as many as hide it, up to 256 and 16 MiB; with a rate limiter two.
-            ``batches_ahead`` tells how many.
-        batches_per_call: the fewest in such a call, at most ``prefetch``: fewer messages, older
-            rows.
+        owner: the storage's owner.
+        prefetch: number of batches to draw ahead, which hides the round trip. Once less than half
+            of them are left, one call asks for the rest. None: two, or for a round trip of 2 ms or
+            more as many as hide it, up to 256 and 16 MiB. With a rate limiter always two.
+            ``batches_ahead`` is the present number.
+        batches_per_call: the smallest number in such a call, at most ``prefetch``. A larger number
+            means fewer messages and older rows.
 
     Raises:
         ConfigurationError: as :class:`SharedPrioritizedSampler`.
         RuntimeError: from ``sample``, if no row is published.
-        DeadlineError, PeerLostError: from any call, if the owner, or too many of several, do not
-            answer.
+        DeadlineError, PeerLostError: from any call, if the host, or too many of several hosts, do
+            not answer.
 
     Example:
         >>> with session() as me:
@@ -384,15 +384,16 @@ class RPCPrioritizedSampler(SharesPriorities, _Prioritized, _RPCSampler, Priorit
         client.apply_everywhere(UsePriorities(self._alpha, self._eps))
         try:
             client.apply_queued()
-        except RemoteError:  # of one host; the others have refused for the same reason
+        except RemoteError:  # one host's error; the others have refused for the same reason
             for link in client.links:
                 link.failure()
             raise
 
     @property
     def alpha(self) -> float:
-        """The priority exponent, shared by all processes; set here, it is changed everywhere.
-        Reading it blocks for a call."""
+        """The priority exponent that all processes share. Setting it changes it everywhere.
+
+        Reading it blocks for one call."""
         if self._storage is not None:
             self._alpha = self._storage.client.states()[0].alpha
         return self._alpha
@@ -411,7 +412,7 @@ class RPCPrioritizedSampler(SharesPriorities, _Prioritized, _RPCSampler, Priorit
         return max((value for value in found if value == value), default=None), None
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
-        """Returns ``(index, {"priority_weight": weight})``: int64 and float32, [batch_size]."""
+        """Return ``(index, {"priority_weight": weight})``: int64 and float32, [batch_size]."""
         if batch_size < 1:
             return self._no_rows(storage, batch_size), {"priority_weight": torch.empty(0)}
         batch = self._next(storage, batch_size)
@@ -430,18 +431,18 @@ class RPCPrioritizedSampler(SharesPriorities, _Prioritized, _RPCSampler, Priorit
         storage: Storage | None = None,
         generation: torch.Tensor | None = None,
     ) -> None:
-        """Queue priorities for rows; see :meth:`SharedPrioritizedSampler.update_priority`."""
+        """Queue priorities for rows, see :meth:`SharedPrioritizedSampler.update_priority`."""
         remote = self._storage if storage is None else self.attach(storage)
         if remote is None:
             raise ConfigurationError(
-                "the sampler is not bound to a storage yet: update priorities through the "
+                "the sampler is not bound to a storage yet; update priorities through the "
                 "replay buffer, or pass storage="
             )
         if any(
             _torchrl.sampler_of(buffer) is self and _torchrl.is_being_built(buffer)
             for buffer in _torchrl.buffers_over(remote)
         ):
-            return  # a process that joins must not reset what the others share
+            return  # a process that joins must not reset the shared values
         if not isinstance(index, torch.Tensor):
             index = as_slots(index)
         raw = priorities_for(index, priority)
@@ -461,8 +462,9 @@ class RPCPrioritizedSampler(SharesPriorities, _Prioritized, _RPCSampler, Priorit
 
 
 class _RPCSlices(_RPCSampler, SharedSliceSampler):
-    """Slices that come from a client of the owner. The hosts choose them, each among its own rows;
-    what TorchRL's sampler tells about them is added here."""
+    """The base of samplers whose slices come from a client of the owner.
+
+    Each host chooses slices among its own rows. The entries of TorchRL's sampler are added here."""
 
     def _prepare(self, storage: RemoteStorage) -> None:
         _refuse_counts(self, storage)
@@ -484,9 +486,9 @@ class _RPCSlices(_RPCSampler, SharedSliceSampler):
     def sample(
         self, storage: Storage, batch_size: int
     ) -> tuple[tuple[torch.Tensor, ...], dict[NestedKey, torch.Tensor]]:
-        """Returns global indices, int64 [batch_size] in a tuple of one, and the flags of the
+        """Return global indices, int64 [batch_size] in a tuple of one, and the flags of the
         slices."""
-        if self._batch_size_multiplier is not None:  # as TorchRL's class does
+        if self._batch_size_multiplier is not None:  # like TorchRL's class
             batch_size *= self._batch_size_multiplier
         if batch_size < 1:
             return (self._no_rows(storage, batch_size),), {}
@@ -501,7 +503,9 @@ class _RPCSlices(_RPCSampler, SharedSliceSampler):
             "target_seq_length": None,
             "mask_flat": None,
         }
-        if self.pad_output:  # each slice is as long as all: its last row stands for those behind it
+        if (
+            self.pad_output
+        ):  # all slices get the same length: the last row fills the rest of a slice
             step = torch.arange(length)
             places = first[:, None] + torch.minimum(step, lengths[:, None] - 1)
             batch = _select(batch, places.reshape(-1))
@@ -509,17 +513,17 @@ class _RPCSlices(_RPCSampler, SharedSliceSampler):
             shape["mask_flat"] = (step < lengths[:, None]).reshape(-1)
         self._storage_of_batches().hand_over(batch)
         found = rows.build(batch.tensors, batch.spec, (batch.index.numel(),), raw=True)
-        # by TorchRL's draw with a span to the right a slice may have no row
+        # with a span to the right, TorchRL's draw may give a slice without rows
         leaf = batch.mass[first].numpy() if self._prioritized else None
         slices = Slices(shape, leaf, batch.minimum)
         return (batch.index,), self._flags(slices, found)
 
     def _storage_of_batches(self) -> RemoteStorage:
-        assert self._storage is not None  # a batch came from there
+        assert self._storage is not None  # a batch has come from there
         return self._storage
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Whether a run is long enough. Blocks for two calls."""
+        """Return whether a run is long enough. Blocks for two calls."""
         if not super().can_sample(storage, batch_size):
             return False
         assert self._source is not None
@@ -529,48 +533,48 @@ class _RPCSlices(_RPCSampler, SharedSliceSampler):
 def _refuse_counts(sampler: _RPCSampler, storage: RemoteStorage) -> None:
     """
     Raises:
-        ConfigurationError: rows may be sampled so many times.
+        ConfigurationError: the limiter has ``max_times_sampled``.
     """
     if storage.limiter is not None and storage.limiter.max_times_sampled is not None:
         raise ConfigurationError(
-            f"{type(sampler).__name__} takes rows whatever their counts: use a limiter without "
+            f"{type(sampler).__name__} takes rows whatever their counts; use a limiter without "
             "max_times_sampled"
         )
 
 
 def _select(batch: Batch, places: torch.Tensor) -> Batch:
-    """The rows at these places of a batch."""
+    """Return the rows at these places of a batch."""
     each = {name: getattr(batch, name)[places] for name in ("index", "generation", "leaf", "mass")}
     return replace(batch, tensors=[tensor[places] for tensor in batch.tensors], **each)
 
 
 class RPCSliceSampler(_Slices, _RPCSlices):
-    """Slices of trajectories out of rows that other processes keep.
+    """Sample slices of trajectories from rows of other processes.
 
-    Takes the place of TorchRL's ``SliceSampler``, and means what :class:`SharedSliceSampler` does.
-    With several shards the law is that of one buffer that holds all their rows: each run of rows
-    that is long enough has the same probability, over all shards, exactly, for the numbers of runs
-    that the shards' replies to the very batch report. A slice lies in one shard, and is read as a
-    whole or not at all. On the node of a single owner this is a :class:`SharedSliceSampler`.
+    It replaces TorchRL's ``SliceSampler``, and means the same as :class:`SharedSliceSampler`. With
+    several shards the law is that of one buffer that holds all rows. Every run of rows that is long
+    enough has exactly the same probability over all shards, for the numbers of runs in the shards'
+    replies to that batch. A slice is in one shard, and is read as a whole or not at all. On the
+    node of a single host this is a :class:`SharedSliceSampler`.
 
-    With several hosts rows must number the steps of their trajectory (``step_key``), as TorchRL's
-    ``StepCounter`` does: rows of a trajectory may lie in several shards, where an owner was away,
-    say, and a slice never goes over such a gap.
+    With several hosts, rows must number the steps of their trajectory (``step_key``), as TorchRL's
+    ``StepCounter`` does. Rows of a trajectory may be in several shards, for example because a host
+    did not answer for a while, and a slice never crosses such a gap.
 
-    A host looks through the versions of its ring after each write, once per draw.
+    After writes, each draw scans the versions of a host's ring once.
 
     Args:
-        owner: the storage's.
+        owner: the storage's owner.
         prefetch, batches_per_call: see :class:`RPCPrioritizedSampler`.
         options: those of :class:`SharedSliceSampler` except ``end_key`` and ``end_keys``. With
-            ``pad_output`` every batch has a mask.
+            ``pad_output``, every batch has a mask.
 
     Raises:
-        ConfigurationError: as :class:`SharedSliceSampler`, also for ``end_key``.
-        RuntimeError: from ``sample``, if there is no row, or no run that is long enough.
+        ConfigurationError: as :class:`SharedSliceSampler`, and for ``end_key``.
+        RuntimeError: from ``sample``, if there is no row, or no run is long enough.
         RemoteError: from ``sample``, if the rows do not have the keys.
-        DeadlineError, PeerLostError: from any call, if the owner, or too many of several, do not
-            answer.
+        DeadlineError, PeerLostError: from any call, if the host, or too many of several hosts, do
+            not answer.
 
     Example:
         >>> with session() as me:
@@ -606,21 +610,19 @@ class RPCSliceSampler(_Slices, _RPCSlices):
 class RPCPrioritizedSliceSampler(
     _Slices, _RPCSlices, RPCPrioritizedSampler, PrioritizedSliceSampler
 ):
-    """Slices of trajectories whose first rows are drawn by priority, of rows that other processes
-    keep.
+    """Sample slices from rows of other processes, with first rows drawn by priority.
 
-    Takes the place of TorchRL's ``PrioritizedSliceSampler``. The law and the weights are those of
-    :class:`SharedPrioritizedSliceSampler`; with several shards those of one buffer that holds all
-    rows: a row that may begin a slice is drawn with probability ``p_i / sum(p)`` over such rows of
-    all shards, exactly, for the sums that the shards' replies to the very batch report. What is
-    said of hosts at :class:`RPCSliceSampler` and of priorities at :class:`RPCPrioritizedSampler`
-    holds here, too.
+    It replaces TorchRL's ``PrioritizedSliceSampler``. Law and weights are those of
+    :class:`SharedPrioritizedSliceSampler`; with several shards they are those of one buffer that
+    holds all rows. A row that may begin a slice is drawn with probability exactly ``p_i / sum(p)``
+    over such rows of all shards, for the sums in the shards' replies to that batch. See
+    :class:`RPCSliceSampler` for hosts, and :class:`RPCPrioritizedSampler` for priorities.
 
     Args:
         max_capacity, alpha, beta, eps, dtype, reduction: as in :class:`RPCPrioritizedSampler`.
-        owner, prefetch, batches_per_call: likewise.
+        owner, prefetch, batches_per_call: as in :class:`RPCPrioritizedSampler`.
         options: those of :class:`RPCSliceSampler` except ``pad_output``. A ``span`` to the left is
-            turned off with a warning, as by TorchRL's class.
+            turned off with a warning, as in TorchRL's class.
 
     Example:
         >>> with session() as me:
@@ -666,8 +668,9 @@ class RPCPrioritizedSliceSampler(
     def sample(  # type: ignore[override]  # as above
         self, storage: Storage, batch_size: int
     ) -> tuple[tuple[torch.Tensor, ...], dict[NestedKey, torch.Tensor]]:
-        """Returns global indices, int64 [batch_size] in a tuple of one, ``"priority_weight"``,
-        float32 [batch_size], and the flags of the slices."""
+        """Return global indices, int64 [batch_size] in a tuple of one, and further entries.
+
+        These are ``"priority_weight"``, float32 [batch_size], and the flags of the slices."""
         index, info = _RPCSlices.sample(self, storage, batch_size)
         if batch_size < 1:
             return index, info | {"priority_weight": torch.empty(0)}
@@ -689,26 +692,25 @@ class RPCPrioritizedSliceSampler(
 
 
 class RPCSamplerWithoutReplacement(_Passes, _RPCSampler, SharedSamplerWithoutReplacement):
-    """Uniform sampling without replacement of rows that other processes keep, over all processes
-    of the job together.
+    """Sample rows of other processes uniformly without replacement, over the whole job.
 
-    Takes the place of TorchRL's ``SamplerWithoutReplacement``, and means what
-    :class:`SharedSamplerWithoutReplacement` does: in a pass over all shards each row is drawn at
-    most once, whichever process draws it. The next pass begins with the first sample that finds
-    nothing left in any shard that answers; what a shard has left that does not answer then is left
-    out. A sample is a call, since nothing is drawn ahead. Rows of a batch come shard by shard. On
-    the node of a single owner this is a :class:`SharedSamplerWithoutReplacement`.
+    It replaces TorchRL's ``SamplerWithoutReplacement``, and means the same as
+    :class:`SharedSamplerWithoutReplacement`. In a pass over all shards, each row is drawn at most
+    once, by any of the processes. The next pass begins with the first sample that finds nothing
+    left in any shard that answers. Rows that are left in a shard that does not answer then are
+    omitted. A sample is one call, because nothing is drawn ahead. Rows of a batch come shard by
+    shard. On the node of a single host this is a :class:`SharedSamplerWithoutReplacement`.
 
     Args:
-        drop_last: leave out the last batch of a pass if it is not full.
-        shuffle: ``False``: in the order of the shards and their slots.
-        owner: the storage's.
+        drop_last: omit the last batch of a pass if it is not full.
+        shuffle: with ``False``, rows come in the order of the shards and their slots.
+        owner: the storage's owner.
 
     Raises:
         ConfigurationError: as :class:`SharedSamplerWithoutReplacement`.
         RuntimeError: from ``sample``, if no row is published.
-        DeadlineError, PeerLostError: from any call, if the owner, or too many of several, do not
-            answer.
+        DeadlineError, PeerLostError: from any call, if the host, or too many of several hosts, do
+            not answer.
 
     Example:
         >>> with session() as me:
@@ -750,7 +752,7 @@ class RPCSamplerWithoutReplacement(_Passes, _RPCSampler, SharedSamplerWithoutRep
         self._pass = number
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[Any, Any]]:
-        """Returns global indices, int64 [batch_size], fewer at the end of a pass, and no further
+        """Return global indices, int64 [batch_size] (fewer at the end of a pass), and no further
         information."""
         if batch_size < 1:
             return self._no_rows(storage, batch_size), {}
@@ -758,13 +760,13 @@ class RPCSamplerWithoutReplacement(_Passes, _RPCSampler, SharedSamplerWithoutRep
         return self._next(storage, batch_size).index, {}
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Whether ``sample`` would begin at once. Blocks for a call."""
+        """Return whether ``sample`` would begin at once. Blocks for one call."""
         enough = not self.drop_last or len(storage) >= batch_size
         return enough and _RPCSampler.can_sample(self, storage, batch_size)
 
     @property
     def ran_out(self) -> bool:
-        """Whether the pass that this process drew from last is over, as far as it knows."""
+        """Return whether the pass that this process drew from last is over, as far as it knows."""
         source = self._source
         if self._pass is None or source is None:
             return False

@@ -1,6 +1,6 @@
-"""A replay host's directory, for checkpoints: few chunks at a time, so that every call is short.
+"""A replay host's directory for checkpoints, in a few chunks at a time to keep every call short.
 
-Each call has a deadline, and nothing tells how fast the link or the disk is. So the first calls are
+Each call has a deadline, and the speed of link and disk is unknown. The first calls are therefore
 small, and their size follows the time that they take.
 """
 
@@ -23,14 +23,14 @@ from torchrl_dist.replay.saving.shards import Sink
 from torchrl_dist.replay.saving.snapshot import CHUNK_BYTES, Chunk, Head
 
 _CHUNKS_AHEAD = 2
-_CHUNKS_WRITTEN = 16  # at most: what has to reach the disk within the deadline of one call
+_CHUNKS_WRITTEN = 16  # the most that must reach the disk within the deadline of one call
 _FIRST_BYTES, _LEAST_BYTES = 2**18, 2**14
-# Of the deadline: a call that took longer makes the next ones smaller.
+# Part of the deadline. A call that took longer makes the next ones smaller.
 _LONG_CALL = 0.25
 
 
 class Pace:
-    """How many bytes of rows a call may move: as many as take a small part of its deadline."""
+    """The bytes of rows per call, so that a call takes a small part of its deadline."""
 
     def __init__(self, deadline_s: float, most: int) -> None:
         self.bytes = min(_FIRST_BYTES, most)
@@ -38,7 +38,7 @@ class Pace:
         self._most = most
 
     def note(self, begin: float, moved: int) -> None:
-        """A call that began then, in ``time.monotonic()``, has moved that many bytes."""
+        """Note that a call that began at ``began`` (``time.monotonic()``) moved that many bytes."""
         took = time.monotonic() - begin
         if took > _LONG_CALL * self._deadline_s:
             self.bytes = max(_LEAST_BYTES, self.bytes // 2)
@@ -47,7 +47,7 @@ class Pace:
 
 
 def _some(ranges: Iterator[tuple[int, int]], rows: int) -> list[tuple[int, int]]:
-    """The next ranges of slots, until they have that many rows together."""
+    """Take the next ranges of slots, until they have that many rows together."""
     found = []
     for start, stop in itertools.islice(ranges, _CHUNKS_WRITTEN):
         found.append((start, stop))
@@ -58,12 +58,12 @@ def _some(ranges: Iterator[tuple[int, int]], rows: int) -> list[tuple[int, int]]
 
 
 class RemoteShard:
-    """A host's directory, for saving: few chunks at a time, so that every call is short.
+    """A host's directory for saving, in a few chunks at a time to keep every call short.
 
     Args:
-        era: that a restore begins, the same for all shards; see ``HostState``.
-        host_writes: a host that sees the folder of a checkpoint writes its rows there itself;
-            ``False``, for measurements: they are sent, as by one that does not.
+        era: the era that a restore begins, the same for all shards; see ``HostState``.
+        host_writes: whether a host that sees the checkpoint's folder writes its rows there itself.
+            ``False``, for measurements: it always sends them.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class RemoteShard:
             return found
 
         assert head.spec is not None
-        # the next chunks are on their way while one is being written
+        # the next chunks are in transit while one is being written
         with ThreadPoolExecutor(_CHUNKS_AHEAD, "torchrl_dist-checkpoint") as pool:
             chunks = head.chunks(lambda: pace.bytes)
             asked = deque(

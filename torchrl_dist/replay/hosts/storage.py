@@ -1,4 +1,4 @@
-"""TorchRL's storage for rows that lie in other processes."""
+"""A TorchRL storage for rows in other processes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from torchrl_dist.replay.saving.snapshot import CHUNK_BYTES, SavedShard
 
 
 class _StorageOfOwner(Storage):
-    """In another process it is made anew there, by RPC or over the directory, as is right there."""
+    """Another process rebuilds it there, by RPC or over the directory."""
 
     owner: ReplayOwner
 
@@ -57,18 +57,22 @@ class RemoteStorage(
     SavedStorage,
     TensorStorage,
 ):
-    """Rows that other processes of the job keep; goes with :class:`RPCPrioritizedSampler`,
-    :class:`RPCRandomSampler`, :class:`RPCSamplerWithoutReplacement`, :class:`RPCSliceSampler` or
-    :class:`RPCPrioritizedSliceSampler`, and :class:`SharedCursorWriter`, in any TorchRL buffer.
+    """Rows that other processes of the job store.
 
-    On the node of a single owner, ``RemoteStorage(owner)`` gives a :class:`SharedMemmapStorage`
-    over the owner's directory instead, and the samplers likewise: no RPC then. Pickled and sent to
-    another node, it is remote there.
+    Use it in any TorchRL buffer, with :class:`SharedCursorWriter` and with
+    :class:`RPCPrioritizedSampler`, :class:`RPCRandomSampler`,
+    :class:`RPCSamplerWithoutReplacement`, :class:`RPCSliceSampler` or
+    :class:`RPCPrioritizedSliceSampler`.
 
-    ``extend`` and ``update_priority`` queue and return. The index that ``extend`` returns (and
-    sets in the data) is -1 until the owner has answered, which fills it in; :meth:`flush` waits for
-    that. What an operation raises at the owner is raised by a later call. ``len``, reading by
-    index, ``empty`` and saving block for a call, which comes after everything queued before.
+    On the node of a single host, ``RemoteStorage(owner)`` returns a :class:`SharedMemmapStorage`
+    over the host's directory instead, and the samplers do the same, so nothing goes through RPC. If
+    it is pickled and sent to another node, it is remote there.
+
+    ``extend`` and ``update_priority`` queue their work and return. The index that ``extend``
+    returns, and sets in the data, is -1 until the host's answer fills it in. :meth:`flush` waits
+    for the answer. If an operation fails at the host, a later call raises its error. ``len``,
+    reading by index, ``empty`` and saving block for one call, which comes after all earlier
+    operations.
 
     Args:
         owner: from :func:`host_replay`.
@@ -88,10 +92,10 @@ class RemoteStorage(
     """
 
     attaches_when_pickled = True
-    """A copy in another process has the same rows; collectors ask before they write there."""
+    """A copy in another process has the same rows. Collectors check this before they write."""
 
     attaches_by_session = True
-    """Only in a process of the session, though."""
+    """That process must be in the session."""
 
     samplers_to_use: ClassVar[Mapping[str, str]] = {
         "": "RPCRandomSampler(owner=owner)",
@@ -122,7 +126,7 @@ class RemoteStorage(
     _pace: Pace | None = None  # of reads
 
     def __init__(self, owner: ReplayOwner) -> None:
-        # the base classes' __init__ would set up the length and revision of rows in this process
+        # the base classes' __init__ would create a length and a revision in this process
         self.owner = owner
         self.max_size = owner.capacity
         self.ndim = 1
@@ -133,7 +137,7 @@ class RemoteStorage(
         self._handed = threading.local()
         self.emptied = 0  # by this process, see :attr:`SharedMemmapStorage.emptied`
         self._samplers: weakref.WeakSet[SharedSampler] = weakref.WeakSet()
-        """That draw ahead from it."""
+        """The samplers that draw ahead from it."""
         self.client = owner.connect()
         self.gate = None if owner.limiter is None else TotalsGate(self.client, owner.limiter)
         now_and_in_children(self, RemoteStorage._renew)
@@ -147,17 +151,17 @@ class RemoteStorage(
         self.client.check_entry()
 
     def flush(self) -> None:
-        """Block until the owner has applied everything that this process queued.
+        """Block until the hosts have applied everything that this process queued.
 
         Raises:
-            DeadlineError, PeerLostError: the owner does not answer; of several hosts, one that is
-                left out has not applied what was queued for it.
-            RemoteError: an operation failed there.
+            DeadlineError, PeerLostError: the host does not answer, or a host that was left out has
+                not applied its operations.
+            RemoteError: an operation failed at a host.
         """
         self.client.flush()
 
     def close(self) -> None:
-        """Flush and end this process's use. At the end of the session it happens by itself."""
+        """Flush, and end this process's use. The end of the session does this automatically."""
         self.client.close()
 
     def cleanup(self) -> bool:
@@ -167,7 +171,7 @@ class RemoteStorage(
 
     @property
     def counters(self) -> dict[str, int]:
-        """As of one node, summed over the hosts that answer."""
+        """The counters of one node, summed over the hosts that answer."""
         total: dict[str, int] = {}
         client = self.client
         answering = [shard for shard in range(len(client.links)) if client.answers_now(shard)]
@@ -192,12 +196,12 @@ class RemoteStorage(
 
     @property
     def initialized(self) -> bool:
-        """As of :class:`SharedMemmapStorage`."""
+        """See :class:`SharedMemmapStorage`."""
         return True
 
     @initialized.setter
     def initialized(self, value: bool) -> None:
-        pass  # TorchRL's base class stores what is asked of the owner here
+        pass  # TorchRL's base class stores this here; ours asks the hosts
 
     @property
     def shape(self) -> torch.Size:
@@ -205,12 +209,12 @@ class RemoteStorage(
 
     @property
     def write_count(self) -> int:
-        """Rows ever written, by all processes."""
+        """Number of rows ever written by all processes."""
         return sum(state.write_count for state in self.client.states())
 
     @property
     def next_slot(self) -> int:
-        """Where the next row goes, with one shard; slot 0 of the buffer with several."""
+        """The slot of the next row with one shard; 0 with several shards."""
         if len(self.client.links) > 1:
             return 0
         return self.client.states()[0].cursor % self.max_size
@@ -219,31 +223,36 @@ class RemoteStorage(
 
     @property
     def limiter(self) -> RateLimiter | None:
-        """What limits samples and writes of all processes."""
+        """The rate limiter of all processes, or None."""
         return self.owner.limiter
 
     @property
     def limiter_counts(self) -> Counts:
-        """What the limiter goes by, over the hosts that answer; inserts, samples and size are in
-        rows. Blocks for a call, and until what this process queued is applied."""
+        """The counts that the limiter uses, over the hosts that answer, in rows.
+
+        Blocks for one call, and until the operations of this process are applied."""
         self.client.states()
         counts = self.client.counts()
         assert counts is not None
         return counts
 
     def check_batch(self, batch_size: int | None) -> None:
-        """As :meth:`SharedMemmapStorage.check_batch`."""
+        """See :meth:`SharedMemmapStorage.check_batch`."""
         if self.limiter is not None and batch_size:
             self.limiter.check_batch(batch_size)
 
     def append(
         self, data: TensorDictBase, priority: np.ndarray | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queue rows; see :meth:`SharedMemmapStorage.append`. The handles are -1 until the owner
-        has answered. With a limiter of inserts it blocks for a call, and until they are allowed;
-        with more rows than a shard has room for, until all of them are written."""
+        """Queue rows, see :meth:`SharedMemmapStorage.append`.
+
+        The handles are -1 until the host has answered. With a limiter of inserts, it blocks for one
+        call and until the rows are admitted. If a shard has too little room, it blocks until all
+        rows are written."""
         if not getattr(data, "batch_dims", 0):
-            raise ConfigurationError("expected a batch of rows [n, ...], got data without batch")
+            raise ConfigurationError(
+                "expected a batch of rows [n, ...], got data without a batch dimension"
+            )
         if priority is not None:
             check_priorities(priority)
         if self.gate is not None:
@@ -255,7 +264,7 @@ class RemoteStorage(
     def _append_in_parts(
         self, data: TensorDictBase, priority: np.ndarray | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """More rows than a shard has room for: a part for each, in turn."""
+        """Append more rows than one shard can hold, in parts for the shards in turn."""
         count, room = data.batch_size[0], self.owner.shard_capacity
         if self.client.own_shard is not None:
             warnings.warn(
@@ -279,18 +288,20 @@ class RemoteStorage(
         return index, generation
 
     def write_at(self, index: torch.Tensor, data: TensorDictBase) -> torch.Tensor:
-        """Replace whole rows at given indices; blocks. Returns the new generations, int64 [n]."""
+        """Replace whole rows at given indices. Return new generations, int64 [n]. Blocks."""
         index = as_slots(index)
         index = index if index.ndim == 1 else index.reshape(-1)  # the very tensor is remembered
         if data.batch_size[0] != index.numel():
-            raise ConfigurationError(f"{data.batch_size[0]} rows for {index.numel()} slots")
+            raise ConfigurationError(
+                f"got {data.batch_size[0]} rows for {index.numel()} slots, expected one per slot"
+            )
         if (index < 0).any():
-            raise IndexError(f"slots must lie in 0 .. {self.max_size - 1}, got {index.min()}")
+            raise IndexError(f"slots must be in 0 .. {self.max_size - 1}, got {index.min()}")
         generation = torch.empty_like(index)
         parts = self._by_shard(index.numpy())
         spec = self.client.agreed_spec(data)
         columns = rows.matching_columns(data, spec)
-        # as ``append`` sends them: of another device, or with a gradient, too
+        # like ``append``, also from another device or with a gradient
         data = rows.build(rows.tensors(columns, spec), spec, (index.numel(),))
         row_bytes = sum(column.nbytes for column in columns) // max(1, index.numel())
         written = self.client.order_each(
@@ -310,7 +321,7 @@ class RemoteStorage(
         return generation
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
-        """TorchRL's write at given slots, as in ``storage[i] = data``; blocks."""
+        """Write at given slots, as in ``storage[i] = data``. Blocks."""
         if set_cursor:
             self.check_writers()
         if isinstance(data, (list, tuple)):
@@ -323,7 +334,7 @@ class RemoteStorage(
         self.write_at(index, one_row_each(index, data))
 
     def empty(self, *, reset_write_count: bool = True) -> None:
-        """Drop every row, for all processes; of a host that does not answer, on its return."""
+        """Drop every row for all processes. A host that does not answer does so on its return."""
         try:
             self.client.apply_everywhere(Empty(reset_write_count, secrets.randbits(62)))
             self.client.apply_queued()
@@ -331,22 +342,23 @@ class RemoteStorage(
             self._drop_drawn_ahead()
 
     def _empty(self) -> None:
-        pass  # ``ReplayBuffer.empty`` calls writer, sampler and storage: the writer's call did it
+        pass  # ``ReplayBuffer.empty`` calls writer, sampler and storage; the writer has done it
 
     # --- reading -----------------------------------------------------------------------------
 
     def hand_over(self, batch: Batch) -> None:
-        """Keep a drawn batch for the calls with which the buffer follows the draw."""
+        """Keep a drawn batch for the calls that the buffer makes after the draw."""
         self._handed.batch = batch
 
     def handed_generation(self, index: Any) -> torch.Tensor | None:
-        """The generations of the batch with this very index tensor, if it was handed over."""
+        """Return the generations of the batch with this index tensor, or None."""
         batch = getattr(self._handed, "batch", None)
         return batch.generation if batch is not None and batch.index is single(index) else None
 
     def generations_of(self, index: torch.Tensor) -> torch.Tensor:
-        """How often each slot was written; -1 where no row is published, at a shard that does not
-        answer, and for -1. Blocks."""
+        """Return how often each slot was written. Blocks.
+
+        It is -1 without a published row, at a shard that does not answer, and for a slot of -1."""
         found = np.full(index.numel(), -1, dtype=np.int64)
         parts = self._by_shard(index.reshape(-1).numpy())
         parts = [part for part in parts if self.client.answers_now(part[0])]
@@ -359,11 +371,11 @@ class RemoteStorage(
         return torch.from_numpy(found).reshape(index.shape)
 
     def get(self, index: Any) -> TensorDictBase:
-        """Whole rows at the given indices; blocks unless they were just drawn.
+        """Return whole rows at the given indices. Blocks unless the rows were just drawn.
 
-        A slice leaves out rows that are not published; its bounds count as in
-        :class:`SharedMemmapStorage`, over all shards' slots where there are several. A key, or a
-        tuple of them, gives that entry of all rows.
+        A slice omits rows that are not published. Its bounds are those of
+        :class:`SharedMemmapStorage`, over the slots of all shards. A key, or a tuple of keys,
+        returns that entry of all rows.
 
         Raises:
             RemoteError: a slot was never written.
@@ -378,14 +390,14 @@ class RemoteStorage(
         found = self._as_index(index)
         if isinstance(index, slice) or index is Ellipsis:
             found = found[self.generations_of(found) >= 0]
-            return self._read(found.numpy()).lock_()  # what is written to a copy would be lost
+            return self._read(found.numpy()).lock_()  # a write to a copy would be lost
         data = self._read(found.reshape(-1).numpy())
         if isinstance(index, (int, np.integer)) or getattr(index, "ndim", 1) == 0:
             return data[0]
         return data.reshape(*found.shape, *data.batch_size[1:]) if found.ndim != 1 else data
 
     def _as_index(self, index: Any) -> torch.Tensor:
-        """Global indices >= 0, int64."""
+        """Return global indices >= 0, int64."""
         several = len(self.client.links) > 1
         if index is Ellipsis:
             index = slice(None)
@@ -402,19 +414,21 @@ class RemoteStorage(
         return found
 
     def _from_the_end(self, index: torch.Tensor) -> torch.Tensor:
-        """What -1, -2, ... mean: the last slots that were written, in the order of the shards."""
+        """Resolve -1, -2, ... to the last written slots, in the order of the shards."""
         states = self.client.states_by_shard()
         high = np.array([0 if state is None else state.high for state in states])
         ends = np.cumsum(high)
         place = index.clamp_max(-1).numpy() + ends[-1]
         if (place < 0).any():
-            raise IndexError(f"index {index.min()} counts beyond the {ends[-1]} slots in use")
+            raise IndexError(
+                f"index {index.min()} is before the first of the {ends[-1]} slots in use"
+            )
         shard = np.searchsorted(ends, place, side="right")
         slot = place - (ends - high)[shard]
         return torch.from_numpy(global_index(shard, slot, self.owner.shard_capacity))
 
     def _read(self, index: np.ndarray) -> TensorDictBase:
-        """In parts, each with a deadline of its own: nobody knows how fast the connection is."""
+        """Read in parts with a deadline each, because the connection's speed is unknown."""
         left = self._by_shard(index) or [(0, index, index)]
         self._pace = pace = self._pace or Pace(self.client.timeout_s, CHUNK_BYTES)
         spec, found, places = None, [], []
@@ -439,7 +453,7 @@ class RemoteStorage(
         return rows.build(rows.tensors(columns, spec), spec, (index.size,))
 
     def _by_shard(self, index: np.ndarray) -> list[tuple[int, np.ndarray, np.ndarray]]:
-        """``(shard, positions, slots)`` of the entries >= 0."""
+        """Yield ``(shard, positions, slots)`` of the entries >= 0."""
         if index.size and index.max() >= self.max_size:
             raise IndexError(f"index {index.max()} is beyond the capacity {self.max_size}")
         shards, slots = split_index(index, self.owner.shard_capacity)
@@ -447,7 +461,7 @@ class RemoteStorage(
         return [(shard, where, slots[where]) for shard, where in positions]
 
     def _drop_drawn_ahead(self) -> None:
-        """The rows are other ones: no batch drawn before is to be handed out after."""
+        """Drop batches drawn ahead, because the rows have been replaced."""
         self.emptied += 1
         for sampler in list(self._samplers):
             sampler._empty()
@@ -458,11 +472,11 @@ class RemoteStorage(
     def restore(self, saved: Sequence[SavedShard | None]) -> None:
         try:
             super().restore(saved)
-        finally:  # it may have replaced some rows before it failed
+        finally:  # some rows may have been replaced before the failure
             self._drop_drawn_ahead()
 
     def shards(self) -> list[RemoteShard | None]:
-        """Of each host that answers, for saving."""
+        """Return the shards of all hosts that answer, for saving."""
         self.client.check()
         era = secrets.randbits(62)
         return [
@@ -479,9 +493,9 @@ class RemoteStorage(
 
 
 class _DirectStorage(_StorageOfOwner, DirectStorage):
-    """What ``RemoteStorage(owner)`` gives on the owner's node."""
+    """The result of ``RemoteStorage(owner)`` on the host's node."""
 
     attaches_by_session = True
 
     def flush(self) -> None:
-        """Nothing is queued here."""
+        """Do nothing: no operation is queued here."""

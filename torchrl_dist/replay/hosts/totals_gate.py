@@ -1,28 +1,27 @@
-"""The rate limiter of a buffer that other processes keep: totals over its shards.
+"""The rate limiter of a buffer in other processes, by totals over its shards.
 
-*One definition for one owner and for many shards.* Inserts, samples and size are sums over the
-shards. Each shard counts the rows published there; the rows of a batch count at the shards that
-they came from, when the batch is returned to its caller, not when it is drawn ahead. The counts
-travel with every reply, and the processes that sample and write decide by them; the shards hold up
-nothing, so no thread of theirs ever waits.
+*One definition for one host and for many shards.* Inserts, samples and size are sums over the
+shards. Each shard counts the rows published there. The rows of a batch count at their shards when
+the batch is returned to its caller, not when it is drawn ahead. Every reply has the counts, and the
+processes that sample and write decide by them. The shards delay nothing, so none of their threads
+ever waits.
 
-*How fresh.* A process adds what it has done itself since a shard's last reply, so with one process
-that samples and one that writes the limiter is exact. Beside others it goes by what they had done
-when the shards last answered. So the difference may leave its range: downwards by what each other
-process returned since, at most the batches that it has in hand (``prefetch + batches_per_call + 1``
-of them); upwards by one ``extend`` of each other process. Who must wait asks the shards again,
-after 2 ms, then with pauses up to 50 ms, so none waits for what is no longer so.
+*How fresh the counts are.* A process adds its own operations since a shard's last reply, so the
+limiter is exact for one process that samples and one that writes. Of other processes, it knows the
+operations up to the shards' last answers. The difference may therefore leave its range: downwards
+by the batches that each other process has returned since, at most ``prefetch + batches_per_call +
+1`` of them, and upwards by one ``extend`` of each other process. A waiting process asks the shards
+again after 2 ms, then with pauses of up to 50 ms, so it never waits for an outdated reason.
 
-``max_times_sampled`` is each shard's own business, exact there: a row counts when it is drawn, so
-all processes together never return it more often. What a process has drawn ahead it may still
-return, so these rows are part of the size that it goes by. What was drawn to spare, or ahead and
-then dropped, is given back with the next message to the shard. So a row is returned less often than
-it may be only where a process died, or ended, with draws in hand: those of at most ``prefetch +
-batches_per_call`` batches, and spare ones.
+Each shard enforces ``max_times_sampled`` exactly. A row counts when it is drawn, so all processes
+together never return it more often. A process may still return rows that it has drawn ahead, so
+these are part of the size that it uses. Spare draws, and draws that were dropped, are returned with
+the next message to the shard. A row is returned less often than allowed only if a process died or
+ended with draws in hand: those of at most ``prefetch + batches_per_call`` batches, and spare ones.
 
-Of a lost shard the last known counts go on counting. After a restart, and in a process that comes
-after the loss, they are not known: where the counts of the others lie outside of the range, it goes
-on at the nearer end of the range.
+The last known counts of a lost shard stay in the totals. After a restart, and in a process that
+starts after the loss, they are unknown. If the counts of the others are then outside the range, the
+limiter continues at the nearer end of the range.
 """
 
 from __future__ import annotations
@@ -48,20 +47,20 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-3, 5e-2
 
 
 class TotalsGate:
-    """What a client of the hosts waits at. Thread-safe."""
+    """The gate at which a client of the hosts waits. Thread-safe."""
 
     def __init__(self, client: ReplayClient, limiter: RateLimiter) -> None:
         self.limiter = limiter
         self._client = client
-        self._admitted = 0  # rows of samples that are not counted at their shards yet
-        self._settled: int | None = None  # samples in the place of lost shards' counts, once known
+        self._admitted = 0  # rows of samples that their shards have not counted yet
+        self._settled: int | None = None  # samples that replace lost shards' counts, once known
         now_and_in_children(self, TotalsGate._renew)
 
     def _renew(self) -> None:
         self._lock = threading.RLock()
 
     def counts(self) -> Counts | None:
-        """As far as this process knows; None before all shards have answered once."""
+        """Return the counts that this process knows; None until all shards have answered once."""
         with self._lock:
             counts = self._client.counts()
             if counts is None:
@@ -74,19 +73,19 @@ class TotalsGate:
             return counts._replace(samples=samples)
 
     def can_sample(self, count: int, source: BatchSource) -> bool:
-        """Whether a sample of that many rows would begin at once. Blocks for one call."""
+        """Return whether a sample of that many rows would begin at once. Blocks for one call."""
         self._client.states()
         with self._lock:
             return self._missing_inserts(count, source) is None
 
     def sample(self, count: int, source: BatchSource, storage: Storage) -> Batch:
-        """The next batch of that many rows, once it is admitted.
+        """Return the next batch of that many rows, once it is admitted.
 
         Raises:
-            RateLimitError: it was not, within the client's deadline, or others had the last draws
-                of the rows each time.
+            RateLimitError: it was not admitted within the client's deadline, or other processes
+                took the last draws of the rows each time.
             NoRowsError: the shards that answer are empty, and the limiter is not the reason.
-            ConfigurationError: samples of that many rows could wait for ever.
+            ConfigurationError: samples of that many rows could wait indefinitely.
         """
         self.limiter.check_batch(count)
         _torchrl.fetch_one_by_one(storage)
@@ -104,10 +103,12 @@ class TotalsGate:
             try:
                 batch = source.next(count)
                 return batch
-            except NoRowsError as error:  # others drew since the shards replied, or emptied them
+            except (
+                NoRowsError
+            ) as error:  # since the replies, other processes drew from the shards or emptied them
                 no_rows = error
             finally:
-                with self._lock:  # in one step, or others would see these rows twice
+                with self._lock:  # in one step, or other threads would see these rows twice
                     self._admitted -= count
                     if batch is not None:
                         self._client.count_samples(batch.index)
@@ -121,10 +122,10 @@ class TotalsGate:
                 time.sleep(_LONGEST_PAUSE_S)
 
     def wait_to_write(self, storage: Storage) -> None:
-        """Block until a write may begin, and earlier ones of this process are answered.
+        """Block until a write may begin, and earlier writes of this process have answers.
 
         Raises:
-            RateLimitError: not within the client's deadline; nothing was written.
+            RateLimitError: it was not admitted within the client's deadline. Nothing was written.
         """
         if self.limiter.samples_per_insert is None:
             return
