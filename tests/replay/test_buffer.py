@@ -840,13 +840,13 @@ def test_a_copy_attaches_to_the_very_directory_or_raises(
     copies = [save(part) for part in (rb, rb.storage, rb.writer)]
     rb.storage.close()
     for copied in copies:
-        with pytest.raises(DirectoryError, match="rows that this copy was made from are gone"):
+        with pytest.raises(DirectoryError, match="the rows of this copy are gone"):
             load(copied)
     assert not folder.exists()
     other = make_buffer(16)  # at the same path
     other.extend(make_rows(range(7)))
     for copied in copies:
-        with pytest.raises(DirectoryError, match="rows that this copy was made from are gone"):
+        with pytest.raises(DirectoryError, match="the rows of this copy are gone"):
             load(copied)
     assert len(other) == 7 and other.storage.directory.sharers == 1
     with pytest.raises(DirectoryError, match="closed in this process: copy or pickle it while"):

@@ -57,7 +57,7 @@ def test_a_row_in_place_far_ahead_leaves_a_gap_that_is_told_of_at_once(make_buff
     assert rb.storage.get(-1)["id"] == 0 and rb.storage.get(3)["id"] == 3
     start = time.monotonic()
     for gap in (20, torch.tensor([3, 20]), [49]):
-        with pytest.raises(IndexError, match="nobody is writing"):
+        with pytest.raises(IndexError, match="no process is writing"):
             rb.storage.get(gap)
     assert time.monotonic() - start < 5
     saved = rb.storage.snapshot()

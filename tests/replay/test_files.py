@@ -142,7 +142,7 @@ def test_what_a_user_put_into_a_replay_directory_stays_at_its_place(folder: Path
     assert {each.name for each in folder.rglob("*.txt")} == {"notes.txt"}
     assert contents(folder / "saved") == mine
     assert {each.name for each in folder.iterdir()} == {"data", "saved"}
-    with pytest.raises(DirectoryError, match="not of a replay buffer"):
+    with pytest.raises(DirectoryError, match="do not belong to a replay buffer"):
         store(folder)
 
 

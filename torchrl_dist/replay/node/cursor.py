@@ -1,13 +1,13 @@
-"""Who may write which slots: reserve, publish, abandon, and the repair after a kill.
+"""The right to write slots: reserve, publish, abandon, and the repair after a kill.
 
 The life of a row::
 
-    reserve   under the lock: tickets are taken, a claim names the owner, the slots' versions
-              become odd, their leaves 0, and they no longer count as published
-    (copy)    outside the lock: only the claim's owner writes these slots
-    publish   under the lock: leaves become positive, then versions even, the claim ends
+    reserve   under the lock: tickets are taken, a claim names the member, the slots' versions
+              become odd, their leaves become 0, and they no longer count as published
+    (copy)    outside the lock: only the claim's member writes these slots
+    publish   under the lock: leaves become positive, versions become even, and the claim ends
 
-The order of the stores inside each step, see ``kernel``, is what :func:`repair` relies on.
+:func:`repair` relies on the order of the stores in each step, see ``kernel``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from torchrl_dist.replay.node.tables import (
 from torchrl_dist.replay.node.times_sampled import exhausted, set_times_sampled
 
 _RETRY_S = 1e-3
-# whose functions return before the rows are there
+# their functions return before the rows have arrived
 _MODULES = (__name__, "torchrl_dist.replay.node.gate")
 
 
@@ -57,12 +57,12 @@ class Reservation(NamedTuple):
 
     row: int
     first_ticket: int
-    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody uses
+    count: int  # type: ignore[assignment]  # hides tuple.count, which is not used
     ranges: tuple[tuple[int, int], ...]
-    """Slot ranges ``(start, stop)`` in the order of the tickets: one, or two at the wrap."""
+    """Slot ranges ``(start, stop)`` in the order of the tickets: one, or two at the wrap-around."""
 
     def slots(self) -> np.ndarray:
-        """int64 [count], in the order of the tickets."""
+        """The slots, int64 [count], in the order of the tickets."""
         runs = [np.arange(start, stop) for start, stop in self.ranges]
         return runs[0] if len(runs) == 1 else np.concatenate(runs)
 
@@ -70,8 +70,8 @@ class Reservation(NamedTuple):
 class SharedCursor:
     """The shared write position of a replay directory.
 
-    All methods may be called by any process and thread, and block only for the directory's
-    lock (``DeadlineError`` after its timeout).
+    Any process and thread may call all methods. They block only for the directory's lock
+    (``DeadlineError`` after its timeout).
     """
 
     def __init__(self, directory: ReplayDirectory) -> None:
@@ -79,17 +79,17 @@ class SharedCursor:
 
     @property
     def directory(self) -> ReplayDirectory:
-        """The directory whose cursor this is."""
+        """The directory of this cursor."""
         return self._directory
 
     def reserve(self, count: int) -> Reservation:
-        """Take the next ``count`` slots that nobody is writing.
+        """Take the next ``count`` slots that no live process is writing.
 
-        Rows that were published in them are gone from here on. Slots that a live process is
-        still writing are passed over; those of a dead one are taken.
+        Rows that were published in them cease to exist. Slots that a live process is still writing
+        are skipped, and slots of a dead process are taken.
 
         Raises:
-            DeadlineError: if live writers hold so many slots that no run of ``count`` is free.
+            DeadlineError: live writers hold so many slots that no run of ``count`` is free.
         """
         directory = self._directory
         limit = largest_reservation(directory.capacity)
@@ -110,7 +110,7 @@ class SharedCursor:
             time.sleep(_RETRY_S)
 
     def try_reserve(self, count: int) -> Reservation | None:
-        """:meth:`reserve` under the lock; None if others are in the way."""
+        """Do :meth:`reserve` under the lock. Return None if other writers are in the way."""
         directory = self._directory
         row, capacity = self._free_row(), directory.capacity
         if row is None:
@@ -118,7 +118,7 @@ class SharedCursor:
         ticket = directory.words[Word.CURSOR]
         reservation = self._take(row, ticket, count, Word.CURSOR, ticket + count)
         if reservation is None:
-            if self._live_claims(ticket, count):  # of the others none is left
+            if self._live_claims(ticket, count):  # the other claims have lapsed
                 free = first_free_ticket(ticket, count, self._live_claims(), capacity)
                 if free is None:
                     return None
@@ -127,8 +127,10 @@ class SharedCursor:
         return reservation
 
     def _take(self, row: int, first: int, count: int, word: Word, value: int) -> Reservation | None:
-        """Make the slots this process's own, with ``word`` set to ``value``, unless some claim is
-        in the way. Called under the lock."""
+        """Claim the slots for this process, and set ``word`` to ``value``. Called under the lock.
+
+        Returns:
+            None if another claim is in the way."""
         directory = self._directory
         ranges = tuple(slot_ranges(first, count, directory.capacity))
         reservation = Reservation(row, first, count, ranges)
@@ -139,16 +141,16 @@ class SharedCursor:
         return None
 
     def publish(self, reservation: Reservation, priority: np.ndarray | None = None) -> np.ndarray:
-        """Make the written rows visible to every process, all or (for a lost claim) none.
+        """Make the written rows visible to every process, all of them or (for a lost claim) none.
 
         Args:
-            reservation: from :meth:`reserve`; its rows are written.
-            priority: float64 [count], checked, before alpha and eps; without it the rows get the
-                largest priority seen.
+            reservation: from :meth:`reserve`. Its rows have been written.
+            priority: float64 [count], checked, before alpha and eps. Default: the largest priority
+                seen.
 
         Returns:
-            The generation of each row, int64 [count]; -1 if the buffer was emptied since the
-            reservation, which drops these rows too.
+            The generation of each row, int64 [count]. It is -1 if the buffer was emptied after the
+            reservation, which also drops these rows.
         """
         directory = self._directory
         row, first, count, _ = reservation
@@ -162,7 +164,9 @@ class SharedCursor:
             if priority is not None:
                 leaves, slots = leaves_of_new(directory, priority), reservation.slots()
                 directory.begin()
-                directory.tree.set(slots, leaves)  # first: repair knows a priority by them alone
+                directory.tree.set(
+                    slots, leaves
+                )  # first, because repair can recover a priority only from the leaves
                 track_maximum(directory, slots, priority)
                 generations = directory.kernel.publish(row, first, count, directory.member, 0.0)
         assert generations is not None
@@ -170,18 +174,18 @@ class SharedCursor:
         return generations
 
     def skip(self, count: int) -> None:
-        """Pass over ``count`` tickets as if their rows had been written and overwritten."""
+        """Skip ``count`` tickets as if their rows had been written and overwritten."""
         directory = self._directory
         words = directory.words
         with directory.lock():
             directory.begin()
-            # inserts are counted from there: nobody can ever sample these rows
+            # inserts are counted from there, because these rows can never be sampled
             moved = (Word.CURSOR, Word.WRITE_COUNT, Word.INSERT_BASE)
             directory.store_all({word: words[word] + count for word in moved})
             directory.commit()
 
     def abandon(self, reservation: Reservation) -> None:
-        """Give the slots back unwritten: they stay unpublished until the ring comes round."""
+        """Release the slots unwritten. They stay unpublished until the ring reaches them again."""
         directory = self._directory
         with directory.lock():
             if self._owns(reservation) and not directory.holds_its_equal(reservation):
@@ -189,16 +193,16 @@ class SharedCursor:
         self._forget(reservation)
 
     def drop_interrupted(self) -> None:
-        """Abandon what an interrupt (Ctrl-C) between two instructions left of this thread.
+        """Abandon this thread's writes that an interrupt (Ctrl-C) between two instructions ended.
 
-        Called before a write begins. A write that goes on below this one on the stack, since a
-        signal handler interrupted it, keeps its slots.
+        Called before a write begins. A write that a signal handler interrupted, and that continues
+        further down the stack, keeps its slots.
         """
         for reservation in self._directory.interrupted_writes():
             self.abandon(reservation)
 
     def _hold(self, reservation: Reservation) -> None:
-        """Note that this thread is writing, before the claim: an interrupt may come between."""
+        """Note that this thread writes, before the claim: an interrupt may come between."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_globals["__name__"] in _MODULES:
             frame = frame.f_back
@@ -209,17 +213,17 @@ class SharedCursor:
         self._directory.let_go(reservation)
 
     def claim_slots(self, slots: np.ndarray) -> list[Reservation]:
-        """Reserve given slots for writing them in place; they keep their position in the ring.
+        """Reserve given slots to write them in place. They keep their position in the ring.
 
         Args:
-            slots: distinct slots, int64 [n]. Published ones stay unpublished until the write is
-                published again, as in any write.
+            slots: distinct slots, int64 [n]. Published ones become unpublished until the write is
+                published, as in any write.
 
         Returns:
             One reservation per run of neighbouring slots.
 
         Raises:
-            DeadlineError: if other processes keep writing one of them.
+            DeadlineError: other processes keep writing one of them.
         """
         directory = self._directory
         runs = np.split(slots, np.flatnonzero(np.diff(slots) != 1) + 1)
@@ -240,13 +244,13 @@ class SharedCursor:
         return taken
 
     def _claim_run(self, start: int, count: int) -> Reservation | None:
-        # Apart from the loop: a frame that has the lock must not be one that cleans up after an
+        # Outside of the loop, because a frame that holds the lock must not clean up after an
         # interrupt, see ``FairLock``.
         with self._directory.lock():
             return self._try_claim_run(start, count)
 
     def _await_slots(self, first: int, last: int, deadline: float) -> None:
-        """Pause before another try to claim them."""
+        """Pause before another attempt to claim them."""
         directory = self._directory
         if time.monotonic() > deadline:
             raise DeadlineError(
@@ -259,7 +263,7 @@ class SharedCursor:
         row, words = self._free_row(), self._directory.words
         if row is None or self._live_claims(start, count):
             return None
-        high = max(words[Word.IN_PLACE], start + count)  # the ring may not have come there
+        high = max(words[Word.IN_PLACE], start + count)  # the ring may not have reached it
         return self._take(row, start, count, Word.IN_PLACE, high)
 
     def wait_for_rows(self, deadline: float, least: int = 1) -> bool:
@@ -269,10 +273,10 @@ class SharedCursor:
             deadline: on ``time.monotonic``.
 
         Returns:
-            False if fewer are published, and nobody is writing one.
+            False if fewer are published, and no process is writing one.
 
         Raises:
-            DeadlineError: naming the writers.
+            DeadlineError: names the writers.
         """
         directory = self._directory
         self.drop_interrupted()
@@ -291,12 +295,12 @@ class SharedCursor:
                 raise DeadlineError(
                     f"waited {directory.timeout_s:g} s for {least} published rows of "
                     f"{directory.path}: others are being written, by processes {sorted(writers)}; "
-                    "are they stopped? Continue or kill them (what a killed one was writing is "
-                    "given up), or allow more with timeout_s"
+                    "are they stopped? Continue or kill them (rows of a killed one are "
+                    "dropped), or allow more with timeout_s"
                 )
             time.sleep(_RETRY_S)
 
-    # --- what a checkpoint gives back; see ``snapshot`` ------------------------------------------
+    # --- restoring a checkpoint, see ``snapshot`` ------------------------------------------
 
     def start_over(
         self,
@@ -309,12 +313,12 @@ class SharedCursor:
         """Empty the directory, then set words and the cursor.
 
         Args:
-            cursor: a ticket of the saved directory. Tickets do not go back: the next one is the
-                first beyond both that falls on the same slot.
+            cursor: a ticket of the saved directory. Tickets never decrease, so the next one is the
+                first beyond both that has the same slot.
             high: slots in use.
             values: other words to set.
             limiter: the limiter's counts, see ``Gate.set_state``.
-            length: rows that are going to be published.
+            length: number of rows that will be published.
 
         Returns:
             The next ticket.
@@ -323,7 +327,7 @@ class SharedCursor:
         words = directory.words
         with directory.lock():
             directory.begin()
-            words[Word.EMPTYING] = _WITH_COUNTS  # what a kill in here leaves is an empty buffer
+            words[Word.EMPTYING] = _WITH_COUNTS  # a kill in here leaves an empty buffer
             empty_locked(directory)
             now = words[Word.CURSOR]
             words[Word.CURSOR] = max(cursor, now + (cursor - now) % directory.capacity)
@@ -343,13 +347,13 @@ class SharedCursor:
             return words[Word.CURSOR]
 
     def claim_unless_passed(self, slot: int, count: int, since: int) -> Reservation | None:
-        """Reserve the slots from ``slot`` on, but for those reserved since the ticket ``since``.
+        """Reserve the slots from ``slot`` on, except those reserved since the ticket ``since``.
 
-        The latter are the first ones of the run. ``None`` if that is all of them. Blocks while
-        other processes write in the others.
+        The latter are the first slots of the run. Returns ``None`` if these are all. Blocks while
+        other processes write the other slots.
 
         Raises:
-            DeadlineError: they did so all the time.
+            DeadlineError: other processes kept writing them.
         """
         directory = self._directory
         position = (slot - since) % directory.capacity
@@ -367,10 +371,10 @@ class SharedCursor:
     def publish_saved(
         self, reservation: Reservation, version: int, leaf: np.ndarray, alpha: float | None
     ) -> None:
-        """Make rows visible that are written, with the masses ``leaf``, float64 [count].
+        """Make written rows visible, with leaves ``leaf``, float64 [count].
 
-        Their version is ``version``, or the next of their slot if that is larger. The masses are
-        those under ``alpha``, if not None; others may have set another one meanwhile.
+        Their version is ``version``, or the next version of their slot if that is larger. If
+        ``alpha`` is not None, the leaves belong to it; another process may have set another alpha.
         """
         directory = self._directory
         words = directory.words
@@ -383,8 +387,8 @@ class SharedCursor:
             versions = directory.versions[start:stop]
             if alpha is not None:
                 leaf = under_alpha_now(directory, leaf, alpha)
-            # Rows that the saved limiter let nobody sample any more, see ``times_sampled``. The
-            # others' counts begin anew.
+            # Rows that the saved limiter no longer let be sampled, see ``times_sampled``. The
+            # counts of the others start again.
             used_up = np.flatnonzero(leaf == 0)
             times = words[Word.RESTORED_TIMES]
             if directory.times_sampled is None or times < words[Word.MAX_TIMES_SAMPLED]:
@@ -392,7 +396,7 @@ class SharedCursor:
                 leaf[used_up] = default_leaf(directory)
             directory.tree.set_range(start, stop, leaf)
             words[Word.NEXT_WRITE_COUNT] = words[Word.WRITE_COUNT]
-            # odd still: repair goes on from here, since the leaves are there
+            # still odd: repair can continue from here, because the leaves are stored
             versions[:] = np.maximum(versions, version - 1)
             claim[CLAIM_STATE] = CLAIM_PUBLISHING
             if directory.times_sampled is not None:
@@ -406,12 +410,13 @@ class SharedCursor:
         self._forget(reservation)
 
     def rows_under_way(self) -> int:
-        """Rows that live processes are writing. Called under the lock."""
+        """The number of rows that live processes are writing. Called under the lock."""
         return sum(count for _, count in self._live_claims())
 
     def being_written(self, slots: np.ndarray) -> np.ndarray:
-        """Whether a live process is going to publish a row in each slot, bool [n]. Called under
-        the lock."""
+        """Return whether a live process will publish a row in each slot, bool [n].
+
+        Called under the lock."""
         directory = self._directory
         found = np.zeros(slots.shape, dtype=bool)
         for count, first, member, state in directory.claims[
@@ -423,11 +428,10 @@ class SharedCursor:
         return found
 
     def _live_claims(self, first: int = 0, count: int | None = None) -> list[tuple[int, int]]:
-        """``(first ticket, count)`` of the claims that share a slot with those of ``count``
-        tickets from ``first`` on, or of all.
+        """Return ``(first ticket, count)`` of the live claims on the slots of some tickets.
 
-        Those of dead members end here, since their slots are unpublished, and free without a
-        claim. Called under the lock.
+        These are ``count`` tickets from ``first`` on, or all. Claims of dead members end here,
+        because their slots are unpublished, and free without a claim. Called under the lock.
         """
         directory = self._directory
         claims = directory.claims[: directory.words[Word.CLAIM_ROWS]]
@@ -445,7 +449,7 @@ class SharedCursor:
         return live
 
     def _free_row(self) -> int | None:
-        """A row of the claim table that nobody uses. Called under the lock."""
+        """Return an unused row of the claim table, or None. Called under the lock."""
         claims, words = self._directory.claims, self._directory.words
         used = words[Word.CLAIM_ROWS]
         for row, count in enumerate(claims[:used, CLAIM_COUNT].tolist()):
@@ -454,25 +458,25 @@ class SharedCursor:
         if used < len(claims):
             words[Word.CLAIM_ROWS] = used + 1
             return used
-        self._live_claims()  # ends those of dead members
+        self._live_claims()  # ends the claims of dead members
         free = np.flatnonzero(claims[:, CLAIM_COUNT] == 0)
         return int(free[0]) if free.size else None
 
     def _still_ours(self, reservation: Reservation) -> bool:
-        """Whether the reservation may be published. Called under the lock.
+        """Return whether the reservation may be published. Called under the lock.
 
-        False if the buffer was emptied since, which ends the reservation.
+        It is False if the buffer was emptied in between, which ends the reservation.
 
         Raises:
-            RuntimeError: others took it over although this process lives.
+            RuntimeError: other processes took it over although this process lives.
         """
         directory = self._directory
         if not self._owns(reservation):
             raise RuntimeError(
                 f"the reservation of tickets {reservation.first_ticket} to "
                 f"{reservation.first_ticket + reservation.count - 1} in {directory.path} was "
-                "taken over: this process's locks on the directory were dropped. Did some "
-                "code close descriptors that are not its own?"
+                "taken over, because this process's locks on the directory were dropped. Did some "
+                "code close descriptors that it did not open?"
             )
         claim = directory.claims[reservation.row]
         if claim[CLAIM_STATE] != CLAIM_DISCARDED:
@@ -491,7 +495,7 @@ class SharedCursor:
 
 
 def empty(directory: ReplayDirectory, *, reset_write_count: bool = True) -> None:
-    """Unpublish every row. Generations go on, so handles from before are stale for ever."""
+    """Unpublish every row. Generations continue, so earlier handles stay stale permanently."""
     with directory.lock():
         directory.begin()
         directory.words[Word.EMPTYING] = _WITH_COUNTS if reset_write_count else _ROWS_ONLY
@@ -501,12 +505,13 @@ def empty(directory: ReplayDirectory, *, reset_write_count: bool = True) -> None
         directory.gate.ring()
 
 
-_ROWS_ONLY, _WITH_COUNTS = 1, 2  # of Word.EMPTYING
+_ROWS_ONLY, _WITH_COUNTS = 1, 2  # values of Word.EMPTYING
 
 
 def finish_emptying(directory: ReplayDirectory) -> None:
-    """Empty the buffer as EMPTYING says; from whatever store on at which one was killed who did
-    so. Called under the lock."""
+    """Empty the buffer as EMPTYING says. Called under the lock.
+
+    It also continues after a process was killed between any two of its stores."""
     words = directory.words
     empty_locked(directory)
     if words[Word.EMPTYING] == _WITH_COUNTS:
@@ -520,7 +525,7 @@ def finish_emptying(directory: ReplayDirectory) -> None:
 
 
 def empty_locked(directory: ReplayDirectory) -> None:
-    """The body of :func:`empty`, for a caller that holds the lock and has begun a change."""
+    """Do :func:`empty` for a caller that holds the lock and has begun a change."""
     words, claims = directory.words, directory.claims
     claims[claims[:, CLAIM_COUNT] > 0, CLAIM_STATE] = CLAIM_DISCARDED
     directory.kernel.unpublish(0, directory.capacity)
@@ -533,12 +538,11 @@ def empty_locked(directory: ReplayDirectory) -> None:
 
 
 def repair(directory: ReplayDirectory) -> None:
-    """Bring the state in order after a holder of the lock was killed. Called under the lock.
+    """Repair the state after a holder of the lock was killed. Called under the lock.
 
-    A publication that had begun is completed, since its rows are whole, also that of a live
-    process that was interrupted; other claims of dead members lapse. Then leaves and length follow
-    from the versions, and the tree from the leaves. Before that, a change that was written down to
-    be made as a whole is made.
+    First, a change in the journal is completed. A publication that had begun is completed because
+    its rows are whole, including one of a live process that was interrupted. Other claims of dead
+    members lapse. Leaves and length then follow from the versions, and the tree from the leaves.
     """
     claims, versions, tree = directory.claims, directory.versions, directory.tree
     if directory.words[Word.JOURNAL]:

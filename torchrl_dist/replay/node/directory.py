@@ -1,4 +1,4 @@
-"""The replay directory: all that the processes of one node share about a buffer.
+"""The replay directory: everything that the processes of one node share about a buffer.
 
 Files::
 
@@ -7,25 +7,26 @@ Files::
     control.bin     words, counters, claims and members, see ``tables``
     versions.bin    int64 [capacity]; odd while a row is absent or being written
     tree.bin        priority tree
-    rows.json       spec of a row; written before the data files, when the first rows come, so
-                    that whoever removes them knows their names
+    rows.json       spec of a row; written when the first rows come, before the data files, so
+                    that a process that removes them knows their names
     data/*.bin      one file per column of a row, [capacity, ...]
-    limiter.bin     with a rate limiter: who waits, and how often rows were sampled; see ``gate``
-    pass.bin        with sampling without replacement: what is still to be drawn; see ``passes``
+    limiter.bin     with a rate limiter: waiting processes, and how often rows were sampled; see
+                    ``gate``
+    pass.bin        with sampling without replacement: the rows left in the pass; see ``passes``
 
-Which of them are made, adopted and removed when is the matter of ``files``.
+``files`` knows when each of them is created, adopted and removed.
 
-What holds at every instant, whoever is killed:
+Invariants at every instant, even if processes are killed:
 
 1. A slot is *published* exactly when its version is even and above 0. Only published slots have a
-   leaf above 0 in the tree, so only they are drawn; all of them have, but for those whose row was
-   sampled as often as the limiter allows.
-2. Shared state changes only under the lock, and ``DIRTY`` is set before the first and cleared
-   after the last store. Who enters and finds it set repairs what the killed holder left
+   leaf above 0 in the tree, so only they are drawn. All of them have one, except those whose row
+   was sampled as often as the limiter allows.
+2. Shared state changes only under the lock, and ``DIRTY`` is set before the first store and cleared
+   after the last one. A process that enters and finds it set repairs the state of the killed holder
    (:meth:`ReplayDirectory.lock`, ``cursor.repair``).
 3. Rows are written outside the lock, only by the member whose claim covers their slots, while
-   their versions are odd. Claims of live members never share a slot; those of dead ones lapse.
-4. Versions and tickets never go back, so (slot, version // 2) names one row for ever.
+   their versions are odd. Claims of live members never share a slot. Claims of dead ones lapse.
+4. Versions and tickets never decrease, so (slot, version // 2) permanently names one row.
 """
 
 from __future__ import annotations
@@ -91,23 +92,23 @@ _RETRY_S = 1e-3
 
 
 def read_spec(folder: Path) -> RowSpec:
-    """What ``rows.json`` says.
+    """Return the spec in ``rows.json``.
 
     Raises:
-        DirectoryError: it is damaged.
+        DirectoryError: the file is damaged.
     """
     try:
         return checked_spec(json.loads(own_files.read_ours(folder / files.ROWS)))
     except (OSError, ValueError, RecursionError) as error:
-        raise damaged(folder, f"{files.ROWS} does not say what a row is ({error})") from error
+        raise damaged(folder, f"{files.ROWS} does not describe a row ({error})") from error
 
 
 class Held(NamedTuple):
-    """A write of this process: slots that it has claimed and not published yet."""
+    """A write of this process: slots that it has claimed but not published yet."""
 
     reservation: Any
     frame: FrameType
-    """While it is on the thread's stack, the write goes on."""
+    """The frame of the write. While it is on the thread's stack, the write continues."""
     thread: int
 
 
@@ -122,15 +123,15 @@ class ReplayDirectory:
         versions: int64 [capacity].
         claims: int64 [MAX_CLAIMS, 4].
         tree: the priority tree.
-        kernel: changes the tables, see ``kernel``.
+        kernel: makes the changes to the tables, see ``kernel``.
         member: id of this process, ``serial * MAX_MEMBERS + index``; unique in the directory.
         sharers: storages of this process that share the view.
-        pid: of the process whose member this is: after a fork, of the parent until it is used.
+        pid: process of this member. After a fork, it is the parent's until the first use.
         fair_lock: the lock without repair, on bytes of the file ``lock_fd``.
-        repair: brings the state in order after a killed holder.
-        gate: what limits samples and writes, or None.
-        users: int64 [MAX_MEMBERS, 5], with a limiter; see ``gate``.
-        times_sampled: int64 [capacity], of the rows, with a limiter that asks for it.
+        repair: repairs the state after a killed holder.
+        gate: the gate of the rate limiter, or None.
+        users: int64 [MAX_MEMBERS, 5], with a limiter, see ``gate``.
+        times_sampled: int64 [capacity], with a limiter that has ``max_times_sampled``.
     """
 
     gate: Admission | None = None
@@ -163,10 +164,10 @@ class ReplayDirectory:
     # --- lock --------------------------------------------------------------------------------
 
     def lock(self) -> contextlib.AbstractContextManager[None]:
-        """Exclusive use of the shared state, with the state repaired if its holder was killed.
+        """Return a context manager for exclusive use of the shared state.
 
-        A context manager; not to be entered again inside. Changes belong between :meth:`begin`
-        and :meth:`commit`.
+        On entry it repairs the state if a holder was killed. It must not be entered again inside.
+        Changes belong between :meth:`begin` and :meth:`commit`.
 
         Raises:
             DeadlineError: on entry, after ``timeout_s``, naming the holder.
@@ -180,7 +181,7 @@ class ReplayDirectory:
         fair_lock = self.fair_lock
         fair_lock.check_entry()
         try:
-            fair_lock.__enter__()  # which looks again whether it was closed, after the wait
+            fair_lock.__enter__()  # which checks again after the wait whether it was closed
             if self.words[Word.DIRTY]:
                 self.repair(self)
             fair_lock.inside = sys._getframe(1)
@@ -189,8 +190,8 @@ class ReplayDirectory:
             raise
 
     def __exit__(self, *raised: object) -> None:
-        # An interrupt that Python delivers on entering this very function cannot be helped: the
-        # lock is then free with this thread's next use of the directory, or the process's end.
+        # An interrupt that Python delivers on entry to this function cannot be handled. The lock
+        # is then released at this thread's next use of the directory, or the process's end.
         fair_lock = self.fair_lock
         try:
             fair_lock.__exit__(None, None, None)
@@ -199,12 +200,11 @@ class ReplayDirectory:
             raise
 
     def check_entry(self) -> None:
-        """To be called before this thread waits for a lock that others hold while they wait for
-        this directory's.
+        """Check that this thread may wait for a lock whose holders may wait for this directory's.
 
         Raises:
-            DirectoryError: it has the latter itself, so it is a signal handler that interrupted a
-                use of the directory.
+            DirectoryError: this thread holds the directory's lock, so it is in a signal handler
+                that interrupted a use of the directory.
         """
         if self.pid == os.getpid():
             self.fair_lock.check_entry()
@@ -212,19 +212,18 @@ class ReplayDirectory:
             once(LOCKS.joining)
 
     def begin(self) -> None:
-        """Announce a change, first thing under the lock."""
+        """Announce a change. Call it first under the lock."""
         self.words[Word.DIRTY] = 1
 
     def commit(self) -> None:
-        """The change is complete, last thing under the lock."""
+        """Mark the change as complete. Call it last under the lock."""
         self.words[Word.DIRTY] = 0
 
     def store_all(self, values: Mapping[int, int]) -> None:
-        """Store several words, between :meth:`begin` and :meth:`commit`: all of them, whoever is
-        killed in the middle.
+        """Store several words between :meth:`begin` and :meth:`commit`, all or none after a kill.
 
         Args:
-            values: by :class:`Word`, or by :meth:`cell` of the user table.
+            values: values by :class:`Word`, or by :meth:`cell` of the user table.
         """
         words = self.words
         at: int = Word.JOURNAL
@@ -232,11 +231,11 @@ class ReplayDirectory:
         for entry in values.items():
             words[at + 1], words[at + 2] = entry
             at += 2
-        words[Word.JOURNAL] = len(values)  # from here on repair stores them
+        words[Word.JOURNAL] = len(values)  # from here on, repair stores them
         self.finish_storing()
 
     def finish_storing(self) -> None:
-        """What :meth:`store_all` has written down; repeated after a kill."""
+        """Make the stores in the journal of :meth:`store_all`. Repeated after a kill."""
         words = self.words
         for at in range(words[Word.JOURNAL]):
             where, value = words[Word.JOURNAL + 1 + 2 * at], words[Word.JOURNAL + 2 + 2 * at]
@@ -248,11 +247,11 @@ class ReplayDirectory:
 
     @staticmethod
     def cell(row: int, column: int) -> int:
-        """A place in the user table, for :meth:`store_all`."""
+        """Return the place of a cell of the user table, for :meth:`store_all`."""
         return CONTROL_WORDS + row * USER_COLUMNS + column
 
     def is_alive(self, member: int) -> bool:
-        """Whether the member's process lives (also if it is stopped)."""
+        """Return whether the member's process lives. It may be stopped."""
         if member == self.member:
             return True
         serial, index = divmod(member, MAX_MEMBERS)
@@ -262,34 +261,35 @@ class ReplayDirectory:
 
     @property
     def identity(self) -> int:
-        """Of this directory and no other, also not of a later one at its path."""
+        """The identity of this directory. A later directory at the same path has another one."""
         return self.words[Word.IDENTITY]
 
     @property
     def emptied(self) -> tuple[int, int]:
-        """Another value once the buffer was emptied or restored, by any process."""
+        """A value that changes whenever any process empties or restores the buffer."""
         return self.words[Word.BASE], self.words[Word.RESTORES]
 
     @property
     def stays(self) -> bool:
-        """Whether the last process that closes it leaves the folder."""
+        """Whether the last process that closes the directory keeps the folder."""
         return bool(self.words[Word.KEEP] or self.words[Word.INTERRUPTED])
 
     def live_members(self) -> list[int]:
-        """Ids of the members whose process lives."""
+        """Return the ids of members whose process lives."""
         serials = self.members[:, MEMBER_SERIAL]
         ids = [int(serials[i]) * MAX_MEMBERS + int(i) for i in np.flatnonzero(serials)]
         return [member for member in ids if self.is_alive(member)]
 
     def pid_of(self, member: int) -> int:
-        """Process id of a member, as it was when it joined."""
+        """Return the process id of a member when it joined."""
         return int(self.members[member % MAX_MEMBERS, MEMBER_PID])
 
     # --- writes of this process --------------------------------------------------------------
 
     def hold(self, reservation: Any, frame: FrameType) -> None:
-        """Note that this thread is going to write, until ``frame`` has returned. Called under the
-        lock, before the claim: an interrupt may come between.
+        """Note that this thread writes until ``frame`` has returned.
+
+        Called under the lock before the claim, because an interrupt may come between.
 
         Raises:
             DirectoryError: this process is leaving the directory.
@@ -302,21 +302,22 @@ class ReplayDirectory:
         self._held[id(reservation)] = Held(reservation, frame, threading.get_ident())
 
     def let_go(self, reservation: Any) -> None:
-        """The write has ended."""
+        """Note that the write has ended."""
         self._held.pop(id(reservation), None)
 
     def holds_its_equal(self, reservation: Any) -> bool:
-        """Whether another write has the same slots: this one was interrupted before it claimed
-        them. Called under the lock."""
+        """Return whether another write has the same slots. Called under the lock.
+
+        This write was then interrupted before it claimed them."""
         return any(
             held.reservation == reservation and held.reservation is not reservation
             for held in list(self._held.values())
         )
 
     def interrupted_writes(self) -> list[Any]:
-        """Reservations that an interrupt (Ctrl-C) between two instructions left of this thread.
+        """Return this thread's reservations that an interrupt (Ctrl-C) left behind.
 
-        Not those of writes that a signal handler has interrupted, which go on afterwards.
+        Writes that a signal handler interrupted are not included, because they continue.
         """
         if not self._held:
             return []
@@ -328,7 +329,7 @@ class ReplayDirectory:
         ]
 
     def _threads_that_write(self) -> set[int]:
-        """Of this process. What was interrupted for good is none."""
+        """Return the threads that write. Writes that an interrupt ended do not count."""
         tops = sys._current_frames()
         try:
             return {
@@ -337,19 +338,21 @@ class ReplayDirectory:
                 if is_on_stack(held.frame, tops.get(held.thread))
             }
         finally:
-            tops.clear()  # this frame is among them, and would keep all of them
+            tops.clear()  # this frame is among them, and would keep all of them alive
 
     # --- scalars -----------------------------------------------------------------------------
 
     @property
     def length(self) -> int:
-        """Published rows; the same number on every rank."""
+        """Number of published rows, the same on every rank."""
         return self.words[Word.LENGTH]
 
     @property
     def high(self) -> int:
-        """Slots from 0 on that have been reserved since the buffer was last empty, or lie before
-        one that was written in place: 0 .. capacity."""
+        """Number of slots in use, 0 .. capacity.
+
+        These are the slots from 0 on that were reserved since the buffer was last empty, or that
+        precede a slot written in place."""
         words = self.words
         return min(max(words[Word.CURSOR] - words[Word.BASE], words[Word.IN_PLACE]), self.capacity)
 
@@ -360,13 +363,14 @@ class ReplayDirectory:
         self.floats[word] = value
 
     def count(self, word: Word, amount: int = 1) -> None:
-        """Add to a counter, with or without the lock: without it two adds may fall together, and
-        one be missing; they are statistics."""
+        """Add to a counter, with or without the lock.
+
+        Without the lock, one of two simultaneous additions may get lost. These are statistics."""
         self.words[word] += amount
 
     @property
     def counters(self) -> dict[str, int]:
-        """What happened in this directory so far, over all processes."""
+        """The counters of this directory, over all processes."""
         return counters_in(self.words)
 
     # --- rows --------------------------------------------------------------------------------
@@ -387,13 +391,13 @@ class ReplayDirectory:
 
     @property
     def arrays(self) -> list[np.ndarray]:
-        """:attr:`tensors` as :func:`array_of` gives them."""
+        """:attr:`tensors` as arrays, see :func:`array_of`."""
         if self._rows is None and self.rows is None:
             return []
         return self._arrays
 
     def spec_for(self, spec: RowSpec) -> RowSpec:
-        """Of the rows that are there, or are there once rows with ``spec`` have come."""
+        """Return the spec of the present rows, or of rows with ``spec`` once they have come."""
         if self.rows is not None:
             return self.rows
         if self.words[Word.STREAMS] and STREAM not in spec.columns:
@@ -401,16 +405,16 @@ class ReplayDirectory:
         return spec
 
     def create_rows(self, spec: RowSpec) -> None:
-        """Allocate the data files; called by the first writer. Blocks while others do it.
+        """Allocate the data files. The first writer calls it. Blocks while another process does so.
 
         Raises:
-            DirectoryError: if the disk has no room for them; nothing is left behind.
+            DirectoryError: the disk has no room for them. No file is left behind.
         """
         with self.lock():
             if self.words[Word.ROWS_READY]:
                 return
             spec = self.spec_for(spec)
-            files.remove_data(self.path)  # of a first writer that was killed in here
+            files.remove_data(self.path)  # left by a first writer that was killed in here
             folder = self.path / files.DATA
             try:
                 write_json(self.path / files.ROWS, spec.as_json())
@@ -420,7 +424,7 @@ class ReplayDirectory:
             except FileExistsError as error:
                 (self.path / files.ROWS).unlink()
                 raise DirectoryError(
-                    f"{folder} holds files that are not of this buffer: remove them"
+                    f"{folder} holds files of something else; remove them"
                 ) from error
             except OSError as error:
                 files.remove_data(self.path)
@@ -442,7 +446,7 @@ class ReplayDirectory:
             if column.row_bytes == 0:
                 tensors.append(torch.empty(shape, dtype=column.dtype))
                 continue
-            with torch.inference_mode(False):  # else later writes outside that mode would fail
+            with torch.inference_mode(False):  # otherwise later writes outside that mode would fail
                 tensors.append(torch.frombuffer(buffer, dtype=column.dtype).reshape(shape))
         self._tensors = tensors
         self._arrays = [array_of(tensor) for tensor in tensors]
@@ -452,7 +456,7 @@ class ReplayDirectory:
 
     def map_state(self) -> None:
         control = map_file(self.path / "control.bin", control_bytes())
-        # memoryviews give plain Python numbers, faster than NumPy its scalars
+        # memoryviews return plain Python numbers, faster than NumPy returns scalars
         self.words = memoryview(control)[: 8 * CONTROL_WORDS].cast("q")
         self.floats = memoryview(control)[: 8 * CONTROL_WORDS].cast("d")
         self.fair_lock.share_waiting(self.words, Word.WAITING)
@@ -475,12 +479,12 @@ class ReplayDirectory:
         return self.sharers > 1
 
     def create_limiter_tables(self) -> None:
-        """Called under the lock, once the limiter is stored."""
+        """Create the limiter's tables. Called under the lock, once the limiter is stored."""
         allocate(self.path / "limiter.bin", self._limiter_bytes())
         self.map_limiter_tables()
 
     def map_limiter_tables(self) -> None:
-        """Called where the limiter is stored."""
+        """Map the limiter's tables, once the limiter is stored."""
         tables = np.frombuffer(
             map_file(self.path / "limiter.bin", self._limiter_bytes()), dtype=np.int64
         )
@@ -489,10 +493,10 @@ class ReplayDirectory:
         self.times_sampled = tables[users:] if self.words[Word.MAX_TIMES_SAMPLED] else None
 
     def ask_for_streams(self) -> None:
-        """Have rows say which stream they are of; called before the first one is written.
+        """Store the stream of each row. Call it before the first row is written.
 
         Raises:
-            ConfigurationError: they are there already, and do not.
+            ConfigurationError: there are already rows without streams.
         """
         with self.lock():
             spec = self.rows
@@ -500,16 +504,16 @@ class ReplayDirectory:
                 self.words[Word.STREAMS] = 1
             elif STREAM not in spec.columns:
                 raise ConfigurationError(
-                    f"the rows in {self.path} do not say who wrote them, since none of the buffers "
-                    "asked for it before the first one was written: give the buffers of all "
-                    "processes the same sampler, or store a trajectory id per row and pass "
+                    f"the rows in {self.path} do not name their writers, because no buffer "
+                    "asked for it before the first row was written; use the same sampler in the "
+                    "buffers of all processes, or store a trajectory id per row and pass "
                     "traj_key="
                 )
 
     def map_pass_table(self, size: int) -> np.ndarray:
-        """The table of ``passes``, int64, zeros if there was none. Called under the lock."""
+        """Map the table of ``passes``, int64, or create it with zeros. Called under the lock."""
         file = self.path / files.PASS
-        if not file.exists() or file.stat().st_size != size:  # whoever made it was killed
+        if not file.exists() or file.stat().st_size != size:  # its creator was killed
             allocate(file, size)
         return np.frombuffer(map_file(file, size), dtype=np.int64)
 
@@ -526,7 +530,7 @@ class ReplayDirectory:
         )
 
     def take_member_byte(self) -> None:
-        """Called under the lock."""
+        """Lock a free member byte. Called under the lock."""
         for index in range(MAX_MEMBERS):
             if lock_byte(self.lock_fd, MEMBER_BYTES + index):
                 self.words[Word.JOINS] += 1
@@ -537,10 +541,10 @@ class ReplayDirectory:
         raise DirectoryError(f"more than {MAX_MEMBERS} processes share {self.path}")
 
     def join_after_fork(self) -> None:
-        """A forked child inherits the mappings but no lock: it joins as a new member."""
+        """Join as a new member, because a forked child inherits the mappings but no lock."""
         with once(LOCKS.joining):
             if self.pid == os.getpid():
-                return  # another thread did it
+                return  # another thread has done it
             old = self.lock_fd, self.fair_lock, self._identity
             if self.fair_lock.closed:
                 raise DirectoryError(
@@ -559,7 +563,7 @@ class ReplayDirectory:
                 self.lock_fd, self.fair_lock, self._identity = old
                 raise DirectoryError(
                     f"replay directory {self.path} was removed before this forked process first "
-                    "used it: fork while another process has it open, or build it with keep=True"
+                    "used it; fork while another process has it open, or build it with keep=True"
                 )
             close_lock_file(old[0])
             self.fair_lock.share_waiting(self.words, Word.WAITING)
@@ -571,7 +575,7 @@ class ReplayDirectory:
             leave_at_exit()
 
     def is_at_path(self) -> bool:
-        """Whether the directory at our path is still the one that we have open."""
+        """Return whether the directory at our path is still the one that we have open."""
         try:
             status = os.stat(self.path / "lock")
         except OSError:
@@ -579,15 +583,15 @@ class ReplayDirectory:
         return (status.st_dev, status.st_ino) == self._identity
 
     def leave(self, clean: bool) -> None:
-        """End this process's membership; the last one to leave at a clean end removes all.
+        """End this process's membership. The last one to leave at a clean end removes all files.
 
-        Others may write wherever a process that is no member does, so its own writes end first;
-        none begins meanwhile.
+        Other processes may take the slots of a process that is not a member, so this process's
+        writes end first, and no new write can begin.
 
         Raises:
-            DeadlineError: some write of another thread did not end within ``timeout_s``, or the
-                lock could not be had.
-            DirectoryError: this thread is inside a write itself.
+            DeadlineError: a write of another thread did not end within ``timeout_s``, or the lock
+                was not free in time.
+            DirectoryError: this thread itself is inside a write.
         """
         if self.fair_lock.closed or self.pid != os.getpid():
             return
@@ -601,7 +605,7 @@ class ReplayDirectory:
             files.remove(doomed)
 
     def _leave_between_writes(self, clean: bool) -> Path | None:
-        """Returns the folder that is to be removed."""
+        """Leave, and return the folder that must be removed, or None."""
         deadline = time.monotonic() + self.timeout_s
         while True:
             self.fair_lock.check_entry()
@@ -625,16 +629,18 @@ class ReplayDirectory:
             time.sleep(_RETRY_S)
 
     def _give_up_membership(self, clean: bool) -> Path | None:
-        """Called under the lock. Returns the folder that is to be removed, under its new name."""
+        """End the membership, and return the folder that must be removed, under its new name.
+
+        Called under the lock."""
         index = self.member % MAX_MEMBERS
         self.members[index] = 0
         unlock_byte(self.lock_fd, MEMBER_BYTES + index)
         self.member = -1
         if not clean or stop_requested_since(self._opened_at):
-            self.words[Word.INTERRUPTED] = 1  # those who leave after this one did not see it
+            self.words[Word.INTERRUPTED] = 1  # processes that leave later did not see it
         if self.stays or self.live_members() or not self.is_at_path():
             return None
-        # under the lock: whoever opens the path now makes a new directory
+        # under the lock, so a process that opens the path now creates a new directory
         return files.retire(self.path)
 
 
@@ -643,10 +649,10 @@ OPEN: dict[tuple[int, int], ReplayDirectory] = {}
 
 
 class _Locks:
-    """Between the threads of this process."""
+    """Locks between the threads of this process."""
 
     opening: threading.RLock
-    """Held while directories come to :data:`OPEN` and go."""
+    """Held while directories are added to and removed from :data:`OPEN`."""
     joining: threading.RLock
     """Held while a forked child joins."""
 
@@ -659,10 +665,10 @@ now_and_in_children(LOCKS, _Locks.renew)
 
 
 def once(lock: threading.RLock) -> threading.RLock:
-    """The lock, unless this thread has it already.
+    """Return the lock, unless this thread already holds it.
 
     Raises:
-        DirectoryError: a signal handler interrupted what the lock guards.
+        DirectoryError: a signal handler interrupted code that the lock guards.
     """
     if lock._is_owned():  # type: ignore[attr-defined]  # not in typeshed
         raise DirectoryError(
@@ -673,18 +679,18 @@ def once(lock: threading.RLock) -> threading.RLock:
 
 
 def leave_at_exit() -> None:
-    """Have this process leave its directories when it ends.
+    """Let this process leave its directories when it ends.
 
-    Processes of ``multiprocessing`` run its finalizers only, others run ``atexit`` functions too.
+    Processes of ``multiprocessing`` run only its finalizers; others also run ``atexit`` functions.
     """
     multiprocessing.util.Finalize(None, _leave_all, exitpriority=-100)
 
 
 def _leave_all() -> None:
-    """At the end of the process; after an unhandled exception nothing is removed."""
+    """Leave all directories at the end of the process. After an unhandled exception, keep them."""
     clean = getattr(sys, "last_value", None) is None and sys.exc_info()[1] is None
     for view in list(OPEN.values()):
-        # where a write does not end, this process stays a member until it has ended
+        # if a write does not end, this process stays a member until it has ended
         with contextlib.suppress(OSError, DirectoryError):
             view.leave(clean)
     OPEN.clear()

@@ -1,8 +1,8 @@
-"""Whose files are in a folder: what may become a replay directory, and what is removed of one.
+"""The files in a folder: which folder may become a replay directory, and what is removed.
 
-Only files that this project makes are ever removed, each by its name, and a folder only once it is
-empty; and only where a header, which is removed last, says that they are this project's. Nothing is
-made in a folder that holds something else.
+Only files of this project are removed, each by its name, and a folder only once it is empty. They
+are removed only if a header, which is removed last, marks them as this project's. No file is
+created in a folder that holds something else.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ SLURM = "slurm"
 LOCK, HEADER, ROWS, DATA = "lock", "header.json", "rows.json", "data"
 TABLES = ("control.bin", "versions.bin", "tree.bin")
 _BEING_REMOVED = "header.removed.json"
-"""The header's name while the files beside it are being removed, where the folder itself stays."""
+"""The header's name while the other files are being removed but the folder stays."""
 _NEW_HEADER, _NEW_ROWS = (own_files.temporary(Path(name)).name for name in (HEADER, ROWS))
 CLAIM = "claim.json"
-"""Which run of a recipe the rows belong to; see ``recipes.run_directory``."""
+"""The recipe's run that the rows belong to; see ``recipes.training.run_directory``."""
 _MADE_BEFORE_HEADER = frozenset({LOCK, *TABLES, _NEW_HEADER})
 _LIMITER = "limiter.bin"
 PASS = "pass.bin"
@@ -40,13 +40,13 @@ _MADE = _MADE_BEFORE_HEADER | {
 
 @dataclass(frozen=True)
 class Header:
-    """What ``header.json`` says.
+    """The content of ``header.json``.
 
     Attributes:
         capacity: slots of the ring.
         job_id: the job that the directory belongs to.
-        starter: ``world.process_stamp`` of the process without which the job cannot come back,
-            None if there is no such process, :data:`SLURM` where Slurm knows the job.
+        starter: ``world.process_stamp`` of the process without which the job cannot be restarted,
+            None if there is no such process, :data:`SLURM` if Slurm knows the job.
     """
 
     capacity: int
@@ -58,7 +58,7 @@ class Header:
 
 
 def damaged(path: Path, found: str) -> DirectoryError:
-    """The error for a directory whose files cannot be what was written."""
+    """Return the error for a directory whose files cannot be as they were written."""
     return DirectoryError(
         f"replay directory {path} is damaged: {found}. Nothing was changed; choose another "
         "scratch_dir, or remove the folder if you do not need its rows"
@@ -66,11 +66,11 @@ def damaged(path: Path, found: str) -> DirectoryError:
 
 
 def read_header(folder: Path, name: str = HEADER) -> Header:
-    """The header of a replay directory; ``name`` is that of the file.
+    """Return the header of a replay directory from the file ``name``.
 
     Raises:
-        FileNotFoundError: there is none.
-        DirectoryError: it cannot be read, or is not what this version writes.
+        FileNotFoundError: there is no such file.
+        DirectoryError: it cannot be read, or is not of this version's format.
     """
     try:
         content = json.loads(own_files.read_ours(folder / name))
@@ -79,7 +79,7 @@ def read_header(folder: Path, name: str = HEADER) -> Header:
     except (OSError, ValueError, RecursionError) as error:
         raise damaged(folder, f"{HEADER} cannot be read ({error})") from error
     if not isinstance(content, dict) or type(content.get("format")) is not int:
-        raise damaged(folder, f"{HEADER} is no header of a replay directory")
+        raise damaged(folder, f"{HEADER} is not the header of a replay directory")
     if content["format"] != FORMAT:
         raise DirectoryError(
             f"{folder} has format {content['format']}, this version reads {FORMAT}; remove it "
@@ -95,7 +95,7 @@ def read_header(folder: Path, name: str = HEADER) -> Header:
 
 
 def check_ours(folder: Path) -> None:
-    """Refuse a folder that is neither empty nor a replay directory, before anything is made in it.
+    """Refuse a folder that is neither empty nor a replay directory, before any file is created.
 
     Raises:
         FileNotFoundError: there is no such folder, or it changes at this moment.
@@ -107,21 +107,21 @@ def check_ours(folder: Path) -> None:
     if LOCK not in names or not _is_empty_file(folder / LOCK):
         if HEADER in names:
             read_header(folder)
-            raise damaged(folder, f"its file {LOCK!r} is missing, or not the one that was made")
+            raise damaged(folder, f"its file {LOCK!r} is missing, or was replaced")
         raise _not_ours(folder, names)
     if HEADER in names:
         read_header(folder)
     elif _BEING_REMOVED not in names and not names <= _MADE_BEFORE_HEADER:
         if names & {ROWS, DATA, _LIMITER, PASS}:
-            raise damaged(folder, f"{HEADER} is missing beside its data")
+            raise damaged(folder, f"{HEADER} is missing, but there are data files")
         raise _not_ours(folder, names)
 
 
 def _not_ours(folder: Path, names: set[str]) -> DirectoryError:
     shown = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
     return DirectoryError(
-        f"{folder} holds files that are not of a replay buffer ({shown}); a scratch_dir must be "
-        "a new or an empty folder, since its last user removes it, or one that a buffer left"
+        f"{folder} holds files that do not belong to a replay buffer ({shown}); a scratch_dir must "
+        "be new, empty, or left by a buffer, because its last user removes it"
     )
 
 
@@ -131,7 +131,7 @@ def _is_empty_file(path: Path) -> bool:
 
 
 def holds_only_ours(folder: Path) -> bool:
-    """Whether nothing was put beside our files."""
+    """Return whether the folder holds only our files."""
     names = set(os.listdir(folder))
     if not names <= _MADE or (folder / DATA).is_symlink():
         return False
@@ -139,7 +139,7 @@ def holds_only_ours(folder: Path) -> bool:
 
 
 def remove_data(folder: Path) -> None:
-    """Remove the rows that ``rows.json`` names, and that file; what else is there stays."""
+    """Remove the rows that ``rows.json`` names, and that file. Other files stay."""
     for name in () if (folder / DATA).is_symlink() else _data_files(folder):
         with contextlib.suppress(OSError):
             (folder / DATA / name).unlink()
@@ -155,12 +155,14 @@ def _data_files(folder: Path) -> list[str]:
         leaves = json.loads(own_files.read_ours(folder / ROWS))["leaves"]
         return [data_file(leaf["key"]) for leaf in leaves]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return []  # none was made, or nobody can tell which
+        return []  # there is none, or its content is unknown
 
 
 def clear(folder: Path) -> None:
-    """Remove our files but for the lock; the caller has the lock. May be cut short: the next one
-    who takes the lock calls it again, see :func:`is_being_removed`."""
+    """Remove our files except the lock, which the caller holds.
+
+    If it is interrupted, the next process that takes the lock calls it again, see
+    :func:`is_being_removed`."""
     _clear(folder)
     (folder / _BEING_REMOVED).unlink(missing_ok=True)
 
@@ -174,19 +176,19 @@ def _clear(folder: Path) -> None:
 
 
 def is_being_removed(folder: Path) -> bool:
-    """Whether who was removing the files did not come to the end."""
+    """Return whether a previous removal was interrupted."""
     return (folder / _BEING_REMOVED).exists() and not (folder / HEADER).exists()
 
 
 def retire(folder: Path) -> Path | None:
-    """Take a directory out of use; the caller has its lock, and nobody else uses it.
+    """Take a directory out of use. The caller holds its lock, and no other process uses it.
 
-    It goes away at once, by a new name that is returned, for :func:`remove`. A folder that is a
-    mount point, or holds something else beside our files, stays, without our files.
+    It is renamed atomically, and its new name is returned, for :func:`remove`. A folder that is a
+    mount point, or holds other files too, stays, without our files.
     """
     doomed = folder.with_name(f".{folder.name}.removed-{os.getpid()}")
     if holds_only_ours(folder):
-        with contextlib.suppress(OSError):  # a mount point, or in a folder that is not ours
+        with contextlib.suppress(OSError):  # a mount point, or inside a folder of another user
             os.rename(folder, doomed)
             return doomed
     clear(folder)
@@ -197,30 +199,35 @@ def retire(folder: Path) -> Path | None:
 
 
 def remove(doomed: Path) -> bool:
-    """Remove our files in a folder that nobody uses, and the folder if that was all; says so."""
+    """Remove our files in an unused folder, and the folder if it is then empty.
+
+    Returns:
+        Whether the folder was removed."""
     with contextlib.suppress(OSError):
         _clear(doomed)
         (doomed / LOCK).unlink(missing_ok=True)
-        (doomed / _BEING_REMOVED).unlink(missing_ok=True)  # last: it says that they are ours
+        (doomed / _BEING_REMOVED).unlink(missing_ok=True)  # last: it marks the files as ours
         doomed.rmdir()
     return not doomed.exists()
 
 
 def half_removed(folder: Path) -> Iterator[Path]:
-    """What is left under :func:`retire`'s names by processes that were killed while they removed
-    an earlier directory of this path."""
+    """Return folders with names of :func:`retire` that a killed process did not remove.
+
+    They were earlier directories of this path."""
     name = re.compile(re.escape(f".{folder.name}.removed-") + r"\d+")
     for each in folder.parent.iterdir():
         if name.fullmatch(each.name):
             with contextlib.suppress(OSError):
-                each.rmdir()  # killed in between the header and the folder
+                each.rmdir()  # killed between removing the header and the folder
             if is_half_removed(each):
                 yield each
 
 
 def is_half_removed(folder: Path) -> bool:
-    """Whether :func:`retire` gave the folder its name: it is this user's, only our files are in
-    it, and the header of a replay directory is among them."""
+    """Return whether :func:`retire` renamed the folder.
+
+    It is then this user's, and holds only our files, including the header of a replay directory."""
     if re.fullmatch(r"\..+\.removed-\d+", folder.name) is None or not own_files.is_ours(folder):
         return False
     with contextlib.suppress(OSError, DirectoryError):

@@ -1,7 +1,7 @@
-"""Waiting for another process to change shared memory, without looking again and again.
+"""Wait for another process to change shared memory, without polling.
 
-A Linux futex (``man 2 futex``) on a word of the mapping: waiting costs no CPU time, waking one
-system call, and a process that is killed while it waits leaves nothing behind.
+This is a Linux futex (``man 2 futex``) on a word of the mapping. Waiting costs no CPU time, waking
+costs one system call, and a process that is killed while it waits leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ _NUMBERS = {"x86_64": 202, "amd64": 202, "aarch64": 98, "arm64": 98, "riscv64": 
 _NUMBER = _NUMBERS.get(platform.machine().lower())
 _WAIT, _WAKE = 0, 1
 _EVERYBODY = 2**31 - 1
-_PAUSE_S = 5e-3  # between two looks, where the system call's number is not known
+_PAUSE_S = 5e-3  # polling interval if the system call's number is unknown
 
-_syscall = ctypes.CDLL(None).syscall  # gives up the GIL during the call
+_syscall = ctypes.CDLL(None).syscall  # releases the GIL during the call
 _syscall.restype = ctypes.c_long
 
 
@@ -25,30 +25,30 @@ class _Timespec(ctypes.Structure):
 
 
 class Bell:
-    """Wakes the threads, of all processes, that wait at two words of shared memory.
+    """Wake the threads, of all processes, that wait at two words of shared memory.
 
-    To wait: under the lock that guards the state look at it, then :meth:`arm`; leave the lock, then
-    :meth:`wait`. To wake: change the state under the lock, leave it, :meth:`ring`. No ring is
-    missed in between.
+    To wait, check the state under its lock, call :meth:`arm`, release the lock, and call
+    :meth:`wait`. To wake, change the state under the lock, release it, and call :meth:`ring`. No
+    ring is missed in between.
 
     Args:
-        words: int64, shared, zeroed at first.
-        waited: index of the word that says whether anybody waits.
+        words: int64, shared, initially zero.
+        waited: index of the word that says whether a thread waits.
         rung: index of the word that changes with every ring.
-        address: of ``words[0]``.
+        address: address of ``words[0]``.
     """
 
     def __init__(self, words: memoryview, waited: int, rung: int, address: int) -> None:
         self._words, self._waited, self._rung = words, waited, rung
-        self._address = address + 8 * rung  # the low half: little endian
+        self._address = address + 8 * rung  # the low half, little endian
 
     def arm(self) -> int:
-        """Announce that the caller is going to wait; returns what :meth:`wait` needs."""
+        """Announce that the caller will wait. Return the argument of :meth:`wait`."""
         self._words[self._waited] = 1
         return self._words[self._rung]
 
     def ring(self) -> None:
-        """Wake everybody who waits; next to nothing if nobody does."""
+        """Wake all waiting threads. Costs next to nothing if there are none."""
         words = self._words
         if words[self._waited]:
             words[self._waited] = 0
@@ -57,8 +57,9 @@ class Bell:
                 _call(self._address, _WAKE, _EVERYBODY, None)
 
     def wait(self, armed: int, timeout_s: float) -> None:
-        """Block until the next ring after :meth:`arm`, ``timeout_s`` or a signal; it may also
-        return early, so look again."""
+        """Block until the next ring after :meth:`arm`, ``timeout_s`` or a signal.
+
+        It may return early, so check the state again."""
         if _NUMBER is None:
             time.sleep(min(timeout_s, _PAUSE_S))
             return

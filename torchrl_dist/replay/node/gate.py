@@ -1,14 +1,14 @@
-"""A replay directory's rate limiter: shared counters, and how its processes wait for them.
+"""A replay directory's rate limiter: shared counters, and how processes wait for them.
 
-The counters are words of the directory and change under its lock. A write is admitted and gets its
-slots in one hold of the lock, and rows that others are writing count as inserts there, so writers
-who wake up together do not all pass. A sample is admitted and counted in one hold, too. Nobody
-waits under a lock: neither the directory's, nor those of TorchRL's buffers, which are given back
-meanwhile.
+The counters are words of the directory, and change under its lock. A write is admitted and gets its
+slots while it holds the lock once. Rows that other processes are writing count as inserts there, so
+writers that wake up together do not all pass. A sample is also admitted and counted while the lock
+is held once. No thread waits while it holds a lock, neither the directory's nor those of TorchRL's
+buffers, which are released during the wait.
 
-A process that is killed between the admission of a sample and its return has noted how many rows
-these are: they count no more as soon as somebody would have to wait. For ``max_times_sampled`` a
-row counts when it is drawn, whoever gets it.
+A process notes the rows of a sample between its admission and its return. If it is killed in
+between, they no longer count as soon as another process would have to wait. For
+``max_times_sampled``, a row counts when it is drawn, even if it is never returned.
 """
 
 from __future__ import annotations
@@ -39,27 +39,29 @@ from torchrl_dist.replay.node.times_sampled import TooFewDrawsError
 from torchrl_dist.replay.row import _torchrl
 from torchrl_dist.stopping import gives_up
 
-_LOOK_AGAIN_S = 0.5  # nobody rings when a process is killed, or ends, or a thread is to give up
+_LOOK_AGAIN_S = (
+    0.5  # there is no ring when a process is killed or ends, or when a thread must stop waiting
+)
 
 _T = TypeVar("_T")
 
 process_ends = threading.Event()
-# At its end a process first joins the threads that fetch batches ahead, also those that wait here.
-# What is registered last is called first, hence the import before; atexit comes too late.
+# At its end, a process first joins the threads that fetch batches ahead, and these may wait here.
+# The function that is registered last is called first, hence the import before. atexit is too late.
 threading._register_atexit(process_ends.set)  # type: ignore[attr-defined]  # not in typeshed
 
 
 class Missing(NamedTuple):
-    """Why somebody must wait. ``for_what``: ends the sentence "waited for"."""
+    """The reason for a wait. ``for_what`` ends the sentence "waited for"."""
 
     for_what: str
 
 
 class Gate:
-    """The limiter of one directory in this process; ``directory.gate``.
+    """The gate of one directory in this process, ``directory.gate``.
 
     Args:
-        limiter: as the directory has it.
+        limiter: the directory's limiter.
     """
 
     def __init__(self, directory: ReplayDirectory, limiter: RateLimiter) -> None:
@@ -72,7 +74,7 @@ class Gate:
     # --- counters ----------------------------------------------------------------------------
 
     def counts(self, under_way: int = 0) -> Counts:
-        """At this moment; ``under_way``: rows to be counted as if they were published."""
+        """Return the present counts. ``under_way`` rows count as if they were published."""
         directory = self._directory
         words = directory.words
         inserts = words[Word.WRITE_COUNT] - words[Word.INSERT_BASE] + under_way
@@ -83,25 +85,25 @@ class Gate:
         return Counts(inserts, words[Word.SAMPLED], size)
 
     def count_samples(self, rows: int) -> None:
-        """Add to the samples."""
+        """Add to the number of samples."""
         directory = self._directory
         with directory.lock():
             directory.words[Word.SAMPLED] += rows
         self.ring()
 
     def set_samples(self, rows: int) -> None:
-        """Begin to count anew; what is under way counts as of before. Called under the lock."""
+        """Restart the count. Samples in progress belong to the old count. Called under the lock."""
         self._directory.words[Word.SAMPLED] = rows
         unreturned = self._directory.users[:, USER_UNRETURNED]
         unreturned[unreturned != 0] = 0
 
     def state(self) -> list[float]:
-        """The limiter and its counts, for :meth:`set_state`."""
+        """Return the limiter and its counts, for :meth:`set_state`."""
         counts = self.counts()
         return [*_numbers(self.limiter), counts.inserts, counts.samples]
 
     def set_state(self, state: list[float] | None, rows: int) -> None:
-        """Go on with these counts, if they are of an equal limiter. Called under the lock.
+        """Continue with these counts if they belong to an equal limiter. Called under the lock.
 
         Otherwise the ``rows`` in the buffer count as inserts, as many as a first sample waits for.
         """
@@ -113,27 +115,32 @@ class Gate:
         self.set_samples(samples)
 
     def ring(self) -> None:
-        """Wake who waits, after a change of what it waits for."""
+        """Wake waiting threads after a change of the counts."""
         self._bell.ring()
 
     # --- writing -----------------------------------------------------------------------------
 
     def reserve(self, cursor: SharedCursor, count: int, storage: Storage) -> Reservation:
-        """Slots for the first rows of a write, once it is admitted.
+        """Return slots for the first rows of a write, once it is admitted.
 
         Raises:
-            RateLimitError: it was not, within the storage's ``timeout_s``; nothing is written.
+            RateLimitError: it was not admitted within the storage's ``timeout_s``. No row was
+                written.
         """
 
         def attempt() -> Reservation | Missing:
             missing = self._missing_samples(cursor)
             reservation = cursor.try_reserve(count) if missing is None else None
-            return reservation or missing or Missing("others to finish: they write the whole ring")
+            return (
+                reservation
+                or missing
+                or Missing("other processes to finish, because they write the whole ring")
+            )
 
         return self._admit(attempt, storage)
 
     def wait_to_write(self, cursor: SharedCursor, storage: Storage) -> None:
-        """As :meth:`reserve`, without slots yet: others may be admitted before they are taken."""
+        """Like :meth:`reserve`, without slots. Others may be admitted before they are taken."""
         self._admit(lambda: self._missing_samples(cursor) or True, storage)
 
     def _missing_samples(self, cursor: SharedCursor) -> Missing | None:
@@ -145,7 +152,7 @@ class Gate:
     # --- sampling ----------------------------------------------------------------------------
 
     def can_sample(self, count: int) -> bool:
-        """Whether a sample of that many rows would begin at once."""
+        """Return whether a sample of that many rows would begin at once."""
         if not self.limiter.missing_inserts(self.counts(), count):
             return True
         with self._directory.lock():
@@ -153,11 +160,11 @@ class Gate:
         return not self.limiter.missing_inserts(self.counts(), count)
 
     def draw(self, count: int, draw: Callable[[], _T], storage: Storage) -> _T:
-        """What ``draw()`` returns, ``count`` rows, once that sample is admitted.
+        """Return the ``count`` rows of ``draw()``, once that sample is admitted.
 
         Raises:
-            RateLimitError: it was not, within the storage's ``timeout_s``.
-            ConfigurationError: samples of that many rows could wait for ever.
+            RateLimitError: it was not admitted within the storage's ``timeout_s``.
+            ConfigurationError: samples of that many rows could wait indefinitely.
         """
         self.limiter.check_batch(count)
         _torchrl.fetch_one_by_one(storage)
@@ -183,10 +190,12 @@ class Gate:
                 return drawn
 
     def _note_end(self, count: int, *, returned: bool) -> None:
-        """Of a sample that was admitted; one that was not returned does not count."""
+        """Note the end of an admitted sample. It does not count if it was not returned."""
         with self._directory.lock():
             row = self._own_row()
-            count = min(count, int(row[USER_UNRETURNED]))  # 0 if the counts began anew meanwhile
+            count = min(
+                count, int(row[USER_UNRETURNED])
+            )  # 0 if the counts were restarted in between
             if returned:
                 row[USER_UNRETURNED] -= count
             else:
@@ -194,15 +203,17 @@ class Gate:
         self.ring()
 
     def _forget_unreturned(self) -> None:
-        """Samples of processes that ended before they returned them count no more. Called under
-        the lock."""
+        """Stop counting samples of processes that ended before they returned them.
+
+        Called under the lock."""
         users = self._directory.users
         for row in np.flatnonzero(users[:, USER_UNRETURNED]).tolist():
             if not self._directory.is_alive(int(users[row, USER_MEMBER])):
                 self._count_unreturned(users[row], -int(users[row, USER_UNRETURNED]))
 
     def _count_unreturned(self, row: np.ndarray, rows: int) -> None:
-        """Add to the samples, and to those of a row of the user table that were not returned.
+        """Add to the samples, and to the unreturned ones of a row of the user table.
+
         Called under the lock."""
         directory = self._directory
         at = int(row[USER_MEMBER]) % MAX_MEMBERS
@@ -218,7 +229,7 @@ class Gate:
     # --- waiting -----------------------------------------------------------------------------
 
     def _admit(self, attempt: Callable[[], _T | Missing], storage: Storage) -> _T:
-        """What ``attempt``, called under the lock, returns instead of ``Missing``."""
+        """Wait until ``attempt``, called under the lock, returns no ``Missing``."""
         directory = self._directory
         with directory.lock():
             result = attempt()
@@ -260,7 +271,7 @@ class Gate:
         )
 
     def _own_row(self) -> np.ndarray:
-        """Of the user table. Called under the lock."""
+        """Return this process's row of the user table. Called under the lock."""
         directory = self._directory
         row = directory.users[directory.member % MAX_MEMBERS]
         if row[USER_MEMBER] != directory.member:
@@ -271,13 +282,13 @@ class Gate:
 
 
 def set_limiter(directory: ReplayDirectory, limiter: RateLimiter | None) -> None:
-    """Have the directory limited, for all processes; called when a storage attaches.
+    """Set the directory's limiter for all processes. Called when a storage attaches.
 
     Args:
-        limiter: None: whatever the others use.
+        limiter: None for the limiter of the other processes.
 
     Raises:
-        ConfigurationError: the others use another one.
+        ConfigurationError: the other processes use another limiter.
     """
     words = directory.words
     with directory.lock():
@@ -289,7 +300,7 @@ def set_limiter(directory: ReplayDirectory, limiter: RateLimiter | None) -> None
             if words[Word.LIMITED] and (others or directory.used_more_than_once):
                 raise ConfigurationError(
                     f"the processes that share {directory.path} use {known or 'no limiter'}, this "
-                    f"one asks for {limiter}: pass the same limiter everywhere"
+                    f"one asks for {limiter}; pass the same limiter everywhere"
                 )
             _store_limiter(directory, limiter)
         elif known is not None and directory.gate is None:
@@ -298,7 +309,7 @@ def set_limiter(directory: ReplayDirectory, limiter: RateLimiter | None) -> None
 
 
 def read_limiter(directory: ReplayDirectory) -> RateLimiter | None:
-    """What the directory has; to be called under the lock."""
+    """Return the directory's limiter. Call it under the lock."""
     words = directory.words
     if words[Word.LIMITED] != 1:
         return None
@@ -312,10 +323,10 @@ def read_limiter(directory: ReplayDirectory) -> RateLimiter | None:
 
 
 def _store_limiter(directory: ReplayDirectory, limiter: RateLimiter) -> None:
-    """Called under the lock, when no other process uses the directory."""
+    """Store the limiter. Called under the lock, when no other process uses the directory."""
     words = directory.words
-    directory.begin()  # whoever finds it half done shows the rows that are hidden
-    words[Word.LIMITED] = 0  # until all is there
+    directory.begin()  # a process that finds it incomplete makes the hidden rows visible
+    words[Word.LIMITED] = 0  # until everything is stored
     size, ratio, margin, times = _numbers(limiter)
     words[Word.MIN_SIZE_TO_SAMPLE] = int(size)
     directory.set_float(Word.SAMPLES_PER_INSERT, ratio)
@@ -325,7 +336,7 @@ def _store_limiter(directory: ReplayDirectory, limiter: RateLimiter) -> None:
     directory.create_limiter_tables()
     directory.gate = Gate(directory, limiter)
     directory.gate.set_state(None, directory.length)
-    # rows that another limiter's max_times_sampled had hidden: their counts begin anew
+    # rows hidden by another limiter's max_times_sampled, whose counts start again
     published = (directory.versions & 1 == 0) & (directory.versions > 0)
     hidden = np.flatnonzero(published & ~(directory.tree.leaves > 0))
     directory.tree.set(hidden, default_leaf(directory))
@@ -334,5 +345,5 @@ def _store_limiter(directory: ReplayDirectory, limiter: RateLimiter) -> None:
 
 
 def _numbers(limiter: RateLimiter) -> list[float]:
-    """0 for None."""
+    """Return the limiter's numbers, with 0 for None."""
     return [float(value or 0) for value in astuple(limiter)]

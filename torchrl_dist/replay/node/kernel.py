@@ -1,9 +1,9 @@
-"""What every write and every new priority changes in the shared tables, in C or with NumPy.
+"""The changes of writes and priorities to the shared tables, in C or with NumPy.
 
-:class:`NumpyKernel` says what is done, and in which order; the other does the same in one call
-each (``law/_kernel.c``): a change goes into both. Which of them a directory has is decided once,
-when it is mapped. All methods are called under the lock. They set DIRTY before their first store,
-and clear it after the last one unless they say otherwise.
+:class:`NumpyKernel` defines the changes and their order. :class:`CKernel` makes the same changes in
+one call each (``law/_kernel.c``), so edit both. A directory gets one of them when it is mapped. All
+methods are called under the lock. They set DIRTY before their first store, and clear it after the
+last one unless they say otherwise.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ SOUND, WRONG_PRIORITY, WRONG_SLOT, TOO_LARGE = range(4)
 
 
 class Stored(NamedTuple):
-    """What an update did.
+    """The result of an update.
 
     Attributes:
-        wrong: :data:`SOUND`, or what was wrong with the item ``best``; then nothing was stored.
-        stale: rows that were passed over, since others are in their slots.
+        wrong: :data:`SOUND`, or the fault of the item ``best``. Then nothing was stored.
+        stale: number of rows that were skipped because their slots hold other rows.
         best: position of the largest priority that was stored, -1 if none was.
-        moved: whether the slot with the largest priority of all got another one.
+        moved: whether the slot with the largest priority of all got another priority.
     """
 
     wrong: int
@@ -48,7 +48,7 @@ class Stored(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Of one directory, each as in ``ReplayDirectory``; ``floats``: the words as float64."""
+    """The tables of one directory, as in ``ReplayDirectory``. ``floats``: the words as float64."""
 
     words: memoryview
     floats: memoryview[float]
@@ -66,14 +66,14 @@ class NumpyKernel:
     def reserve(
         self, row: int, first: int, count: int, member: int, word: Word, value: int
     ) -> bool:
-        """Claim the ``count`` slots from that of the ticket ``first`` on for a member.
+        """Claim ``count`` slots, from that of the ticket ``first`` on, for a member.
 
         Args:
-            row: of the claim table, unused.
-            word, value: stored before the claim.
+            row: an unused row of the claim table.
+            word, value: a word that is stored before the claim.
 
         Returns:
-            False if some claim shares a slot with them; nothing was changed then.
+            False if another claim shares a slot with them. Then nothing was changed.
         """
         words, capacity = self._words, self._tree.capacity
         for rows, ticket, _, _ in self._claims[: words[Word.CLAIM_ROWS]].tolist():
@@ -85,7 +85,7 @@ class NumpyKernel:
         claim[CLAIM_FIRST] = first
         claim[CLAIM_MEMBER] = member
         claim[CLAIM_STATE] = CLAIM_WRITING
-        claim[CLAIM_COUNT] = count  # last: the claim holds from here on
+        claim[CLAIM_COUNT] = count  # last, because the claim is valid from here on
         for start, stop in slot_ranges(first, count, capacity):
             self.unpublish(start, stop)
         words[Word.DIRTY] = 0
@@ -108,11 +108,11 @@ class NumpyKernel:
         """Make written rows visible.
 
         Args:
-            leaf: of each row; 0: they have theirs.
+            leaf: the leaf of each row; 0 if the leaves are already stored.
 
         Returns:
-            Their generations, int64 [count]; None if the claim is not the member's own or not being
-            written, and nothing was changed.
+            The rows' generations, int64 [count]. None if the claim is not the member's or is not
+            being written; then nothing was changed.
         """
         words, claim = self._words, self._claims[row]
         if claim.tolist() != [count, first, member, CLAIM_WRITING]:
@@ -123,7 +123,7 @@ class NumpyKernel:
             for start, stop in ranges:
                 self._tree.set_range(start, stop, leaf)
         words[Word.NEXT_WRITE_COUNT] = words[Word.WRITE_COUNT] + count
-        claim[CLAIM_STATE] = CLAIM_PUBLISHING  # from here on repair publishes them
+        claim[CLAIM_STATE] = CLAIM_PUBLISHING  # from here on, repair publishes them
         published = []
         for start, stop in ranges:
             versions = self._versions[start:stop]
@@ -137,15 +137,14 @@ class NumpyKernel:
         return published[0] if len(published) == 1 else np.concatenate(published)
 
     def update(self, slots: np.ndarray, raw: np.ndarray, generation: np.ndarray | None) -> Stored:
-        """Give rows new priorities, unless their slot holds another row by now.
+        """Set priorities of rows, unless their slot now holds another row.
+
+        If a row was stored, DIRTY stays set.
 
         Args:
             slots: int64 [n]; entries below 0 are skipped.
             raw: float64 [n], priorities.
-            generation: int64 [n], of the rows meant; None: whatever row is published there.
-
-        Returns:
-            If a row was stored, DIRTY is left set.
+            generation: int64 [n], generations of the rows. None: any published row.
         """
         wrong = ~((raw >= 0) & (raw <= LARGEST_LEAF))  # NaN too
         if wrong.any():
@@ -174,7 +173,7 @@ class NumpyKernel:
 
 
 class CKernel(NumpyKernel):
-    """The same in C."""
+    """The same changes in C."""
 
     def __init__(self, tables: Tables) -> None:
         super().__init__(tables)
@@ -220,5 +219,5 @@ class CKernel(NumpyKernel):
 
 
 def kernel_of(tables: Tables) -> NumpyKernel:
-    """The kernel of a directory's tables, in C where that was built."""
+    """Return the kernel of a directory's tables, in C if that was built."""
     return NumpyKernel(tables) if find_kernel() is None else CKernel(tables)

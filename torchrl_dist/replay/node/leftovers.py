@@ -1,4 +1,4 @@
-"""Replay directories that jobs have left: found, judged, and removed where nobody can want them."""
+"""Replay directories that jobs have left: find them, judge them, and remove useless ones."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class Found:
     """A replay directory.
 
     Attributes:
-        state: ``"in use"``: a process has it open; ``"left"``: none has, and its job cannot be
-            started again; ``"half removed"``: by a process that was killed meanwhile; ``"kept"``:
-            it was built with ``keep=True``; ``"its job may come back"``: its launcher lives, Slurm
-            knows the job, or the user gave torchrun an id; ``"damaged"``.
+        state: ``"in use"``: a process has it open. ``"left"``: no process has it open, and its job
+            cannot be started again. ``"half removed"``: a process was killed while it removed it.
+            ``"kept"``: it was built with ``keep=True``. ``"its job may come back"``: its launcher
+            lives, Slurm knows the job, or the user gave torchrun an id. ``"damaged"``.
         job_id: None if damaged.
-        rows: published ones; None if damaged.
-        bytes: of its files.
-        pids: of the processes that have it open.
+        rows: number of published rows; None if damaged.
+        bytes: size of its files.
+        pids: processes that have it open.
     """
 
     path: Path
@@ -71,7 +71,7 @@ class Found:
 
 
 def find(places: Sequence[Path]) -> Iterator[Found]:
-    """This user's replay directories among these folders and in them. Changes nothing."""
+    """Yield this user's replay directories among these folders and in them. Changes nothing."""
     for place in places:
         found = look(place)
         if found is not None:
@@ -86,8 +86,10 @@ def find(places: Sequence[Path]) -> Iterator[Found]:
 
 
 def look(folder: Path) -> Found | None:
-    """What is known about a folder, None if it is no replay directory of this user, or one that
-    another user could change. Changes nothing."""
+    """Return the facts about a replay directory. Changes nothing.
+
+    Returns:
+        None if it is not this user's replay directory, or if another user could change it."""
     with contextlib.suppress(OSError):
         if not own_files.is_ours(folder):
             return None
@@ -127,8 +129,10 @@ def _judge(folder: Path, fd: int) -> Found:
 
 
 def _has_ended_here(header: files.Header, starter: str, folder: Path) -> bool:
-    """Whether the starter of a directory is gone. A folder that comes by the network may be of
-    another machine, whose processes cannot be judged here."""
+    """Return whether the starter of a directory has ended.
+
+    A folder on a network file system may belong to another machine, whose processes cannot be
+    judged here."""
     if starter == files.SLURM:
         return _is_unknown_to_slurm(header.job_id)
     if not is_of_this_boot(starter) and is_network_file_system(file_system_of(folder)[0]):
@@ -137,15 +141,17 @@ def _has_ended_here(header: files.Header, starter: str, folder: Path) -> bool:
 
 
 def _is_unknown_to_slurm(job_id: str) -> bool:
-    """Whether the Slurm job of this step has ended and will not be started again."""
+    """Return whether the Slurm job of this step has ended and will not be started again."""
     known = _slurm_jobs(int(time.monotonic() // _SLURM_ANSWER_HOLDS_S))
     return known is not None and job_id.partition(".")[0] not in known
 
 
 @functools.lru_cache(maxsize=1)
 def _slurm_jobs(at: int) -> frozenset[str] | None:
-    """This user's jobs that Slurm knows, also those that wait to be started again; None if it does
-    not answer, or not to the point."""
+    """Return this user's jobs that Slurm knows, including those that wait for a restart.
+
+    Returns:
+        None if Slurm does not answer, or if its answer cannot be read."""
     if (command := shutil.which("squeue")) is None:
         return None
     query = [command, "--noheader", "--all", "--states=all", "--format=%A", f"--user={os.getuid()}"]
@@ -167,8 +173,12 @@ def _size(folder: Path) -> int:
 
 
 def remove(found: Found) -> bool:
-    """Remove the directory's files, and the folder if no others are in it, unless some process
-    uses it now; says whether it did. What is damaged stays: its files cannot be told."""
+    """Remove the directory's files, and the folder if it is then empty.
+
+    A directory that a process uses stays. So does a damaged one, because its files are unknown.
+
+    Returns:
+        Whether it was removed."""
     if found.state in (IN_USE, DAMAGED):
         return False
     if found.state == HALF_REMOVED:
@@ -178,7 +188,7 @@ def remove(found: Found) -> bool:
     except OSError:
         return False
     try:
-        # who comes now waits for the lock, and then finds that the directory is another one
+        # a process that comes now waits for the lock, and then finds that the directory changed
         if not lock_all(fd, MEMBER_BYTES + MAX_MEMBERS):
             return False
         now = os.stat(found.path / files.LOCK)
@@ -193,7 +203,7 @@ def remove(found: Found) -> bool:
 
 
 def _job_of(found: Found) -> str | None:
-    """The job that has the directory now."""
+    """Return the job that has the directory now."""
     try:
         return files.read_header(found.path).job_id
     except (OSError, DirectoryError):
@@ -201,7 +211,7 @@ def _job_of(found: Found) -> str | None:
 
 
 def remove_leftovers(parent: Path, prefix: str) -> list[Found]:
-    """Remove what this user's dead jobs left in a folder, under names that begin so."""
+    """Remove directories of this user's dead jobs in a folder, under names with this prefix."""
     removed = []
     with contextlib.suppress(OSError):
         for each in sorted(parent.iterdir()):

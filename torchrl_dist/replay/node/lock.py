@@ -1,26 +1,26 @@
-"""A fair lock between processes that vanishes with its holder.
+"""A fair lock between processes that is released when its holder dies.
 
-Open-file-description locks (``F_OFD_SETLK``) on bytes of one file. Chosen over the alternatives
-because of what drops them, or fails to:
+It uses open-file-description locks (``F_OFD_SETLK``) on bytes of one file, because of what releases
+the alternatives:
 
-- Record locks (``lockf``) of a process go when it closes *any* descriptor of the file, also one
-  that a copy of the folder or a library opened: rows were then torn without a word. No place of the
-  file prevents that for sure; a lock that belongs to the description does.
-- ``flock`` belongs to the description, too, but knows no bytes: each member would need a file.
+- A process loses its record locks (``lockf``) when it closes *any* descriptor of the file, even one
+  that a copy of the folder or a library opened. Rows were then torn silently. No location of the
+  file prevents this for certain, but a lock that belongs to the description does.
+- ``flock`` also belongs to the description, but has no bytes, so each member would need a file.
 
-A description is inherited over ``fork``, and what a killed holder held would stay with its
-children. So a child gives its copies up before it does anything (``_give_up_copies``); ``exec``
-closes them. A child forked by C code that neither runs Python's hooks nor calls ``exec`` keeps
-them until it ends. And a descriptor excludes no threads: a ``threading.RLock`` does that here.
+A child inherits a description over ``fork``, so a killed holder's lock would stay with its
+children. A child therefore gives up its copies before it does anything else (``_give_up_copies``),
+and ``exec`` closes them. A child that C code forks without Python's hooks and without ``exec``
+keeps them until it ends. A descriptor does not exclude threads; a ``threading.RLock`` does.
 
-Two bytes make the lock: the *mutex*, and the *turnstile*, which whoever finds the mutex taken holds
-while it waits. Without the turnstile a process that unlocks and locks again in a loop starves the
-others (p50 of 5 to 8 ms instead of 50 us). While somebody waits, a word in shared memory says so
-and newcomers queue up at the turnstile; else they take the mutex at once, which saves half of the
-system calls. A waiter that is killed leaves the word set: that costs the next one in two calls.
+Two bytes make the lock: the *mutex*, and the *turnstile*, which a process holds while it waits for
+the mutex. Without the turnstile, a process that unlocks and locks in a loop starves the others (p50
+of 5 to 8 ms instead of 50 us). While a process waits, a word in shared memory says so, and
+newcomers queue at the turnstile. Otherwise they take the mutex at once, which saves half of the
+system calls. A waiter that is killed leaves the word set, which costs the next process two calls.
 
-The calls go through ``ctypes.PyDLL``, which keeps the GIL: ``fcntl.fcntl`` drops it, and a holder
-whose process runs another busy Python thread then keeps the lock for a switch interval (5 ms).
+The calls go through ``ctypes.PyDLL``, which keeps the GIL. ``fcntl.fcntl`` releases it, so a holder
+whose process runs another busy Python thread would keep the lock for a switch interval (5 ms).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from torchrl_dist.errors import DeadlineError, DirectoryError
 
 _TURNSTILE, _MUTEX = 0, 1
 MEMBER_BYTES = 64
-"""Offset of the bytes by which members show that they live."""
+"""Offset of the bytes whose locks show that members live."""
 
 _SPINS = 40
 _PATIENCE_S = 0.01
@@ -74,26 +74,28 @@ def _record(kind: int, byte: int) -> _Flock:
 _SETLK = fcntl.F_OFD_SETLK
 
 _descriptors: set[int] = set()
-"""Those of :func:`open_lock_file` that are open."""
+"""The open descriptors of :func:`open_lock_file`."""
 
 
 def open_lock_file(path: str | os.PathLike[str], flags: int = 0, access: int = os.O_RDWR) -> int:
-    """A descriptor to take locks with; a forked child has none. Close with
-    :func:`close_lock_file`."""
+    """Open a descriptor for locks. A forked child does not have it.
+
+    Close it with :func:`close_lock_file`."""
     fd = own_files.open_ours(path, access | flags)
     _descriptors.add(fd)
     return fd
 
 
 def close_lock_file(fd: int) -> None:
-    """Close the descriptor, which gives its locks back."""
+    """Close the descriptor, which releases its locks."""
     _descriptors.discard(fd)
     os.close(fd)
 
 
 def _give_up_copies() -> None:
-    """In a forked child: let go of the parent's descriptions. The numbers stay taken, so that
-    nothing mistakes another file for the lock."""
+    """Release the parent's descriptions in a forked child.
+
+    The numbers stay in use, so that no other file is mistaken for the lock."""
     if not _descriptors:
         return
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
@@ -119,24 +121,24 @@ def _try_at(fd: int, address: int) -> bool:
 
 
 def lock_byte(fd: int, byte: int) -> bool:
-    """Take the lock on one byte of the file if it is free; never blocks."""
+    """Take the lock on one byte of the file if it is free. Never blocks."""
     return _try(fd, _record(fcntl.F_WRLCK, byte))
 
 
 def lock_all(fd: int, count: int) -> bool:
-    """Take the first ``count`` bytes of the file if all are free; never blocks."""
+    """Take the first ``count`` bytes of the file if all are free. Never blocks."""
     record = _record(fcntl.F_WRLCK, 0)
     record.l_len = count
     return _try(fd, record)
 
 
 def unlock_byte(fd: int, byte: int) -> None:
-    """Give back the lock on one byte."""
+    """Release the lock on one byte."""
     _try(fd, _record(fcntl.F_UNLCK, byte))
 
 
 def is_held(fd: int, byte: int, count: int = 1) -> bool:
-    """Whether one of ``count`` bytes is held through *another* descriptor, of whatever process."""
+    """Return whether one of ``count`` bytes is held through *another* descriptor of any process."""
     record = _record(fcntl.F_WRLCK, byte)
     record.l_len = count
     if _fcntl(fd, fcntl.F_OFD_GETLK, ctypes.addressof(record)) != 0:
@@ -146,10 +148,10 @@ def is_held(fd: int, byte: int, count: int = 1) -> bool:
 
 
 def byte_holder(fd: int, byte: int) -> int | None:
-    """Pid of who holds the byte through another descriptor, or None.
+    """Return the pid that holds the byte through another descriptor, or None.
 
-    Slow, as it asks ``/proc`` for every open file. A holder that cannot be found there, of another
-    user or pid namespace, reads as 0.
+    It is slow, because it reads ``/proc`` for every open file. A holder that is not found there, of
+    another user or pid namespace, is 0.
     """
     if not is_held(fd, byte):
         return None
@@ -157,7 +159,7 @@ def byte_holder(fd: int, byte: int) -> int | None:
     for process in Path("/proc").iterdir():
         if not process.name.isdigit():
             continue
-        with contextlib.suppress(OSError):  # ended meanwhile, or another user's
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             for info in (process / "fdinfo").iterdir():
                 with contextlib.suppress(OSError):
                     if os.path.samestat(status, os.stat(process / "fd" / info.name)) and _locks(
@@ -168,9 +170,9 @@ def byte_holder(fd: int, byte: int) -> int | None:
 
 
 def _locks(fdinfo: str, byte: int) -> bool:
-    """Whether the text of ``/proc/PID/fdinfo/FD`` names a lock on the byte.
+    """Return whether the text of ``/proc/PID/fdinfo/FD`` has a lock on the byte.
 
-    Its lines end with the first and the last byte; neighbouring locks are one line.
+    Its lines end with the first and the last byte. Neighbouring locks are one line.
     """
     lines = [line.split() for line in fdinfo.splitlines() if line.startswith("lock:")]
     return any(
@@ -179,7 +181,7 @@ def _locks(fdinfo: str, byte: int) -> bool:
 
 
 def is_on_stack(frame: FrameType, top: FrameType | None) -> bool:
-    """Whether ``top``, or a frame that called it, is this very one."""
+    """Return whether ``frame`` is ``top`` or one of its callers."""
     while top is not None:
         if top is frame:
             return True
@@ -188,24 +190,24 @@ def is_on_stack(frame: FrameType, top: FrameType | None) -> bool:
 
 
 class FairLock:
-    """Mutual exclusion between all threads of all processes that have the file open, each
-    through one descriptor.
+    """Mutual exclusion between all threads of all processes that have the file open.
 
-    Used as a context manager. Entering blocks at most ``timeout_s``.
+    Each process has one descriptor. Use the lock as a context manager. Entering blocks at most
+    ``timeout_s``.
 
-    A thread that is inside cannot enter again, as a signal handler does that uses the buffer while
-    its thread changes it: what it would read or store lies in the middle of another change. It is
-    refused, and the lock stays with whom it interrupted. That a thread *is* inside shows by its
-    stack. One that is not, and has the lock all the same, lost track of it in an interrupt (Ctrl-C
-    between two instructions of entering or leaving): it gives it back and enters.
+    A thread that is inside cannot enter again. A signal handler would do so if it used the buffer
+    while its thread changes it, and would read or store in the middle of a change. It gets an
+    error, and the interrupted code keeps the lock. The stack shows whether a thread *is* inside. A
+    thread that holds the lock but is not inside lost track of it in an interrupt (Ctrl-C between
+    two instructions of entering or leaving). It releases the lock and enters.
 
     Args:
         fd: a descriptor of the lock file, from :func:`open_lock_file`.
         timeout_s: longest wait of one entry, in seconds.
-        name: what the error message calls the lock.
+        name: the lock's name in error messages.
 
     Raises:
-        DeadlineError: on entry, naming the process that holds the lock.
+        DeadlineError: on entry, with the process that holds the lock.
         DirectoryError: on entry, after :meth:`close`.
     """
 
@@ -213,40 +215,42 @@ class FairLock:
         self._fd = fd
         self.timeout_s = timeout_s
         self._name = name
-        # one that knows its owner
+        # a lock that knows its owner
         self._threads = threading.RLock()
         self.inside: FrameType | None = None
-        """The frame that has entered; whoever wraps this lock sets the one that uses the wrapper,
-        and None again, which ends a cycle of references."""
+        """The frame that has entered. A wrapper of this lock sets its user's frame, and then None
+        again, which ends a cycle of references."""
         self._records = [
             _record(kind, byte)
             for kind in (fcntl.F_WRLCK, fcntl.F_UNLCK)
             for byte in (_TURNSTILE, _MUTEX)
-        ]  # kept alive for the addresses, which ctypes passes fastest
+        ]  # kept alive for their addresses, the fastest arguments for ctypes
         take_turnstile, self._take_mutex, self._give_turnstile, self._give_mutex = map(
             ctypes.addressof, self._records
         )
         self._take = {_TURNSTILE: take_turnstile, _MUTEX: self._take_mutex}
         self._words = memoryview(bytearray(8)).cast("q")
         self._waiting = 0
-        self._passing_until = 0.0  # on time.monotonic: who is next in line does not move
+        self._passing_until = (
+            0.0  # on time.monotonic: until then, the next process in line is considered stopped
+        )
 
     def share_waiting(self, words: memoryview, index: int) -> None:
-        """Keep the word that says whether somebody waits at ``words[index]``, in shared memory.
+        """Put the word that says whether a process waits at ``words[index]``, in shared memory.
 
-        Until then the lock excludes, but is not fair.
+        Before this call, the lock excludes, but is not fair.
         """
         self._words, self._waiting = words, index
 
     def check_entry(self) -> None:
-        """To be called before every entry to a lock that threads share.
+        """Check that this thread may enter a lock that threads share. Call it before every entry.
 
         Raises:
             DirectoryError: this thread is inside.
         """
         if not self._threads._is_owned():  # type: ignore[attr-defined]  # not in typeshed
             return
-        frame = sys._getframe(1).f_back  # who wants to enter
+        frame = sys._getframe(1).f_back  # the thread that wants to enter
         while frame is not None:
             crossing = frame.f_code in _CROSSING and frame.f_locals.get("self") is self
             if crossing or frame is self.inside:
@@ -290,14 +294,14 @@ class FairLock:
         return self._fd < 0
 
     def close(self) -> None:
-        """Close the descriptor; called inside. Who enters later, gets an error."""
+        """Close the descriptor. Call it while holding the lock. Later attempts to enter raise."""
         fd, self._fd = self._fd, -1
         close_lock_file(fd)
 
     def _queue(self, deadline: float | None) -> None:
-        """Wait for the turnstile, and behind it for the mutex."""
-        # An interrupt may have left the mutex with this thread. Whoever waits for it has the
-        # turnstile: each would wait for the other.
+        """Wait for the turnstile, and then for the mutex."""
+        # An interrupt may have left the mutex with this thread. A process that waits for it holds
+        # the turnstile, so each would wait for the other.
         _try_at(self._fd, self._give_mutex)
         if not _try_at(self._fd, self._take[_TURNSTILE]):
             if time.monotonic() < self._passing_until and _try_at(self._fd, self._take_mutex):
@@ -325,22 +329,22 @@ class FairLock:
         self._leave_threads()
 
     def leave_if_inside(self) -> None:
-        """Leave, if this thread is still inside after an interrupt on the way in or out."""
+        """Leave if this thread is still inside after an interrupt while entering or leaving."""
         if self._threads._is_owned():  # type: ignore[attr-defined]  # not in typeshed
             if self._fd >= 0:
                 _try_at(self._fd, self._give_turnstile)
             self.__exit__(None, None, None)
 
     def _leave_threads(self) -> None:
-        # once, but for what an interrupt left behind
+        # once, unless an interrupt left more entries
         while self._threads._is_owned():  # type: ignore[attr-defined]  # not in typeshed
             self._threads.release()
 
     def _wait_in_line(self, deadline: float | None) -> float | None:
-        """Wait for the turnstile; None: the mutex was had without it.
+        """Wait for the turnstile, or return None if the mutex was taken without it.
 
-        So it is if the next in line is stopped: a mutex that stays free for much longer than
-        between two looks of somebody who waits is for whoever takes it, for some time.
+        If the next process in line is stopped, the mutex stays free for longer than its polling
+        interval. For some time, any process may then take the mutex directly.
         """
         if deadline is None:
             deadline = time.monotonic() + self.timeout_s
@@ -367,13 +371,13 @@ class FairLock:
 
     @staticmethod
     def _pauses() -> Iterator[float]:
-        """Growing, in seconds, without end."""
+        """Yield growing pauses in seconds, without end."""
         for pause in _SLEEPS_S:
             yield from itertools.repeat(pause, 8)
         yield from itertools.repeat(_SLEEPS_S[-1])
 
     def _wait_for_mutex(self, deadline: float | None) -> None:
-        """Retry with growing pauses; a blocking ``F_SETLKW`` could not be given a deadline."""
+        """Retry with growing pauses, because a blocking ``F_SETLKW`` has no deadline."""
         if deadline is None:
             deadline = time.monotonic() + self.timeout_s
         for _ in range(_SPINS):
@@ -396,7 +400,7 @@ class FairLock:
     def _holder(self) -> str:
         holder, next_in_line = (byte_holder(self._fd, byte) for byte in (_MUTEX, _TURNSTILE))
         if not (holder or next_in_line):
-            return "a process that cannot be named"
+            return "an unknown process"
         waiting = f"process {next_in_line}, the next in line"
         if not holder:
             return waiting
@@ -407,4 +411,4 @@ _CROSSING = frozenset(
     function.__code__
     for function in (FairLock.__enter__, FairLock.__exit__, FairLock.leave_if_inside)
 )
-"""On the stack of a thread that is entering or leaving."""
+"""Functions on the stack of a thread that is entering or leaving."""

@@ -1,4 +1,4 @@
-"""Files as memory that processes share: made whole, mapped, and only where that holds."""
+"""Files as memory that processes share: create them completely and map them, if this is sound."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NETWORK_FILE_SYSTEMS = frozenset(
 
 
 def allocate(path: Path, size: int) -> None:
-    """A zeroed file with its blocks reserved; a sparse one on a full disk kills with SIGBUS."""
+    """Create a zeroed file with reserved blocks. A sparse one on a full disk would cause SIGBUS."""
     path.unlink(missing_ok=True)
     fd = own_files.open_new(path)
     try:
@@ -56,7 +56,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 def file_system_of(
     folder: str | os.PathLike[str], mounts: str | os.PathLike[str] = "/proc/self/mounts"
 ) -> tuple[str, str]:
-    """Kind of the file system that a folder is in, and where that is mounted."""
+    """Return the type of a folder's file system, and its mount point."""
     resolved = os.path.realpath(folder)
     best, kind = "", ""
     with open(mounts) as lines:
@@ -70,7 +70,7 @@ def file_system_of(
 
 
 def is_network_file_system(kind: str) -> bool:
-    """Whether locks and shared mappings in it do not hold between the processes of a machine."""
+    """Return whether locks and shared mappings fail there between processes of a machine."""
     return kind in _NETWORK_FILE_SYSTEMS or kind.startswith("fuse.sshfs")
 
 
@@ -78,6 +78,6 @@ def refuse_network_file_system(folder: Path) -> None:
     kind, mount = file_system_of(folder)
     if is_network_file_system(kind):
         raise DirectoryError(
-            f"{folder} lies on a network file system ({kind} at {mount}); a replay directory must "
+            f"{folder} is on a network file system ({kind} at {mount}); a replay directory must "
             "be local to the node, for example under /dev/shm"
         )

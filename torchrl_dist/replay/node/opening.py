@@ -1,4 +1,4 @@
-"""How a process comes to a replay directory: makes it, joins it or refuses it; and closes it."""
+"""Create, join or refuse a replay directory, and close it."""
 
 from __future__ import annotations
 
@@ -71,27 +71,28 @@ def open_directory(
     repair: Callable[[ReplayDirectory], None] = no_repair,
     identity: int | None = None,
 ) -> ReplayDirectory:
-    """Create the directory or join it; every storage of the process over it shares one view.
+    """Create the directory or join it. All storages of the process on it share one view.
 
     Args:
-        path: folder on a local file system, best on ``/dev/shm`` or a fast local disk. A new or
-            an empty one, or one that a buffer has made; links are followed once. It is made with
-            mode 0700; one that is there must be this user's, and no other user may write to it.
-        capacity: slots of the ring; the same in every process.
+        path: folder on a local file system, preferably in ``/dev/shm`` or on a fast local disk. It
+            must be new, empty, or created by a buffer. Links are followed once. A new folder gets
+            mode 0700. An existing one must belong to this user, and no other user may write to it.
+        capacity: slots of the ring, the same in every process.
         job_id: processes with the same id belong together. Default: torchrun's run id, SLURM's
-            job id, else this process's own.
+            job id, or this process's own id.
         resume: take over a directory that an earlier job left, with its rows.
-        keep: leave the directory in place when the last process closes it.
+        keep: keep the directory when the last process closes it.
         timeout_s: longest wait for the lock, in seconds.
-        repair: brings the state in order after a killed holder; given by ``cursor``.
-        identity: join the directory of this identity, and make none.
+        repair: repairs the state after a killed holder; ``cursor`` passes it.
+        identity: join the directory of this identity, and create none.
 
     Raises:
-        ConfigurationError: the path or the capacity cannot be right.
-        DirectoryError: in use by another job, left by another job (without ``resume``), of
-            another capacity or format, damaged, on a network file system, with files of somebody
-            else, of another user, or it cannot be written. Nothing in it was changed.
-        DeadlineError: if the lock could not be had.
+        ConfigurationError: the path or the capacity is invalid.
+        DirectoryError: the directory is in use by another job, was left by another job (without
+            ``resume``), has another capacity or format, is damaged, is on a network file system,
+            holds foreign files, belongs to another user, or cannot be written. Nothing in it was
+            changed.
+        DeadlineError: the lock was not free in time.
     """
     if capacity < 1:
         raise ConfigurationError(f"capacity must be at least 1 row, got {capacity}")
@@ -123,14 +124,14 @@ def open_directory(
                     with contextlib.suppress(OSError):
                         folder.rmdir()
                 raise found
-            refused = True  # or it comes or goes at this moment: look again
+            refused = True  # or it appears or disappears at this moment, so try again
             time.sleep(0.01)
-        raise DirectoryError(f"{folder} is removed again and again while it is being opened")
+        raise DirectoryError(f"{folder} was removed repeatedly while it was being opened")
 
 
 @dataclass
 class _Asked:
-    """What :func:`open_directory` was asked for; ``made``: it has made the folder."""
+    """The arguments of :func:`open_directory`. ``made``: it has created the folder."""
 
     folder: Path
     capacity: int
@@ -143,8 +144,10 @@ class _Asked:
 
 
 def _attempt(asked: _Asked) -> ReplayDirectory | DirectoryError | None:
-    """The directory, or why it is refused at this moment; None: its last member has removed it
-    meanwhile."""
+    """Return the directory, or the reason to refuse it at this moment.
+
+    Returns:
+        None if its last member has just removed it."""
     folder = asked.folder
     try:
         if asked.identity is None:
@@ -176,7 +179,7 @@ def _unusable(folder: str | Path, error: OSError) -> DirectoryError:
         )
     if isinstance(error, FileExistsError | NotADirectoryError):
         return DirectoryError(
-            f"{error.filename or folder} is no folder; choose another scratch_dir"
+            f"{error.filename or folder} is not a folder; choose another scratch_dir"
         )
     return DirectoryError(
         f"{folder} cannot be used as a replay directory: {error}; choose another scratch_dir, or "
@@ -185,10 +188,10 @@ def _unusable(folder: str | Path, error: OSError) -> DirectoryError:
 
 
 def close_directory(directory: ReplayDirectory, *, clean: bool = True) -> None:
-    """One user less of the view; the last one of the process leaves the directory.
+    """End one use of the view. The last use in the process leaves the directory.
 
     Raises:
-        DeadlineError, DirectoryError: it cannot leave, see there; nothing has changed.
+        DeadlineError, DirectoryError: it cannot leave, see ``leave``. Nothing has changed.
     """
     with once(LOCKS.opening):
         if directory.sharers == 1:
@@ -200,14 +203,14 @@ def close_directory(directory: ReplayDirectory, *, clean: bool = True) -> None:
 
 
 def default_job_id() -> str:
-    """The launcher's id of this job (torchrun, SLURM), or this process's own."""
+    """Return the launcher's id of this job (torchrun, SLURM), or this process's own id."""
     from torchrl_dist.runtime.world import World
 
     return World.from_env().job_id
 
 
 def _starter_of(job_id: str) -> str | None:
-    """Without which process the job does not come back, see ``World.starter``."""
+    """Return the process without which the job cannot be restarted, see ``World.starter``."""
     from torchrl_dist.runtime.world import World, is_of_this_boot, is_stamp
 
     if is_stamp(job_id) and is_of_this_boot(job_id):
@@ -223,8 +226,8 @@ def _starter_of(job_id: str) -> str | None:
 
 def _gone(folder: Path) -> DirectoryError:
     return DirectoryError(
-        f"the rows that this copy was made from are gone, and so is {folder} or what was in it: a "
-        "pickle says where the rows are, it does not hold them. Load it while a process has the "
+        f"the rows of this copy are gone, because {folder} was removed or replaced; a "
+        "pickle has the place of the rows, not the rows. Load it while a process has the "
         "buffer open, build the buffer with keep=True, or save rows with buffer.dumps(path)"
     )
 
@@ -243,7 +246,7 @@ def _joined_view(asked: _Asked) -> ReplayDirectory | None:
         try:
             # a second view would be a second member
             view.join_after_fork()
-        except DirectoryError:  # another directory by now
+        except DirectoryError:  # it is another directory now
             return None
     _check_identity(view, asked.identity)
     _check_capacity(view, asked.capacity)
@@ -270,9 +273,9 @@ def _join(asked: _Asked) -> ReplayDirectory | None:
     try:
         with view.fair_lock:
             if not view.is_at_path():
-                return None  # the last member removed it while we waited
+                return None  # the last member removed it during the wait
             if files.is_being_removed(folder):
-                files.clear(folder)  # whoever did it was killed
+                files.clear(folder)  # the process that did so was killed
             try:
                 header = read_header(folder)
             except FileNotFoundError:
@@ -292,9 +295,9 @@ def _join(asked: _Asked) -> ReplayDirectory | None:
 
 
 def _adopt(view: ReplayDirectory, header: Header, asked: _Asked) -> None:
-    """Called under the lock: check that the directory is sound and ours to use, then repair it.
+    """Check that the directory is sound and usable, then repair it. Called under the lock.
 
-    Whatever is refused is as it was.
+    A directory that is refused stays unchanged.
     """
     view.capacity = header.capacity
     if asked.identity is None:
@@ -313,7 +316,7 @@ def _adopt(view: ReplayDirectory, header: Header, asked: _Asked) -> None:
     if other_job and not asked.resume and view.words[Word.WRITE_COUNT]:
         raise DirectoryError(
             f"{view.path} was left by job {header.job_id!r} with {view.length} rows; pass "
-            "resume=True to go on with them, or remove it or choose another scratch_dir"
+            "resume=True to continue with them, remove it, or choose another scratch_dir"
         )
     if found := _what_is_wrong(view, bool(alive)):
         raise damaged(view.path, found)
@@ -322,7 +325,7 @@ def _adopt(view: ReplayDirectory, header: Header, asked: _Asked) -> None:
     if other_job:
         new = Header(header.capacity, view.job_id, _starter_of(view.job_id))
         write_json(view.path / files.HEADER, new.as_json())
-    if not view.words[Word.IDENTITY]:  # of a version that gave none
+    if not view.words[Word.IDENTITY]:  # from a version without identities
         view.words[Word.IDENTITY] = _new_identity()
     if not alive:
         view.words[Word.INTERRUPTED] = 0
@@ -332,14 +335,14 @@ def _adopt(view: ReplayDirectory, header: Header, asked: _Asked) -> None:
         view.repair(view)
     if view.length and not alive:
         whose = "another" if other_job else "an earlier start of this"
-        say(f"torchrl_dist: {view.path} goes on with {view.length} rows of {whose} job")
+        say(f"torchrl_dist: {view.path} continues with {view.length} rows of {whose} job")
 
 
 def _what_is_wrong(view: ReplayDirectory, alive: bool) -> str | None:
-    """A value in the tables that nobody can have written, or None. Changes nothing.
+    """Return an impossible value in the tables, or None. Changes nothing.
 
-    Called under the lock; a holder that was killed may have left values of two instants. Tables
-    with an entry per row are looked at if no process uses them: where one does, it would fail, too.
+    Called under the lock. A killed holder may have left values of two instants. Tables with an
+    entry per row are checked only if no process uses them, because such a process would also fail.
     """
     words, claims, capacity = view.words, view.claims, view.capacity
     ranges = dict.fromkeys(_AT_LEAST_0, (0, LARGEST_COUNT)) | {
@@ -355,17 +358,17 @@ def _what_is_wrong(view: ReplayDirectory, alive: bool) -> str | None:
         Word.IN_PLACE: (0, capacity),
         Word.JOURNAL: (0, JOURNAL_ENTRIES),
     }
-    if alive and not words[Word.DIRTY]:  # else it is counted anew
+    if alive and not words[Word.DIRTY]:  # otherwise it is counted again
         ranges[Word.LENGTH] = (0, capacity)
     for word, (low, high) in ranges.items():
         if not low <= words[word] <= high:
             return f"{word.name} is {words[word]}, expected {low} to {high}"
     for at in range(words[Word.JOURNAL]):
         if not 0 <= words[Word.JOURNAL + 1 + 2 * at] < view.cell(MAX_MEMBERS, 0):
-            return "a change was written down of a place that is none"
+            return "the journal names a place that does not exist"
     for word in (Word.ALPHA, Word.NEXT_ALPHA, Word.EPS, Word.SAMPLES_PER_INSERT, Word.ERROR_BUFFER):
         if not 0 <= view.floats[word] < math.inf:
-            return f"{word.name} is {view.floats[word]}, expected a finite number from 0 on"
+            return f"{word.name} is {view.floats[word]}, expected a finite number of at least 0"
     if not (view.floats[Word.MAX_PRIORITY] >= 0 or math.isnan(view.floats[Word.MAX_PRIORITY])):
         return f"{Word.MAX_PRIORITY.name} is {view.floats[Word.MAX_PRIORITY]}"
     used = claims[claims[:, CLAIM_COUNT] != 0]
@@ -375,16 +378,16 @@ def _what_is_wrong(view: ReplayDirectory, alive: bool) -> str | None:
         and 0 <= used[:, CLAIM_MEMBER].min()
         and 0 <= used[:, CLAIM_STATE].min() <= used[:, CLAIM_STATE].max() <= CLAIM_DISCARDED
     ):
-        return "a claim is of other slots than the ring has"
+        return "a claim names slots outside the ring"
     if view.members.min() < 0:
-        return "a member has a number below 0"
+        return "a member has a negative number"
     if alive:
         return None
     if view.versions.min() < 0:
-        return "a row has a version below 0"
-    signed = words[Word.RESCALING]  # those that are done are negative meanwhile
+        return "a row has a negative version"
+    signed = words[Word.RESCALING]  # leaves that are done are negative during the change
     if not (np.isfinite(view.tree.leaves) & ((view.tree.leaves >= 0) | bool(signed))).all():
-        return "a priority is not finite or below 0"
+        return "a priority is negative or not finite"
     return None
 
 
@@ -393,13 +396,15 @@ def _new_identity() -> int:
 
 
 def _create_files(folder: Path, capacity: int, job: str) -> Header:
-    """Called under the lock. The header comes last: without it the next one starts afresh."""
+    """Create the files. Called under the lock.
+
+    The header comes last, because without it the next process starts again."""
     try:
-        files.check_ours(folder)  # it may have been emptied and filled since
+        files.check_ours(folder)  # other files may have been put into it
     except DirectoryError:
         (folder / files.LOCK).unlink()
         raise
-    with contextlib.suppress(OSError):  # a folder that lists nothing
+    with contextlib.suppress(OSError):  # a folder that cannot be listed
         for doomed in list(files.half_removed(folder)):
             files.remove(doomed)
     header = Header(capacity, job, _starter_of(job))

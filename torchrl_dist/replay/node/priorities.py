@@ -1,6 +1,6 @@
-"""New priorities for rows, dropped where a slot holds another row by now; from priorities to leaves
-of the tree, and the largest priority that new rows start with.
+"""Set priorities of rows, convert priorities to leaves, and track the largest priority.
 
+A priority is dropped if its slot now holds another row. New rows start with the largest priority.
 ``leaf = (priority + eps) ** alpha`` (Schaul et al. 2016, "Prioritized Experience Replay", section
 3.3), with the ``alpha`` and ``eps`` of the directory.
 """
@@ -22,8 +22,8 @@ from torchrl_dist.replay.node.times_sampled import hide_exhausted
 
 
 def check_priorities(raw: np.ndarray) -> None:
-    """Raises ``ConfigurationError`` unless all are finite and >= 0."""
-    if not ((raw >= 0).all() and (raw <= LARGEST_LEAF).all()):  # NaN fails too
+    """Raise ``ConfigurationError`` unless all priorities are finite and >= 0."""
+    if not ((raw >= 0).all() and (raw <= LARGEST_LEAF).all()):  # NaN also fails
         raise _not_finite(raw)
 
 
@@ -36,16 +36,16 @@ def _not_finite(raw: np.ndarray) -> ConfigurationError:
 
 
 def check_generations(count: int, slots: int) -> None:
-    """Raises ``ConfigurationError`` unless there is one for each slot."""
+    """Raise ``ConfigurationError`` unless there is one generation per slot."""
     if count != slots:
         raise ConfigurationError(f"got {count} generations for {slots} slots; pass one per slot")
 
 
 def leaves_of(directory: ReplayDirectory, raw: np.ndarray) -> np.ndarray:
-    """Tree values of priorities, float64 [n]; called under the lock, since alpha is shared.
+    """Return the leaves of priorities, float64 [n]. Called under the lock, because alpha is shared.
 
     Raises:
-        ConfigurationError: if one is too large for the tree's sums.
+        ConfigurationError: a leaf is too large for the tree's sums.
     """
     alpha = directory.get_float(Word.ALPHA)
     with np.errstate(over="ignore"):
@@ -56,7 +56,7 @@ def leaves_of(directory: ReplayDirectory, raw: np.ndarray) -> np.ndarray:
 
 
 def check_new(directory: ReplayDirectory, raw: np.ndarray, rows: int) -> None:
-    """Raises ``ConfigurationError`` unless new rows may have these priorities, one each."""
+    """Raise ``ConfigurationError`` unless new rows may have these priorities, one each."""
     if raw.shape != (rows,):
         raise ConfigurationError(f"got priorities {list(raw.shape)} for {rows} rows; pass one each")
     check_priorities(raw)
@@ -64,31 +64,34 @@ def check_new(directory: ReplayDirectory, raw: np.ndarray, rows: int) -> None:
 
 
 def leaves_of_new(directory: ReplayDirectory, raw: np.ndarray) -> np.ndarray:
-    """:func:`leaves_of` after :func:`check_new`. Where another process has changed alpha since, a
-    priority that is too large now counts as the largest that is not: others of the same batch may
-    have been published."""
+    """Do :func:`leaves_of` after :func:`check_new`.
+
+    If another process has changed alpha in between, a priority that is now too large counts as the
+    largest valid one, because other rows of the batch may have been published."""
     with np.errstate(over="ignore"):
         leaves = (raw + directory.get_float(Word.EPS)) ** directory.get_float(Word.ALPHA)
     return np.clip(leaves, SMALLEST_LEAF, LARGEST_LEAF)
 
 
 def check_rescaling(leaves: np.ndarray, power: float) -> None:
-    """Raises ``ConfigurationError`` if :func:`rescaled` would give too large leaves."""
+    """Raise ``ConfigurationError`` if :func:`rescaled` would return leaves that are too large."""
     if leaves.size and float(leaves.max()) > LARGEST_LEAF ** (1 / max(power, 1.0)):
         raise ConfigurationError(
-            f"alpha {power:g} times as large makes the largest tree value, {leaves.max():g}, too "
+            f"alpha {power:g} times as large makes the largest leaf, {leaves.max():g}, too "
             "large; scale priorities down, or keep alpha"
         )
 
 
 def rescaled(leaves: np.ndarray, power: float) -> np.ndarray:
-    """Leaves as they are with an alpha that is ``power`` times as large; those of 0 stay."""
+    """Return the leaves under an alpha that is ``power`` times as large. Leaves of 0 stay."""
     return np.where(leaves > 0, np.maximum(leaves**power, SMALLEST_LEAF), 0.0)
 
 
 def under_alpha_now(directory: ReplayDirectory, leaves: np.ndarray, alpha: float) -> np.ndarray:
-    """Leaves of under ``alpha``, as they are now. One that another process's alpha makes too large
-    counts as the largest that is not, as in :func:`leaves_of_new`. Called under the lock."""
+    """Convert leaves computed under ``alpha`` to the present exponent. Called under the lock.
+
+    A leaf that would become too large counts as the largest valid one, as in
+    :func:`leaves_of_new`."""
     now = directory.get_float(Word.ALPHA)
     if now == alpha:
         return leaves
@@ -97,10 +100,10 @@ def under_alpha_now(directory: ReplayDirectory, leaves: np.ndarray, alpha: float
 
 
 def set_alpha(directory: ReplayDirectory, alpha: float) -> None:
-    """Change the exponent, and the leaves with it. Called under the lock.
+    """Change the exponent and all leaves. Called under the lock.
 
     Raises:
-        ConfigurationError: that makes leaves too large; nothing was changed.
+        ConfigurationError: leaves would become too large. Nothing was changed.
     """
     old = directory.get_float(Word.ALPHA)
     if alpha == old:
@@ -108,16 +111,16 @@ def set_alpha(directory: ReplayDirectory, alpha: float) -> None:
     check_rescaling(directory.tree.leaves, _power(old, alpha))
     directory.begin()
     directory.set_float(Word.NEXT_ALPHA, alpha)
-    directory.words[Word.RESCALING] = 1  # from here on repair ends it
+    directory.words[Word.RESCALING] = 1  # from here on, repair completes it
     finish_rescaling(directory)
     directory.commit()
 
 
 def finish_rescaling(directory: ReplayDirectory) -> None:
-    """Raise the leaves to the power that NEXT_ALPHA asks for; from whatever store on at which one
-    was killed who did so.
+    """Raise the leaves to the power that NEXT_ALPHA requires.
 
-    A leaf that is done carries a minus sign until all are, and until ALPHA says so.
+    It also continues after a process was killed between any two of its stores. A leaf that is done
+    has a minus sign until all leaves are done and ALPHA is set.
     """
     leaves = directory.tree.leaves
     directory.tree.mark_all()
@@ -131,14 +134,17 @@ def finish_rescaling(directory: ReplayDirectory) -> None:
 
 
 def _power(old: float, new: float) -> float:
-    return new / old if old > 0 else 1.0  # what alpha 0 made 1 is not to be known again
+    return (
+        new / old if old > 0 else 1.0
+    )  # alpha == 0 maps every priority to 1, so the old values cannot be recovered
 
 
 def cover_leaves(directory: ReplayDirectory) -> None:
-    """After a kill between the stores of leaves and of the largest priority: have the latter no
-    smaller than that of a row that is there. Called under the lock."""
+    """Make the largest priority at least as large as that of every row. Called under the lock.
+
+    This is needed after a kill between the stores of leaves and of the largest priority."""
     words, alpha = directory.words, directory.get_float(Word.ALPHA)
-    words[Word.MAX_SLOT] = -1  # with MAX_WITHIN the next update looks for it
+    words[Word.MAX_SLOT] = -1  # with MAX_WITHIN, the next update searches for it
     if not (words[Word.ALPHA_SET] and alpha > 0 and directory.length):
         return
     largest = directory.get_float(Word.MAX_PRIORITY)
@@ -155,9 +161,9 @@ def _too_large(raw: float, alpha: float) -> ConfigurationError:
 
 
 def default_leaf(directory: ReplayDirectory) -> float:
-    """Tree value of a new row: the largest priority seen, so that it is soon drawn once.
+    """Return the leaf of a new row, by the largest priority seen, so that it is soon drawn once.
 
-    Before any sampler has set alpha the largest priority is 1, whose power is 1 for every alpha.
+    Before a sampler has set alpha, the largest priority is 1, whose power is 1 for every alpha.
     """
     if not directory.words[Word.ALPHA_SET]:
         return 1.0
@@ -166,7 +172,7 @@ def default_leaf(directory: ReplayDirectory) -> float:
         raw = 1.0
     try:
         leaf = (raw + directory.get_float(Word.EPS)) ** directory.get_float(Word.ALPHA)
-    except OverflowError:  # the priority was given under a smaller alpha
+    except OverflowError:  # the priority was set under a smaller alpha
         leaf = LARGEST_LEAF
     return min(max(leaf, SMALLEST_LEAF), LARGEST_LEAF)
 
@@ -174,17 +180,17 @@ def default_leaf(directory: ReplayDirectory) -> float:
 def update(
     directory: ReplayDirectory, slots: np.ndarray, raw: np.ndarray, generation: np.ndarray | None
 ) -> None:
-    """Give rows new priorities, but for those whose slot holds another row by now.
+    """Set priorities of rows, except rows whose slot now holds another row.
 
     Args:
         slots: int64 [n]; entries below 0 are skipped.
         raw: float64 [n], priorities.
-        generation: int64 [n], of the rows meant; None updates whatever row is published there.
+        generation: int64 [n], generations of the rows. None updates any published row.
 
     Raises:
-        ConfigurationError: a priority is negative, not finite or too large, or the lengths differ;
-            none was applied.
-        IndexError: a slot is beyond the capacity; none was applied.
+        ConfigurationError: a priority is negative, not finite or too large, or the lengths differ.
+            No priority was applied.
+        IndexError: a slot is beyond the capacity. No priority was applied.
     """
     slots = np.ascontiguousarray(slots, dtype=np.int64)
     raw = np.ascontiguousarray(raw, dtype=np.float64)
@@ -214,7 +220,7 @@ def update(
 def _refusal(
     directory: ReplayDirectory, wrong: int, slots: np.ndarray, raw: np.ndarray, at: int
 ) -> Exception:
-    """What an update raises whose item ``at`` is wrong."""
+    """Return the error of an update whose item ``at`` is wrong."""
     if wrong == WRONG_PRIORITY:
         return _not_finite(raw)
     if wrong == WRONG_SLOT:
@@ -223,7 +229,7 @@ def _refusal(
 
 
 def track_maximum(directory: ReplayDirectory, slots: np.ndarray, raw: np.ndarray) -> None:
-    """Note the largest of the priorities just given to ``slots``.
+    """Track the largest of the priorities just set on ``slots``.
 
     Called under the lock, after the leaves were stored.
     """
@@ -233,7 +239,9 @@ def track_maximum(directory: ReplayDirectory, slots: np.ndarray, raw: np.ndarray
 
 
 def _track(directory: ReplayDirectory, slot: int, raw: float, moved: bool) -> None:
-    """``slot`` got the largest priority ``raw`` of a batch; ``moved``: one was the largest's."""
+    """Track that ``slot`` got a batch's largest priority ``raw``.
+
+    ``moved``: the slot with the largest priority of all is in the batch."""
     current, words = directory.get_float(Word.MAX_PRIORITY), directory.words
     if not current >= raw:
         directory.set_float(Word.MAX_PRIORITY, raw)

@@ -1,6 +1,6 @@
-"""The control block of a replay directory: its words and tables, and where they lie in it.
+"""The control block of a replay directory: its words and tables, and their places in it.
 
-What they mean together, and who may change them, is the matter of ``directory``.
+``directory`` defines what they mean together, and when they may change.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ CONTROL_WORDS = 64
 # columns of the claim table, int64 [MAX_CLAIMS, 4]
 CLAIM_COUNT, CLAIM_FIRST, CLAIM_MEMBER, CLAIM_STATE = range(4)
 CLAIM_WRITING, CLAIM_PUBLISHING, CLAIM_DISCARDED = 1, 2, 3
-# columns of the user table, int64 [MAX_MEMBERS, 5], see ``gate``: whose row it is, and rows of
-# samples that are admitted, and counted, but not returned yet; those between are not used
+# columns of the user table, int64 [MAX_MEMBERS, 5], see ``gate``: the member of the row, and rows
+# of samples that are admitted and counted but not returned yet; the columns between are unused
 USER_MEMBER, USER_UNRETURNED = 0, 4
 USER_COLUMNS = 5
 # columns of the member table, int64 [MAX_MEMBERS, 2]
 MEMBER_PID, MEMBER_SERIAL = range(2)
 
-# A reader compares versions before and after its copy. That is sound where loads are not
-# reordered with loads and stores not with stores, as on x86-64; elsewhere it copies under the lock.
+# A reader compares versions before and after its copy. This is sound if loads are not reordered
+# with loads, and stores not with stores, as on x86-64. On other machines it copies under the lock.
 ORDERED_LOADS = platform.machine().lower() in ("x86_64", "amd64")
 
 
 class Word(enum.IntEnum):
-    """Index of each int64 of the control block; those marked float64 hold its bits.
+    """Index of each int64 of the control block. Words marked float64 hold the bits of one.
 
-    Free: from 56 on.
+    Words from 56 on are free.
     """
 
     DIRTY = 0
@@ -46,12 +46,14 @@ class Word(enum.IntEnum):
     ALPHA = 7  # float64
     EPS = 8  # float64
     MAX_PRIORITY = 9  # float64, raw; NaN before the first priority
-    MAX_SLOT = 10  # where it was seen, -1 if not known
-    JOINS = 11  # members ever; makes member ids unique although rows of the table are reused
-    KEEP = 12  # do not remove the directory when the last member leaves
+    MAX_SLOT = 10  # its slot, -1 if unknown
+    JOINS = (
+        11  # number of members ever; makes member ids unique although rows of the table are reused
+    )
+    KEEP = 12  # keep the directory when the last member leaves
     CLAIM_ROWS = 13  # rows of the claim table that were ever used
     MAX_WITHIN = 14  # MAX_PRIORITY is the largest among the rows present, not ever
-    NEXT_WRITE_COUNT = 15  # what the publication in progress makes of WRITE_COUNT
+    NEXT_WRITE_COUNT = 15  # WRITE_COUNT after the publication in progress
     # counters, see ReplayDirectory.counters
     REREAD_ROWS = 16
     LOCKED_READS = 17
@@ -61,35 +63,35 @@ class Word(enum.IntEnum):
     REPAIRS = 21
     RESCALING = 22  # alpha is being changed to NEXT_ALPHA, see ``priorities.finish_rescaling``
     NEXT_ALPHA = 23  # float64
-    WAITING = 24  # somebody waits for the lock, see ``FairLock``
+    WAITING = 24  # a process waits for the lock, see ``FairLock``
     EMPTYING = 25  # the buffer is being emptied, see ``cursor.finish_emptying``
     IN_PLACE = 26  # slots up to here have been written in place since it was emptied
-    IDENTITY = 27  # a random number, of this directory and no other
-    JOURNAL = 28  # to 38: of :meth:`ReplayDirectory.store_all`, a count and up to 5 pairs
+    IDENTITY = 27  # a random number that identifies this directory
+    JOURNAL = 28  # to 38: journal of :meth:`ReplayDirectory.store_all`, a count and up to 5 pairs
     RESTORED_TIMES = 39  # ``max_times_sampled`` of the checkpoint that was restored last
     # the rate limiter, see ``gate``; four words as in ``RateLimiter``, 0 for None
-    LIMITED = 40  # 1: by the next four words, 2: not at all, 0: nobody has said yet
+    LIMITED = 40  # 1: by the next four words, 2: not limited, 0: not set yet
     MIN_SIZE_TO_SAMPLE = 41
     SAMPLES_PER_INSERT = 42  # float64
     ERROR_BUFFER = 43  # float64
     MAX_TIMES_SAMPLED = 44
     SAMPLED = 45  # rows returned by samples
-    INSERT_BASE = 46  # the write count at which inserts are counted from 0
-    AVAILABLE = 47  # published rows that may be sampled, all but with MAX_TIMES_SAMPLED
+    INSERT_BASE = 46  # the write count from which inserts are counted
+    AVAILABLE = 47  # published rows that may be sampled; all rows without MAX_TIMES_SAMPLED
     BELL_WAITED = 48
     BELL_RUNG = 49
     LIMITER_WAITS = 50  # a counter
     ERA = 51  # of a shard, see ``host.HostState``
-    STREAMS = 52  # rows say which stream they are of, see ``STREAM``
-    RESTORES = 53  # how often a checkpoint was given back
-    DRAWN = 54  # rows that samples drew, where no limiter counts them; see ``count``
-    INTERRUPTED = 55  # a member left after a stop signal or an exception: nothing is removed
+    STREAMS = 52  # rows have a stream, see ``STREAM``
+    RESTORES = 53  # how often a checkpoint was restored
+    DRAWN = 54  # rows that samples drew without a limiter; see ``count``
+    INTERRUPTED = 55  # a member left after a stop signal or an exception, so nothing is removed
 
 
 JOURNAL_ENTRIES = 5
 SAVED_FLOAT_WORDS = frozenset({Word.ALPHA, Word.EPS, Word.MAX_PRIORITY})
 LARGEST_COUNT = 2**62
-"""Of tickets and counts: no buffer lives that long."""
+"""Upper limit of tickets and counts. No buffer lives that long."""
 
 COUNTERS = {
     word.name.lower(): word
@@ -106,17 +108,18 @@ COUNTERS = {
 
 
 def control_tables(control: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Words, claims and members, int64 [64], [MAX_CLAIMS, 4], [MAX_MEMBERS, 2], of the control
-    block as int64."""
+    """Return words, claims and members of the control block.
+
+    They are int64 [64], [MAX_CLAIMS, 4] and [MAX_MEMBERS, 2]."""
     words, claims, members = np.split(control, [CONTROL_WORDS, CONTROL_WORDS + 4 * MAX_CLAIMS])
     return words, claims.reshape(MAX_CLAIMS, 4), members.reshape(MAX_MEMBERS, 2)
 
 
 def counters_in(words: Sequence[int] | np.ndarray) -> dict[str, int]:
-    """What happened so far, by name."""
+    """Return the counters by name."""
     return {name: int(words[word]) for name, word in COUNTERS.items()}
 
 
 def control_bytes() -> int:
-    """Size of ``control.bin``."""
+    """Return the size of ``control.bin``."""
     return 8 * (CONTROL_WORDS + 4 * MAX_CLAIMS + 2 * MAX_MEMBERS)

@@ -1,8 +1,8 @@
-"""How often rows were sampled, and which were sampled as often as they may be.
+"""Count how often rows were sampled, and hide rows that reached the limit.
 
-``directory.times_sampled`` holds the generation of a row and its count in one number, so a new row
-in the slot begins at 0 without a store. A row whose count is full keeps its slot, with a leaf of 0.
-All functions are for a directory with ``max_times_sampled``, and called under its lock.
+``directory.times_sampled`` holds a row's generation and count in one number, so a new row in the
+slot begins at 0 without a store. A row at the limit keeps its slot, with a leaf of 0. All functions
+are for a directory with ``max_times_sampled``, and are called under its lock.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torchrl_dist.replay.node.tables import Word
 _BITS = MOST_TIMES.bit_length()
 
 DrawMore = Callable[[int], tuple[np.ndarray, np.ndarray]]
-"""Slots, int64 [n], drawn among those with a leaf above 0, and one number for each."""
+"""Return slots, int64 [n], drawn among those with a leaf above 0, and one number for each."""
 
 
 class TooFewDrawsError(RuntimeError):
-    """The rows that may still be sampled do not have that many draws ``left``."""
+    """The rows that may still be sampled have only ``left`` draws."""
 
     def __init__(self, message: str, left: int = 0) -> None:
         super().__init__(message)
@@ -30,7 +30,7 @@ class TooFewDrawsError(RuntimeError):
 
 
 def times_sampled(directory: ReplayDirectory, slots: np.ndarray | slice) -> np.ndarray:
-    """Of the rows that are in the slots now, int64 [n]."""
+    """Return the counts of the rows in the slots, int64 [n]."""
     assert directory.times_sampled is not None
     drawn = directory.times_sampled[slots]
     same = drawn >> _BITS == directory.versions[slots] >> 1
@@ -44,20 +44,21 @@ def set_times_sampled(
     *,
     published: bool = True,
 ) -> None:
-    """Of the rows that are in the slots now, or are published there next; of a slot named twice
-    the last one stays."""
+    """Set the counts of the rows in the slots, or of the next rows published there.
+
+    If a slot occurs twice, the last count stays."""
     assert directory.times_sampled is not None
     versions = directory.versions[slots] + (not published)
     directory.times_sampled[slots] = versions >> 1 << _BITS | times
 
 
 def exhausted(directory: ReplayDirectory, slots: np.ndarray | slice) -> np.ndarray:
-    """Whether the rows in the slots were sampled as often as they may be, bool [n]."""
+    """Return whether the rows in the slots reached the limit, bool [n]."""
     return times_sampled(directory, slots) >= directory.words[Word.MAX_TIMES_SAMPLED]
 
 
 def hide_exhausted(directory: ReplayDirectory, slots: np.ndarray) -> None:
-    """Take back the leaves that such rows have just been given; entries below 0 are skipped."""
+    """Reset the leaves that such rows have just received. Entries below 0 are skipped."""
     slots = slots[slots >= 0]
     directory.tree.set(slots[exhausted(directory, slots)], 0.0)
 
@@ -65,13 +66,13 @@ def hide_exhausted(directory: ReplayDirectory, slots: np.ndarray) -> None:
 def count_draws(
     directory: ReplayDirectory, slots: np.ndarray, extra: np.ndarray, draw_more: DrawMore
 ) -> None:
-    """Count each of the drawn slots, and put others in place of those that are drawn too often.
+    """Count the drawn slots, and replace slots that are drawn too often.
 
     Args:
-        slots, extra: what ``draw_more`` returned; changed in place.
+        slots, extra: results of ``draw_more``, which are changed in place.
 
     Raises:
-        TooFewDrawsError: too few draws are left; none was counted.
+        TooFewDrawsError: too few draws are left. None was counted.
     """
     words, tree, most = directory.words, directory.tree, directory.words[Word.MAX_TIMES_SAMPLED]
     if words[Word.AVAILABLE] < slots.size:
@@ -104,23 +105,23 @@ def count_draws(
 def give_back(
     directory: ReplayDirectory, slots: np.ndarray, generation: np.ndarray, leaves: np.ndarray
 ) -> None:
-    """Draws that were counted, and that nobody is going to use. Takes the lock itself.
+    """Uncount draws that will not be used. Takes the lock itself.
 
-    A row that may be sampled again has the leaf of that draw again: a priority that it was given
-    while it might not be sampled is lost, and so is a change of alpha.
+    A row that may then be sampled again gets the leaf of that draw again. A priority that was set
+    while it was hidden is lost, and so is a change of alpha.
 
     Args:
-        slots, generation: int64 [n], one per draw; rows that are gone are passed over.
+        slots, generation: int64 [n], one per draw. Rows that no longer exist are skipped.
         leaves: float64 [n].
     """
     with directory.lock():
         fresh = directory.versions[slots] == 2 * generation
         slots, first, counts = np.unique(slots[fresh], return_index=True, return_counts=True)
         times = times_sampled(directory, slots)
-        left = np.maximum(times - counts, 0)  # a restore lets the counts begin anew
+        left = np.maximum(times - counts, 0)  # a restore restarts the counts
         again = exhausted(directory, slots) & (left < times)
         directory.begin()
-        # leaves first: repair takes them back while the counts are full
+        # leaves first, because repair resets them while the counts are full
         directory.tree.set(slots[again], leaves[fresh][first[again]])
         set_times_sampled(directory, slots, left)
         directory.words[Word.AVAILABLE] += int(np.count_nonzero(again))
