@@ -24,7 +24,6 @@ ROOT = Path(__file__).parent.parent
 # Parts that have not been rewritten yet and are not checked. Remove each when its text is plain.
 NOT_YET = (
     "tests",
-    "torchrl_dist/replay",
 )
 PERSONS = "users?|anyone|people|persons?|readers?|contributors?|maintainers?|authors?|colleagues?"
 # Before "is to": what an instruction is, not what a thing must do.

@@ -395,7 +395,7 @@ def test_a_buffer_that_would_be_copied_to_the_workers_is_refused(fork_server: Fo
                 session, capacity=100, batch_size=8, hosts=hosts, name=hosts[0].name
             )
             for option, advice in (
-                ({"env_processes": 2}, "expected 0 of them .num_envs= "),
+                ({"env_processes": 2}, "pass env_processes=0 .num_envs= "),
                 ({"replace_lost": True}, "expected replace_lost=False"),
             ):
                 with pytest.raises(ConfigurationError, match=advice):

@@ -192,7 +192,7 @@ def test_after_a_host_died_torchrun_goes_on_with_all_rows_of_the_others(network,
         nnodes="2:3",
         max_restarts=1,
         rdzv_id=None,  # each machine knows the job by its own agent
-        rdzv_conf="timeout=60,last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=3",
+        rdzv_conf="timeout=60,last_call_timeout=25,keep_alive_interval=1,keep_alive_max_attempt=3",
     )
     wait_for(tmp_path / "ready", job=job)
     network[1].crash()  # the last host gets its number then, and still finds its rows

@@ -1,7 +1,8 @@
-"""What ``torchrl-dist inspect`` tells about a replay directory or a checkpoint, read-only.
+"""The facts that ``torchrl-dist inspect`` shows about a replay directory or a checkpoint.
 
-Nothing is attached, locked or mapped for writing: a running job does not notice, and files that
-cannot be written can be inspected. So figures of a running job are of slightly different instants.
+It only reads: no file is attached, locked or mapped for writing. A running job does not notice it,
+and read-only files can be inspected. The figures of a running job therefore belong to slightly
+different instants.
 """
 
 from __future__ import annotations
@@ -47,15 +48,18 @@ _COMMAND_CHARACTERS = 60
 
 
 def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """All about the replay directory or checkpoint in a folder, as plain values.
+    """Return all facts about the replay directory or checkpoint in a folder, as plain values.
 
     Raises:
         DirectoryError: the folder is neither, or of another format, or another user could change
-            what lies in it.
-        CheckpointError: it is a damaged checkpoint.
+            its content.
+        CheckpointError: the checkpoint is damaged.
     """
     folder = Path(os.path.abspath(path))
-    for place in (folder, folder / "storage"):  # where TorchRL's class puts the storage's files
+    for place in (
+        folder,
+        folder / "storage",
+    ):  # the folder of the storage's files in TorchRL's class
         if (place / MANIFEST).exists():
             _refuse_others(place)
             return _checkpoint(place)
@@ -72,7 +76,7 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """With None for numbers that JSON cannot hold; there are such where something is damaged."""
+    """Replace numbers that JSON cannot hold with None. Damaged files have such numbers."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -89,7 +93,7 @@ def _refuse_others(folder: Path) -> None:
 
 def _not_one(folder: Path) -> DirectoryError:
     if not folder.is_dir():
-        return DirectoryError(f"{folder} is no folder")
+        return DirectoryError(f"{folder} is not a folder")
     inside = [
         each.parent.name
         for pattern in ("*/header.json", f"*/{MANIFEST}")
@@ -147,7 +151,7 @@ def _directory(folder: Path) -> dict[str, Any]:
 
 
 def _table(folder: Path, name: str, kind: type, count: int) -> np.ndarray:
-    """The first numbers of a file."""
+    """Return the first numbers of a file."""
     with open(own_files.open_ours(folder / name), "rb") as file:
         there = os.fstat(file.fileno()).st_size // np.dtype(kind).itemsize
         if there < count:
@@ -157,7 +161,7 @@ def _table(folder: Path, name: str, kind: type, count: int) -> np.ndarray:
 
 
 def limiter_in(words: Any, floats: Any) -> dict[str, float | None] | None:
-    """What limits samples and writes, and how far they have come; None: nothing does."""
+    """Return the rate limiter and its counts, or None if there is none."""
     if words[Word.LIMITED] != 1:
         return None
     return {
@@ -172,7 +176,7 @@ def limiter_in(words: Any, floats: Any) -> dict[str, float | None] | None:
 
 @contextlib.contextmanager
 def _lock_file(folder: Path) -> Iterator[int]:
-    """A descriptor of the lock file, to ask who holds its bytes."""
+    """Yield a descriptor of the lock file, to find the holders of its bytes."""
     fd = own_files.open_ours(folder / files.LOCK)
     try:
         yield fd
@@ -198,7 +202,7 @@ def _members(table: np.ndarray, fd: int) -> list[dict[str, Any]]:
 
 
 def _process_state(pid: int) -> str:
-    """As in /proc: running or not, stopped; "elsewhere" in another pid namespace."""
+    """Return a process's state from /proc, or "elsewhere" for another pid namespace."""
     states = {"T": "stopped", "t": "traced", "Z": "zombie", "D": "disk wait", None: "elsewhere"}
     return states.get(state(pid), "alive")
 
@@ -266,7 +270,7 @@ def _shard(saved: SavedShard) -> dict[str, Any]:
     }
 
 
-# --- what both have ------------------------------------------------------------------------------
+# --- both ------------------------------------------------------------------------------
 
 
 def _content(
@@ -304,7 +308,7 @@ def _content(
 
 
 def _priorities(leaf: np.ndarray, alpha: float | None, eps: float | None) -> np.ndarray:
-    """Sorted; before alpha and eps, where they can be told."""
+    """Return sorted priorities, before alpha and eps if these are known."""
     if alpha:
         leaf = np.maximum(leaf ** (1 / alpha) - (eps or 0.0), 0.0)
     return np.sort(leaf)
@@ -318,7 +322,7 @@ def _quantiles(ascending: np.ndarray) -> dict[str, float] | None:
 
 
 def _histogram(ascending: np.ndarray) -> list[dict[str, float]]:
-    """Rows per priority, in bins of equal ratio; what is 0 is in the first."""
+    """Return rows per priority, in bins of equal ratio. Zeros are in the first bin."""
     positive = ascending[ascending > 0]
     if not positive.size:
         return []
@@ -333,7 +337,7 @@ def _histogram(ascending: np.ndarray) -> list[dict[str, float]]:
 
 
 def _share_of_largest(leaf: np.ndarray) -> float | None:
-    """Which part of the draws goes to the hundredth of rows with the largest priorities."""
+    """Return the share of draws of the 1 % of rows with the largest priorities."""
     total = float(leaf.sum())
     if not total:
         return None
@@ -345,7 +349,7 @@ def _share_of_largest(leaf: np.ndarray) -> float | None:
 
 
 def show(found: dict[str, Any]) -> None:
-    """Print what :func:`inspect` gave as tables."""
+    """Print the result of :func:`inspect` as tables."""
     from rich.console import Console
 
     console = Console()
@@ -448,7 +452,7 @@ def _print_table(console: Any, title: str, lines: list[dict[str, Any]], columns:
 
 
 def _shown(text: str) -> str:
-    """As it is, whatever rich or a terminal would make of it."""
+    """Return text that neither rich nor a terminal interprets."""
     from rich.markup import escape
 
     return escape(own_files.printable(text))

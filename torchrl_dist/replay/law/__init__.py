@@ -1,1 +1,1 @@
-"""The arithmetic of replay: where rows lie, which are drawn, with which weights. No processes."""
+"""The arithmetic of replay: places of rows, draws and weights. No processes."""

@@ -1,4 +1,4 @@
-"""Finds the optional C kernel: what tree and tables need done under the directory's lock."""
+"""Find the optional C kernel, which works on tree and tables under the directory's lock."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FUNCTIONS = {
     "reserve": (ctypes.c_int, "piiiiii"),
     "publish": (ctypes.c_int, "piiiidp"),
 }
-"""Result, and a letter per argument."""
+"""Result type, and a letter per argument."""
 
 
 @functools.cache
@@ -38,12 +38,12 @@ def _library() -> ctypes.PyDLL | None:
 
 
 def find_kernel() -> ctypes.PyDLL | None:
-    """The library, or None where NumPy does the work.
+    """Return the library, or None if NumPy does the work.
 
     The environment variable ``TORCHRL_DIST_KERNEL`` forces ``c`` or ``numpy``.
 
     Raises:
-        ConfigurationError: ``c`` is asked for but was not built, or the variable is something else.
+        ConfigurationError: ``c`` is requested but was not built, or the variable has another value.
     """
     wanted = os.environ.get(_VARIABLE, "")
     if wanted not in ("", "c", "numpy"):
@@ -58,5 +58,5 @@ def find_kernel() -> ctypes.PyDLL | None:
 
 
 def address(array: np.ndarray) -> int:
-    """Where the array's data lie, for the kernel; the caller keeps the array alive."""
+    """Return the address of the array's data. The caller keeps the array alive."""
     return array.__array_interface__["data"][0]

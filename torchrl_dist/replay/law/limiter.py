@@ -1,30 +1,31 @@
-"""How often rows may be sampled: the arithmetic, without processes or waiting.
+"""The arithmetic of the rate limiter, without processes or waiting.
 
-The words are Reverb's (Cassirer et al. 2021, "Reverb: A Framework For Experience Replay", section
-3.2). All counts are rows, since the buffer was last empty or its limiter was set:
+The terms are Reverb's (Cassirer et al. 2021, "Reverb: A Framework For Experience Replay", section
+3.2). All counts are rows since the buffer was last empty or its limiter was set:
 
-    inserts      rows published, whatever became of them since
+    inserts      rows published, including rows that were overwritten later
     samples      rows returned by samples; a row counts each time
-    size         rows that may be sampled: min(inserts, capacity); with max_times_sampled those
-                 that are published and have not been sampled that often
+    size         rows that may be sampled: min(inserts, capacity); with max_times_sampled, the
+                 published rows that have not been sampled that often
     difference   samples_per_insert * inserts - samples
     range        samples_per_insert * min_size_to_sample -+ error_buffer
 
 A sample of ``k`` rows waits until ``size >= min_size_to_sample`` and ``difference - k`` is not
 below the range. A write waits while ``difference`` is above the range, unless ``size <
-min_size_to_sample``; then it is written whole. So the difference stays in the range, but for what
-the writes under way add beyond its upper end.
+min_size_to_sample``; then it is written whole. The difference therefore stays in the range, except
+that writes in progress may exceed its upper end.
 
-*Nobody waits for ever*, as long as some process samples and some process writes: a sample and a
-write never wait at the same moment if ``k <= 2 * error_buffer``. For the sample waits because
+*No process waits indefinitely* as long as some process samples and some process writes, because a
+sample and a write never wait at the same moment if ``k <= 2 * error_buffer``. The sample waits
+because
 
-- ``size < min_size_to_sample``: then writes do not wait; or
-- ``difference < lower + k``: then ``difference < lower + 2 * error_buffer = upper``, and writes do
+- ``size < min_size_to_sample``. Then writes do not wait. Or
+- ``difference < lower + k``. Then ``difference < lower + 2 * error_buffer = upper``, and writes do
   not wait either.
 
-With ``max_times_sampled`` a batch must also find rows that have that many draws left: ``size >= k``
-suffices, hence ``k <= min_size_to_sample`` there. :meth:`RateLimiter.check_batch` refuses what
-breaks these conditions.
+With ``max_times_sampled``, a batch must also find rows that have that many draws left. ``size >=
+k`` suffices, hence ``k <= min_size_to_sample`` there. :meth:`RateLimiter.check_batch` refuses
+batches that break these conditions.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _T = TypeVar("_T")
 
 
 class Counts(NamedTuple):
-    """Rows, as the module defines them."""
+    """Counts of rows, as the module defines them."""
 
     inserts: int
     samples: int
@@ -51,19 +52,19 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class RateLimiter:
-    """Keeps samples and inserts of a replay buffer in proportion; see the module for the formula.
+    """Keep samples and inserts of a replay buffer in proportion. See the module for the formula.
 
     Args:
         min_size_to_sample: samples wait until that many rows may be sampled, at least 1.
-        samples_per_insert: how often each row is sampled on average, above 0; a sample of 256 rows
-            counts 256. Without it writes never wait.
-        error_buffer: how many sampled rows the difference may be off before somebody waits; at
-            least half a batch. Larger values let fast and slow phases even out.
-        max_times_sampled: a row that was sampled that often is not sampled again, 1 to 32767; it
+        samples_per_insert: average number of times that each row is sampled, above 0. A sample of
+            256 rows counts 256. Without it, writes never wait.
+        error_buffer: number of sampled rows by which the difference may be off before a process
+            waits, at least half a batch. Larger values let fast and slow phases even out.
+        max_times_sampled: a row that was sampled that often is not sampled again, 1 to 32767. It
             keeps its slot, and ``len`` counts it.
 
     Raises:
-        ConfigurationError: a value is out of its range, or the ratio cannot be reached.
+        ConfigurationError: a value is out of range, or the ratio cannot be reached.
 
     Example:
         >>> limiter = RateLimiter(min_size_to_sample=100, samples_per_insert=4.0, error_buffer=128)
@@ -100,7 +101,7 @@ class RateLimiter:
 
     @property
     def range(self) -> tuple[float, float]:
-        """Of the difference; without ``samples_per_insert`` everything."""
+        """The range of the difference. Without ``samples_per_insert``, it is unlimited."""
         if self.samples_per_insert is None or self.error_buffer is None:
             return -math.inf, math.inf
         lower = self.samples_per_insert * self.min_size_to_sample - self.error_buffer
@@ -111,7 +112,7 @@ class RateLimiter:
         return (self.samples_per_insert or 0.0) * counts.inserts - counts.samples
 
     def missing_inserts(self, counts: Counts, batch_size: int) -> int:
-        """Rows to be written before that many may be sampled; 0: they may be."""
+        """Return the rows that must be written before that many may be sampled, or 0."""
         missing = max(0, self.min_size_to_sample - counts.size)
         if self.samples_per_insert is not None:
             short = self.range[0] + batch_size - self.difference(counts)
@@ -120,15 +121,16 @@ class RateLimiter:
         return missing
 
     def missing_samples(self, counts: Counts) -> int:
-        """Rows to be sampled before a write may begin; 0: it may."""
+        """Return the rows that must be sampled before a write may begin, or 0."""
         if self.samples_per_insert is None or counts.size < self.min_size_to_sample:
             return 0
         return max(0, math.ceil(self.difference(counts) - self.range[1]))
 
     def samples_to_settle(self, counts: Counts) -> int:
-        """Samples to be added (below 0: taken away) until the difference is in its range again,
-        where a part of what was counted is lost. Nothing where no row has been sampled and more
-        rows are to come first."""
+        """Return the samples to add (if negative, subtract) after a part of the counts was lost.
+
+        The difference is then in its range again. It is 0 if no row has been sampled and more rows
+        must come first."""
         lower, upper = self.range
         difference = self.difference(counts)
         if difference > upper:
@@ -136,7 +138,7 @@ class RateLimiter:
         return -min(counts.samples, math.ceil(lower - difference)) if difference < lower else 0
 
     def check_capacity(self, capacity: int) -> None:
-        """Raises ConfigurationError if the buffer can never hold enough rows to be sampled."""
+        """Raise ConfigurationError if the buffer can never hold enough rows to be sampled."""
         if self.min_size_to_sample > capacity:
             raise ConfigurationError(
                 f"min_size_to_sample={self.min_size_to_sample} is above the capacity {capacity}: "
@@ -144,7 +146,7 @@ class RateLimiter:
             )
 
     def check_batch(self, batch_size: int) -> None:
-        """Raises ConfigurationError if samples of that many rows could wait for ever."""
+        """Raise ConfigurationError if samples of that many rows could wait indefinitely."""
         if self.error_buffer is not None and batch_size > 2 * self.error_buffer:
             raise ConfigurationError(
                 f"error_buffer={self.error_buffer} is too small for batches of {batch_size} rows: "
@@ -155,16 +157,16 @@ class RateLimiter:
             raise ConfigurationError(
                 f"with max_times_sampled={self.max_times_sampled} a batch of {batch_size} rows "
                 f"needs min_size_to_sample >= {batch_size}, got {self.min_size_to_sample}: fewer "
-                "rows may not have so many draws left"
+                "rows may not have that many draws left"
             )
 
 
 class Admission(Protocol):
-    """Who admits the samples and writes of a replay directory: ``node.gate.Gate``.
+    """The interface of ``node.gate.Gate``, which admits samples and writes of a replay directory.
 
-    The directory holds it and knows no more of it than this, so what lies below it need not know
-    how one waits. All rows; a ``storage`` is a TorchRL storage, whose buffers' locks are given back
-    to others while somebody waits.
+    The directory knows only this interface, so lower modules need not know how processes wait. All
+    numbers are rows. A ``storage`` is a TorchRL storage, whose buffers' locks are released during a
+    wait.
     """
 
     limiter: RateLimiter

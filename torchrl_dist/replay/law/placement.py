@@ -1,5 +1,4 @@
-"""Arithmetic of the ring: which slots a run of tickets takes. Pure
-functions on whole numbers.
+"""Arithmetic of the ring: the slots of a run of tickets. Pure functions on whole numbers.
 
 A *ticket* is an int64 that counts rows ever reserved; a *slot* is ``ticket % capacity``.
 """
@@ -12,20 +11,20 @@ import torch
 
 
 def as_slots(index: Any) -> torch.Tensor:
-    """An index of any shape as int64 on the CPU; such a tensor is returned itself.
+    """Return an index of any shape as int64 on the CPU. Such a tensor itself is returned as it is.
 
     Raises:
-        IndexError: it is no whole numbers: 1.9 would silently name row 1, and a mask, also one of
-            uint8, rows 0 and 1.
+        IndexError: the index has no whole numbers. 1.9 would silently name row 1, and a mask, also
+            one of uint8, rows 0 and 1.
     """
     found = torch.as_tensor(index, device="cpu")
     if found.dtype is torch.int64:
         return found
     if found.dtype is torch.bool:
-        raise IndexError("rows are named by their numbers here, got a mask: pass mask.nonzero()")
+        raise IndexError("rows are named by their numbers here, got a mask; pass mask.nonzero()")
     if found.dtype is torch.uint8:  # which indexing takes for a mask, and a list of numbers not
         raise IndexError(
-            "uint8 might be a mask or numbers: pass index.bool().nonzero() or index.long()"
+            "uint8 might be a mask or numbers; pass index.bool().nonzero() or index.long()"
         )
     if found.numel() and (found.is_floating_point() or found.is_complex()):
         raise IndexError(
@@ -35,19 +34,19 @@ def as_slots(index: Any) -> torch.Tensor:
 
 
 def largest_reservation(capacity: int) -> int:
-    """Rows that one reservation may take.
+    """Return the most rows of one reservation.
 
-    An eighth of the ring, so that ``len`` (which leaves out rows being rewritten) stays high
-    and several writers find room at once.
+    It is an eighth of the ring, so that ``len``, which omits rows being rewritten, stays high and
+    several writers find room at once.
     """
     return max(1, capacity // 8)
 
 
 def split_rows(rows: int, capacity: int) -> list[tuple[int, int]]:
-    """Row ranges ``(start, stop)`` of an extend, each small enough for one reservation.
+    """Return row ranges ``(start, stop)`` of an extend, each small enough for one reservation.
 
-    Of an extend longer than the ring only the last ``capacity`` rows are kept, as a ring that
-    wrote them all would keep.
+    Of an extend longer than the ring, only the last ``capacity`` rows are kept, as if all had been
+    written.
     """
     step = largest_reservation(capacity)
     first = max(0, rows - capacity)
@@ -55,7 +54,7 @@ def split_rows(rows: int, capacity: int) -> list[tuple[int, int]]:
 
 
 def slot_ranges(first_ticket: int, count: int, capacity: int) -> list[tuple[int, int]]:
-    """The slots of ``count`` tickets as one range, or two where the ring wraps.
+    """Return the slots of ``count`` tickets as one range, or two at the wrap-around.
 
     Requires ``count <= capacity``.
     """
@@ -69,7 +68,7 @@ def slot_ranges(first_ticket: int, count: int, capacity: int) -> list[tuple[int,
 def overlaps(
     first_ticket: int, count: int, other_first: int, other_count: int, capacity: int
 ) -> bool:
-    """Whether two runs of tickets share a slot."""
+    """Return whether two runs of tickets share a slot."""
     return (other_first - first_ticket) % capacity < count or (
         first_ticket - other_first
     ) % capacity < other_count
@@ -78,7 +77,7 @@ def overlaps(
 def first_free_ticket(
     cursor: int, count: int, claims: list[tuple[int, int]], capacity: int
 ) -> int | None:
-    """The first ticket from ``cursor`` on whose ``count`` slots touch no claim.
+    """Return the first ticket from ``cursor`` on whose ``count`` slots touch no claim.
 
     Args:
         cursor: the next ticket.
@@ -87,7 +86,7 @@ def first_free_ticket(
         capacity: slots of the ring.
 
     Returns:
-        The ticket, or None where no such run exists within one lap.
+        The ticket, or None if there is no such run within one lap.
     """
     ticket = cursor
     moved = True

@@ -1,15 +1,15 @@
-"""The law of a buffer that is spread over shards: which rows of which shard make one batch.
+"""The law of a buffer over shards: which rows of which shard make one batch.
 
-Pure arithmetic on NumPy arrays; who sends the messages is another module's business.
+Pure arithmetic on NumPy arrays. Other modules send the messages.
 
-*Words.* A shard's **mass** is the sum of its rows' leaves ``p`` at one instant: ``p = (priority +
+*Terms.* A shard's **mass** is the sum of its rows' leaves ``p`` at one instant: ``p = (priority +
 eps) ** alpha`` for a prioritized buffer, 1 for a uniform one, whose mass is therefore its length.
 A shard that is empty or lost has mass 0. The **law of the masses** ``r`` draws row ``x`` of shard
 ``s`` with probability ``p(x) / sum(r)``: shard ``s`` with probability ``r[s] / sum(r)``, then ``x``
 with ``p(x) / r[s]``. It is the law of a single buffer that holds the rows of all shards.
 
-*The problem.* To need one round of messages only, a client chooses the shard of each draw before it
-asks, by the masses ``r_old`` that it saw last. Each reply carries rows that were drawn
+*The problem.* To need only one exchange of messages, a client chooses the shard of each draw before
+it asks, by the masses ``r_old`` that it saw last. Each reply carries rows that were drawn
 independently, and the shard's mass ``r_new`` of that same instant. Taking the rows as they come
 would leave the shards' shares at ``r_old``.
 
@@ -27,7 +27,7 @@ of its own, so the shards of a batch stay independent. The ``k``-th draw of a sh
 ``k``-th row of its reply: which one does not depend on what the rows are, so given the shards the
 rows are independent draws of their shards, and the batch is independent draws of the law of
 ``r_new``, exactly, however old ``r_old`` is. Only the number of rows that a shard lacks depends on
-that age; spare rows are asked for in advance, and a second round fetches the rest.
+that age; spare rows are asked for in advance, and a redraw fetches the rest.
 
 (Keeping the draws and dividing their weights by the shares used would be right at ``beta = 1``
 only, and would make weights above 1.)
@@ -57,7 +57,7 @@ Uniforms = Callable[[int], np.ndarray]
 
 # Spare rows are sized by the largest recent rise of a shard's share; each batch lets that memory
 # fade by this factor. With masses that walk at random by 2 % per batch, 0.4 % of the batches of 256
-# need a second round and 8 shards send 13 % more rows; with 0.9 it is 0.9 % and 12 %.
+# need a redraw and 8 shards send 13 % more rows; with 0.9 it is 0.9 % and 12 %.
 _FADE = 0.95
 # Before anything was seen to move: a twentieth of the share.
 _FIRST_RISE = 0.05
@@ -73,7 +73,7 @@ def shares(masses: np.ndarray) -> np.ndarray:
         ConfigurationError: a mass is negative or not finite, or all are 0 (nothing to draw from).
     """
     masses = np.asarray(masses, dtype=np.float64)
-    if not ((masses >= 0) & (masses < np.inf)).all():  # NaN fails too
+    if not ((masses >= 0) & (masses < np.inf)).all():  # NaN also fails
         raise ConfigurationError(f"masses must be finite and >= 0, got {masses.tolist()}")
     largest = masses.max(initial=0.0)
     if largest == 0:
@@ -126,7 +126,7 @@ def correct_shards(
 
 
 def number_rows(shards: np.ndarray, received: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Which row of its shard's reply each draw takes: the ``k``-th draw of a shard the ``k``-th.
+    """Assign rows of the shards' replies: the ``k``-th draw of a shard takes the ``k``-th row.
 
     Args:
         shards: int64 [n], the corrected shard of each draw.
@@ -149,7 +149,7 @@ def number_rows(shards: np.ndarray, received: np.ndarray) -> tuple[np.ndarray, n
 
 
 def spare_rows(expected: np.ndarray) -> np.ndarray:
-    """Rows that are enough, but for about 1 batch in 1,000, where ``expected`` are needed.
+    """Return the rows that suffice in all but 1 of 1,000 batches, if ``expected`` are needed.
 
     A shard whose share rises from ``P`` to ``Q`` gets Binomial(n, Q - P) further draws in a batch
     of ``n``. Its mean plus 3.3 standard deviations of the Poisson law, which has heavier tails,

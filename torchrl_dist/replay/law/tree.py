@@ -54,12 +54,12 @@ class PriorityTree:
 
     Args:
         capacity: number of slots.
-        buffer: writable buffer of :func:`tree_bytes` bytes; an own one if left out. A buffer
-            that is all zeros is an empty tree.
+        buffer: writable buffer of :func:`tree_bytes` bytes; a new one by default. A buffer
+            of zeros is an empty tree.
     """
 
     def __new__(cls, *_: object, **__: object) -> PriorityTree:
-        # chosen once, here: each method below is for NumPy, and written in C in ``_CTree``
+        # chosen once, here; ``_CTree`` has the methods below in C
         return super().__new__(cls if find_kernel() is None else _CTree)
 
     def __init__(self, capacity: int, buffer: memoryview | bytearray | mmap | None = None) -> None:
@@ -99,7 +99,7 @@ class PriorityTree:
         self.leaves[start:stop] = values
 
     def mark_all(self) -> None:
-        """Have the next refresh recompute every node from the leaves."""
+        """Let the next refresh recompute every node from the leaves."""
         self.marks[:] = 1
 
     def refresh(self) -> None:
@@ -136,17 +136,17 @@ class PriorityTree:
         return float(positive.min()) if positive.size else float("inf")
 
     def draw(self, uniforms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Slots at the given quantiles.
+        """Return the slots at the given quantiles.
 
         Args:
             uniforms: float64 [n] in [0, 1).
 
         Returns:
             ``(slots, leaves)``, int64 [n] and float64 [n]. A leaf of 0 in the answer (rounding
-            at the edge of a node, about one draw in 1e15) is to be drawn again.
+            at the edge of a node, about one draw in 1e15) must be drawn again.
 
         Raises:
-            ValueError: if all leaves are 0.
+            ValueError: all leaves are 0.
         """
         cumulative = np.cumsum(self._sums[-1])
         if not cumulative[-1] > 0:
@@ -173,10 +173,10 @@ class PriorityTree:
 
         Returns:
             ``(slots, leaves, minimum, total)``: int64 [n], float64 [n], and the properties of
-            these names. As in :meth:`draw`, a leaf of 0 is to be drawn again.
+            these names. As in :meth:`draw`, a leaf of 0 must be drawn again.
 
         Raises:
-            ValueError: if all leaves are 0.
+            ValueError: all leaves are 0.
         """
         self.refresh()
         slots, leaves = self.draw(uniforms)
@@ -184,7 +184,7 @@ class PriorityTree:
 
 
 class _CTree(PriorityTree):
-    """The same in C."""
+    """The same tree in C."""
 
     def __init__(self, capacity: int, buffer: memoryview | bytearray | mmap | None = None) -> None:
         super().__init__(capacity, buffer)

@@ -1,5 +1,4 @@
-"""What is asked of TorchRL's buffers by private names, in one place. What subclasses override lies
-in them.
+"""All uses of private names of TorchRL's buffers, except for methods that subclasses override.
 
 Seen in torchrl 0.14.1 and tensordict 0.14.3.
 """
@@ -29,7 +28,7 @@ from torchrl_dist.stopping import giving_up
 
 
 def buffers_over(storage: Storage) -> list[Any]:
-    """The replay buffers of this process that were built over the storage."""
+    """Return the replay buffers of this process that were built on the storage."""
     return list(storage._attached_entities)
 
 
@@ -49,20 +48,20 @@ def writer_of(buffer: Any) -> Any:
 
 
 def batch_size_of(buffer: Any) -> int | None:
-    """Rows per sample, where the buffer was built with a number."""
+    """Return the rows per sample, if the buffer was built with a number."""
     return getattr(buffer, "_batch_size", None)
 
 
 @contextlib.contextmanager
 def locks_given_back(storage: Storage) -> Iterator[None]:
-    """Without the locks that this thread has taken of the buffers over the storage.
+    """Release this thread's locks of the buffers on the storage, in a context manager.
 
-    TorchRL's buffers hold theirs while they sample and write. Whoever waits in there for another
-    thread of the process to write, or to sample, would wait for itself.
+    TorchRL's buffers hold their locks while they sample and write. A thread that waits there for
+    another thread of the process to write or sample would otherwise wait for itself.
     """
     given_back = []
     for buffer in buffers_over(storage):
-        with contextlib.suppress(RuntimeError):  # not, or no more, this thread's
+        with contextlib.suppress(RuntimeError):  # this thread does not hold it (any more)
             while True:
                 buffer._replay_lock.release()
                 given_back.append(buffer._replay_lock)
@@ -74,11 +73,10 @@ def locks_given_back(storage: Storage) -> Iterator[None]:
 
 
 class EntryLock:
-    """A lock attribute of TorchRL's buffers, in a subclass of ours: whoever is about to take it
-    must not have the lock of the directory.
+    """A lock attribute of TorchRL's buffers that a holder of the directory's lock cannot take.
 
-    Other threads wait for the directory while they hold the buffer's lock, so a signal handler that
-    interrupted a holder of the former would wait for the latter in vain.
+    Other threads wait for the directory while they hold the buffer's lock. A signal handler that
+    interrupted a holder of the directory's lock would therefore wait for the buffer's indefinitely.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -98,11 +96,11 @@ class EntryLock:
 
 
 def check_prefetching(buffer: Any) -> None:
-    """To be called before a sample.
+    """Check that this thread may sample. Call it before a sample.
 
     Raises:
-        DirectoryError: a signal handler would wait for a batch that another thread fetches ahead,
-            which waits for what the handler has interrupted.
+        DirectoryError: in a signal handler. It would wait for a batch that another thread fetches,
+            and that thread waits for the interrupted code.
     """
     if buffer._prefetch and (buffer._futures_lock._is_owned() or buffer._replay_lock._is_owned()):
         raise DirectoryError(
@@ -112,13 +110,13 @@ def check_prefetching(buffer: Any) -> None:
 
 
 def renew_after_fork(buffer: Any) -> None:
-    """Give a buffer that a forked child has inherited locks that nobody holds.
+    """Give a buffer that a forked child has inherited new, free locks.
 
-    What it was fetching ahead is dropped: the threads that did so are not in this process. So is
+    Batches fetched ahead are dropped, because the fetching threads are not in this process. So is
     the generator of ``set_rng``, whose numbers the parent draws.
     """
     forget_generator(buffer)
-    attributes = buffer.__dict__  # not by an EntryLock, which asks before it gives a lock away
+    attributes = buffer.__dict__  # not through an EntryLock, which checks before it returns a lock
     for name in ("_replay_lock", "_futures_lock"):
         if isinstance(attributes.get(name), type(threading.RLock())):
             attributes[name] = threading.RLock()
@@ -135,19 +133,19 @@ def renew_after_fork(buffer: Any) -> None:
 
 
 def forget_generator(buffer: Any) -> None:
-    """Undo the buffer's ``set_rng``: its sampler draws random numbers of this process again."""
+    """Undo the buffer's ``set_rng``, so that its sampler draws random numbers of this process."""
     if getattr(buffer, "_rng", None) is not None:
         for part in (buffer, buffer._storage, buffer._sampler, buffer._writer):
             part._rng = None
 
 
 def arrive_with(storage: Storage, buffers: list[Any]) -> None:
-    """Attach the buffers that were copied together with their storage, and have them draw for
-    themselves: neither what the original has drawn ahead, which it hands out itself, nor by its
-    generator.
+    """Attach the buffers that were copied together with their storage, and let them draw anew.
 
-    A buffer that is not complete yet is so after its ``__setstate__``, whose last call this takes
-    the place of, once. ``copy.copy`` of a storage alone leaves its buffers to the original.
+    They have neither the original's batches drawn ahead, which the original returns, nor its
+    generator. A buffer that is incomplete at this time becomes complete in its ``__setstate__``,
+    whose last call this replaces once. ``copy.copy`` of a storage alone leaves its buffers to the
+    original.
     """
     for buffer in buffers:
         of = buffer.__dict__.get("_storage", storage)
@@ -161,12 +159,12 @@ def arrive_with(storage: Storage, buffers: list[Any]) -> None:
 
 
 def check_copying(storage: Storage) -> None:
-    """To be called before a storage travels with its buffers.
+    """Check that a storage may be copied with its buffers. Call it before copying.
 
     Raises:
-        ConfigurationError: ``share()`` of such a buffer was called; or it is sent to a process
-            being spawned, is of TorchRL's class and has drawn ahead: the batches travel as open
-            files, of which the child finds some closed.
+        ConfigurationError: ``share()`` of such a buffer was called, or a buffer of TorchRL's class
+            with batches drawn ahead is sent to a process being spawned. The batches are sent as
+            open files, some of which would be closed in the child.
     """
     for buffer in buffers_over(storage):
         if buffer.shared:
@@ -213,7 +211,7 @@ def drop_prefetched(buffer: Any) -> None:
 
 
 def drop_waiting(buffer: Any) -> None:
-    """The same, but for those that are there: nobody waits for what the others wait for."""
+    """Do the same, except for complete batches, so that no thread keeps waiting for the others."""
     with buffer._futures_lock, giving_up(_fetching_threads(buffer)):
         queue = list(buffer._prefetch_queue)
         for future in queue:
@@ -229,10 +227,11 @@ def _fetching_threads(buffer: Any) -> Iterable[threading.Thread]:
 
 
 def forget_drawn_ahead(storage: Storage) -> None:
-    """Drop what the buffers over a storage that was closed or emptied have drawn ahead.
+    """Drop batches drawn ahead by buffers on a storage that was closed or emptied.
 
-    A draw that the close cut short keeps, by its traceback, the buffer and so the rows' memory.
-    Whoever samples meanwhile, in another thread or in what a signal has interrupted, keeps its own.
+    A draw that the close interrupted would keep the buffer, and so the rows' memory, through its
+    traceback. A thread that samples at this moment, or interrupted code that samples, keeps its
+    own.
     """
     for buffer in buffers_over(storage):
         attributes = buffer.__dict__  # as in renew_after_fork
@@ -289,11 +288,11 @@ def unchecked_tensordict(source: dict[str, Any], batch_size: torch.Size) -> Tens
 
 
 def fetch_one_by_one(storage: Storage) -> None:
-    """Have the buffers over the storage fetch batches ahead in one thread each, in their order.
+    """Let each buffer on the storage fetch batches ahead in one thread, in order.
 
-    TorchRL's pool has a thread per batch, and ``sample`` waits for the oldest one. Where a rate
-    limiter admits another one first, nobody may be left to write what the oldest waits for. The
-    first sample of a buffer comes before the pool's first thread.
+    TorchRL's pool has a thread per batch, and ``sample`` waits for the oldest batch. If a rate
+    limiter admits another batch first, there may be no thread left to write the rows that the
+    oldest needs. The first sample of a buffer comes before the pool's first thread.
     """
     for buffer in buffers_over(storage):
         pool = getattr(buffer, "_prefetch_executor", None)
@@ -452,7 +451,7 @@ def _wrong_writer(buffer: Any, samplers_to_use: Mapping[str, str]) -> str | None
 
 
 _SHARED = (
-    "shared=True guards the buffer with a lock that a killed process keeps for ever: leave it out, "
+    "shared=True guards the buffer with a lock that a killed process never releases; leave it out, "
     "processes share the directory without it; TorchRL's collectors that call "
     "share() take a SharedReplayBuffer"
 )
@@ -485,7 +484,7 @@ def what_cannot_be_shared(buffer: Any, samplers_to_use: Mapping[str, str]) -> st
     unit = buffer._sample_unit
     if not isinstance(unit, (Transition, type(None))):
         return (
-            f"sample_unit={type(unit).__name__} looks for neighbouring rows without regard to who "
+            f"sample_unit={type(unit).__name__} looks for neighbouring rows, whichever process "
             "writes them: use SharedSliceSampler"
         )
     if buffer._dim_extend:

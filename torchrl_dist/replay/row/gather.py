@@ -1,4 +1,4 @@
-"""Copies sampled rows out of a directory, in memory that is used again, by several threads."""
+"""Copy sampled rows from a directory into reused memory, with several threads."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import numpy as np
 from torchrl_dist.errors import DeadlineError
 from torchrl_dist.replay.row.batch_memory import BatchMemory
 
-_THREADED_BYTES = 2**20  # below this handing a part to a thread costs more than the copy
-_OWN_PART = 1.125  # others start later: with equal parts two threads take 7 % longer
+_THREADED_BYTES = 2**20  # for less, passing a part to a thread costs more than the copy
+_OWN_PART = 1.125  # other threads start later: with equal parts, two threads take 7 % longer
 
 _Part = tuple[np.ndarray, np.ndarray, np.ndarray]
 _Job = tuple[_Part, "queue.SimpleQueue[BaseException | None]"]
 
 
 class Gatherer:
-    """``array[slots]`` for many slots.
+    """Compute ``array[slots]`` for many slots.
 
     Args:
-        threads: that copy arrays of more than 1 MiB, the caller's included.
+        threads: number of threads, including the caller's, that copy arrays of more than 1 MiB.
         timeout_s: longest wait for them.
     """
 
@@ -35,7 +35,7 @@ class Gatherer:
         self._helpers: _Helpers | None = None
 
     def gather(self, arrays: Sequence[np.ndarray], slots: np.ndarray) -> list[np.ndarray]:
-        """The rows at slots [n] of each array, [n, ...]."""
+        """Return the rows at slots [n] of each array, [n, ...]."""
         columns = []
         for array in arrays:
             out = self._memory.empty((slots.size, *array.shape[1:]), array.dtype)
@@ -70,9 +70,9 @@ class Gatherer:
 
 
 class _Helpers:
-    """Threads that end when nobody holds this any more, or with the process.
+    """Threads that end when this object is unreferenced, or with the process.
 
-    A queue hands work over in half the time of concurrent.futures, some 40 us of 450 per batch.
+    A queue passes work in half the time of concurrent.futures, which saves 40 of 450 us per batch.
     """
 
     def __init__(self, count: int) -> None:

@@ -268,8 +268,8 @@ def build(
     """A TensorDict, or tensorclass, of the columns, with batch size ``(*batch, *spec.batch_dims)``.
 
     Args:
-        raw: TensorDicts of tensors only, also where the rows hold something else; for rows that
-            may be torn, or that nobody is going to see.
+        raw: whether to build TensorDicts of tensors only, even if the rows hold something else, for
+            rows that may be torn or will not be used.
 
     Raises:
         ConfigurationError: rows of a tensorclass that this process has not imported.

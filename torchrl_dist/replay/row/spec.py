@@ -132,15 +132,15 @@ def checked_spec(entry: Any) -> RowSpec:
     """:meth:`RowSpec.from_json` of what may be damaged.
 
     Raises:
-        ValueError: it is no spec.
+        ValueError: it is not a spec.
     """
     try:
         spec = RowSpec.from_json(entry)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"no spec of a row: {error!r}") from error
+        raise ValueError(f"not a spec of a row: {error!r}") from error
     for column in spec.columns:
         names = column.key and all(isinstance(part, str) for part in column.key)
         sizes = all(type(size) is int and size >= 0 for size in column.shape)
         if not (names and sizes and isinstance(column.dtype, torch.dtype)):
-            raise ValueError(f"no spec of a row: it has {column}")
+            raise ValueError(f"not a spec of a row: it has {column}")
     return spec

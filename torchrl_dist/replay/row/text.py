@@ -91,8 +91,8 @@ def _check_plain(value: Any, path: Path) -> None:
             _check_plain(item, path)
         return
     raise ConfigurationError(
-        f"key {shown(path)!r} holds a {kind.__name__}; a row keeps tensors, and beside them text, "
-        "numbers, None, lists and dictionaries by name of these: encode it as one, or drop it"
+        f"key {shown(path)!r} holds a {kind.__name__}; a row can hold tensors, text, "
+        "numbers, None, and lists and dictionaries by name of these; encode it as one, or drop it"
     )
 
 

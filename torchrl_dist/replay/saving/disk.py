@@ -7,11 +7,11 @@
                         extra/: tensors of the buffer's transforms and random generator
     .torchrl_dist-rows  while a checkpoint is written: the folders that were made here
 
-A new checkpoint is written to a folder of its own and synced; then one rename of
-``checkpoint.json`` makes it the valid one, and the earlier folder is removed. Whatever a crash
-leaves beside, the next one removes: that is what the last file is for. Nothing is removed that is
-not named there or in ``checkpoint.json``. Numbers are stored as they lie in memory, little-endian;
-nothing is pickled, reading runs no code.
+A new checkpoint is written to its own folder and synced. One rename of ``checkpoint.json`` then
+makes it the valid one, and the earlier folder is removed. The next checkpoint removes the remains
+of a crash, which the last file names. Only folders named there or in ``checkpoint.json`` are
+removed. Numbers are stored as in memory, little-endian. Nothing is pickled, and reading runs no
+code.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ _MOST = 1 << 28  # bytes of a manifest, which has a checksum per column and 256 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[DumpWriter]:
-    """Write a checkpoint; unless it is committed, what was there stays.
+    """Write a checkpoint. Unless it is committed, the earlier one stays.
 
     Args:
         path: folder of the checkpoint; made if need be. One writer at a time.
 
     Raises:
-        CheckpointError: another process is writing there, another user could change what lies
-            there, or the files cannot be written, because the disk is full or for another reason.
+        CheckpointError: another process is writing there, another user could change the
+            folder, or the files cannot be written, because the disk is full or for another reason.
             What was written is removed.
     """
     path = Path(os.path.abspath(path))
@@ -100,7 +100,7 @@ class DumpWriter:
             raise
 
     def _note_folders(self) -> None:
-        """Before they are there: whoever comes after a crash knows what to remove."""
+        """Note the folders before they exist, so that they can be removed after a crash."""
         made = [self._folder.name] + ([] if self._earlier is None else [self._earlier])
         text = "\n".join(made).encode()
         own_files.atomic_write(
@@ -164,7 +164,7 @@ class DumpWriter:
         for number, tensor in enumerate(tensors):
             column = ColumnSpec((str(number),), tensor.dtype, tuple(tensor.shape))
             with open(own_files.open_new(folder / column.file_name), "wb") as file:
-                # a copy: what is written is what is summed, whoever goes on with the tensor
+                # a copy, so that the written bytes are the summed ones even if the tensor changes
                 content = _bytes_of(np.array(array_of(tensor), order="C"))
                 file.write(content)
                 file.flush()
@@ -173,7 +173,7 @@ class DumpWriter:
         return entries
 
     def remove_unless_valid(self) -> None:
-        """What was not committed is of no use."""
+        """Remove the folders unless they were committed."""
         if _folder_of(self._path) != self._folder.name:
             _remove_folder(self._folder)
             (self._path / _MADE_HERE).unlink(missing_ok=True)
@@ -207,13 +207,13 @@ class RowFiles:
         self.sums: tuple[int, ...] = ()
 
     def write(self, row: int, arrays: list[np.ndarray]) -> None:
-        """Put rows, [n, ...] per column, behind the first ``row`` ones."""
+        """Write rows, [n, ...] per column, after the first ``row`` ones."""
         for (fd, row_bytes), array in zip(self._columns, arrays, strict=True):
             _write_at(fd, row * row_bytes, array)
         self.sums = tuple(map(_sum, arrays))
 
     def end(self, rows: int) -> None:
-        """So many rows remain: those that changed were written once more. All are on the disk."""
+        """Keep this many rows, since changed ones were written again, and sync them."""
         for fd, row_bytes in self._columns:
             os.ftruncate(fd, rows * row_bytes)
             os.fsync(fd)
@@ -453,7 +453,7 @@ def _noted(path: Path) -> list[str]:
 
 
 def _remove_folder(folder: Path) -> None:
-    """Remove the rows of a checkpoint; a file that somebody put beside stays, with its folder."""
+    """Remove the rows of a checkpoint. A foreign file in the folder stays, with the folder."""
     if folder.is_symlink() or not folder.is_dir():
         return
     for part in folder.iterdir():

@@ -30,8 +30,8 @@ class Sink(Protocol):
     """Where the rows of a shard go.
 
     Attributes:
-        folder: where they become files, so that whoever has the rows can write them there himself,
-            with :class:`disk.RowFiles`, and only :meth:`append`; None: they must come here.
+        folder: the folder of their files. A process that has the rows may write them there with
+            :class:`disk.RowFiles`, and then only :meth:`append`. None: rows must be sent.
     """
 
     folder: Path | None
@@ -47,7 +47,7 @@ class Shard(Protocol):
     """One directory, here or at another process. Every method blocks for a bounded time."""
 
     def head(self) -> Head:
-        """The state but for the rows, at this instant."""
+        """Return the state without the rows, at this instant."""
 
     def save(self, head: Head, sink: Sink) -> None:
         """All rows that were there at the head's instant and still are, the oldest first."""
@@ -315,9 +315,10 @@ class SavedStorage:
         """Write all rows to a folder, as a checkpoint that takes the place of an earlier one.
 
         Blocks for as long as the disk takes; others sample and write meanwhile. Saved are the rows
-        with tickets before the cursor at the start, but for those overwritten before their turn
-        came; each is whole, with a priority that it had. A crash leaves the earlier checkpoint.
-        Shards that do not answer are warned about, left out, and the checkpoint names them.
+        with tickets before the cursor at the start, except rows that were overwritten before their
+        turn came; each is whole, with a priority that it had. A crash leaves the earlier
+        checkpoint. Shards that do not answer are warned about, left out, and the checkpoint names
+        them.
 
         Args:
             path: made if need be.
@@ -379,7 +380,7 @@ def from_state(state: dict[str, Any]) -> list[SavedShard | None]:
     try:
         return [None if each is None else _saved_shard(each) for each in state["shards"]]
     except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"this is no state of a replay buffer: {error!r}") from error
+        raise CheckpointError(f"this is not the state of a replay buffer: {error!r}") from error
 
 
 def _saved_shard(state: dict[str, Any]) -> SavedShard:

@@ -1,14 +1,14 @@
-"""What is saved of a replay directory: taken and given back in chunks, while others go on.
+"""Save and restore a replay directory in chunks, while other processes continue.
 
 Slots are visited in the order in which the ring will overwrite them: the *position* of a slot is
 its distance ahead of the cursor, ``(slot - cursor) % capacity``, 0 for the oldest row. Writers go
 the same way round, so whatever they have reserved since the cursor was noted is a first part of the
-positions, and one comparison with the cursor tells a row of then from a later one.
+positions, and one comparison with the cursor distinguishes earlier rows from later ones.
 
-- Taking: a chunk's rows are copied without the lock, and their versions compared afterwards. Each
+- Saving: a chunk's rows are copied without the lock, and their versions compared afterwards. Each
   saved row is whole and has a priority that it had. Rows whose slot was reserved meanwhile are
   missing, and so are rows that were being written.
-- Giving back: the buffer is emptied and its cursor set, then chunk after chunk is claimed, written
+- Restoring: the buffer is emptied and its cursor set, then chunk after chunk is claimed, written
   and published like any rows. Where writers came first, their newer rows stay. No generation goes
   back.
 """
@@ -32,7 +32,7 @@ from torchrl_dist.replay.row.spec import STREAM, ColumnSpec, RowSpec, checked_sp
 from torchrl_dist.tensors import array_of
 
 CHUNK_BYTES = 2**24
-_CHUNK_ROWS = 2**16  # versions and priorities of so many are copied under one hold of the lock
+_CHUNK_ROWS = 2**16  # number of versions and priorities that are copied while the lock is held once
 _ATTEMPTS = 3 if ORDERED_LOADS else 0
 _LARGEST_BLOCK = 1024
 
@@ -44,7 +44,7 @@ _WHOLE_NUMBERS = ("capacity", "cursor", "high", "length", "write_count")  # of a
 
 @dataclass(frozen=True)
 class Head:
-    """A directory but for its rows, at one instant.
+    """A directory without its rows, at one instant.
 
     ``max_priority`` (before alpha), ``alpha`` and ``eps`` are None where none was set yet, ``spec``
     before the first row. ``length`` counts the rows that were published. ``limiter``: of a limited
@@ -215,13 +215,13 @@ class SavedShard:
         return max(0, self.head.length - self.leaf.size)
 
 
-# --- taking --------------------------------------------------------------------------------------
+# --- saving --------------------------------------------------------------------------------------
 
 
 class Chunk(NamedTuple):
     """Slots and masses of rows that were saved; see :class:`SavedShard`.
 
-    ``sums``: CRC-32 of the rows per column, from whoever has written them to files.
+    ``sums``: CRC-32 of the rows per column, from the process that wrote them to files.
     """
 
     runs: np.ndarray
@@ -231,7 +231,7 @@ class Chunk(NamedTuple):
 
 class _Found(NamedTuple):
     keep: np.ndarray
-    """bool: rows of before the cursor was noted that are published."""
+    """bool: published rows from before the cursor was noted."""
     versions: np.ndarray
     leaf: np.ndarray
 
@@ -303,7 +303,7 @@ def _runs(slots: np.ndarray, versions: np.ndarray) -> np.ndarray:
     return np.stack([slots[first], versions[first], count], axis=1)
 
 
-# --- giving back ---------------------------------------------------------------------------------
+# --- restoring ---------------------------------------------------------------------------------
 
 
 class Piece(NamedTuple):
@@ -311,13 +311,13 @@ class Piece(NamedTuple):
 
     shard: int
     row: int
-    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody uses
+    count: int  # type: ignore[assignment]  # hides tuple.count, which is not used
     slot: int
     version: int
 
 
 class Target(NamedTuple):
-    """What one directory is to hold: its head, and pieces in the order of their positions."""
+    """The new content of one directory: its head, and pieces in the order of their positions."""
 
     head: Head
     pieces: list[Piece]
@@ -330,10 +330,10 @@ def deal(
 
     Into as many shards of the same capacity every row gets back to its slot, with its generation;
     a shard that was not saved (None) is empty. Otherwise rows are dealt
-    in blocks of neighbours, evenly and the oldest first, so that trajectories stay together but for
-    the edges of blocks; slots are new then, and generations larger than all saved ones, so that no
-    handle from before names another row. Of more rows than there is room for the newest are taken,
-    by their distance from their shard's cursor.
+    in blocks of neighbours, evenly and the oldest first, so that trajectories stay together except
+    at the edges of blocks; slots are new then, and generations larger than all saved ones, so that
+    no handle from before names another row. Of more rows than there is room for the newest are
+    taken, by their distance from their shard's cursor.
 
     Returns:
         A target per directory, and how many rows were left out.
@@ -434,8 +434,9 @@ def _limiter_of_all(heads: list[Head], *, first: bool) -> list[float] | None:
 
 
 def require_same(own: RowSpec, saved: RowSpec) -> None:
-    """Refuse to give back rows that do not fit: but for the streams, which may be unknown, and for
-    the room that fields for text have.
+    """Refuse to restore rows of another spec.
+
+    Streams may be unknown, and fields for text may have other sizes.
 
     Raises:
         ConfigurationError: naming every column that differs.
@@ -489,7 +490,7 @@ def _under(shard: SavedShard, alpha: float) -> SavedShard:
 
 
 def begin_restore(cursor: SharedCursor, head: Head) -> int:
-    """Empty the directory and give it the saved state but for the rows, for all processes.
+    """Empty the directory and restore the saved state without the rows, for all processes.
 
     Returns:
         The cursor, for :func:`restore_rows`.
@@ -529,7 +530,7 @@ def restore_rows(
         arrays: [n, ...] per column of the spec.
 
     Raises:
-        DeadlineError: somebody held these slots all the time.
+        DeadlineError: another process held these slots all the time.
     """
     reservation = cursor.claim_unless_passed(slot, leaf.size, since)
     if reservation is None:
