@@ -337,9 +337,9 @@ def test_what_is_no_row_or_no_slot_is_refused_and_changes_nothing(buffer) -> Non
     settle(buffer)
     storage, row, beyond = buffer.storage, make_rows([50]), torch.tensor([buffer.storage.max_size])
     refused = [
-        (IndexError, "capacity|must lie|beyond", lambda: storage.get(beyond)),
-        (IndexError, "capacity|must lie|beyond", lambda: storage.set(beyond, row)),
-        (IndexError, "must lie", lambda: storage.write_at(torch.tensor([-1]), row)),
+        (IndexError, "capacity|must be in|beyond", lambda: storage.get(beyond)),
+        (IndexError, "capacity|must be in|beyond", lambda: storage.set(beyond, row)),
+        (IndexError, "must be in", lambda: storage.write_at(torch.tensor([-1]), row)),
         (
             ConfigurationError,
             "1 rows for 2 slots",
