@@ -285,6 +285,16 @@ if __name__ == "__main__":
     _run_rank(sys.argv[1])
 
 
+def stop(pid: int) -> None:
+    """Stop another process, and wait until all of its threads have stopped."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 10
+    while any(thread.read_text().rpartition(")")[2].split()[0] not in "Tt"
+              for thread in Path(f"/proc/{pid}/task").glob("*/stat")):  # fmt: skip
+        assert time.monotonic() < deadline, f"process {pid} does not stop"
+        time.sleep(0.005)
+
+
 def stop_self() -> None:
     """Stop this process, and return when it is continued.
 

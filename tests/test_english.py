@@ -22,9 +22,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 # Parts that have not been rewritten yet and are not checked. Remove each when its text is plain.
-NOT_YET = (
-    "tests",
-)
+NOT_YET = ("tests",)
 PERSONS = "users?|anyone|people|persons?|readers?|contributors?|maintainers?|authors?|colleagues?"
 # Before "is to": what an instruction is, not what a thing must do.
 STEPS = (

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from scipy import stats
@@ -31,6 +30,7 @@ from tests.replay.hosted_helpers import (
 )
 from tests.replay.test_processes import wait_until
 from tests.replay.test_slices import assert_slices, trajectory
+from tests.spawn import stop
 from torchrl_dist import (
     ConfigurationError,
     DeadlineError,
@@ -216,8 +216,7 @@ def test_a_paused_owner_is_a_late_owner(make, cluster) -> None:
     buffer.flush()
     shorten_deadlines(buffer, 1.0)
     pid = cluster.pid_of(cluster.of_role("owner")[0])
-    os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    stop(pid)
     try:
         index = buffer.extend(make_rows(range(10, 20)))
         begin = time.monotonic()
@@ -655,7 +654,7 @@ def test_a_lost_shard_is_reported_once_and_the_other_gives_slices(make, cluster,
             if step > 5:
                 assert (batch["index"] < 64).all()
     reports = [str(each.message) for each in caught if "replay shard 1" in str(each.message)]
-    assert len(reports) == 1 and "the other 1 go on" in reports[0]
+    assert len(reports) == 1 and "the other 1 continue" in reports[0]
     warnings.simplefilter("ignore")  # closing a client of the lost host is one more warning
 
 
@@ -693,7 +692,7 @@ def test_a_pass_goes_on_without_a_shard_that_is_lost_in_it(make, cluster) -> Non
     buffer.flush()
     seen = [number for _ in range(3) for number in buffer.sample()["id"].tolist()]
     os.kill(cluster.pid_of(cluster.of_role("owner")[1]), signal.SIGKILL)
-    with pytest.warns(UserWarning, match="replay shard 1 .owner1.*the other 1 go on"):
+    with pytest.warns(UserWarning, match="replay shard 1 .owner1.*the other 1 continue"):
         while len([number for number in seen if number < 20]) < 20:
             seen += buffer.sample()["id"].tolist()
     assert len(set(seen)) == len(seen) and {*range(20)} <= {*seen}
@@ -709,7 +708,7 @@ def test_a_shard_that_hangs_is_left_out_and_comes_back(make, cluster) -> None:
     buffer.flush()
     shorten_deadlines(buffer, 2.0)
     pid = cluster.pid_of(cluster.of_role("owner")[0])
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
         with pytest.warns(UserWarning, match="replay shard 0 .owner0"):
             drawn = torch.cat([buffer.sample()["id"] for _ in range(4)])
