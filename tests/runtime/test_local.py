@@ -504,8 +504,8 @@ def test_a_collector_or_buffer_without_a_cluster_is_told_the_likely_line(fork_se
             RPCBatchedCollector, "CartPole-v1", frames_per_batch=4, total_frames=4
         )
         for given, told in (
-            ({}, r"no session= was given, though the session has 'actor' \(1\). Pass session="),
-            ({"session": me}, r"nobody has the role 'collector', .* Pass workers=session.of_role"),
+            ({}, r"no session= was given, but the session has 'actor' \(1\). Pass session="),
+            ({"session": me}, r"no process has the role 'collector', .* Pass workers=session.of_role"),
         ):
             with pytest.warns(UserWarning, match=told):
                 collector(**given).shutdown()
