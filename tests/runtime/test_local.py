@@ -505,7 +505,10 @@ def test_a_collector_or_buffer_without_a_cluster_is_told_the_likely_line(fork_se
         )
         for given, told in (
             ({}, r"no session= was given, but the session has 'actor' \(1\). Pass session="),
-            ({"session": me}, r"no process has the role 'collector', .* Pass workers=session.of_role"),
+            (
+                {"session": me},
+                r"no process has the role 'collector', .* Pass workers=session.of_role",
+            ),
         ):
             with pytest.warns(UserWarning, match=told):
                 collector(**given).shutdown()

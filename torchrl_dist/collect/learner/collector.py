@@ -757,7 +757,7 @@ class RPCBatchedCollector(BaseCollector):
 
     @property
     def weight_updater(self) -> None:
-        """None: see :meth:`update_policy_weights_`."""
+        """Always None, see :meth:`update_policy_weights_`."""
         return None
 
     @weight_updater.setter

@@ -229,7 +229,7 @@ class SharedMemmapStorage(
 
     @property
     def limiter_counts(self) -> Counts:
-        """The counts that a limiter would use now: inserts, samples and size, in rows."""
+        """The inserts, samples and size, in rows, that a limiter would use now."""
         gate = self._directory.gate
         return Counts(self.write_count, 0, len(self)) if gate is None else gate.counts()
 
@@ -250,8 +250,10 @@ class SharedMemmapStorage(
 
     @property
     def counters(self) -> dict[str, int]:
-        """Counters of the buffer over all processes, by name: stale priorities, rows that were read
-        again, repairs and others."""
+        """The counters of the buffer over all processes, by name.
+
+        They count stale priorities, rows that were read again, repairs and others.
+        """
         return self._directory.counters
 
     def check_entry(self) -> None:

@@ -66,7 +66,7 @@ class Head:
 
     @property
     def max_times_sampled(self) -> int:
-        """0: without that limit."""
+        """The limit, or 0 without one."""
         return int(sum((self.limiter or [])[3:4]))
 
     @classmethod
