@@ -260,7 +260,7 @@ def test_the_command_prints_one_object_and_fails_with_2(rb, folder, tmp_path, ca
     shown = capsys.readouterr().out
     assert "80 of 80" in shown and "processes" in shown and "next.last" in shown
     assert cli(["inspect", str(tmp_path / "nowhere")]) == 2
-    assert "is no folder" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err
     assert cli(["inspect", str(tmp_path)]) == 2
     assert "neither a replay directory nor a checkpoint" in capsys.readouterr().err
 

@@ -283,12 +283,12 @@ def test_shards_go_on_together_after_a_restart_in_which_one_is_new(
             buffer.extend(rows_of(range(first, first + 40)))
         buffer.flush()
         assert buffer.storage.limiter_counts[:2] == (80, 320)
-    assert "goes on" not in capfd.readouterr().err
+    assert "continues" not in capfd.readouterr().err
     shutil.rmtree(next(folder.glob("*replay-1-0")))
     with session() as job:
         buffer = build(job)
-        told = [line for line in capfd.readouterr().err.splitlines() if "goes on" in line]
-        assert len(told) == 1 and "goes on with 40 rows" in told[0], told
+        told = [line for line in capfd.readouterr().err.splitlines() if "continues" in line]
+        assert len(told) == 1 and "continues with 40 rows" in told[0], told
         assert limiter.difference(buffer.storage.limiter_counts) == (96 if counted_at else -32)
         for _ in range(4):  # to both shards
             buffer.extend(rows_of(range(8)))

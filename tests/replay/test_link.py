@@ -582,7 +582,7 @@ def test_indices_below_0_count_from_the_last_row_of_the_last_shard(hosts) -> Non
     storage = storage_of(client)
     found = storage._as_index(torch.tensor([-1, -3, -4, -8, 2]))
     assert found.tolist() == [CAPACITY + 2, CAPACITY, 4, 0, 2]
-    with pytest.raises(IndexError, match="beyond the 8 slots"):
+    with pytest.raises(IndexError, match="before the first of the 8 slots"):
         storage._as_index(-9)
 
 
