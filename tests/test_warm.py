@@ -86,6 +86,14 @@ def test_how_it_ends_is_told() -> None:
         process.send_signal(number)  # to nobody
 
 
+def test_a_signal_that_comes_before_the_program_is_not_lost() -> None:
+    """A fork must not ignore what is sent between its start and its program's first line."""
+    for _ in range(20):
+        process = warm.start([sys.executable, "-c", "import time; time.sleep(60)"])
+        process.terminate()
+        assert process.wait(20) == -signal.SIGTERM
+
+
 def one_rank_is_killed_once(folder: str) -> None:
     rank, start = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
     Path(folder, f"{rank} {start}").write_text(f"{os.getpid()} {os.getppid()}")

@@ -68,7 +68,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _CLONE_NEWNS, _CLONE_NEWUTS = 0x00020000, 0x04000000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
 _OWN_MOUNTS = "/proc/self/ns/mnt"
-# Some tests send them to all processes that they find.
+# Some tests send them to all processes that they find. Processes that fork others block them.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -111,6 +111,7 @@ class Program:
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
     def run(self, installed: list[str]) -> None:
         """Run it as ``__main__``; its exceptions propagate.
@@ -361,8 +362,8 @@ def serve(fd: int, paths: list[str]) -> None:
     ``paths`` are the ``sys.path`` of an interpreter without PYTHONPATH, and the entries that this
     one has from PYTHONPATH.
     """
-    for number in _SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    # Not ignored: a fork would lose a signal that arrives before it has become its program.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     gc.disable()
     for name in _PRELOAD:
         importlib.import_module(name)
@@ -376,7 +377,9 @@ def serve(fd: int, paths: list[str]) -> None:
     program = _fork_programs(socket.socket(fileno=fd))
     if program.is_agent:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         if os.fork():
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
             theirs.close()
             _have_agent_use(_Server(ours))
         else:
@@ -386,8 +389,6 @@ def serve(fd: int, paths: list[str]) -> None:
             null = os.open(os.devnull, os.O_RDWR)
             for standard in range(3):
                 os.dup2(null, standard)
-            for number in _SIGNALS:
-                signal.signal(number, signal.SIG_IGN)
             program = _fork_programs(theirs)
     program.run(installed)
 
