@@ -275,6 +275,88 @@ int replay_publish(const Tables *tables, int64_t row, int64_t first, int64_t cou
     return 0;
 }
 
+/* Frames that are stored once, see node/frames.py. These two are called without the GIL. */
+
+static uint64_t load(const uint8_t *bytes, int64_t count) {
+    uint64_t word = 0;
+    memcpy(&word, bytes, (size_t)count);
+    return word;
+}
+
+/* Equal frames have equal hashes; whether frames with equal hashes are equal is compared. Four lanes,
+ * since a multiplication waits for the one before it. */
+static int64_t hash_of(const uint8_t *frame, int64_t bytes) {
+    const uint64_t prime = 0x9E3779B97F4A7C15u;
+    uint64_t lanes[4] = {prime, prime ^ 1, prime ^ 2, prime ^ 3};
+    int64_t at = 0;
+    for (; at + 32 <= bytes; at += 32)
+        for (int lane = 0; lane < 4; lane++) {
+            lanes[lane] = (lanes[lane] ^ load(frame + at + 8 * lane, 8)) * prime;
+            lanes[lane] ^= lanes[lane] >> 29;
+        }
+    for (; at < bytes; at += 8) {
+        lanes[0] = (lanes[0] ^ load(frame + at, bytes - at < 8 ? bytes - at : 8)) * prime;
+        lanes[0] ^= lanes[0] >> 29;
+    }
+    uint64_t hash = (uint64_t)bytes;
+    for (int lane = 0; lane < 4; lane++) {
+        hash = (hash ^ lanes[lane]) * prime;
+        hash ^= hash >> 32;
+    }
+    return (int64_t)hash;
+}
+
+/* refs: for each of n frames the ticket of an equal frame in the ring, not below oldest, or -1 - k for
+ * the k-th new frame. table: pairs of a hash and a ticket + 1, see replay_keep_frames. batch: pairs of
+ * a hash and k + 1 of the new frames; fresh: pairs of a new frame's address and hash. There are count
+ * of them from calls before. Both numbers of entries are powers of two. Returns the new count. */
+int64_t replay_find_frames(const uint8_t *frames, int64_t n, int64_t bytes, const uint8_t *ring,
+                           int64_t size, const volatile int64_t *table, int64_t entries,
+                           int64_t oldest, int64_t *batch, int64_t batch_entries, int64_t *fresh,
+                           int64_t count, int64_t *refs) {
+    for (int64_t i = 0; i < n; i++) {
+        const uint8_t *frame = frames + i * bytes;
+        int64_t hash = hash_of(frame, bytes), at = hash & (batch_entries - 1), k;
+        refs[i] = INT64_MIN;
+        for (; (k = batch[2 * at + 1]); at = (at + 1) & (batch_entries - 1))
+            if (batch[2 * at] == hash &&
+                !memcmp((const uint8_t *)(intptr_t)fresh[2 * k - 2], frame, (size_t)bytes)) {
+                refs[i] = -k;
+                break;
+            }
+        if (refs[i] != INT64_MIN) continue;
+        int64_t bucket = hash & (entries - 2);
+        for (int64_t entry = bucket; entry < bucket + 2; entry++) {
+            int64_t ticket = table[2 * entry + 1] - 1;
+            if (table[2 * entry] == hash && ticket >= oldest &&
+                !memcmp(ring + ticket % size * bytes, frame, (size_t)bytes)) {
+                refs[i] = ticket;
+                break;
+            }
+        }
+        if (refs[i] != INT64_MIN) continue;
+        fresh[2 * count] = (int64_t)(intptr_t)frame;
+        fresh[2 * count + 1] = hash;
+        batch[2 * at] = hash;
+        batch[2 * at + 1] = ++count;
+        refs[i] = -count;
+    }
+    return count;
+}
+
+/* Copy new frames into the ring, from the ticket first on, and enter them into the table: each in the
+ * older entry of its bucket of two. Threads may do so at the same time, and lose entries. */
+void replay_keep_frames(const int64_t *fresh, int64_t count, int64_t bytes, uint8_t *ring,
+                        int64_t size, int64_t first, volatile int64_t *table, int64_t entries) {
+    for (int64_t i = 0; i < count; i++) {
+        int64_t ticket = first + i, hash = fresh[2 * i + 1], entry = hash & (entries - 2);
+        memcpy(ring + ticket % size * bytes, (const uint8_t *)(intptr_t)fresh[2 * i], (size_t)bytes);
+        if (table[2 * entry + 3] < table[2 * entry + 1]) entry++;
+        table[2 * entry] = hash;
+        table[2 * entry + 1] = ticket + 1;
+    }
+}
+
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_kernel", NULL, -1, NULL};
 
 PyMODINIT_FUNC PyInit__kernel(void) { return PyModule_Create(&module); }

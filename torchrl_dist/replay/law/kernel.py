@@ -6,10 +6,13 @@ import ctypes
 import functools
 import os
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
 from torchrl_dist.errors import ConfigurationError
+
+_Library = TypeVar("_Library", ctypes.PyDLL, ctypes.CDLL)
 
 _VARIABLE = "TORCHRL_DIST_KERNEL"
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "d": ctypes.c_double}
@@ -22,19 +25,31 @@ _FUNCTIONS = {
     "publish": (ctypes.c_int, "piiiidp"),
 }
 """Result type, and a letter per argument."""
+_COPIERS = {
+    "find_frames": (ctypes.c_int64, "piipipiipipip"),
+    "keep_frames": (None, "piipiipi"),
+}
 
 
-@functools.cache
-def _library() -> ctypes.PyDLL | None:
-    path = Path(__file__).with_name("_kernel.abi3.so")  # for every Python from 3.10 on
-    if not path.exists():
-        return None
-    library = ctypes.PyDLL(str(path))
-    for name, (result, arguments) in _FUNCTIONS.items():
+_PATH = Path(__file__).with_name("_kernel.abi3.so")  # for every Python from 3.10 on
+
+
+def _declared(library: _Library, functions: dict[str, tuple[Any, str]]) -> _Library:
+    for name, (result, arguments) in functions.items():
         function = getattr(library, f"replay_{name}")
         function.restype = result
         function.argtypes = [_TYPES[letter] for letter in arguments]
     return library
+
+
+@functools.cache
+def _library() -> ctypes.PyDLL | None:
+    return _declared(ctypes.PyDLL(str(_PATH)), _FUNCTIONS) if _PATH.exists() else None
+
+
+@functools.cache
+def _copier() -> ctypes.CDLL | None:
+    return _declared(ctypes.CDLL(str(_PATH)), _COPIERS) if _PATH.exists() else None
 
 
 def find_kernel() -> ctypes.PyDLL | None:
@@ -55,6 +70,11 @@ def find_kernel() -> ctypes.PyDLL | None:
             "headers, then reinstall torchrl-dist"
         )
     return library
+
+
+def find_copier() -> ctypes.CDLL | None:
+    """Return the functions of the kernel that copy frames and need no GIL, or None as above."""
+    return None if find_kernel() is None else _copier()
 
 
 def address(array: np.ndarray) -> int:

@@ -42,13 +42,15 @@ def largest_reservation(capacity: int) -> int:
     return max(1, capacity // 8)
 
 
-def split_rows(rows: int, capacity: int) -> list[tuple[int, int]]:
+def split_rows(rows: int, capacity: int, most: int | None = None) -> list[tuple[int, int]]:
     """Return row ranges ``(start, stop)`` of an extend, each small enough for one reservation.
+
+    They have at most ``most`` rows.
 
     Of an extend longer than the ring, only the last ``capacity`` rows are kept, as if all had been
     written.
     """
-    step = largest_reservation(capacity)
+    step = min(largest_reservation(capacity), most or capacity)
     first = max(0, rows - capacity)
     return [(start, min(start + step, rows)) for start in range(first, rows, step)]
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from torchrl_dist.replay.law.placement import (
     slot_ranges,
 )
 from torchrl_dist.replay.node.directory import ReplayDirectory
+from torchrl_dist.replay.node.frames import Plan, StalePlanError
 from torchrl_dist.replay.node.priorities import (
     cover_leaves,
     default_leaf,
@@ -48,6 +49,7 @@ from torchrl_dist.replay.node.tables import (
 from torchrl_dist.replay.node.times_sampled import exhausted, set_times_sampled
 
 _RETRY_S = 1e-3
+_T = TypeVar("_T")
 # their functions return before the rows have arrived
 _MODULES = (__name__, "torchrl_dist.replay.node.gate")
 
@@ -82,7 +84,31 @@ class SharedCursor:
         """The directory of this cursor."""
         return self._directory
 
-    def reserve(self, count: int) -> Reservation:
+    def planned(
+        self,
+        source: Sequence[np.ndarray | None],
+        start: int,
+        stop: int,
+        reserve: Callable[[Plan | None], _T],
+    ) -> tuple[_T, Plan | None]:
+        """Reserve slots for the rows ``start`` to ``stop`` of ``source``, and tickets for frames.
+
+        Args:
+            source: [n, ...] per column.
+            reserve: reserves the slots; the plan is for :meth:`reserve` and the like.
+
+        Returns:
+            Its result, and the plan; None if no frames are stored once.
+        """
+        frames = self._directory.frames
+        while True:
+            plan = None if frames is None else frames.plan(source, start, stop)
+            try:
+                return reserve(plan), plan
+            except StalePlanError:  # the others wrote many frames in between
+                continue
+
+    def reserve(self, count: int, plan: Plan | None = None) -> Reservation:
         """Take the next ``count`` slots that no live process is writing.
 
         Rows that were published in them cease to exist. Slots that a live process is still writing
@@ -98,7 +124,7 @@ class SharedCursor:
         deadline = time.monotonic() + directory.timeout_s
         while True:
             with directory.lock():
-                reservation = self.try_reserve(count)
+                reservation = self.try_reserve(count, plan)
             if reservation is not None:
                 return reservation
             if time.monotonic() > deadline:
@@ -109,24 +135,34 @@ class SharedCursor:
                 )
             time.sleep(_RETRY_S)
 
-    def try_reserve(self, count: int) -> Reservation | None:
+    def try_reserve(self, count: int, plan: Plan | None = None) -> Reservation | None:
         """Do :meth:`reserve` under the lock. Return None if other writers are in the way."""
         directory = self._directory
         row, capacity = self._free_row(), directory.capacity
-        if row is None:
+        if row is None or not self._frames_admit(row, plan):
             return None
         ticket = directory.words[Word.CURSOR]
-        reservation = self._take(row, ticket, count, Word.CURSOR, ticket + count)
+        reservation = self._take(row, ticket, count, Word.CURSOR, ticket + count, plan)
         if reservation is None:
             if self._live_claims(ticket, count):  # the other claims have lapsed
                 free = first_free_ticket(ticket, count, self._live_claims(), capacity)
                 if free is None:
                     return None
                 ticket = free
-            reservation = self._take(row, ticket, count, Word.CURSOR, ticket + count)
+            reservation = self._take(row, ticket, count, Word.CURSOR, ticket + count, plan)
         return reservation
 
-    def _take(self, row: int, first: int, count: int, word: Word, value: int) -> Reservation | None:
+    def _frames_admit(self, row: int, plan: Plan | None) -> bool:
+        """Whether a plan's frames can be reserved. Called under the lock, before :meth:`_take`."""
+        frames = self._directory.frames
+        if frames is None or frames.admits(row, plan):
+            return True
+        self._live_claims()  # ends the claims of dead members
+        return frames.admits(row, plan)
+
+    def _take(
+        self, row: int, first: int, count: int, word: Word, value: int, plan: Plan | None
+    ) -> Reservation | None:
         """Claim the slots for this process, and set ``word`` to ``value``. Called under the lock.
 
         Returns:
@@ -136,6 +172,8 @@ class SharedCursor:
         reservation = Reservation(row, first, count, ranges)
         self._hold(reservation)
         if directory.kernel.reserve(row, first, count, directory.member, word, value):
+            if directory.frames is not None:
+                directory.frames.reserve(plan, ranges)
             return reservation
         self._forget(reservation)
         return None
@@ -212,12 +250,13 @@ class SharedCursor:
     def _forget(self, reservation: Reservation) -> None:
         self._directory.let_go(reservation)
 
-    def claim_slots(self, slots: np.ndarray) -> list[Reservation]:
+    def claim_slots(self, slots: np.ndarray, plan: Plan | None = None) -> list[Reservation]:
         """Reserve given slots to write them in place. They keep their position in the ring.
 
         Args:
             slots: distinct slots, int64 [n]. Published ones become unpublished until the write is
                 published, as in any write.
+            plan: the frames of their rows, if the slots are one run.
 
         Returns:
             One reservation per run of neighbouring slots.
@@ -232,7 +271,7 @@ class SharedCursor:
         try:
             for run in runs:
                 while True:
-                    reservation = self._claim_run(int(run[0]), run.size)
+                    reservation = self._claim_run(int(run[0]), run.size, plan)
                     if reservation is not None:
                         taken.append(reservation)
                         break
@@ -243,11 +282,11 @@ class SharedCursor:
             raise
         return taken
 
-    def _claim_run(self, start: int, count: int) -> Reservation | None:
+    def _claim_run(self, start: int, count: int, plan: Plan | None) -> Reservation | None:
         # Outside of the loop, because a frame that holds the lock must not clean up after an
         # interrupt, see ``FairLock``.
         with self._directory.lock():
-            return self._try_claim_run(start, count)
+            return self._try_claim_run(start, count, plan)
 
     def _await_slots(self, first: int, last: int, deadline: float) -> None:
         """Pause before another attempt to claim them."""
@@ -259,12 +298,12 @@ class SharedCursor:
             )
         time.sleep(_RETRY_S)
 
-    def _try_claim_run(self, start: int, count: int) -> Reservation | None:
+    def _try_claim_run(self, start: int, count: int, plan: Plan | None) -> Reservation | None:
         row, words = self._free_row(), self._directory.words
-        if row is None or self._live_claims(start, count):
+        if row is None or self._live_claims(start, count) or not self._frames_admit(row, plan):
             return None
         high = max(words[Word.IN_PLACE], start + count)  # the ring may not have reached it
-        return self._take(row, start, count, Word.IN_PLACE, high)
+        return self._take(row, start, count, Word.IN_PLACE, high, plan)
 
     def wait_for_rows(self, deadline: float, least: int = 1) -> bool:
         """Wait until ``least`` rows are published, as long as a live process is writing some.
@@ -346,7 +385,9 @@ class SharedCursor:
             directory.commit()
             return words[Word.CURSOR]
 
-    def claim_unless_passed(self, slot: int, count: int, since: int) -> Reservation | None:
+    def claim_unless_passed(
+        self, slot: int, count: int, since: int, plan: Plan | None = None
+    ) -> Reservation | None:
         """Reserve the slots from ``slot`` on, except those reserved since the ticket ``since``.
 
         The latter are the first slots of the run. Returns ``None`` if these are all. Blocks while
@@ -363,7 +404,7 @@ class SharedCursor:
                 passed = max(0, directory.words[Word.CURSOR] - since - position)
                 if passed >= count:
                     return None
-                reservation = self._try_claim_run(slot + passed, count - passed)
+                reservation = self._try_claim_run(slot + passed, count - passed, plan)
             if reservation is not None:
                 return reservation
             self._await_slots(slot, slot + count - 1, deadline)

@@ -13,6 +13,7 @@ Files::
     limiter.bin     with a rate limiter: waiting processes, and how often rows were sampled; see
                     ``gate``
     pass.bin        with sampling without replacement: the rows left in the pass; see ``passes``
+    frames.json     with ``frames=``: the keys whose frames are stored once; see ``frames``
 
 ``files`` knows when each of them is created, adopted and removed.
 
@@ -56,6 +57,7 @@ from torchrl_dist.replay.law.limiter import Admission
 from torchrl_dist.replay.law.tree import PriorityTree, tree_bytes
 from torchrl_dist.replay.node import files
 from torchrl_dist.replay.node.files import damaged
+from torchrl_dist.replay.node.frames import Frames, file_sizes, frames_in, shown, with_stacks
 from torchrl_dist.replay.node.kernel import Tables, kernel_of
 from torchrl_dist.replay.node.lock import (
     MEMBER_BYTES,
@@ -158,6 +160,7 @@ class ReplayDirectory:
         self._rows: RowSpec | None = None
         self._tensors: list[torch.Tensor] = []
         self._arrays: list[np.ndarray] = []
+        self._frames: Frames | None = None
         self.repair = repair
         self._held: dict[int, Held] = {}
 
@@ -384,22 +387,75 @@ class ReplayDirectory:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The shared rows, one tensor [capacity, ...] per column of :attr:`rows`."""
+        """The shared rows, one tensor [capacity, ...] per column of :attr:`rows`.
+
+        Values with frames are zeros without memory, see :meth:`read`."""
         if self._rows is None and self.rows is None:
             return []
         return self._tensors
 
     @property
     def arrays(self) -> list[np.ndarray]:
-        """:attr:`tensors` as arrays, see :func:`array_of`."""
+        """:attr:`tensors` as arrays, see :func:`array_of`.
+
+        For values with frames, the cells of these, int32 [capacity, stack]."""
         if self._rows is None and self.rows is None:
             return []
         return self._arrays
+
+    @property
+    def frames(self) -> Frames | None:
+        """The frames that are stored once, or None if no rows with such frames have come."""
+        if self._rows is None and self.rows is None:
+            return None
+        return self._frames
+
+    def read(self, slots: np.ndarray | slice) -> list[np.ndarray]:
+        """Return the values in these slots, [n, ...] per column, without a check of their versions.
+
+        They are copies, except plain values of a slice."""
+        columns = [array[slots] for array in self.arrays]
+        if self._frames is None:
+            return columns
+        return self._frames.expand(columns, lambda arrays, cells: [arrays[0].take(cells, 0)])
+
+    def set_frames(self, stacks: Mapping[tuple[str, ...], int]) -> None:
+        """Set the keys whose frames are stored once, before the first rows, for all processes.
+
+        Args:
+            stacks: number of frames per value, by key.
+
+        Raises:
+            ConfigurationError: the directory has other keys, or rows without any.
+        """
+        with self.lock():
+            known = self._stacks()
+            if self.words[Word.ROWS_READY] or self.words[Word.FRAMES_SET]:
+                if known != stacks:
+                    raise ConfigurationError(
+                        f"frames={shown(stacks)}: {self.path} is used with "
+                        f"{f'frames={shown(known)}' if known else 'no frames'}; pass the same "
+                        "frames in every process, and use a new scratch_dir to change them"
+                    )
+                return
+            entries = [{"key": list(key), "stack": stack} for key, stack in stacks.items()]
+            write_json(self.path / files.FRAMES, {"frames": entries})
+            self.words[Word.FRAMES_SET] = 1
+
+    def _stacks(self) -> dict[tuple[str, ...], int]:
+        if not self.words[Word.FRAMES_SET]:
+            return {}
+        try:
+            content = json.loads(own_files.read_ours(self.path / files.FRAMES))
+            return {tuple(each["key"]): int(each["stack"]) for each in content["frames"]}
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise damaged(self.path, f"{files.FRAMES} cannot be read ({error})") from error
 
     def spec_for(self, spec: RowSpec) -> RowSpec:
         """Return the spec of the present rows, or of rows with ``spec`` once they have come."""
         if self.rows is not None:
             return self.rows
+        spec = with_stacks(spec, self._stacks())
         if self.words[Word.STREAMS] and STREAM not in spec.columns:
             return replace(spec, columns=(*spec.columns, STREAM))
         return spec
@@ -421,6 +477,8 @@ class ReplayDirectory:
                 folder.mkdir(mode=0o700)
                 for column in spec.columns:
                     allocate(folder / column.file_name, data_bytes(column, self.capacity))
+                for name, size in file_sizes(self.capacity, spec).items():
+                    allocate(folder / name, size)
             except FileExistsError as error:
                 (self.path / files.ROWS).unlink()
                 raise DirectoryError(
@@ -428,7 +486,8 @@ class ReplayDirectory:
                 ) from error
             except OSError as error:
                 files.remove_data(self.path)
-                wanted = self.capacity * spec.row_bytes / 2**20
+                sizes = [data_bytes(column, self.capacity) for column in spec.columns]
+                wanted = sum([*sizes, *file_sizes(self.capacity, spec).values()]) / 2**20
                 raise DirectoryError(
                     f"could not allocate {wanted:.0f} MiB for {self.capacity} rows in "
                     f"{self.path}: {error}; free space there, choose another scratch_dir or a "
@@ -439,17 +498,28 @@ class ReplayDirectory:
     def map_rows(self) -> None:
         spec = read_spec(self.path)
         tensors = []
+        arrays = []
         for column in spec.columns:
             shape = (self.capacity, *column.shape)
             file = self.path / files.DATA / column.file_name
             buffer = map_file(file, data_bytes(column, self.capacity))
-            if column.row_bytes == 0:
-                tensors.append(torch.empty(shape, dtype=column.dtype))
-                continue
             with torch.inference_mode(False):  # otherwise later writes outside that mode would fail
-                tensors.append(torch.frombuffer(buffer, dtype=column.dtype).reshape(shape))
+                if column.stack:
+                    tensors.append(torch.zeros((), dtype=column.dtype).expand(shape))
+                    cells = np.frombuffer(buffer, np.int32).reshape(self.capacity, column.stack)
+                    arrays.append(cells)
+                    continue
+                if column.row_bytes == 0:
+                    tensors.append(torch.empty(shape, dtype=column.dtype))
+                else:
+                    tensors.append(torch.frombuffer(buffer, dtype=column.dtype).reshape(shape))
+            arrays.append(array_of(tensors[-1]))
+        if frames_in(spec):
+            self._frames = Frames(
+                self.path / files.DATA, spec, self.versions, self.claims, self.words, self.kernel
+            )
         self._tensors = tensors
-        self._arrays = [array_of(tensor) for tensor in tensors]
+        self._arrays = arrays
         self._rows = spec
 
     # --- joining and leaving -----------------------------------------------------------------
@@ -700,4 +770,4 @@ atexit.register(_leave_all)
 
 
 def data_bytes(column: ColumnSpec, capacity: int) -> int:
-    return max(1, capacity * column.row_bytes)
+    return max(1, capacity * (4 * column.stack or column.row_bytes))

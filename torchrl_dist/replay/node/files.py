@@ -8,18 +8,19 @@ created in a folder that holds something else.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchrl_dist import own_files
 from torchrl_dist.errors import DirectoryError
-from torchrl_dist.replay.row.spec import data_file
+from torchrl_dist.replay.row.spec import ColumnSpec, data_file
 
 FORMAT = 2
 SLURM = "slurm"
@@ -27,14 +28,19 @@ LOCK, HEADER, ROWS, DATA = "lock", "header.json", "rows.json", "data"
 TABLES = ("control.bin", "versions.bin", "tree.bin")
 _BEING_REMOVED = "header.removed.json"
 """The header's name while the other files are being removed but the folder stays."""
-_NEW_HEADER, _NEW_ROWS = (own_files.temporary(Path(name)).name for name in (HEADER, ROWS))
+FRAMES = "frames.json"
+_NEW_HEADER, _NEW_ROWS, _NEW_FRAMES = (
+    own_files.temporary(Path(name)).name for name in (HEADER, ROWS, FRAMES)
+)
 CLAIM = "claim.json"
 """The recipe's run that the rows belong to; see ``recipes.training.run_directory``."""
 _MADE_BEFORE_HEADER = frozenset({LOCK, *TABLES, _NEW_HEADER})
 _LIMITER = "limiter.bin"
 PASS = "pass.bin"
+FRAMES_OF_CLAIMS = "frames=.bin"
+"""In the data folder, see ``frames``. No column's file has "=" after its first letters."""
 _MADE = _MADE_BEFORE_HEADER | {
-    HEADER, _BEING_REMOVED, ROWS, _NEW_ROWS, DATA, _LIMITER, PASS, CLAIM,
+    HEADER, _BEING_REMOVED, ROWS, _NEW_ROWS, DATA, _LIMITER, PASS, CLAIM, FRAMES, _NEW_FRAMES,
 }  # fmt: skip
 
 
@@ -55,6 +61,11 @@ class Header:
 
     def as_json(self) -> dict[str, Any]:
         return {"format": FORMAT, **vars(self)}
+
+
+def ring_file(key: Sequence[str]) -> str:
+    """Name of the file with the frames of a key and of its next values."""
+    return f"frames={hashlib.blake2b(data_file(key).encode(), digest_size=16).hexdigest()}.bin"
 
 
 def damaged(path: Path, found: str) -> DirectoryError:
@@ -112,7 +123,7 @@ def check_ours(folder: Path) -> None:
     if HEADER in names:
         read_header(folder)
     elif _BEING_REMOVED not in names and not names <= _MADE_BEFORE_HEADER:
-        if names & {ROWS, DATA, _LIMITER, PASS}:
+        if names & {ROWS, DATA, _LIMITER, PASS, FRAMES}:
             raise damaged(folder, f"{HEADER} is missing, but there are data files")
         raise _not_ours(folder, names)
 
@@ -153,8 +164,11 @@ def remove_data(folder: Path) -> None:
 def _data_files(folder: Path) -> list[str]:
     try:
         leaves = json.loads(own_files.read_ours(folder / ROWS))["leaves"]
-        return [data_file(leaf["key"]) for leaf in leaves]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        names = [data_file(leaf["key"]) for leaf in leaves]
+        stacks = [ColumnSpec.from_json(leaf) for leaf in leaves if leaf.get("stack")]
+        names += [ring_file(column.ring) for column in stacks]
+        return [*names, FRAMES_OF_CLAIMS] if stacks else names
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return []  # there is none, or its content is unknown
 
 
@@ -171,7 +185,7 @@ def _clear(folder: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.replace(folder / HEADER, folder / _BEING_REMOVED)
     remove_data(folder)
-    for name in (_LIMITER, PASS, *TABLES, _NEW_HEADER, CLAIM):
+    for name in (_LIMITER, PASS, *TABLES, _NEW_HEADER, CLAIM, FRAMES, _NEW_FRAMES):
         (folder / name).unlink(missing_ok=True)
 
 

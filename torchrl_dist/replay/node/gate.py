@@ -27,6 +27,7 @@ from torchrl_dist.errors import ConfigurationError, RateLimitError
 from torchrl_dist.replay.law.limiter import Counts, RateLimiter
 from torchrl_dist.replay.node.cursor import Reservation, SharedCursor
 from torchrl_dist.replay.node.directory import ReplayDirectory
+from torchrl_dist.replay.node.frames import Plan
 from torchrl_dist.replay.node.futex import Bell
 from torchrl_dist.replay.node.priorities import default_leaf
 from torchrl_dist.replay.node.tables import (
@@ -120,8 +121,10 @@ class Gate:
 
     # --- writing -----------------------------------------------------------------------------
 
-    def reserve(self, cursor: SharedCursor, count: int, storage: Storage) -> Reservation:
-        """Return slots for the first rows of a write, once it is admitted.
+    def reserve(
+        self, cursor: SharedCursor, count: int, storage: Storage, plan: Plan | None = None
+    ) -> Reservation:
+        """Return slots for the first rows of a write, and room for their frames, once admitted.
 
         Raises:
             RateLimitError: it was not admitted within the storage's ``timeout_s``. No row was
@@ -130,7 +133,7 @@ class Gate:
 
         def attempt() -> Reservation | Missing:
             missing = self._missing_samples(cursor)
-            reservation = cursor.try_reserve(count) if missing is None else None
+            reservation = cursor.try_reserve(count, plan) if missing is None else None
             return (
                 reservation
                 or missing

@@ -33,7 +33,7 @@ ORDERED_LOADS = platform.machine().lower() in ("x86_64", "amd64")
 class Word(enum.IntEnum):
     """Index of each int64 of the control block. Words marked float64 hold the bits of one.
 
-    Words from 56 on are free.
+    Words from 60 on are free.
     """
 
     DIRTY = 0
@@ -86,6 +86,11 @@ class Word(enum.IntEnum):
     RESTORES = 53  # how often a checkpoint was restored
     DRAWN = 54  # rows that samples drew without a limiter; see ``count``
     INTERRUPTED = 55  # a member left after a stop signal or an exception, so nothing is removed
+    # frames that are stored once, see ``frames``
+    FRAME_CURSOR = 56  # the next ticket of a frame
+    FRAME_LOW = 57  # at most the mark of any published row, or of any that is being written
+    DROPPED_ROWS = 58  # a counter: rows that were dropped before the ring reached them
+    FRAMES_SET = 59  # frames.json exists
 
 
 JOURNAL_ENTRIES = 5
@@ -103,6 +108,7 @@ COUNTERS = {
         Word.TAKEN_OVER_CLAIMS,
         Word.REPAIRS,
         Word.LIMITER_WAITS,
+        Word.DROPPED_ROWS,
     )
 }
 

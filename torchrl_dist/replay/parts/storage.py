@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -14,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+from tensordict import NestedKey, TensorDict, TensorDictBase, is_tensor_collection, unravel_key
 from torchrl.data.replay_buffers.storages import TensorStorage
 
 from torchrl_dist.errors import ConfigurationError, DeadlineError, DirectoryError
@@ -28,6 +30,7 @@ from torchrl_dist.replay.node.cursor import (
     repair,
 )
 from torchrl_dist.replay.node.directory import ReplayDirectory
+from torchrl_dist.replay.node.frames import Plan
 from torchrl_dist.replay.node.gate import set_limiter
 from torchrl_dist.replay.node.opening import close_directory, open_directory
 from torchrl_dist.replay.node.priorities import check_new
@@ -113,6 +116,17 @@ class SharedMemmapStorage(
         gather_threads: number of threads that copy sampled rows if a batch has more than 1 MiB. The
             gain for images depends on free cores and on the memory's bandwidth.
 
+        frames: number of frames per value, by key, for values that repeat frames: each frame is
+            then stored once. ``{"pixels": 4}`` is for ``"pixels"`` and ``("next", "pixels")``
+            (also n-step ones) whose first dimension holds 4 frames, ``{"pixels": 1}`` for values
+            that are one frame each. Batches are the same, bit for bit. A process finds repeated
+            frames among those that it wrote recently, by their bytes. There is room for 1.07 new
+            frames per row, plus the frames of 3 % of the rows. If rows need more, because
+            episodes are shorter than about 15 steps or frames do not repeat, the oldest rows are
+            dropped early (the counter ``"dropped_rows"``, and a warning), so pass a larger
+            ``max_size`` then. The same in every process. Default: the frames of the directory,
+            or none.
+
     Raises:
         DirectoryError: the directory belongs to another job or user, has another capacity, or is on
             a network file system, or its disk is full.
@@ -152,6 +166,7 @@ class SharedMemmapStorage(
         timeout_s: float = 60.0,
         limiter: RateLimiter | None = None,
         gather_threads: int = 1,
+        frames: Mapping[NestedKey, int] | None = None,
         device: torch.device | str = "cpu",
         ndim: int = 1,
         compilable: bool = False,
@@ -175,6 +190,8 @@ class SharedMemmapStorage(
             if limiter is not None:
                 limiter.check_capacity(self.max_size)
             set_limiter(self._directory, limiter)
+            if frames is not None:
+                self._directory.set_frames(checked_frames(frames))
         except BaseException:
             self.close()
             raise
@@ -216,6 +233,7 @@ class SharedMemmapStorage(
         self._gatherer = Gatherer(gather_threads, timeout_s)
         self.timeout_s = timeout_s
         self._closed = False
+        self._warned = False
 
     def _renew(self) -> None:
         for buffer in _torchrl.buffers_over(self):
@@ -401,7 +419,9 @@ class SharedMemmapStorage(
         if priority is not None:
             check_new(self._directory, priority, count)
         self._cursor.drop_interrupted()
-        parts = split_rows(count, self.max_size)
+        frames = self._directory.frames
+        most = None if frames is None else frames.largest_write
+        parts = split_rows(count, self.max_size, most)
         if parts == [(0, count)]:
             slots, generations = self._append_part(source, 0, count, priority, limited)
             return torch.from_numpy(slots), torch.from_numpy(generations)
@@ -422,21 +442,38 @@ class SharedMemmapStorage(
 
     def _append_part(
         self,
-        source: list[np.ndarray],
+        source: Sequence[np.ndarray],
         start: int,
         stop: int,
         priority: np.ndarray | None,
         limited: bool,
     ) -> tuple[np.ndarray, np.ndarray]:
-        gate = self._directory.gate
-        if gate is None or not limited:
-            reservation = self._cursor.reserve(stop - start)
-        else:
-            reservation = gate.reserve(self._cursor, stop - start, self)
-        generation = self._fill(reservation, source, start, priority)
+        gate, count = self._directory.gate, stop - start
+
+        def reserve(plan: Plan | None) -> Reservation:
+            if gate is None or not limited:
+                return self._cursor.reserve(count, plan)
+            return gate.reserve(self._cursor, count, self, plan)
+
+        reservation, plan = self._cursor.planned(source, start, stop, reserve)
+        generation = self._fill(reservation, plan, source, start, priority)
+        if plan is not None and not self._warned:
+            self._warn_of_dropped_rows()
         if generation[0] < 0:  # the buffer was emptied meanwhile
-            return np.full(stop - start, -1, dtype=np.int64), generation
+            return np.full(count, -1, dtype=np.int64), generation
         return reservation.slots(), generation
+
+    def _warn_of_dropped_rows(self) -> None:
+        directory = self._directory
+        if directory.words[Word.DROPPED_ROWS]:
+            self._warned = True
+            warnings.warn(
+                f"the rows in {directory.path} have more different frames than there is room for: "
+                f"{directory.words[Word.DROPPED_ROWS]} of the oldest rows were dropped, and "
+                f"{directory.length} of {self.max_size} are left. Pass a larger max_size to keep "
+                "more rows",
+                stacklevel=5,
+            )
 
     def write_at(self, index: torch.Tensor, data: TensorDictBase) -> torch.Tensor:
         """Replace whole rows at given slots. Their generation advances as in any write.
@@ -471,14 +508,23 @@ class SharedMemmapStorage(
         generations = np.empty(unique.size, dtype=np.int64)
         # a few runs of neighbours at a time, because all processes share a limited claim table
         edges = np.flatnonzero(np.diff(unique) != 1) + 1
-        starts = [0, *edges[_RUNS_AT_ONCE - 1 :: _RUNS_AT_ONCE].tolist(), unique.size]
+        frames = self._directory.frames
+        at_once = _RUNS_AT_ONCE if frames is None else 1
+        starts = [0, *edges[at_once - 1 :: at_once].tolist(), unique.size]
+        if frames is not None:
+            most = frames.largest_write
+            starts = [at for pair in itertools.pairwise(starts) for at in range(*pair, most)]
+            starts.append(unique.size)
         for first, last in itertools.pairwise(starts):
-            taken = self._cursor.claim_slots(unique[first:last])
+            run = unique[first:last]
+            taken, plan = self._cursor.planned(
+                source, first, last, functools.partial(self._cursor.claim_slots, run)
+            )
             done = first
             for position, reservation in enumerate(taken):
                 stop = done + reservation.count
                 try:
-                    generations[done:stop] = self._fill(reservation, source, done, None)
+                    generations[done:stop] = self._fill(reservation, plan, source, done, None)
                 except BaseException:
                     for rest in taken[position + 1 :]:
                         self._cursor.abandon(rest)
@@ -517,6 +563,7 @@ class SharedMemmapStorage(
     def _fill(
         self,
         reservation: Reservation,
+        plan: Plan | None,
         source: Sequence[np.ndarray | None],
         offset: int,
         priority: np.ndarray | None,
@@ -526,6 +573,12 @@ class SharedMemmapStorage(
         Where a column is None, the slots keep their values."""
         try:
             done = offset
+            if plan is not None:
+                assert self._directory.frames is not None
+                source = self._directory.frames.write(
+                    plan, source, offset, offset + reservation.count
+                )
+                done = 0
             for start, stop in reservation.ranges:
                 for target, value in zip(self._directory.arrays, source, strict=True):
                     if value is not None:
@@ -740,7 +793,7 @@ class SharedMemmapStorage(
                 f"slots must be in 0 .. {high - 1}, got {slots.min()} .. {slots.max()}"
             )
         versions = directory.versions[slots]
-        columns = [array.take(slots, 0) for array in directory.arrays]
+        columns = directory.read(slots)
         ok = (versions & 1 == 0) & (versions > 0) & (directory.versions[slots] == versions)
         todo = np.flatnonzero(~ok) if ORDERED_LOADS else np.arange(slots.size)
         deadline = time.monotonic() + self.timeout_s
@@ -749,8 +802,9 @@ class SharedMemmapStorage(
             with directory.lock():
                 now = directory.versions[slots[todo]]
                 published = (now & 1 == 0) & (now > 0)
-                for column, array in zip(columns, directory.arrays, strict=True):
-                    column[todo[published]] = array[slots[todo[published]]]
+                ready = todo[published]
+                for column, part in zip(columns, directory.read(slots[ready]), strict=True):
+                    column[ready] = part
                 todo = todo[~published]
                 gone = todo[~self._cursor.being_written(slots[todo])] if wait else todo[:0]
             if gone.size:
@@ -784,7 +838,9 @@ class SharedMemmapStorage(
         return rows.build(columns, self._spec(), (columns[0].shape[0],), raw=raw)
 
     def _gather(self, slots: np.ndarray) -> list[np.ndarray]:
-        return self._gatherer.gather(self._directory.arrays, slots)
+        directory, gather = self._directory, self._gatherer.gather
+        columns = gather(directory.arrays, slots)
+        return columns if directory.frames is None else directory.frames.expand(columns, gather)
 
     # --- saving ------------------------------------------------------------------------------
 
@@ -833,6 +889,25 @@ class SharedMemmapStorage(
             f"{type(self).__name__}(len={len(self)}, max_size={self.max_size}, "
             f"scratch_dir={self.scratch_dir!r})"
         )
+
+
+def checked_frames(frames: Mapping[NestedKey, int]) -> dict[tuple[str, ...], int]:
+    """Return ``frames=`` with keys as tuples.
+
+    Raises:
+        ConfigurationError: it is not a mapping of keys of rows to numbers of frames.
+    """
+    found: dict[tuple[str, ...], int] = {}
+    for key, stack in frames.items() if isinstance(frames, Mapping) else [(None, 0)]:
+        names = unravel_key(key) if isinstance(key, (str, tuple)) else ()
+        path = (names,) if isinstance(names, str) else tuple(names)
+        if not path or type(stack) is not int or stack < 1 or (path[0] == "next" and path[1:]):
+            raise ConfigurationError(
+                f"frames={frames!r}: expected the number of frames in a value, by key, such as "
+                '{"pixels": 4}; this includes the key ("next", "pixels")'
+            )
+        found[path] = stack
+    return found
 
 
 def single(index: Any) -> Any:

@@ -7,11 +7,13 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import quote
 
 import torch
+
+from torchrl_dist.errors import ConfigurationError
 
 _LONGEST_NAME = 251  # 255 bytes are what file systems take
 
@@ -30,13 +32,16 @@ class ColumnSpec:
     """One tensor of a row: where it sits in the TensorDict, its dtype and shape.
 
     ``text``: stands for a value that is not a tensor, as JSON in UTF-8; the last dimension holds
-    its bytes, with zeros behind them.
+    its bytes, with zeros behind them. ``stack``: the number of frames in the first dimension that
+    are stored once each, see ``node.frames``; 0 if the value is stored as it is. It is no part of
+    what a row means, so specs with and without it are equal.
     """
 
     key: tuple[str, ...]
     dtype: torch.dtype
     shape: tuple[int, ...]
     text: bool = False
+    stack: int = field(default=0, compare=False)
 
     @property
     def file_name(self) -> str:
@@ -46,9 +51,41 @@ class ColumnSpec:
     def row_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def ring(self) -> tuple[str, ...]:
+        """The key whose frames these are: that of ``("next", key)`` is ``key``."""
+        return self.key[1:] if self.key[0] == "next" and len(self.key) > 1 else self.key
+
+    @property
+    def frame_shape(self) -> tuple[int, ...]:
+        """The shape of a frame: the value's own with ``stack=1``."""
+        if self.stack == 1:
+            return self.shape
+        return (self.shape[0] // self.stack, *self.shape[1:])
+
+    @property
+    def frame_bytes(self) -> int:
+        return math.prod(self.frame_shape) * self.dtype.itemsize
+
+    def as_stack(self, stack: int) -> ColumnSpec:
+        """Return this column with values that are stacks of frames.
+
+        Raises:
+            ConfigurationError: they are not.
+        """
+        if self.text or (stack > 1 and (not self.shape or self.shape[0] % stack)):
+            raise ConfigurationError(
+                f"{'.'.join(self.key)!r} holds {self.dtype} {list(self.shape)} per row, which is "
+                f"no stack of {stack} frames; its first dimension must be a multiple of {stack}, "
+                "so move the dimension of the stack to the front, or pass frames={key: 1} for "
+                "values that are one frame each"
+            )
+        return replace(self, stack=stack)
+
     def as_json(self) -> dict[str, Any]:
         entry = {"key": list(self.key), "dtype": str(self.dtype)[6:], "shape": list(self.shape)}
-        return entry | ({"text": True} if self.text else {})
+        more = {"text": self.text, "stack": self.stack}
+        return entry | {name: value for name, value in more.items() if value}
 
     @classmethod
     def from_json(cls, entry: dict[str, Any]) -> ColumnSpec:
@@ -57,6 +94,7 @@ class ColumnSpec:
             getattr(torch, entry["dtype"]),
             tuple(entry["shape"]),
             bool(entry.get("text", False)),
+            int(entry.get("stack", 0)),
         )
 
 
@@ -143,4 +181,7 @@ def checked_spec(entry: Any) -> RowSpec:
         sizes = all(type(size) is int and size >= 0 for size in column.shape)
         if not (names and sizes and isinstance(column.dtype, torch.dtype)):
             raise ValueError(f"not a spec of a row: it has {column}")
+        stacked = column.stack and (column.text or not column.frame_bytes)
+        if column.stack < 0 or stacked or (column.stack > 1 and column.shape[0] % column.stack):
+            raise ValueError(f"not a spec of a row: {column} holds no {column.stack} frames")
     return spec

@@ -285,8 +285,8 @@ def _look(
 def _copies(directory: ReplayDirectory, found: _Found, start: int, stop: int) -> list[np.ndarray]:
     """The rows to keep: slices of the shared memory where that is all of them."""
     if found.keep.all():
-        return [array[start:stop] for array in directory.arrays]
-    return [array[start:stop][found.keep] for array in directory.arrays]
+        return directory.read(slice(start, stop))
+    return directory.read(start + np.flatnonzero(found.keep))
 
 
 def _chunk(found: _Found, start: int) -> Chunk:
@@ -532,13 +532,26 @@ def restore_rows(
     Raises:
         DeadlineError: another process held these slots all the time.
     """
-    reservation = cursor.claim_unless_passed(slot, leaf.size, since)
+    frames = cursor.directory.frames
+    if frames is not None and leaf.size > frames.largest_write:
+        for first in range(0, leaf.size, frames.largest_write):
+            part = slice(first, first + frames.largest_write)
+            own = [array[part] for array in arrays]
+            restore_rows(cursor, since, slot + first, version, leaf[part], alpha, own)
+        return
+    reservation, plan = cursor.planned(
+        arrays, 0, leaf.size, lambda plan: cursor.claim_unless_passed(slot, leaf.size, since, plan)
+    )
     if reservation is None:
         return
     try:
         skipped = leaf.size - reservation.count
         ((start, stop),) = reservation.ranges
-        for target, rows in zip(cursor.directory.arrays, arrays, strict=True):
+        values: Sequence[Any] = arrays
+        if plan is not None:
+            assert frames is not None
+            values = frames.write(plan, arrays, 0, leaf.size)
+        for target, rows in zip(cursor.directory.arrays, values, strict=True):
             target[start:stop] = rows[skipped:]
         cursor.publish_saved(reservation, version, leaf[skipped:], alpha)
     except BaseException:

@@ -1,0 +1,260 @@
+"""Frames that are stored once: the same batches as a plain storage, in an eighth of the memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.replay import SharedMemmapStorage, SharedPrioritizedSampler, SharedReplayBuffer
+
+STACK, SIDE = 4, 3
+
+
+class Episodes:
+    """Rows of an env with stacks of frames, padded by the first frame or by zeros."""
+
+    def __init__(self, seed: int, steps: int = 1, zeros: bool = False, mean: int = 20) -> None:
+        self.random = np.random.default_rng(seed)
+        self.steps, self.zeros, self.mean = steps, zeros, mean
+        self.rows: list[tuple[np.ndarray, np.ndarray, int]] = []
+
+    def _frame(self) -> np.ndarray:
+        return self.random.integers(0, 256, (SIDE, SIDE), np.uint8)
+
+    def _episode(self) -> None:
+        length = 1 + int(self.random.geometric(1 / self.mean))
+        frames = [self._frame() for _ in range(length + 1)]
+        pad = np.zeros_like(frames[0]) if self.zeros else frames[0]
+        padded = [pad] * (STACK - 1) + frames
+        stacks = [np.stack(padded[at : at + STACK]) for at in range(length + 1)]
+        for at in range(length):
+            later = min(at + self.steps, length)
+            self.rows.append((stacks[at], stacks[later], int(self.random.integers(2**62))))
+
+    def take(self, count: int) -> TensorDict:
+        while len(self.rows) < count:
+            self._episode()
+        taken, self.rows = self.rows[:count], self.rows[count:]
+        now, later, number = zip(*taken, strict=True)
+        return TensorDict(
+            {
+                "pixels": torch.from_numpy(np.stack(now)),
+                "next": {"pixels": torch.from_numpy(np.stack(later))},
+                "number": torch.tensor(number),
+            },
+            [count],
+        )
+
+
+def storage_at(path: Path, capacity: int, frames: Any = ..., **options: Any) -> SharedMemmapStorage:
+    if frames is ...:
+        frames = {"pixels": STACK}
+    return SharedMemmapStorage(
+        capacity, scratch_dir=path, job_id="frames", frames=frames, **options
+    )
+
+
+def same(one: TensorDict, other: TensorDict) -> bool:
+    return bool((one == other).all())
+
+
+@pytest.mark.parametrize("kernel", ["c", "numpy"])
+@pytest.mark.parametrize("steps", [1, 3, 5])
+def test_samples_equal_those_of_a_plain_storage_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str, steps: int
+) -> None:
+    """Interleaved actors, extends of any length, several laps, priorities, and reading by index."""
+    monkeypatch.setenv("TORCHRL_DIST_KERNEL", kernel)
+    capacity, random = 200, np.random.default_rng(steps)
+    buffers = []
+    for name, frames in (("frames", {"pixels": STACK}), ("plain", None)):
+        buffer = SharedReplayBuffer(
+            storage=storage_at(tmp_path / name, capacity, frames),
+            sampler=SharedPrioritizedSampler(capacity, alpha=0.7, beta=0.5),
+            batch_size=32,
+        )
+        buffer.set_rng(torch.Generator().manual_seed(0))
+        buffers.append(buffer)
+    actors = [Episodes(seed, steps, zeros=seed % 2 == 0) for seed in range(3)]
+    for _ in range(60):
+        rows = actors[int(random.integers(3))].take(int(random.integers(1, 40)))
+        priority = torch.from_numpy(random.random(32))
+        found = []
+        for buffer in buffers:
+            index = buffer.extend(rows.clone())
+            batch = buffer.sample()
+            buffer.update_priority(batch["index"], priority, generation=batch["index_generation"])
+            found.append((index, batch, buffer.sample(5), buffer[:]))
+        for one, other in zip(*found, strict=True):
+            assert same(one, other) if isinstance(one, TensorDict) else one.equal(other)
+    assert buffers[0].storage.counters["dropped_rows"] == 0
+    frames = buffers[0].storage.directory.frames
+    stored = buffers[0].storage.directory.words[56]
+    assert stored < 1.35 * buffers[0].storage.write_count  # some 1 / 20 per episode, and few starts
+    assert frames is not None and frames.size < 2**13
+
+
+def test_rows_that_repeat_nothing_die_early_and_are_never_torn(tmp_path: Path) -> None:
+    capacity = 5_000
+    storage = storage_at(tmp_path / "frames", capacity)
+    sampler = SharedPrioritizedSampler(capacity, alpha=0.7, beta=0.5)
+    buffer = SharedReplayBuffer(storage=storage, sampler=sampler, batch_size=64)
+    generator = torch.Generator().manual_seed(0)
+    written = {}
+
+    def extend(count: int) -> None:
+        shape = (count, STACK, SIDE, SIDE)
+        rows = TensorDict(
+            {
+                "pixels": torch.randint(256, shape, generator=generator, dtype=torch.uint8),
+                "number": torch.randint(2**62, (count,), generator=generator),
+            },
+            [count],
+        )
+        buffer.extend(rows)
+        written.update(zip(rows["number"].tolist(), rows["pixels"], strict=True))
+
+    with pytest.warns(UserWarning, match=r"of the oldest rows were dropped.*larger max_size"):
+        for _ in range(20):
+            extend(500)
+            for row in buffer.sample():
+                assert row["pixels"].equal(written[int(row["number"])])
+    frames = storage.directory.frames
+    assert frames is not None
+    room = (frames.size - frames.window) // STACK
+    assert 0.9 * room - 500 <= len(buffer) <= room
+    assert storage.counters["dropped_rows"] == 10_000 - len(buffer)
+    assert len(buffer[:]) == len(buffer)  # the newest rows
+    assert set(buffer[:]["number"].tolist()) == set(list(written)[-len(buffer) :])
+
+
+def test_a_million_rows_take_an_eighth_of_the_memory(tmp_path: Path) -> None:
+    def size(folder: Path) -> int:
+        return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+    plain, frames = (storage_at(tmp_path / str(kind), 20_000, kind) for kind in (None, ...))
+    rows = Episodes(0).take(8)
+    for storage in (plain, frames):
+        storage.append(rows)
+    # of 72 bytes of pixels, 9 are left, and 8 numbers of 4 bytes
+    assert size(tmp_path / str(...)) - size(tmp_path / "None") < 20_000 * (9 * 1.15 + 32 + 8 - 72)
+
+
+def test_a_child_of_fork_and_a_pickled_copy_share_the_frames(tmp_path: Path) -> None:
+    import pickle
+
+    storage = storage_at(tmp_path / "frames", 100)
+    rows = Episodes(0).take(20)
+    storage.append(rows)
+    assert same(pickle.loads(pickle.dumps(storage))[:], rows)
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            storage.append(Episodes(1).take(30))
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert same(storage[20:], Episodes(1).take(30)) and same(storage[:20], rows)
+
+
+@pytest.mark.parametrize(
+    ("frames", "words"),
+    [
+        ({"pixels": 3}, "no stack of 3 frames.*multiple of 3"),
+        ({"image": 4}, "no 'image', only"),
+        ({"pixels": 0}, "expected the number of frames"),
+        ({"pixels": True}, "expected the number of frames"),
+        ({("next", "pixels"): 4}, "expected the number of frames"),
+        (["pixels"], "expected the number of frames"),
+        ({1: 4}, "expected the number of frames"),
+    ],
+)
+def test_what_is_no_stack_of_frames_is_refused(tmp_path: Path, frames: Any, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        storage_at(tmp_path / "frames", 10, frames).append(Episodes(0).take(2))
+
+
+def test_processes_that_ask_for_other_frames_are_refused(tmp_path: Path) -> None:
+    storage = storage_at(tmp_path / "frames", 10)
+    with pytest.raises(ConfigurationError, match="is used with frames={'pixels': 4}"):
+        storage_at(tmp_path / "frames", 10, {"pixels": 2})
+    other = storage_at(tmp_path / "frames", 10, None)  # has the directory's
+    other.append(Episodes(0).take(3))
+    assert storage.directory.frames is not None
+    plain = storage_at(tmp_path / "plain", 10, None)
+    plain.append(Episodes(0).take(3))
+    with pytest.raises(ConfigurationError, match="with no frames; pass the same"):
+        storage_at(tmp_path / "plain", 10)
+    assert len(plain) == 3
+
+
+def test_later_rows_of_another_kind_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    storage = storage_at(tmp_path / "frames", 10)
+    rows = Episodes(0).take(2)
+    storage.append(rows)
+    for wrong in (rows["pixels"].float(), torch.zeros(2, STACK, 5, 5, dtype=torch.uint8)):
+        with pytest.raises(ConfigurationError, match="does not match the rows"):
+            storage.append(rows.clone().set("pixels", wrong))
+    assert len(storage) == 2 and same(storage[:], rows)
+
+
+def test_rows_written_in_place_have_their_frames(tmp_path: Path) -> None:
+    storage = storage_at(tmp_path / "frames", 50)
+    first, second = Episodes(0).take(30), Episodes(1).take(7)
+    storage.append(first)
+    index = torch.tensor([3, 4, 5, 20, 29, 29, 40])
+    storage.write_at(index, second)
+    assert same(
+        storage[torch.tensor([3, 4, 5, 20, 29, 40])], second[torch.tensor([0, 1, 2, 3, 5, 6])]
+    )
+    assert same(storage[:3], first[:3])
+
+
+def test_checkpoints_are_read_with_and_without_frames(tmp_path: Path) -> None:
+    rows = Episodes(0).take(60)
+    for kinds in ((..., None), (None, ...), (..., ...)):
+        before, after = (
+            SharedReplayBuffer(
+                storage=storage_at(tmp_path / f"{kinds} {at}", 100, kind), batch_size=4
+            )
+            for at, kind in enumerate(kinds)
+        )
+        before.extend(rows)
+        before.dumps(tmp_path / f"{kinds} saved")
+        after.loads(tmp_path / f"{kinds} saved")
+        assert same(after[:], rows)
+        assert (after.storage.directory.frames is not None) == (kinds[1] is ...)
+        before.storage.close(), after.storage.close()
+
+
+def test_a_single_frame_that_only_next_repeats(tmp_path: Path) -> None:
+    storage = storage_at(tmp_path / "frames", 100, {"pixels": 1, ("of", "camera"): 2})
+    pixels = torch.randint(256, (41, 2, 3), dtype=torch.uint8)
+    camera = torch.rand(41, 4, 2)
+    rows = TensorDict(
+        {
+            "pixels": pixels[:-1],
+            "of": {"camera": camera[:-1]},
+            "next": {"pixels": pixels[1:], "of": {"camera": camera[1:]}},
+        },
+        [40],
+    )
+    storage.append(rows)
+    assert same(storage[:], rows)
+    assert storage.directory.words[56] == 82  # of the camera, each half is another frame
+
+
+def test_the_files_of_frames_are_removed_with_the_buffer(tmp_path: Path) -> None:
+    storage = storage_at(tmp_path / "frames", 10)
+    storage.append(Episodes(0).take(2))
+    storage.close()
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,418 @@
+"""Each frame stored once: a second ring in the replay directory, whose frames the rows name.
+
+A row with a stack of four frames, and the stack of the next step, repeats each frame up to eight
+times. For the keys that ``frames=`` names, the directory has two more kinds of files, and a row has
+numbers of frames instead of their bytes::
+
+    data/frames=.bin          int64 [MAX_CLAIMS + capacity], see below
+    data/frames=DIGEST.bin    a ring of frames, [size, ...], one per key; the key and
+                              ("next", key) share it
+
+A frame has a *ticket*, which counts the frames ever reserved (``Word.FRAME_CURSOR``), and lies in
+the cell ``ticket % size`` of its ring. All rings have the same tickets. A write
+
+1. looks for its frames among those that this process wrote recently, by content: equal bytes are
+   the same frame, so what a sample returns is what was written, whichever wrapper built the stacks;
+2. reserves slots and, under the same lock, tickets for the frames that it did not find;
+3. copies these frames, then the rows, and publishes the rows.
+
+Invariants at every instant:
+
+- The slot of a row has a *mark*: the frame cursor when it was reserved. The row refers to no frame
+  more than ``window`` tickets before its mark.
+- Before a ticket is reserved whose cell holds a frame that a published row may refer to, that row
+  is unpublished. So the versions of rows, which readers compare after their copy, tell about their
+  frames, too.
+- A claim has a *start*: the oldest ticket that its rows refer to. No ticket is reserved whose cell
+  holds a frame from the start of a live claim on. Its writer waits instead.
+
+Alternatives were rejected: frames in the neighbouring slots of a row (as in Dopamine) need one
+writer with whole episodes; chunks of a stream to which rows refer (as in Reverb) keep a chunk alive
+for its last row and need a count of references, which a killed process would leave wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.replay.law.kernel import address, find_copier
+from torchrl_dist.replay.node.files import FRAMES_OF_CLAIMS, ring_file
+from torchrl_dist.replay.node.mapping import map_file
+from torchrl_dist.replay.node.tables import CLAIM_COUNT, MAX_CLAIMS, Word
+from torchrl_dist.replay.row.spec import ColumnSpec, RowSpec
+from torchrl_dist.tensors import array_of
+
+if TYPE_CHECKING:
+    from torchrl_dist.replay.node.kernel import NumpyKernel
+
+_SPARE = 0.07  # frames beyond one per row: the first stacks of episodes
+_WINDOW = 32  # the window is this part of the rows
+_SMALLEST_WINDOW = 256
+_ALL_DIFFERENT = 4096  # a ring up to this size has room for rows that repeat nothing
+_MOST_KNOWN = 2**17
+_DROPPED_AT_ONCE = 256  # this part of the ring
+
+Gather = Callable[[Sequence[np.ndarray], np.ndarray], list[np.ndarray]]
+
+
+class StalePlanError(Exception):
+    """Other processes have written so many frames that a plan must be made again."""
+
+
+def frames_in(spec: RowSpec) -> int:
+    """Return the number of frames that a row names."""
+    return sum(column.stack for column in spec.columns)
+
+
+def window_of(capacity: int) -> int:
+    """Return the largest distance of a frame before its row's mark."""
+    return max(capacity // _WINDOW, _SMALLEST_WINDOW)
+
+
+def ring_size(capacity: int, spec: RowSpec) -> int:
+    """Return the number of frames of each ring."""
+    few = min(frames_in(spec) * capacity, _ALL_DIFFERENT)
+    return max(math.ceil((1 + _SPARE) * capacity), few) + window_of(capacity)
+
+
+def largest_write(capacity: int, spec: RowSpec) -> int:
+    """Return the most rows of one reservation, so that their frames fit even if none repeats."""
+    return max(1, (ring_size(capacity, spec) - window_of(capacity)) // frames_in(spec))
+
+
+def file_sizes(capacity: int, spec: RowSpec) -> dict[str, int]:
+    """Return the bytes of each file in ``data`` that a directory needs for frames."""
+    if not frames_in(spec):
+        return {}
+    size = ring_size(capacity, spec)
+    sizes = {FRAMES_OF_CLAIMS: 8 * (MAX_CLAIMS + capacity)}
+    for column in spec.columns:
+        if column.stack:
+            sizes[ring_file(column.ring)] = size * column.frame_bytes
+    return sizes
+
+
+def with_stacks(spec: RowSpec, stacks: Mapping[tuple[str, ...], int]) -> RowSpec:
+    """Return the spec with these numbers of frames per value, by key.
+
+    Raises:
+        ConfigurationError: the rows have no such column, or its values are not such stacks.
+    """
+    columns = []
+    found: dict[tuple[str, ...], ColumnSpec] = {}
+    for column in spec.columns:
+        stack = stacks.get(column.ring, 0)
+        if column.stack and not stack:
+            column = replace(column, stack=0)  # of rows from a checkpoint
+        if stack:
+            column = column.as_stack(stack)
+            first = found.setdefault(column.ring, column)
+            if spec.batch_dims or not column.frame_bytes:
+                raise ConfigurationError(
+                    f"frames={shown(stacks)}: the rows have batch size {list(spec.batch_dims)} and "
+                    f"{'.'.join(column.key)!r} has shape {list(column.shape)}; expected rows "
+                    "without further batch dimensions, and frames with at least one number"
+                )
+            if (column.frame_shape, column.dtype) != (first.frame_shape, first.dtype):
+                raise ConfigurationError(
+                    f"frames={shown(stacks)}: {'.'.join(column.key)!r} has frames of "
+                    f"{column.dtype} {list(column.frame_shape)}, {'.'.join(first.key)!r} of "
+                    f"{first.dtype} {list(first.frame_shape)}; they must be equal to be stored once"
+                )
+        columns.append(column)
+    missing = [key for key in stacks if key not in found]
+    if missing:
+        raise ConfigurationError(
+            f"frames={shown(stacks)}: the rows have no {'.'.join(missing[0])!r}, only "
+            f"{['.'.join(column.key) for column in spec.columns]}"
+        )
+    return RowSpec(tuple(columns), spec.batch_dims, spec.nodes)
+
+
+def shown(stacks: Mapping[tuple[str, ...], int]) -> str:
+    """Return ``frames=`` as a user writes it."""
+    return str({key[0] if len(key) == 1 else key: stack for key, stack in stacks.items()})
+
+
+class _Found(NamedTuple):
+    """Frames of a ring's columns. A reference is a ticket, or ``-1 - k`` for the k-th new frame."""
+
+    refs: list[np.ndarray]
+    """int64 [rows * stack] per column."""
+    fresh: Any
+    """The new frames, for :meth:`keep`."""
+    new: int
+    """Number of new frames."""
+
+
+class _NumpyFinder:
+    """The recent frames of this process in one ring, found by their bytes.
+
+    It may forget frames, and threads may use it at the same time: what it finds is compared with
+    the ring, byte for byte."""
+
+    def __init__(self, ring: np.ndarray, most: int) -> None:
+        self._ring = ring
+        self._most = most
+        self._known: dict[bytes, int] = {}
+
+    def find(self, values: Sequence[np.ndarray], oldest: int) -> _Found:
+        """Look for frames, uint8 [n, bytes] each, among those with tickets from ``oldest`` on."""
+        fresh: list[np.ndarray] = []
+        by_digest: dict[bytes, int] = {}
+        digests: list[bytes] = []
+        refs = []
+        for frames in values:
+            found = np.empty(len(frames), np.int64)
+            for number, frame in enumerate(frames):
+                digest = hashlib.blake2b(frame.data, digest_size=16).digest()
+                new = by_digest.get(digest, -1)
+                ticket = self._known.get(digest, -1)
+                if new >= 0 and np.array_equal(fresh[new], frame):
+                    found[number] = -1 - new
+                elif ticket >= max(0, oldest) and np.array_equal(self._cell(ticket), frame):
+                    found[number] = ticket
+                else:
+                    found[number] = -1 - len(fresh)
+                    by_digest[digest] = len(fresh)
+                    fresh.append(frame)
+                    digests.append(digest)
+            refs.append(found)
+        return _Found(refs, (fresh, digests), len(fresh))
+
+    def keep(self, found: _Found, first: int) -> None:
+        """Copy the new frames into the ring, from ticket ``first`` on, and remember them."""
+        for ticket, (frame, digest) in enumerate(zip(*found.fresh, strict=True), first):
+            self._cell(ticket)[:] = frame
+            self._known.pop(digest, None)
+            self._known[digest] = ticket
+        for digest in list(self._known)[: -self._most]:
+            self._known.pop(digest, None)
+
+    def _cell(self, ticket: int) -> np.ndarray:
+        return self._ring[ticket % len(self._ring)]
+
+
+class _CFinder(_NumpyFinder):
+    """The same in C, with a table of hashes and tickets, int64 [entries, 2]."""
+
+    def __init__(self, ring: np.ndarray, most: int) -> None:
+        super().__init__(ring, most)
+        copier = find_copier()
+        assert copier is not None
+        self._find, self._keep = copier.replay_find_frames, copier.replay_keep_frames
+        entries = 1 << (2 * most - 1).bit_length()
+        self._table = np.zeros((entries, 2), np.int64)
+
+    def find(self, values: Sequence[np.ndarray], oldest: int) -> _Found:
+        ring, table = self._ring, self._table
+        most = sum(map(len, values))
+        batch = np.zeros((1 << (2 * most + 1).bit_length(), 2), np.int64)
+        fresh = np.empty((most, 2), np.int64)  # addresses and hashes
+        refs, count = [], 0
+        for frames in values:
+            found = np.empty(len(frames), np.int64)
+            count = self._find(
+                address(frames), len(frames), ring.shape[1], address(ring), len(ring),
+                address(table), len(table), max(0, oldest), address(batch), len(batch),
+                address(fresh), count, address(found),
+            )  # fmt: skip
+            refs.append(found)
+        return _Found(refs, (fresh, values), count)
+
+    def keep(self, found: _Found, first: int) -> None:
+        ring, table = self._ring, self._table
+        self._keep(
+            address(found.fresh[0]), found.new, ring.shape[1], address(ring), len(ring), first,
+            address(table), len(table),
+        )  # fmt: skip
+
+
+@dataclass(eq=False)
+class Plan:
+    """The frames of rows that are about to be written, for one reservation.
+
+    Attributes:
+        columns: the numbers of the columns with frames.
+        found: per ring.
+        count: tickets that it needs.
+        oldest: the oldest ticket that it refers to.
+        first: the first of its own tickets, once they are reserved.
+    """
+
+    columns: list[list[int]]
+    found: list[_Found]
+    count: int
+    oldest: int
+    first: int = field(default=-1, init=False)
+
+
+class Frames:
+    """The frames of one directory, as this process sees them."""
+
+    def __init__(
+        self,
+        folder: Any,
+        spec: RowSpec,
+        versions: np.ndarray,
+        claims: np.ndarray,
+        words: memoryview,
+        kernel: NumpyKernel,
+    ) -> None:
+        self._words, self._versions, self._claims = words, versions, claims
+        self._kernel = kernel
+        capacity = len(versions)
+        self.size, self.window = ring_size(capacity, spec), window_of(capacity)
+        self.largest_write = largest_write(capacity, spec)
+        sizes = file_sizes(capacity, spec)
+        tables = np.frombuffer(
+            map_file(folder / FRAMES_OF_CLAIMS, sizes[FRAMES_OF_CLAIMS]), dtype=np.int64
+        )
+        self._starts, self._marks = tables[:MAX_CLAIMS], tables[MAX_CLAIMS:]
+        self._spec = spec
+        self._numbers: list[list[int]] = []  # of the columns of each ring
+        self._rings: list[np.ndarray] = []
+        self._finders: list[_NumpyFinder] = []
+        by_ring: dict[tuple[str, ...], list[int]] = {}
+        for number, column in enumerate(spec.columns):
+            if column.stack:
+                by_ring.setdefault(column.ring, []).append(number)
+        kind = _NumpyFinder if find_copier() is None else _CFinder
+        most = min(_MOST_KNOWN, self.window)
+        for key, numbers in by_ring.items():
+            column = spec.columns[numbers[0]]
+            buffer = map_file(folder / ring_file(key), sizes[ring_file(key)])
+            with torch.inference_mode(False):
+                tensor = torch.frombuffer(buffer, dtype=column.dtype)
+            self._numbers.append(numbers)
+            self._rings.append(array_of(tensor.reshape(self.size, *column.frame_shape)))
+            data = np.frombuffer(buffer, np.uint8).reshape(self.size, column.frame_bytes)
+            self._finders.append(kind(data, most))
+
+    # --- reading -----------------------------------------------------------------------------
+
+    def expand(self, columns: list[np.ndarray], gather: Gather) -> list[np.ndarray]:
+        """Return copied columns with the values instead of the cells of their frames.
+
+        Args:
+            gather: ``gather([array], indices)`` returns copies of these rows of the array.
+        """
+        for numbers, ring in zip(self._numbers, self._rings, strict=True):
+            for number in numbers:
+                cells = columns[number]
+                (frames,) = gather([ring], cells.reshape(-1))
+                columns[number] = frames.reshape(len(cells), *self._spec.columns[number].shape)
+        return columns
+
+    # --- writing -----------------------------------------------------------------------------
+
+    def plan(self, source: Sequence[np.ndarray | None], start: int, stop: int) -> Plan:
+        """Look for the frames of the rows ``start`` to ``stop`` among those of recent writes."""
+        oldest = self._words[Word.FRAME_CURSOR] - self.window // 2
+        columns, found = [], []
+        for numbers, finder in zip(self._numbers, self._finders, strict=True):
+            given = [(number, source[number]) for number in numbers]
+            columns.append([number for number, value in given if value is not None])
+            values = [
+                np.ascontiguousarray(value[start:stop])
+                .view(np.uint8)
+                .reshape(-1, self._spec.columns[number].frame_bytes)
+                for number, value in given
+                if value is not None
+            ]
+            found.append(finder.find(values, oldest))
+        count = max(each.new for each in found)
+        reused = [refs[refs >= 0] for each in found for refs in each.refs]
+        oldest = min((int(refs.min()) for refs in reused if refs.size), default=2**62)
+        return Plan(columns, found, count, oldest)
+
+    def admits(self, row: int, plan: Plan | None) -> bool:
+        """Whether the plan's frames can be reserved for a claim. Called under the lock.
+
+        The caller then calls :meth:`reserve`, in the same hold of the lock.
+
+        Args:
+            row: an unused row of the claim table.
+            plan: None for rows without frames.
+
+        Returns:
+            False if frames of another claim are in the way.
+
+        Raises:
+            StalePlanError: make another plan.
+        """
+        cursor = self._words[Word.FRAME_CURSOR]
+        if plan is None:
+            self._starts[row] = cursor
+            return True
+        if plan.oldest < cursor - self.window:
+            raise StalePlanError
+        self._starts[row] = min(plan.oldest, cursor)
+        return self._oldest_start() >= cursor + plan.count - self.size
+
+    def _oldest_start(self) -> int:
+        """Return the oldest ticket that a claim refers to."""
+        used = self._words[Word.CLAIM_ROWS]
+        starts = self._starts[:used][self._claims[:used, CLAIM_COUNT] != 0]
+        return int(starts.min(initial=2**62))
+
+    def reserve(self, plan: Plan | None, ranges: Sequence[tuple[int, int]]) -> int:
+        """Reserve tickets for new frames, and mark the slots. Called after the claim, locked.
+
+        Returns:
+            The number of published rows that were dropped to make room.
+        """
+        words = self._words
+        first = words[Word.FRAME_CURSOR]
+        count = 0 if plan is None else plan.count
+        needed = first + count - self.size + self.window  # the smallest mark from now on
+        words[Word.DIRTY] = 1
+        dropped = self._drop(needed) if needed > words[Word.FRAME_LOW] else 0
+        for start, stop in ranges:
+            self._marks[start:stop] = first
+        words[Word.FRAME_CURSOR] = first + count
+        words[Word.DIRTY] = 0
+        if plan is not None:
+            plan.first = first
+        return dropped
+
+    def _drop(self, needed: int) -> int:
+        """Unpublish the rows with marks below ``needed``. Return their number."""
+        words, marks = self._words, self._marks
+        published = (self._versions & 1 == 0) & (self._versions > 0)
+        gone = np.empty(0, np.int64)
+        if marks.min(where=published, initial=2**62) < needed:
+            # more than needed, because this looks at all slots
+            gone = np.flatnonzero(published & (marks < needed + self.size // _DROPPED_AT_ONCE))
+            published[gone] = False
+            runs = np.split(gone, np.flatnonzero(np.diff(gone) != 1) + 1)
+            for run in runs:
+                self._kernel.unpublish(int(run[0]), int(run[-1]) + 1)
+            words[Word.DROPPED_ROWS] += gone.size
+        low = int(marks.min(where=published, initial=words[Word.FRAME_CURSOR]))
+        words[Word.FRAME_LOW] = min(low, self._oldest_start())
+        return gone.size
+
+    def write(
+        self, plan: Plan, source: Sequence[np.ndarray | None], start: int, stop: int
+    ) -> list[np.ndarray | None]:
+        """Copy the plan's new frames, and return the columns of the rows ``start`` to ``stop``.
+
+        Values with frames are replaced by the cells of their frames, int32 [n, stack]. Called
+        between reserving and publishing."""
+        columns = [None if value is None else value[start:stop] for value in source]
+        for numbers, found, finder in zip(plan.columns, plan.found, self._finders, strict=True):
+            finder.keep(found, plan.first)
+            for number, refs in zip(numbers, found.refs, strict=True):
+                tickets = np.where(refs < 0, plan.first - 1 - refs, refs)
+                cells = (tickets % self.size).astype(np.int32)
+                columns[number] = cells.reshape(stop - start, -1)
+        return columns
