@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from tensordict import NestedKey
+
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.replay.hosts.owner import host_replay
 from torchrl_dist.replay.hosts.samplers import (
@@ -98,6 +100,7 @@ def replay_buffer(
     min_shards: int = 1,
     shortcut: bool = True,
     limiter: RateLimiter | None = None,
+    frames: Mapping[NestedKey, int] | None = None,
     timeout_s: float | None = None,
     **options: Any,
 ) -> HostedReplayBuffer:
@@ -117,7 +120,7 @@ def replay_buffer(
         batch_size: rows per sample.
         hosts: the processes that store the rows. Default: the driver. See :func:`host_replay`,
             also for ``scratch_dir``, ``resume``, ``keep``, ``write_to``, ``min_shards``,
-            ``shortcut``, ``limiter`` and ``timeout_s``.
+            ``shortcut``, ``limiter``, ``frames`` and ``timeout_s``.
         alpha, beta, eps, prefetch, batches_per_call: see :class:`RPCPrioritizedSampler`.
         uniform: sample uniformly instead of by priority.
         slices: to sample slices of trajectories, the options of :class:`RPCSliceSampler`, such as
@@ -153,6 +156,7 @@ def replay_buffer(
         min_shards=min_shards,
         shortcut=shortcut,
         limiter=limiter,
+        frames=frames,
         timeout_s=timeout_s,
         sampling=("uniform",) if uniform else ("alpha", alpha, "eps", eps),
     )

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
+
+from tensordict import NestedKey
 
 from torchrl_dist import own_files
 from torchrl_dist.errors import ConfigurationError
@@ -136,6 +139,7 @@ def open_host(
     resume: bool,
     keep: bool,
     limiter: RateLimiter | None,
+    frames: Mapping[NestedKey, int] | None,
 ) -> ReplayHost:
     """Open or find the host of this name. Runs in the host's process.
 
@@ -149,6 +153,7 @@ def open_host(
         "resume": resume,
         "keep": keep,
         "limiter": limiter,
+        "frames": frames,
     }
     with LOCKS.hosts:
         host = _hosts.get((session.session_id, name))
@@ -174,6 +179,7 @@ def open_host(
                 resume=resume,
                 keep=keep,
                 timeout_s=session.timeout_s,
+                frames=frames,
             )
             try:
                 set_limiter(storage.directory, limiter)

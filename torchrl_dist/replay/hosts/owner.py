@@ -8,9 +8,11 @@ import contextlib
 import os
 import secrets
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from tensordict import NestedKey
 
 from torchrl_dist.errors import ConfigurationError, TorchRLDistError
 from torchrl_dist.replay.hosts.client import ReplayClient
@@ -22,6 +24,7 @@ from torchrl_dist.replay.hosts.local_link import LocalLink
 from torchrl_dist.replay.hosts.remote_link import RemoteLink
 from torchrl_dist.replay.law.limiter import Counts, RateLimiter
 from torchrl_dist.replay.law.placement import largest_reservation
+from torchrl_dist.replay.parts.storage import checked_frames
 from torchrl_dist.runtime import Peer, Remote, Session, current_session
 
 _MAX_QUEUED_BYTES = 2**26
@@ -153,6 +156,7 @@ def host_replay(
     shortcut: bool = True,
     max_queued_bytes: int = _MAX_QUEUED_BYTES,
     limiter: RateLimiter | None = None,
+    frames: Mapping[NestedKey, int] | None = None,
     timeout_s: float | None = None,
     sampling: tuple[Any, ...] | None = None,
 ) -> ReplayOwner:
@@ -188,6 +192,8 @@ def host_replay(
         max_queued_bytes: bytes that a process queues for one host before ``extend`` waits.
         limiter: the rate limiter of the whole buffer. ``torchrl_dist.replay.hosts.totals_gate``
             defines which counts it uses, and how fresh they are.
+        frames: as in :class:`SharedMemmapStorage`. A host finds repeated frames among those that
+            it stored recently, whichever process sent them.
         timeout_s: deadline of every call and wait. Default: the session's.
         sampling: further values on which all processes that pass them must agree.
 
@@ -232,6 +238,7 @@ def host_replay(
         "resume": resume,
         "keep": keep,
         "limiter": limiter,
+        "frames": None if frames is None else checked_frames(frames),
         "sampling": sampling,
     }
     new = _agree(session, name, terms, timeout_s)
@@ -247,6 +254,7 @@ def host_replay(
                 resume,
                 keep,
                 limiter,
+                frames,
                 timeout_s=timeout_s,
             )
             remotes.append(remote)

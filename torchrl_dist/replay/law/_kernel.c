@@ -306,40 +306,57 @@ static int64_t hash_of(const uint8_t *frame, int64_t bytes) {
     return (int64_t)hash;
 }
 
-/* refs: for each of n frames the ticket of an equal frame in the ring, not below oldest, or -1 - k for
- * the k-th new frame. table: pairs of a hash and a ticket + 1, see replay_keep_frames. batch: pairs of
- * a hash and k + 1 of the new frames; fresh: pairs of a new frame's address and hash. There are count
- * of them from calls before. Both numbers of entries are powers of two. Returns the new count. */
-int64_t replay_find_frames(const uint8_t *frames, int64_t n, int64_t bytes, const uint8_t *ring,
-                           int64_t size, const volatile int64_t *table, int64_t entries,
-                           int64_t oldest, int64_t *batch, int64_t batch_entries, int64_t *fresh,
-                           int64_t count, int64_t *refs) {
-    for (int64_t i = 0; i < n; i++) {
-        const uint8_t *frame = frames + i * bytes;
-        int64_t hash = hash_of(frame, bytes), at = hash & (batch_entries - 1), k;
-        refs[i] = INT64_MIN;
-        for (; (k = batch[2 * at + 1]); at = (at + 1) & (batch_entries - 1))
-            if (batch[2 * at] == hash &&
-                !memcmp((const uint8_t *)(intptr_t)fresh[2 * k - 2], frame, (size_t)bytes)) {
-                refs[i] = -k;
-                break;
+/* refs: for each frame of the columns (address, number of frames, frames per value) the ticket of an
+ * equal frame in the ring, not below oldest, or -1 - k for the k-th new frame. table: pairs of a hash
+ * and a ticket + 1, see replay_keep_frames. batch: pairs of a hash and k + 1; fresh: address, hash and
+ * place in refs of each new frame. The numbers of entries are powers of two. hints: [frames per value],
+ * zeros. Returns the number of new frames.
+ *
+ * In the next row, or in the next value, a frame has moved by one place. So the distance at which its
+ * neighbour was found is tried first: comparing costs a third of hashing and looking it up. */
+int64_t replay_find_frames(const int64_t *columns, int64_t column_count, int64_t bytes,
+                           const uint8_t *ring, int64_t size, const volatile int64_t *table,
+                           int64_t entries, int64_t oldest, int64_t *batch, int64_t batch_entries,
+                           int64_t *fresh, int64_t *hints, int64_t *refs) {
+    int64_t count = 0, place = 0;
+    for (int64_t column = 0; column < column_count; column++) {
+        const uint8_t *frames = (const uint8_t *)(intptr_t)columns[3 * column];
+        int64_t n = columns[3 * column + 1], stack = columns[3 * column + 2];
+        for (int64_t i = 0; i < n; i++, place++) {
+            const uint8_t *frame = frames + i * bytes;
+            int64_t guess = place - hints[i % stack], from = place - i, other = column;
+            if (guess < place && guess >= 0) {
+                while (guess < from) from -= columns[3 * --other + 1];
+                const uint8_t *first = (const uint8_t *)(intptr_t)columns[3 * other];
+                if (!memcmp(first + (guess - from) * bytes, frame, (size_t)bytes)) {
+                    refs[place] = refs[guess];
+                    continue;
+                }
             }
-        if (refs[i] != INT64_MIN) continue;
-        int64_t bucket = hash & (entries - 2);
-        for (int64_t entry = bucket; entry < bucket + 2; entry++) {
-            int64_t ticket = table[2 * entry + 1] - 1;
-            if (table[2 * entry] == hash && ticket >= oldest &&
-                !memcmp(ring + ticket % size * bytes, frame, (size_t)bytes)) {
-                refs[i] = ticket;
-                break;
+            int64_t hash = hash_of(frame, bytes), at = hash & (batch_entries - 1), k;
+            refs[place] = INT64_MIN;
+            for (; (k = batch[2 * at + 1]); at = (at + 1) & (batch_entries - 1))
+                if (batch[2 * at] == hash &&
+                    !memcmp((const uint8_t *)(intptr_t)fresh[3 * k - 3], frame, (size_t)bytes)) {
+                    refs[place] = -k;
+                    hints[i % stack] = place - fresh[3 * k - 1];
+                    break;
+                }
+            int64_t bucket = hash & (entries - 2);
+            for (int64_t entry = bucket; entry < bucket + 2 && refs[place] == INT64_MIN; entry++) {
+                int64_t ticket = table[2 * entry + 1] - 1;
+                if (table[2 * entry] == hash && ticket >= oldest &&
+                    !memcmp(ring + ticket % size * bytes, frame, (size_t)bytes))
+                    refs[place] = ticket;
             }
+            if (refs[place] != INT64_MIN) continue;
+            fresh[3 * count] = (int64_t)(intptr_t)frame;
+            fresh[3 * count + 1] = hash;
+            fresh[3 * count + 2] = place;
+            batch[2 * at] = hash;
+            batch[2 * at + 1] = ++count;
+            refs[place] = -count;
         }
-        if (refs[i] != INT64_MIN) continue;
-        fresh[2 * count] = (int64_t)(intptr_t)frame;
-        fresh[2 * count + 1] = hash;
-        batch[2 * at] = hash;
-        batch[2 * at + 1] = ++count;
-        refs[i] = -count;
     }
     return count;
 }
@@ -349,8 +366,8 @@ int64_t replay_find_frames(const uint8_t *frames, int64_t n, int64_t bytes, cons
 void replay_keep_frames(const int64_t *fresh, int64_t count, int64_t bytes, uint8_t *ring,
                         int64_t size, int64_t first, volatile int64_t *table, int64_t entries) {
     for (int64_t i = 0; i < count; i++) {
-        int64_t ticket = first + i, hash = fresh[2 * i + 1], entry = hash & (entries - 2);
-        memcpy(ring + ticket % size * bytes, (const uint8_t *)(intptr_t)fresh[2 * i], (size_t)bytes);
+        int64_t ticket = first + i, hash = fresh[3 * i + 1], entry = hash & (entries - 2);
+        memcpy(ring + ticket % size * bytes, (const uint8_t *)(intptr_t)fresh[3 * i], (size_t)bytes);
         if (table[2 * entry + 3] < table[2 * entry + 1]) entry++;
         table[2 * entry] = hash;
         table[2 * entry + 1] = ticket + 1;

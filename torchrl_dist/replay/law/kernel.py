@@ -26,7 +26,7 @@ _FUNCTIONS = {
 }
 """Result type, and a letter per argument."""
 _COPIERS = {
-    "find_frames": (ctypes.c_int64, "piipipiipipip"),
+    "find_frames": (ctypes.c_int64, "piipipiipippp"),
     "keep_frames": (None, "piipiipi"),
 }
 

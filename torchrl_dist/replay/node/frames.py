@@ -55,8 +55,7 @@ if TYPE_CHECKING:
 
 _SPARE = 0.07  # frames beyond one per row: the first stacks of episodes
 _WINDOW = 32  # the window is this part of the rows
-_SMALLEST_WINDOW = 256
-_ALL_DIFFERENT = 4096  # a ring up to this size has room for rows that repeat nothing
+_FEW = 4096  # frames: small buffers have a larger window, and room for rows that repeat nothing
 _MOST_KNOWN = 2**17
 _DROPPED_AT_ONCE = 256  # this part of the ring
 
@@ -74,12 +73,12 @@ def frames_in(spec: RowSpec) -> int:
 
 def window_of(capacity: int) -> int:
     """Return the largest distance of a frame before its row's mark."""
-    return max(capacity // _WINDOW, _SMALLEST_WINDOW)
+    return max(capacity // _WINDOW, min(4 * capacity, _FEW))
 
 
 def ring_size(capacity: int, spec: RowSpec) -> int:
     """Return the number of frames of each ring."""
-    few = min(frames_in(spec) * capacity, _ALL_DIFFERENT)
+    few = min(frames_in(spec) * capacity, _FEW)
     return max(math.ceil((1 + _SPARE) * capacity), few) + window_of(capacity)
 
 
@@ -165,12 +164,15 @@ class _NumpyFinder:
         self._known: dict[bytes, int] = {}
 
     def find(self, values: Sequence[np.ndarray], oldest: int) -> _Found:
-        """Look for frames, uint8 [n, bytes] each, among those with tickets from ``oldest`` on."""
+        """Look for the frames of values, uint8 [n, stack, bytes] each.
+
+        Frames with tickets below ``oldest`` do not count."""
         fresh: list[np.ndarray] = []
         by_digest: dict[bytes, int] = {}
         digests: list[bytes] = []
         refs = []
-        for frames in values:
+        for value in values:
+            frames = value.reshape(-1, value.shape[-1])
             found = np.empty(len(frames), np.int64)
             for number, frame in enumerate(frames):
                 digest = hashlib.blake2b(frame.data, digest_size=16).digest()
@@ -214,19 +216,19 @@ class _CFinder(_NumpyFinder):
 
     def find(self, values: Sequence[np.ndarray], oldest: int) -> _Found:
         ring, table = self._ring, self._table
-        most = sum(map(len, values))
+        columns = np.array([(address(each), each[..., 0].size, each.shape[1]) for each in values])
+        most = int(columns[:, 1].sum())
         batch = np.zeros((1 << (2 * most + 1).bit_length(), 2), np.int64)
-        fresh = np.empty((most, 2), np.int64)  # addresses and hashes
-        refs, count = [], 0
-        for frames in values:
-            found = np.empty(len(frames), np.int64)
-            count = self._find(
-                address(frames), len(frames), ring.shape[1], address(ring), len(ring),
-                address(table), len(table), max(0, oldest), address(batch), len(batch),
-                address(fresh), count, address(found),
-            )  # fmt: skip
-            refs.append(found)
-        return _Found(refs, (fresh, values), count)
+        fresh = np.empty((most, 3), np.int64)
+        hints = np.zeros(columns[:, 2].max(), np.int64)
+        refs = np.empty(most, np.int64)
+        new = self._find(
+            address(columns), len(columns), ring.shape[1], address(ring), len(ring),
+            address(table), len(table), max(0, oldest), address(batch), len(batch),
+            address(fresh), address(hints), address(refs),
+        )  # fmt: skip
+        parts = np.split(refs, np.cumsum(columns[:-1, 1]))
+        return _Found(parts, (fresh, values), new)
 
     def keep(self, found: _Found, first: int) -> None:
         ring, table = self._ring, self._table
@@ -324,7 +326,7 @@ class Frames:
             values = [
                 np.ascontiguousarray(value[start:stop])
                 .view(np.uint8)
-                .reshape(-1, self._spec.columns[number].frame_bytes)
+                .reshape(stop - start, self._spec.columns[number].stack, -1)
                 for number, value in given
                 if value is not None
             ]
