@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from torchrl_dist.errors import ConfigurationError
+from torchrl_dist.errors import ConfigurationError, DeadlineError
 from torchrl_dist.replay import SharedMemmapStorage, SharedPrioritizedSampler, SharedReplayBuffer
+from torchrl_dist.replay.inspection import inspect
+from torchrl_dist.replay.node.frames import Frames
 from torchrl_dist.replay.node.tables import Word
 
 STACK, SIDE = 4, 3
@@ -144,6 +147,8 @@ def test_a_large_buffer_takes_little_more_than_one_frame_per_row(tmp_path: Path)
     storage.append(TensorDict({"pixels": pixels, "next": {"pixels": pixels}}, [1]))
     size = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
     assert size < 1.11 * capacity * 20 * 20 + capacity * (8 * 4 + 8 + 8 + 9)  # see ``file_sizes``
+    found = inspect(tmp_path / "frames")
+    assert found["row_bytes"] == 8 * 20 * 20 and found["stored_row_bytes"] < 1.25 * 20 * 20
 
 
 def test_a_child_of_fork_and_a_pickled_copy_share_the_frames(tmp_path: Path) -> None:
@@ -259,6 +264,40 @@ def test_the_files_of_frames_are_removed_with_the_buffer(tmp_path: Path) -> None
     storage.append(Episodes(0).take(2))
     storage.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_frames_of_a_writer_that_has_stopped_are_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others wait for it, up to their deadline."""
+    storage = storage_at(tmp_path / "frames", 50, timeout_s=1)
+    rows = Episodes(0).take(6)
+    storage.append(rows[:1])
+    may_go_on, reserved = threading.Event(), threading.Event()
+    write = Frames.write
+
+    def slow(*args: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            reserved.set()
+            assert may_go_on.wait(60)
+        return write(*args)
+
+    monkeypatch.setattr(Frames, "write", slow)
+    writer = threading.Thread(target=storage.append, args=(rows[1:],))
+    writer.start()
+    assert reserved.wait(60)
+    frames = storage.directory.frames
+    assert frames is not None
+    others = np.random.default_rng(1)
+    with pytest.raises(DeadlineError, match="hold reservations"):
+        for _ in range(frames.size):  # each row has 4 new frames
+            pixels = torch.from_numpy(others.integers(0, 256, (1, STACK, SIDE, SIDE), np.uint8))
+            row = {"pixels": pixels, "next": {"pixels": pixels}, "number": torch.zeros(1).long()}
+            storage.append(TensorDict(row, [1]))
+    may_go_on.set()
+    writer.join(60)
+    mine = storage[:]
+    assert same(mine[torch.isin(mine["number"], rows["number"][1:])], rows[1:])
 
 
 class Numbered:

@@ -22,7 +22,7 @@ from torchrl_dist import own_files
 from torchrl_dist.errors import DirectoryError
 from torchrl_dist.replay.law.placement import slot_ranges
 from torchrl_dist.replay.node import files
-from torchrl_dist.replay.node.directory import read_spec
+from torchrl_dist.replay.node.directory import data_size, read_spec
 from torchrl_dist.replay.node.files import damaged, read_header
 from torchrl_dist.replay.node.lock import MEMBER_BYTES, byte_holder, is_held
 from torchrl_dist.replay.node.tables import (
@@ -293,6 +293,7 @@ def _content(
         "cursor": cursor,
         "write_count": write_count,
         "row_bytes": None if spec is None else spec.row_bytes,
+        "stored_row_bytes": None if spec is None else round(data_size(spec, capacity) / capacity),
         "row": None if spec is None else spec.as_json(),
         "alpha": alpha,
         "eps": eps,
@@ -394,12 +395,15 @@ def show(found: dict[str, Any]) -> None:
 def _show_content(console: Any, found: dict[str, Any], more: dict[str, Any]) -> None:
     row = found["row"]
     leaves = [] if row is None else row["leaves"]
+    stored = ""
+    if found["stored_row_bytes"] != found["row_bytes"]:
+        stored = f", stored in {found['stored_row_bytes']:,} with each frame once"
     facts = {
         **more,
         "rows": f"{found['length']:,} of {found['capacity']:,}",
         "ever written": f"{found['write_count']:,}",
         "next ticket": f"{found['cursor']:,} (slot {found['cursor'] % found['capacity']:,})",
-        "a row": "none yet" if row is None else f"{found['row_bytes']:,} bytes",
+        "a row": "none yet" if row is None else f"{found['row_bytes']:,} bytes{stored}",
         "alpha, eps": f"{found['alpha']}, {found['eps']}",
         "largest priority": found["max_priority"],
         **{name.replace("_", " "): count for name, count in found["counters"].items()},

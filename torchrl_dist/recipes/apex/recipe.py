@@ -199,6 +199,7 @@ def build(
         start,
         batch_size=config.batch_size // learners,
         exponents=(config.alpha, config.beta_start),
+        frames=task.frames,
     )
     dqn.loss.ranks.exchange(None, "the buffer's beginning")  # the first drops old rows
     collector = RPCBatchedCollector(

@@ -25,6 +25,9 @@ MAX_EPISODE_STEPS = 10_000
 """Length at which an evaluation ends an episode, because some environments never end one."""
 
 
+ATARI_STACK = 4  # images in an observation
+
+
 @dataclass(frozen=True)
 class Images:
     """Observations uint8 ``shape`` = (channels, height, width), from 0 to ``high``."""
@@ -55,6 +58,13 @@ class Task:
     def inputs(self) -> int | Images:
         """The input size of a network."""
         return self.observation_size if self.images is None else self.images
+
+    @property
+    def frames(self) -> dict[str, int] | None:
+        """The buffer's ``frames=``, so that it stores each image once; None without images."""
+        if self.images is None:
+            return None
+        return {"observation": ATARI_STACK if self.env.startswith("ALE/") else 1}
 
 
 def named_function(text: str) -> Callable[..., Any] | None:
@@ -106,7 +116,7 @@ def atari(env: str, **options: Any) -> gymnasium.Env:
 
         gymnasium.register_envs(ale_py)
     made = gymnasium.make(env, frameskip=1, **options)
-    return FrameStackObservation(AtariPreprocessing(made), 4)
+    return FrameStackObservation(AtariPreprocessing(made), ATARI_STACK)
 
 
 def minigrid(env: str, **options: Any) -> gymnasium.Env:

@@ -24,6 +24,7 @@ def shared_buffer(
     batch_size: int,
     exponents: tuple[float, float] | None = None,
     limiter: RateLimiter | None = None,
+    frames: dict[str, int] | None = None,
 ) -> SharedReplayBuffer:
     """Return the job's buffer. A resumed run continues with its rows.
 
@@ -39,12 +40,15 @@ def shared_buffer(
         batch_size: rows per sample of this process.
         exponents: alpha and beta of prioritized sampling; None: uniform.
         limiter: the rate limiter of the whole buffer.
+        frames: the values whose frames are stored once, see :class:`SharedMemmapStorage`.
 
     Raises:
         DirectoryError: a folder of this node cannot be used.
         RemoteError: a folder of another node cannot be used.
     """
-    buffer = _shared_buffer(config, session, start.resumes > 0, batch_size, exponents, limiter)
+    buffer = _shared_buffer(
+        config, session, start.resumes > 0, batch_size, exponents, limiter, frames
+    )
     if start.resumes == 0 and session.me.index == 0 and len(buffer):
         buffer.empty()
     return buffer
@@ -57,6 +61,7 @@ def _shared_buffer(
     batch_size: int,
     exponents: tuple[float, float] | None,
     limiter: RateLimiter | None,
+    frames: dict[str, int] | None,
 ) -> SharedReplayBuffer:
     if not session.world.one_node:
         alpha, beta = exponents or (0.6, 0.4)
@@ -72,6 +77,7 @@ def _shared_buffer(
             resume=resume and config.replay_dir is not None,
             keep=config.replay_dir is not None,
             limiter=limiter,
+            frames=frames,
             timeout_s=config.timeout_s,
         )
         claim_rows(config.output_path, config.replay_path)
@@ -84,6 +90,7 @@ def _shared_buffer(
         keep=True,
         timeout_s=config.timeout_s,
         limiter=limiter,
+        frames=frames,
     )
     claim_rows(config.output_path, config.replay_path)
     sampler = (

@@ -298,7 +298,9 @@ class SharedCursor:
             )
         time.sleep(_RETRY_S)
 
-    def _try_claim_run(self, start: int, count: int, plan: Plan | None) -> Reservation | None:
+    def _try_claim_run(
+        self, start: int, count: int, plan: Plan | None = None
+    ) -> Reservation | None:
         row, words = self._free_row(), self._directory.words
         if row is None or self._live_claims(start, count) or not self._frames_admit(row, plan):
             return None

@@ -486,8 +486,7 @@ class ReplayDirectory:
                 ) from error
             except OSError as error:
                 files.remove_data(self.path)
-                sizes = [data_bytes(column, self.capacity) for column in spec.columns]
-                wanted = sum([*sizes, *file_sizes(self.capacity, spec).values()]) / 2**20
+                wanted = data_size(spec, self.capacity) / 2**20
                 raise DirectoryError(
                     f"could not allocate {wanted:.0f} MiB for {self.capacity} rows in "
                     f"{self.path}: {error}; free space there, choose another scratch_dir or a "
@@ -767,6 +766,12 @@ def _leave_all() -> None:
 
 
 atexit.register(_leave_all)
+
+
+def data_size(spec: RowSpec, capacity: int) -> int:
+    """Return the bytes of all files with rows and frames."""
+    rows = sum(data_bytes(column, capacity) for column in spec.columns)
+    return rows + sum(file_sizes(capacity, spec).values())
 
 
 def data_bytes(column: ColumnSpec, capacity: int) -> int:

@@ -26,6 +26,7 @@ import torch
 from torchrl_dist.errors import CheckpointError, ConfigurationError
 from torchrl_dist.replay.node.cursor import SharedCursor
 from torchrl_dist.replay.node.directory import ReplayDirectory
+from torchrl_dist.replay.node.frames import with_stacks
 from torchrl_dist.replay.node.priorities import check_rescaling, rescaled
 from torchrl_dist.replay.node.tables import COUNTERS, LARGEST_COUNT, ORDERED_LOADS, Word
 from torchrl_dist.replay.row.spec import STREAM, ColumnSpec, RowSpec, checked_spec
@@ -87,7 +88,8 @@ class Head:
                 directory.get_float(Word.EPS) if set_ else None,
                 bool(words[Word.MAX_WITHIN]),
                 directory.counters,
-                directory.rows,
+                # a checkpoint has the values, however they are stored
+                directory.rows and with_stacks(directory.rows, {}),
                 None if directory.gate is None else directory.gate.state(),
             )
 
