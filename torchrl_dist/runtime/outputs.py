@@ -22,7 +22,7 @@ class _Lasting(io.FileIO):
     child processes can still write to it.
 
     Attributes:
-        problem: the first error because of which something was dropped.
+        problem: the first error that made it drop something.
     """
 
     problem: OSError | None = None
@@ -74,7 +74,7 @@ def outlive_readers() -> None:
 
 
 def problem_of(stream: Any) -> OSError | None:
-    """Return the error because of which a stream of :func:`outlive_readers` dropped output."""
+    """Return the error that made a stream of :func:`outlive_readers` drop output."""
     buffer = getattr(stream, "buffer", None)
     return getattr(getattr(buffer, "raw", buffer), "problem", None)
 

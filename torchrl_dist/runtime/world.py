@@ -15,7 +15,8 @@ from pathlib import Path
 from ..errors import ConfigurationError
 from . import proc
 
-# Set in the children of local_cluster, and inherited by what they start: the job of their driver.
+# Holds the id of the driver's job. It is set in the children of local_cluster, and inherited by the
+# processes that they start.
 JOB_ID_VARIABLE = "TORCHRL_DIST_JOB_ID"
 
 _UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[0-9a-f]{4}-[0-9a-f]{12}"
@@ -60,14 +61,15 @@ class World:
 
     @property
     def starter(self) -> str | None:
-        """The stamp of a process of this machine after whose end the job cannot be started again.
+        """The stamp of the process of this machine without which the job cannot be started again.
 
         None if there may be no such process: SLURM may start a job with the same id again, and so
         may a user who gave torchrun an id.
         """
         named_by_agent = is_stamp(self.job_id) or re.fullmatch(_UUID, self.job_id)  # --standalone
         if self.launcher == "torchrun" and named_by_agent:
-            # With several nodes, the job's id is the stamp of rank 0's agent, maybe elsewhere.
+            # With several nodes, the job's id is the stamp of rank 0's agent, which may be on
+            # another node.
             return process_stamp(os.getppid())
         return self.job_id if is_stamp(self.job_id) else None
 
@@ -127,8 +129,8 @@ def process_stamp(pid: int) -> str:
 def has_ended(stamp: str) -> bool:
     """Whether a process of this machine, named by :func:`process_stamp`, has certainly ended.
 
-    A process of another boot has ended; the caller must know that it ran on this machine. A process
-    in another pid namespace of this machine counts as running.
+    The caller must know that it ran on this machine, because a process of another boot counts as
+    ended. A process in another pid namespace of this machine counts as running.
     """
     pid, _, namespace, boot = stamp.split("-")
     if not boot or not _boot():
@@ -137,7 +139,7 @@ def has_ended(stamp: str) -> bool:
         return True
     own = proc.stat(os.getpid())
     if namespace != str(_namespace()) or own is None or own[0] != str(os.getpid()):
-        return False  # this pid in ``/proc`` is another process
+        return False  # in the ``/proc`` seen here, this pid means another process
     stat = proc.stat(int(pid))
     return stat is None or stat[proc.STATE] == "Z" or process_stamp(int(pid)) != stamp
 
