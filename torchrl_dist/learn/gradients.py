@@ -31,7 +31,7 @@ _owners = WeakTensorKeyDictionary()
 
 
 class GradientAverage:
-    """Averages the gradients of the attached parameters over the ranks, in each ``grad``.
+    """Averages the gradients of the attached parameters over the ranks, in place in each ``grad``.
 
     The average covers everything accumulated in ``grad``. Gradients that were already averaged are
     equal on all ranks, so averaging them again does not change them.

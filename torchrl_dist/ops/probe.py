@@ -89,7 +89,7 @@ class Probe:
     launcher: str
     several_nodes: bool
     world_error: str | None  # what is wrong with the launcher's variables
-    lone: str | None  # the launcher of this task, if it did not start it as a rank
+    lone: str | None  # the launcher of this task, if the task is not a rank
     interfaces: tuple[str, ...]
     wanted_interfaces: Mapping[str, str]  # by variable
     address: str | None  # address of the host name
@@ -201,7 +201,7 @@ def _fallocate_error(fd: int) -> str | None:
 
 
 def _lock_error(fd: int, name: str) -> str | None:
-    """Test the locks that buffers use, which are those of open file descriptions."""
+    """Test locks of open file descriptions, which buffers use. Return what is wrong, or None."""
     try:
         lock.lock_byte(fd, 0)
     except OSError as error:
@@ -250,7 +250,7 @@ def _groups(own: Path, root: Path, controller: str) -> list[Path]:
                 continue
             top = root if number == "0" else root / controller
             inner = top / path.lstrip("/")
-            # In a container, the path may be the host's. Then only the top exists.
+            # In a container, the path may be one outside of it. Then only the top folder exists.
             found += [inner, *(up for up in inner.parents if up == top or top in up.parents)]
     return found
 

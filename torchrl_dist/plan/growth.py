@@ -6,7 +6,7 @@
 Prints the efficiencies that tianshou#1172 measured with Ray on nodes of 48 cores, for steps that
 sleep 1, 0.1, 0.01 and 0.001 s. Next to them are predictions from the cost of messages on this
 machine, for one rank per core and for one node worker per node. The table names what binds first.
-Below it is the number of nodes at which one learner is full.
+Below it is the number of nodes from which on one learner takes in no more frames.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def sleeping(costs: Costs, step_s: float) -> Costs:
 
 
 def layout_of(nodes: int, step_s: float, node_workers: bool) -> Layout:
-    """Return a layout with one process per core, messages of half a second and no waiting."""
+    """Return a layout with one process per core, messages of half a second and no waiting for slow
+    workers."""
     steps = max(1, int(_MESSAGE_S / step_s))
     return Layout(nodes, CORES, 1, steps, node_workers, lag=1, wait_all=False)
 
