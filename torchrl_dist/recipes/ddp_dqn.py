@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 4 -m torchrl_dist.recipes.ddp_dqn --updates 2500
 
-Each update has the same distribution as one process's update with a batch of 128. Between two
-points at which all ranks meet, all first draw, and then write priorities and rows. The program
-prints one JSON object.
+Each update has the same distribution as one process's update with a batch of 128. Ranks meet after
+drawing, and again after writing priorities and rows, so no rank draws while another writes. The
+program prints one JSON object.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class Apex(Learner):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.dqn.load_state_dict(state)
-        if self.ranks.is_first:  # from its own learner only, because learners draw differently
+        if self.ranks.is_first:  # it saved the state, and other learners draw differently
             self._generator.set_state(state["extra"]["sampler"])
         self.collector.update_policy_weights_()
         self.remarks = remarks_on_resume(self.buffer)
@@ -200,7 +200,8 @@ def build(
         batch_size=config.batch_size // learners,
         exponents=(config.alpha, config.beta_start),
     )
-    dqn.loss.ranks.exchange(None, "the buffer's beginning")  # the first drops old rows
+    # wait until the first has dropped old rows
+    dqn.loss.ranks.exchange(None, "the buffer's beginning")
     collector = RPCBatchedCollector(
         for_collectors(config.env, config.reward_clip),
         EpsilonGreedy(network),

@@ -97,7 +97,7 @@ def _require_video_writer() -> None:
 
 @contextlib.contextmanager
 def _written(path: str | os.PathLike[str], fps: int) -> Iterator[Callable[[Any], None]]:
-    """Yield a function that appends a picture to the video; all pictures may not fit in memory."""
+    """Yield a function that writes one more picture, because all pictures may not fit in memory."""
     import imageio.v2 as imageio
 
     @contextlib.contextmanager

@@ -29,7 +29,8 @@ _KEY = "torchrl_dist.option"
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """The meaning of a field and its valid values. Bounds are closed unless ``above``."""
+    """The meaning of a field and its valid values. ``minimum`` and ``maximum`` are valid values,
+    ``above`` is not."""
 
     help: str
     unit: str = ""
