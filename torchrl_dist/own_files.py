@@ -317,7 +317,7 @@ def open_named(path: str | os.PathLike[str], *, append: bool) -> TextIO:
         NotOurs: it belongs to another user, or is a link or a pipe that another user may have made.
     """
     if Path(path).is_relative_to("/dev") and not Path(path).is_relative_to(_MEMORY):
-        return open(path, "w")  # /dev/stdout
+        return open(path, "w")  # such as /dev/stdout
     fd = open_ours(resolved(path), os.O_WRONLY | os.O_CREAT | (os.O_APPEND if append else 0))
     if not append:
         os.ftruncate(fd, 0)

@@ -248,7 +248,7 @@ class _Parts:
         self._costs, self._layout, self._cores = costs, layout, cores
         in_step = layout.envs  # envs of one group
         step_cpu_s = costs.step_s(in_step)
-        self._frames = layout.frames / layout.messages  # per message
+        self._frames = layout.frames / layout.messages  # frames per message
         size = self._frames * costs.frame_bytes
         per_process = layout.processes if layout.node_workers else 1
         own_s = costs.message_worker_s + size * costs.byte_worker_s

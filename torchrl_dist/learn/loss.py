@@ -289,7 +289,7 @@ class DistributedLoss(_Loss):
     # ---- methods that change parameters
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        result = super()._apply(*args, **kwargs)  # .to(), .cuda(), .double()
+        result = super()._apply(*args, **kwargs)  # called by .to(), .cuda() and .double()
         self._attach_again()
         return result
 

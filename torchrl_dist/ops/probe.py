@@ -80,9 +80,9 @@ class Probe:
     user_processes: int | None
     cores: int  # of the machine
     usable_cores: int  # cores on which this process may be scheduled
-    cpu_quota: float | None  # cores, of the cgroup
-    memory_limit: int | None  # of the cgroup
-    omp_threads: int | None  # OMP_NUM_THREADS
+    cpu_quota: float | None  # how many cores' worth of time the cgroup allows
+    memory_limit: int | None  # bytes that the cgroup allows
+    omp_threads: int | None  # the value of OMP_NUM_THREADS
     processes: int  # expected on this machine
     world_size: int  # processes expected in the job
     planned_bytes: int  # size of the replay buffer here
@@ -91,7 +91,7 @@ class Probe:
     world_error: str | None  # what is wrong with the launcher's variables
     lone: str | None  # the launcher of this task, if the task is not a rank
     interfaces: tuple[str, ...]
-    wanted_interfaces: Mapping[str, str]  # by variable
+    wanted_interfaces: Mapping[str, str]  # interfaces that the environment asks for, by variable
     address: str | None  # address of the host name
     master: tuple[str, str | None] | None  # MASTER_ADDR and its address
     ignored_signals: tuple[str, ...]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # and of at most this many bytes.
 _MESSAGE_S, _MESSAGE_BYTES, _PROCESSES_PER_CORE = 0.5, 8 << 20, 4
 _MOST_PER_CORE, _MOST = 32, 256  # limits on the number of env processes that are considered
-_DRAWS = 100  # resamplings for an interval
+_DRAWS = 100  # how often measurements are resampled for an interval
 _NEARLY = 0.9  # fraction of the best rate from which on more processes bring little
 _BUSY = 0.5  # load average per core from which on this node counts as busy
 

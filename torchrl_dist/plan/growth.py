@@ -33,7 +33,8 @@ RAY = {
     16: (0.86, 0.41, 0.05, 0.01), 32: (0.78, 0.26, 0.03, 0.0),
 }  # fmt: skip
 """Published efficiencies by number of nodes, one for each of ``STEPS_S``."""
-_MESSAGE_S = 0.5  # duration of the steps in a message, the collector's default; at least one step
+# seconds of stepping per message, as by the collector's default; at least one step
+_MESSAGE_S = 0.5
 
 
 def costs_of(plan: dict[str, Any]) -> Costs:

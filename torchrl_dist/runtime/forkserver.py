@@ -194,7 +194,7 @@ class ForkServer:
                 try:
                     link.connect(self.address)
                     break
-                except BlockingIOError:  # its queue is full; any user may fill it
+                except BlockingIOError:  # the server's queue is full; any user may fill it
                     if time.monotonic() > until:
                         raise
                     time.sleep(_FULL_S)
@@ -398,7 +398,7 @@ class ForkServer:
                         return
                     self._take(*report)
         except EOFError:
-            if self._process is None:  # it has not accepted us, or it is dying
+            if self._process is None:  # the server has not accepted us, or is dying
                 self._lose_children("closed")
                 return
             poller.unregister(self._reports)
@@ -513,7 +513,7 @@ def _keep_only(fds: tuple[int, int]) -> None:
     os.dup2(null, 0)
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in (0, 1, 2, *fds):
-            with contextlib.suppress(OSError):  # listdir's own is closed already
+            with contextlib.suppress(OSError):  # listdir's own descriptor is closed already
                 os.close(int(name))
 
 
@@ -581,7 +581,7 @@ class _Client:
                 os.close(link)
                 raise
         except OSError:
-            self.reports.detach()  # the caller closes it
+            self.reports.detach()  # the caller closes this descriptor
             raise
         self.link.setblocking(True)
         self.commands = Connection(command_fd)

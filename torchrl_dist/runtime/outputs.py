@@ -99,7 +99,7 @@ class BestEffort:
         if self._stream is not None:
             try:
                 self._stream.write(text)
-            except (OSError, ValueError):  # ValueError: it was closed
+            except (OSError, ValueError):  # ValueError: the stream was closed
                 pass
         return len(text)
 

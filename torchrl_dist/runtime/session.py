@@ -113,7 +113,7 @@ class Session:
         self._signs: threading.Thread | None = None
         self._asked: set[int] = set()  # ranks with an unanswered "beat" message
         self._heard: dict[int, float] = {}  # the last sign of each watched rank, on awake()
-        if supervised:  # by local_cluster, whose children only serve
+        if supervised:  # local_cluster supervises, and its children only serve
             for peer in self.peers[1:]:
                 self._members.serve(peer.global_rank)
 
@@ -306,7 +306,7 @@ class Session:
         try:
             result = self._execute(operation)
             return result.result() if isinstance(result, Future) else result
-        except (KeyboardInterrupt, Stopped):  # from a second signal
+        except (KeyboardInterrupt, Stopped):  # raised by a second signal
             raise
         except BaseException as error:  # including SystemExit, which the called code raised
             raise self._remote_error(self.me, _describe(error)) from error
@@ -362,7 +362,7 @@ class Session:
         with self._lock:
             self._in_flight[rank].discard(future)
             if future.done():
-                return  # it failed meanwhile, because the peer was lost
+                return  # the call failed meanwhile, because the peer was lost
         with contextlib.suppress(Exception):  # InvalidStateError: already settled by another thread
             if error is None:
                 future.set_result(result)
@@ -783,7 +783,7 @@ class Session:
         if failure is None and not self._end.is_set():
             with contextlib.suppress(PeerLostError):
                 self.serve()
-            self._run_callbacks(self._at_leave, True)  # calls may have added some
+            self._run_callbacks(self._at_leave, True)  # calls from others may have added some
         self._answer_watchers(failure)
         if self._members.why_lost(self._driver.global_rank) is None:
             told = self._tell(self._driver, "leaving", self.me.global_rank, failure)

@@ -162,7 +162,7 @@ def _outlive(number: int, frame: FrameType | None) -> None:
 
 def say(line: str) -> None:
     """Print a line to stderr from a signal handler, which may have interrupted another print."""
-    with contextlib.suppress(Exception):  # RuntimeError: it has; others: stderr is closed
+    with contextlib.suppress(Exception):  # RuntimeError: it interrupted a print; or a closed stderr
         start = "\n" if sys.stderr.isatty() else ""  # after ^C or a progress bar
         print(start + line, file=sys.stderr, flush=True)
 

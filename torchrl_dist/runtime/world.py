@@ -66,7 +66,8 @@ class World:
         None if there may be no such process: SLURM may start a job with the same id again, and so
         may a user who gave torchrun an id.
         """
-        named_by_agent = is_stamp(self.job_id) or re.fullmatch(_UUID, self.job_id)  # --standalone
+        # torchrun --standalone
+        named_by_agent = is_stamp(self.job_id) or re.fullmatch(_UUID, self.job_id)
         if self.launcher == "torchrun" and named_by_agent:
             # With several nodes, the job's id is the stamp of rank 0's agent, which may be on
             # another node.

@@ -25,7 +25,7 @@ from torchrl_dist.collect.worker.worker import WorkerConfig, WorkerOptions
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.runtime import Peer, Session, current_session
 
-_ONE_STEP = 1e-9  # the least part of a rollout
+_ONE_STEP = 1e-9  # a part of a rollout that is less than one step
 
 PolicyFactory = Callable[[int, int], Any]
 
@@ -39,7 +39,7 @@ def choose_peers(session: Session | None, workers: Sequence[Peer] | None) -> tup
         session.check_peers("workers", workers)
         return tuple(workers)
     if session is None:
-        with contextlib.suppress(ConfigurationError):  # there is none
+        with contextlib.suppress(ConfigurationError):  # there is no session
             _say_who_is_idle(current_session(), "no session= was given", "session=session")
         return ()
     collectors = session.of_role("collector")
@@ -477,7 +477,7 @@ def choose_policy_factories(given: Any, num_workers: int) -> tuple[PolicyFactory
 def _takes_two(factory: Callable) -> bool:
     try:
         signature = inspect.signature(factory)
-    except (TypeError, ValueError):  # it has no signature
+    except (TypeError, ValueError):  # the factory has no signature
         return True
     if "worker_index" in signature.parameters:
         return True

@@ -85,7 +85,7 @@ class Worker:
     has_gap: bool = False  # rows of its running episodes were dropped
     failure: BaseException | None = None
     lost: bool = False
-    weights: PackedWeights | None = None  # the newest that it must get
+    weights: PackedWeights | None = None  # the newest weights that it must get
     sent_version: int = -1
     frames: int = 0
 
@@ -252,7 +252,7 @@ class Crew:
             )
             if self._replacing:
                 names += f"{', ' * bool(names)}{self._replacing} workers that are being replaced"
-            if others := held_up():  # a policy in this process
+            if others := held_up():  # calls of policies in this process
                 names += f" (behind {others})"
             raise DeadlineError(
                 f"no batch within {timeout_s:g} s; waiting for {names or 'no worker'}. "
@@ -399,7 +399,7 @@ class Crew:
             worker.busy_since = awake()
             worker.overtook[request.number] = None
             if error is not None and not isinstance(error, Exception) and worker.callers:
-                worker.has_gap = True  # interrupted: the caller got the exception
+                worker.has_gap = True  # the rollout was interrupted; the caller got the exception
                 self.budget.give_back(worker.index, request.round, request.share)
             elif error is not None:
                 worker.failure = error

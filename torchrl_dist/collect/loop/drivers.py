@@ -335,7 +335,7 @@ class EnvPoolDriver(NextStepDriver):
                 "batch_size out, and use more workers or env_processes so that slow envs delay "
                 "fewer others"
             )
-        self._seeds: list[int] | None = None  # those of the first reset with seeds
+        self._seeds: list[int] | None = None  # the seeds of the first reset that had any
 
     def reset(self, seeds: Sequence[int] | None, current: Arrays) -> None:
         if seeds is not None and self._seeds is None:

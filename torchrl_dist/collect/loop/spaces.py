@@ -331,7 +331,8 @@ def _float_box(space: spaces.Box) -> _Draw:
     high = np.where(above, space.high, 0).astype(np.float64)
     start, stop = np.where(both, low, 0), np.where(both, high, 0)
     with np.errstate(over="ignore"):
-        finite = np.isfinite(stop - start).all()  # the range of all float64 values overflows
+        # false if the bounds span all float64 values, because their difference overflows
+        finite = np.isfinite(stop - start).all()
 
     def between(rng: np.random.Generator, size: tuple[int, ...]) -> np.ndarray:
         if finite:

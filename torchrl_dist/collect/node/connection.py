@@ -34,11 +34,11 @@ class WholeMessages(Connection):
         except ConnectionError:  # not interrupted: messages that have arrived are complete
             raise
         except BaseException as error:
-            if isinstance(error, OSError) and self.closed:  # by another thread meanwhile
+            if isinstance(error, OSError) and self.closed:  # another thread closed it meanwhile
                 raise BrokenPipeError from None
             if len(buf) > _ONE_PIECE_BYTES:
                 self._cut()
-            if isinstance(error, BlockingIOError):  # the socket's timeout
+            if isinstance(error, BlockingIOError):  # the socket's timeout has passed
                 raise BrokenPipeError from None
             raise
 

@@ -57,7 +57,7 @@ class Message(NamedTuple):
     them is an error of the call.
     """
 
-    number: int  # the answer repeats it
+    number: int  # the answer has the same number
     method: str
     call: bytes
 

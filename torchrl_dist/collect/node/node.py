@@ -403,7 +403,7 @@ class NodeWorker:
         if answer is None or rollout is None:
             return
         if answer.number != rollout.pending[process.index]:
-            return  # the call that asked for it was interrupted
+            return  # the call that asked for this answer was interrupted
         del rollout.pending[process.index]
         if isinstance(answer.content, RemoteError):
             rollout.failure = rollout.failure or answer.content

@@ -64,7 +64,7 @@ class EnvProcess:
     sent: int = 0  # messages sent; their numbers begin at 1
     generation: int = 0
     forked_at: float = field(default_factory=awake)
-    deaths: int = 0  # since its last rollout
+    deaths: int = 0  # in a row, since the last rollout
     numbered: int = 0
     steps_seen: int = 0
     seen_at: float = 0.0

@@ -32,7 +32,7 @@ from torchrl_dist.collect.node.connection import WholeMessages
 from torchrl_dist.collect.node.waker import Waker
 from torchrl_dist.errors import DeadlineError, PeerLostError
 
-QUESTION = -1  # marks a question, where an answer has its number
+QUESTION = -1  # sent instead of a message's number, to mark a question
 
 # Two, so that questions need not wait for the answer to the previous message.
 _MAX_IN_FLIGHT = 2

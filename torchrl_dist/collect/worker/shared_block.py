@@ -27,7 +27,7 @@ from torchrl_dist.tensors import DTYPES, NAMES, is_plain
 from torchrl_dist.weights import PackedWeights, every_name, find_target, untied
 
 _ALIGN_BYTES = 64
-_PLACES = 2  # copies of weights
+_PLACES = 2  # how many versions of the weights are in memory
 
 
 class SharedBlock:

@@ -114,7 +114,8 @@ class Apex(Learner):
             self._check_errors(priorities["td_error"])
             buffer.update_tensordict_priority(priorities)
             self.updates += 1
-            if self.session.stop_requested and self.ranks.size == 1:  # several stop together
+            # several learners stop together
+            if self.session.stop_requested and self.ranks.size == 1:
                 break
         self.collector.update_policy_weights_()
         rows = self.updates * config.batch_size

@@ -236,7 +236,7 @@ class SquashedGaussianNetwork(nn.Module):
     the scale is between e^-5 and e^2.
     """
 
-    low: Tensor  # the buffers
+    low: Tensor  # low and high are buffers
     high: Tensor
 
     def __init__(

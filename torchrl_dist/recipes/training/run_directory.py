@@ -55,7 +55,7 @@ def claim(
     if restart_count > 0 and _owner(output) == job_id:
         with contextlib.suppress(
             ConfigurationError
-        ):  # its own folder, held by a process that is ending
+        ):  # this job's own folder may be held by a process that is ending
             _hold(output, held)
         return checkpoint.is_file()
     if resume:
