@@ -75,7 +75,7 @@ def named_tensors(source: nn.Module | TensorDictBase | Mapping[str, Any]) -> dic
 
     Raises:
         ConfigurationError: a parameter of a lazy layer has no shape yet, or a TensorDict or dict
-            contains no tensors, or anything other than tensors.
+            contains no tensors, or something that is not a tensor.
     """
     if isinstance(source, nn.Module):
         found: dict[str, Tensor] = dict(source.named_parameters())

@@ -217,7 +217,7 @@ def torchrl_env(cell: Cell, folder: str) -> Any:
 
 
 class _TorchRLCollector(Peer):
-    """One of TorchRL's collectors. A batch of an asynchronous one is one worker's message."""
+    """One of TorchRL's collectors. If it is asynchronous, a batch is one worker's message."""
 
     class_name: ClassVar[str]
 

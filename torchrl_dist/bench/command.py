@@ -66,7 +66,7 @@ def add_figures(
 
 
 def names(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """Return a parser of ``a,b``, which refuses names that are not in ``known``."""
+    """Return a parser of names from ``known``, separated by commas."""
 
     def parse(text: str) -> list[str]:
         chosen = [name for name in text.split(",") if name]
@@ -79,7 +79,7 @@ def names(known: Sequence[str]) -> Callable[[str], list[str]]:
 
 
 def counts(text: str) -> list[int]:
-    """Parse ``1,2`` of numbers above 0."""
+    """Parse whole numbers above 0, separated by commas."""
     chosen = [int(number) for number in text.split(",")]
     if min(chosen) < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected numbers above 0")
@@ -87,7 +87,7 @@ def counts(text: str) -> list[int]:
 
 
 def above_zero(kind: type) -> Callable[[str], Any]:
-    """Return a parser of numbers, which refuses those that are not above 0."""
+    """Return a parser of numbers above 0."""
 
     def parse(text: str) -> Any:
         if kind(text) <= 0:

@@ -71,7 +71,7 @@ def measure(cell: Cell, folder: str) -> list[Result]:
 
 
 def _fill(peer: Peer, cell: Cell) -> None:
-    """Fill the buffer once, each worker its part, so that all pages are mapped."""
+    """Let each worker fill its part of the buffer once, so that all pages are mapped."""
     if not peer.workers:
         fill(peer, cell.kind, cell.capacity, cell.capacity, cell.batch, 0)
         return

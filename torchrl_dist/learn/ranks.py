@@ -341,8 +341,8 @@ class Ranks:
         Arguments and errors are those of :meth:`add_up`. Shape and type must be equal on all ranks.
 
         Args:
-            agreed: the ``agreed`` of an ``add_up`` whose ``details`` determine this shape and type.
-                If no other meeting followed it, the ranks do not meet again.
+            agreed: what an ``add_up`` got as ``agreed``, if its ``details`` determine this shape
+                and type. If no other meeting followed it, the ranks do not meet again.
         """
         if self.group is None or self.size == 1:
             return

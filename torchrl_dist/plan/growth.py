@@ -61,7 +61,8 @@ def costs_of(plan: dict[str, Any]) -> Costs:
 
 
 def sleeping(costs: Costs, step_s: float) -> Costs:
-    """Return the costs with the same messages and loop, for an env that sleeps and no learning."""
+    """Return ``costs`` with an env that sleeps and without learning. Messages and the loop cost the
+    same."""
     return replace(costs, idle_s=step_s, spread=0.0, update_s=0.0)
 
 

@@ -61,7 +61,8 @@ def train(job: Session, output: Path, updates: int, seed: int) -> dict:
         while not ranks.any(job.stop_requested or update >= updates):  # all ranks meet here
             # Not len(buffer): faster ranks have already added to it, and all ranks must agree.
             if frames * ranks.size >= LEARNING_STARTS:
-                anneal_beta(buffer.sampler, update, steps=updates)  # once for the job
+                # counts updates of the whole job
+                anneal_beta(buffer.sampler, update, steps=updates)
                 batch = buffer.sample()
                 optimizer.zero_grad()
                 loss(batch)["loss"].backward()  # and here

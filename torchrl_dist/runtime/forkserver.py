@@ -148,9 +148,9 @@ class ForkServer:
     The children see modules and files as they were when the server started.
 
     Args:
-        fork: fork the server from this process, so that it keeps the imports. Only for a program
-            that has done nothing else yet, and has not run any user code. If this process has more
-            than one thread, the server is started as a new process after all.
+        fork: fork the server from this process, so that it keeps the imports. Use it only in a
+            program that has done nothing else yet, and has not run any user code. If this process
+            has more than one thread, the server is started as a new process after all.
     """
 
     def __init__(self, *, fork: bool = False) -> None:

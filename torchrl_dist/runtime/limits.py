@@ -2,7 +2,7 @@
 
 The numbers of descriptors and threads were measured with torch 2.13: for each process that the
 driver is connected to, and for a session of two processes, including the files of a recipe's run.
-Between hosts, TensorPipe opens more connections for large tensors.
+Between nodes, TensorPipe opens more connections for large tensors.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Let the processes of a job find one another through a store, with a deadline.
 
-Each process puts a card into the store, which tells its name, host and pid.
+Each process puts a card into the store, which tells its name, its machine and its pid.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _find_store(
 def meet(
     world: World, roles: Mapping[str, int], store: dist.Store | None, timeout_s: float
 ) -> Member:
-    """Exchange names, hosts and pids with all processes; blocks for at most ``timeout_s``.
+    """Exchange cards with all processes; blocks for at most ``timeout_s``.
 
     Raises:
         ConfigurationError: two processes were given different roles.

@@ -253,8 +253,8 @@ class Session:
         rank = peer.global_rank
         with self._lock:
             self._in_flight[rank].add(future)
-        # Check after the registration. If the peer is lost before the check, this fails the future;
-        # if later, whatever notices the loss does.
+        # Check after the registration, so that a loss at any time fails the future: an earlier loss
+        # fails it here, and a later one where the loss is noticed.
         if self._closed or self._members.why_lost(rank) is not None:
             self._settle(rank, future, error=self._lost_error(peer))
             return future

@@ -180,7 +180,8 @@ _masks = threading.local()
 
 
 def _block_at_fork() -> None:
-    """Block stop signals until the child has its handlers, because earlier ones would be lost."""
+    """Block stop signals until the child has its handlers, because earlier signals would be
+    lost."""
     _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 

@@ -1,9 +1,9 @@
 """torch.distributed's store, with a deadline for every operation and for connecting.
 
 The server enforces TCPStore's own deadlines. While the process that keeps the store is stopped,
-most operations of other processes block indefinitely. So does connecting to a port where another
-program listens and stays silent. Here a thread makes these calls, and the caller waits for it only
-until a deadline.
+most operations of other processes block indefinitely. Connecting also blocks indefinitely if
+another program listens at the port and stays silent. Here a thread makes these calls, and the
+caller waits for it only until a deadline.
 """
 
 from __future__ import annotations

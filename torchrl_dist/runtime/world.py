@@ -97,7 +97,7 @@ class World:
         return world
 
 
-# Launchers that ``from_env`` does not read: their variables for the rank and the number of ranks.
+# The variables for rank and number of ranks of each launcher that ``from_env`` does not read.
 _OTHER_LAUNCHERS = {
     "SLURM": ("SLURM_PROCID", "SLURM_NTASKS"),
     "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -304,7 +304,7 @@ def _first_component_first(env: Mapping[str, str], hosts: list[str]) -> list[str
     """Sort ``hosts`` by the components of a heterogeneous job, because rank 0 is in an early one.
 
     Slurm, up to at least 22.05, names the variable of a step PACK and that of a batch script HET.
-    With ``--distribution=arbitrary`` rank 0 may be on any host.
+    With ``--distribution=arbitrary`` rank 0 may be on any node.
     """
     ordered: list[str] = []
     for group in range(_integer(env, "SLURM_HET_SIZE", default=0)):
@@ -314,7 +314,7 @@ def _first_component_first(env: Mapping[str, str], hosts: list[str]) -> list[str
 
 
 def _tasks_on_node(tasks_per_node: str, place: int, world_size: int, nodes: int) -> int:
-    """Return the tasks on a host: ``"4(x2),3"`` means 4, 4 and 3 tasks on hosts 0, 1 and 2."""
+    """Return the tasks on a node: ``"4(x2),3"`` means 4, 4 and 3 tasks on nodes 0, 1 and 2."""
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node):
         counts += [int(count)] * int(times or 1)

@@ -207,7 +207,7 @@ class Settings(WorkerOptions):
             )
 
     def _check_trajectories(self) -> None:
-        """Refuse arguments that prevent whole rollouts if trajectories are assembled."""
+        """If trajectories are assembled, refuse arguments that prevent whole rollouts."""
         if self.traj_format not in (None, "padded", "cat"):
             raise ConfigurationError(
                 f"traj_format={self.traj_format!r}: expected 'padded' or 'cat'"
@@ -225,7 +225,7 @@ class Settings(WorkerOptions):
             )
         names = ["postproc", "postproc_factory"]
         if self.split_trajs:
-            names.append("replay_buffer")  # with trajs_per_batch, the workers assemble them
+            names.append("replay_buffer")  # with trajs_per_batch, the workers assemble trajectories
         given = [name for name in names if getattr(self, name) is not None]
         if given or self.readiness.cuts:
             raise ConfigurationError(

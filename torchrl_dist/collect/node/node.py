@@ -127,7 +127,7 @@ class NodeWorker:
         self._blocks: list[SharedBlock] = []
         self._views: list[TensorDict] = []
         self._layout: RolloutLayout | None = None
-        # by request; the threads that announced them wait for their turn
+        # orders by request; the threads that announced them wait for their turn
         self._announced: dict[int, _Order] = {}
         self._under_way: list[_UnderWay] = []
         self._unnumbered = 0  # calls of ``collect`` without a request number
@@ -310,7 +310,8 @@ class NodeWorker:
     def _begin_ahead(self) -> None:
         """Let the processes begin the rollout after the current one, if it was requested."""
         self._waker.quiet()
-        # Not if a process was replaced, because its successor must be taken in first.
+        # Do not begin ahead if a process was replaced, because its successor must be taken in
+        # first.
         complete = all(process.ready for process in self._pool.processes)
         if complete and len(self._under_way) == 1 and not self._pool.stopped:
             request = self._under_way[0].order.request

@@ -159,7 +159,7 @@ def build(
         task: sizes of ``config.env``.
         policy: how to make the network that is trained.
         session: the learner's session, in which the collectors serve.
-        start: where the run begins; of a resumed run, where it stopped.
+        start: where the run begins. A resumed run begins where the earlier one stopped.
     """
     device = choose_device(config, session)
     network = policy.network().to(device)

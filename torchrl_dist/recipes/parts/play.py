@@ -38,7 +38,8 @@ def play(
 
     Raises:
         CheckpointError: the file is missing, damaged, or holds no policy of a recipe.
-        ConfigurationError: its environment cannot be built or shown here, or no video written.
+        ConfigurationError: its environment cannot be built or shown here, or the video cannot be
+            written.
     """
     if render and video is not None:
         raise ConfigurationError("--render and --video: got both, expected one of them")

@@ -182,8 +182,8 @@ class Monitor:
     def rank(self, evaluation: Evaluation) -> tuple[float, float]:
         """Return a key to compare evaluations: the mean, then the mean of the previous evaluation.
 
-        Many evaluations reach the highest possible return. One that follows a good evaluation is
-        less likely to owe this to luck in its few episodes.
+        Many evaluations reach the highest possible return. An evaluation that follows a good one is
+        less likely to owe its return to luck in its few episodes.
         """
         before = [e.mean for e in self.evaluations if e.frames < evaluation.frames]
         mean, earlier = evaluation.mean, before[-1] if before else -math.inf
@@ -195,7 +195,7 @@ class Monitor:
 
     @property
     def mean_lag(self) -> float:
-        """The policy lag of each batch's oldest data, mean over all batches."""
+        """The mean over all batches of the policy lag of their oldest data."""
         return self._lags[0] / max(1, self._lags[1])
 
     @property
@@ -371,7 +371,7 @@ def check_wandb(project: str | None) -> None:
 
 
 def _wandb_logger(project: str, run_id: str, title: str, output: Path) -> Any:
-    """Return the logger, of a resumed run with its former id.
+    """Return the logger. A resumed run keeps its former id.
 
     It does not send the printed output or the list of installed packages.
     """
