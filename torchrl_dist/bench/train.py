@@ -172,7 +172,8 @@ def plan(options: argparse.Namespace) -> list[list[Case]]:
 
 
 def _fitting(env: str, algorithms: Sequence[str] | None) -> dict[str, Task]:
-    """Return the task of each algorithm. Without names, of all algorithms that can learn it."""
+    """Return the task of each named algorithm or, without names, of each algorithm that can learn
+    ``env``."""
     from torchrl_dist.recipes.parts.environments import look_at
 
     tasks, refused = {}, None

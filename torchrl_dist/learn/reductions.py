@@ -71,7 +71,7 @@ class Weight:
         self._is_old = True
 
     def forget_old(self) -> None:
-        """Note that the loss is called."""
+        """Note that the loss is called: drop the weight if gradients have been averaged with it."""
         if self._is_old:
             self.stated = None
 

@@ -90,7 +90,7 @@ def flush(*streams: TextIO | None) -> None:
 
 
 class BestEffort:
-    """A wrapper of any stream that drops what cannot be written."""
+    """Wraps any stream, and drops what cannot be written."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
