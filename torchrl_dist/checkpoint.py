@@ -34,7 +34,7 @@ class Checkpoint:
     Attributes:
         recipe: name of the recipe that wrote it, such as ``"apex"``.
         config: the recipe's configuration as plain values.
-        policy: weights to act with (the best ones by evaluation, if the recipe chooses).
+        policy: weights to act with. A recipe may choose the ones with the best evaluation.
         policy_info: where ``policy`` comes from and how well it did.
         model: weights of the learner, including target networks, at the time of writing.
         optimizer: ``state_dict`` of the optimizer at the time of writing.
@@ -66,8 +66,8 @@ def save_checkpoint(path: str | os.PathLike[str], checkpoint: Checkpoint) -> Pat
     Blocks until the bytes are on disk. Only one process may write to a path at a time.
 
     Raises:
-        CheckpointError: part of it could not be read back without running code, or another user
-            could change the contents of the folder.
+        CheckpointError: a part of ``checkpoint`` could not be read back without running code, or
+            another user could change the contents of the folder.
         OSError: the file cannot be written.
     """
     path = Path(path)
@@ -185,7 +185,8 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 def _read(path: Path, map_location: Any) -> Any:
     try:
-        # torch.load does not notice a changed byte inside a tensor; the archive's own CRCs do.
+        # torch.load does not notice a changed byte inside a tensor; the checksums of the zip
+        # archive do.
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
     except Exception as error:  # a flipped bit makes zipfile raise many kinds of errors
@@ -206,8 +207,8 @@ def _read(path: Path, map_location: Any) -> Any:
         ) from error
 
 
-# The built-in conversions, because a subclass may override its own: str() of an enum member, for
-# example, returns the member's name.
+# These are the conversions of the built-in types. A subclass may override its own: str() of an enum
+# member, for example, returns the member's name.
 _NUMBERS_AND_TEXT: tuple[tuple[Any, Any], ...] = (
     (np.bool_, bool),
     (int, int.__int__),
@@ -221,8 +222,9 @@ _NUMBERS_AND_TEXT: tuple[tuple[Any, Any], ...] = (
 def _plain(value: Any, where: str) -> Any:
     """Convert ``value`` to types that ``weights_only`` accepts; tensors are detached, on the CPU.
 
-    The types must match exactly. NumPy's float64 is a subclass of float and an IntEnum member an
-    int: both would be written with their own class and refused when the file is read.
+    The result has exactly these types, not subclasses of them, because torch writes the class of a
+    value and refuses any other class on reading. NumPy's float64, for example, is a subclass of
+    float.
     """
     if isinstance(value, torch.Tensor):
         # Without the clone, torch would write the whole storage of a view.

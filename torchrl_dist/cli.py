@@ -1,13 +1,18 @@
 """The command ``torchrl-dist``.
 
-Heavy imports happen inside the commands, so that ``--help`` and a wrong argument answer at once;
-``play`` starts nothing distributed. A command prints its result as one JSON object in the last line
-of stdout. Everything else goes to stderr.
+A command imports heavy packages only when it runs, so that ``--help`` and the refusal of a wrong
+argument appear at once. A command prints its result as one JSON object in the last line of stdout.
+Everything else goes to stderr.
 
-Exit codes: 0 success; 1 failure; 2 wrong arguments, nothing was started; 129, 130, 138, 140 and 143
-stopped by SIGHUP, SIGINT, SIGUSR1, SIGUSR2 and SIGTERM (the checkpoint is written and the result
-printed; if there is no result, a second signal stopped it at once); 141 stdout has no reader any
-more. Training continues, and saves, without a reader of stdout or stderr.
+Exit codes:
+
+- 0: success.
+- 1: failure.
+- 2: wrong arguments; nothing was started.
+- 129, 130, 138, 140, 143: stopped by SIGHUP, SIGINT, SIGUSR1, SIGUSR2 or SIGTERM. The checkpoint is
+  written and the result printed, unless a second signal stopped the command at once.
+- 141: no process reads stdout any more. Training still goes on, and saves, without a reader of
+  stdout or stderr.
 """
 
 from __future__ import annotations
@@ -59,7 +64,7 @@ def console() -> NoReturn:
         reader = select.poll()
         reader.register(sys.stdout, 0)
         if not reader.poll(0):
-            raise  # another pipe broke
+            raise  # the broken pipe is not stdout
         # stdout has no reader any more, as in "torchrl-dist ... | head"
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 128 + signal.SIGPIPE
@@ -138,7 +143,7 @@ _has_served = False
 
 
 def _tell_batch_script(code: int) -> None:
-    """Write the first rank's exit code to the file that ``torchrl-dist slurm`` asked for."""
+    """Write the first rank's exit code to the file that the batch script (see ``slurm``) reads."""
     path = os.environ.get("TORCHRL_DIST_EXIT_FILE")
     if not path:
         return
@@ -146,7 +151,7 @@ def _tell_batch_script(code: int) -> None:
 
     with contextlib.suppress(OSError, ConfigurationError):
         if World.from_env().global_rank == 0:
-            # the batch script created it, on this node
+            # the batch script created this file, on this node
             with open(own_files.open_ours(path, os.O_WRONLY), "w") as file:
                 file.write(str(code))
 
@@ -192,7 +197,7 @@ def _say(text: str) -> None:
     """Print a line to stderr, with this process's rank if a launcher gave it one."""
     rank = os.environ.get("RANK")
     for name in _RANKS:
-        if not rank and os.environ.get(name, "0") != "0":  # a batch script has rank 0 too
+        if not rank and os.environ.get(name, "0") != "0":  # in a batch script it is 0, too
             rank = os.environ[name]
     kind, _, rest = text.partition(": ")
     if rank:
@@ -283,9 +288,9 @@ def _train(options: argparse.Namespace) -> int:
             config = config_to_resume(recipe.config, config.checkpoint_path, given)
         print(as_yaml(config), end="")
         return 0
-    # The server that starts the job's processes is best forked from this one. The imports below
-    # must then be safe to fork. Under a launcher nothing is forked, and libraries use the user's
-    # settings.
+    # Without a launcher, a server forked from this process starts the job's processes, so the
+    # imports below must leave this process safe to fork. Under a launcher nothing is forked, and
+    # libraries use the user's settings.
     forks = _is_fresh and not {"RANK", "SLURM_PROCID"} & os.environ.keys()
     with _unsearched_imports(), imports_to_be_forked() if forks else contextlib.nullcontext():
         from .runtime import World
@@ -304,7 +309,8 @@ def _train(options: argparse.Namespace) -> int:
         config.check_launched(given_options(options, recipe.config), launched)
     if world.global_rank > 0:
         return _serve_rank_zero(config, launched)
-    # Under a launcher, roles follow from the options that all ranks got, also in a resumed run.
+    # Under a launcher, roles follow from the options on the command line, which every rank has,
+    # even if the run is resumed: only the first rank reads the checkpoint.
     for_roles = config
     with contextlib.ExitStack() as stack:
         with _unsearched_imports():
@@ -361,7 +367,7 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _check_shape(saved: Any, here: Any, launched: int) -> None:
-    """Refuse to resume with other roles than the saved ones: ranks take theirs from the options."""
+    """Refuse to resume if the command line's options give other roles than the saved ones."""
     if saved.roles(launched) == here.roles(launched):
         return
     names = [name for name in ("learners", "collectors") if hasattr(saved, name)]
@@ -375,7 +381,8 @@ def _check_shape(saved: Any, here: Any, launched: int) -> None:
 
 @contextlib.contextmanager
 def _unsearched_imports() -> Iterator[None]:
-    """Turn garbage collection off for imports: they leave none, and it takes 1/4 of their time."""
+    """Turn garbage collection off during imports, because they leave no garbage and it takes 1/4 of
+    their time."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -492,10 +499,10 @@ def _add_clean(commands: argparse._SubParsersAction) -> None:
         help="list replay buffers that jobs left behind, and remove those of dead jobs",
         description=(
             "List the replay directories in some folders: in use, kept, or left behind by a job. "
-            "--remove removes those whose job cannot be started again. A directory named on the "
-            "command line is removed even if it was kept or its job might come back. Folders of "
-            "other users are skipped. Other users' files are never removed, nor anything that a "
-            "process uses."
+            "--remove removes those whose job cannot be started again. It removes a directory "
+            "named on the command line even if it was kept or its job might come back. Folders "
+            "of other users are skipped. Files of other users, and files that a process uses, "
+            "are never removed."
         ),
     )
     clean.add_argument(
@@ -575,7 +582,7 @@ def _add_ops(commands: argparse._SubParsersAction) -> None:
 
     doctor.add_options(commands.add_parser("doctor", help="check this machine for a job"))
     slurm.add_options(commands.add_parser("slurm", help="print a batch script that starts a job"))
-    top.add_options(commands.add_parser("top", help="which processes of a job work or wait"))
+    top.add_options(commands.add_parser("top", help="show which processes of a job work or wait"))
 
 
 def _add_plan(plan: argparse.ArgumentParser) -> None:

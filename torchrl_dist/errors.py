@@ -3,7 +3,7 @@
     TorchRLDistError (RuntimeError)
     +-- ConfigurationError (ValueError)   an argument or an environment variable is invalid
     +-- DeadlineError (TimeoutError)      a wait reached its deadline; names what it waited for
-    |   +-- RateLimitError                a buffer's rate limiter let a sample or a write wait long
+    |   +-- RateLimitError                a sample or a write waited for a buffer's rate limiter
     +-- PeerLostError (ConnectionError)   another process of the job is gone
     +-- RemoteError                       a call raised in another process; has its traceback
     +-- DirectoryError                    a replay directory cannot be used as asked
@@ -38,7 +38,7 @@ class DeadlineError(TorchRLDistError, TimeoutError):
 
 
 class RateLimitError(DeadlineError):
-    """A replay buffer's rate limiter let a sample or a write wait until its deadline, or the wait
+    """A sample or a write waited for a replay buffer's rate limiter until its deadline, or its wait
     would never have ended.
 
     The message says what was missing. Nothing was sampled or written.

@@ -16,9 +16,10 @@ from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 
-# Environment for imports before a fork. By default the libraries start threads when they are
-# imported. Asking CUDA's runtime whether it is available would make CUDA unusable in the children.
-# Only the parent should print TensorPipe's warnings about a lost peer, not every child again.
+# Environment variables for imports before a fork. By default, the libraries start threads when they
+# are imported, and torch asks CUDA's runtime whether CUDA is available, after which CUDA is
+# unusable in forked children. The last variable silences TensorPipe's warnings about a lost peer,
+# which every child would repeat.
 TO_BE_FORKED = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -51,7 +52,7 @@ def _renew_all() -> None:
             continue
         try:
             key[1](owner)
-        except Exception as error:  # the remaining ones must still run
+        except Exception as error:  # the other owners' functions must still run
             sys.excepthook(type(error), error, error.__traceback__)
 
 
@@ -60,7 +61,7 @@ os.register_at_fork(after_in_child=_renew_all)
 
 @contextlib.contextmanager
 def imports_to_be_forked() -> Iterator[None]:
-    """Within this context, the environment has the values of ``TO_BE_FORKED``, for imports."""
+    """Set the variables of ``TO_BE_FORKED`` within this context. Import the libraries inside it."""
     before = {name: os.environ.get(name) for name in TO_BE_FORKED}
     os.environ.update(TO_BE_FORKED)
     try:

@@ -5,7 +5,7 @@ user is about to use, and put links, pipes or huge files into it. So this module
 if this process made it, with mode 0700, or if it belongs to this user and no other user can write
 to it. It opens a file only if it is a plain file of this user. It refuses everything else with a
 reason (:class:`NotOurs`). It also checks the parents of a folder, starting at the topmost one that
-all users can write to, because another user could replace what is in it later.
+all users can write to, because another user could later replace the folders below that one.
 
 ``TORCHRL_DIST_GROUP`` names a Unix group whose members this user trusts. Folders of that group may
 belong to any of its members and be writable by all of them.
@@ -117,8 +117,11 @@ def check_folder(path: str | os.PathLike[str]) -> None:
 
 
 def lock_folder(fd: int) -> bool:
-    """Whether nothing else had locked the folder; it stays locked until all copies of ``fd`` are
-    closed. Some network file systems lock no folders: there the answer is always True."""
+    """Lock the folder that ``fd`` is open on; return False if another process had locked it.
+
+    It stays locked until all copies of ``fd`` are closed. Some network file systems cannot lock
+    folders; the result is always True there.
+    """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -182,7 +185,7 @@ def _is_strange(status: os.stat_result) -> bool:
 
 @functools.cache
 def _administrators() -> frozenset[int]:
-    """Return the ids of root. Where user ids are mapped, the outside root has the overflow id."""
+    """Return root's user ids. In a user namespace, the root outside of it has the overflow id."""
     try:
         mapped = Path("/proc/self/uid_map").read_text().split() != ["0", "0", "4294967295"]
         overflow = int(Path("/proc/sys/kernel/overflowuid").read_text())
@@ -209,7 +212,7 @@ def _is_alone_in(status: os.stat_result, folder: Path) -> bool:
         others = "system.posix_acl_access" in os.listxattr(folder)
     except KeyError:
         return False
-    except OSError:  # this file system has no such attributes
+    except OSError:  # this file system has no access lists
         others = False
     return not others and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
 
@@ -273,7 +276,7 @@ def _memory() -> Path:
 
 
 def open_new(path: str | os.PathLike[str]) -> int:
-    """Create a file that only this user can read and write, and return a descriptor for both.
+    """Create a file with mode 0600; return a descriptor to read and write it.
 
     Raises:
         FileExistsError: the file exists.
@@ -291,7 +294,7 @@ def open_ours(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
     try:
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):  # a pipe, for writing
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, or a pipe opened for writing
             raise NotOurs(path, "is not a plain file") from error
         raise
     status = os.fstat(fd)
@@ -308,13 +311,13 @@ def open_ours(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
 
 
 def open_named(path: str | os.PathLike[str], *, append: bool) -> TextIO:
-    """Open a file that the user named for results, for writing text; create it if it is missing.
+    """Open a file that the user named for results, to write text; create it if it is missing.
 
     Raises:
         NotOurs: it belongs to another user, or is a link or a pipe that another user may have made.
     """
     if Path(path).is_relative_to("/dev") and not Path(path).is_relative_to(_MEMORY):
-        return open(path, "w")  # /dev/stdout
+        return open(path, "w")  # such as /dev/stdout
     fd = open_ours(resolved(path), os.O_WRONLY | os.O_CREAT | (os.O_APPEND if append else 0))
     if not append:
         os.ftruncate(fd, 0)

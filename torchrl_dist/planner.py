@@ -1,25 +1,27 @@
-"""Predicts how fast a job will be: a pure cost model from measured costs and a layout to frames/s.
+"""Predicts how fast a job will be: a cost model from measured costs and a layout to frames/s.
 
 This module measures and starts nothing; ``torchrl_dist.plan`` does both. Durations named CPU are
-seconds of one core; all others are seconds of a clock. The model has three parts:
+seconds of one core; all others are seconds of wall-clock time. The model has three parts:
 
 **Processes that share cores.** A process steps its environments, which takes CPU time D and idle
-time Z (asleep, on a GPU, in another process), and repeats. P such processes on C cores are the
-machine-repair model. If cores are shared as Linux shares them (processor sharing), the throughput X
-depends only on the means D and Z::
+time Z (asleep, on a GPU, in another process), and repeats. P such processes on C cores are an
+instance of the machine-repair model. If cores are shared as Linux shares them (processor sharing),
+the throughput X depends only on the means D and Z::
 
     p(n) ~ P! / (P - n)! (D / Z)^n / prod_{i <= n} min(i, C),     X = sum_n p(n) min(n, C) / D
 
 (M/M/m with a finite population: Kleinrock, Queueing Systems I, chapter 3. For any distribution of D
 and Z: Baskett, Chandy, Muntz and Palacios, J. ACM 22(2), 1975.)
 
-**A learner that takes one message after the other.** It spends m on a message, b on a byte, and u
-on learning from a frame. So X is at most 1 / (m / F + b * bytes + u) for F frames per message. With
-a policy lag, the workers step meanwhile. Without, these seconds add to each round.
+**A learner that takes one message after the other.** It spends m seconds on a message, b on a byte,
+and u on learning from a frame. So X is at most 1 / (m / F + b * bytes + u), if a message has F
+frames and a frame has that many bytes. With a policy lag, the workers step while the learner works.
+Without one, the learner's seconds add to each round.
 
-**Waiting for the slowest.** A round ends with the slowest of W rollouts. A rollout is a sum of K
-step times. If s is the relative spread of one step, a rollout is taken as lognormal with spread
-s / sqrt(K) (Fenton, IRE Trans. 8(1), 1960), and E[max] = integral of F^-1(u^(1/W)) over 0 < u < 1.
+**Waiting for the slowest.** A round ends with the slowest of W rollouts. The time of a rollout is a
+sum of K step times. If s is the relative spread of one step, the model takes this time as lognormal
+with spread s / sqrt(K) (Fenton, IRE Trans. 8(1), 1960), and E[max] = integral of F^-1(u^(1/W)) over
+0 < u < 1.
 """
 
 from __future__ import annotations
@@ -35,10 +37,11 @@ import numpy as np
 from torchrl_dist.errors import ConfigurationError
 
 MIN_GAIN = 1.1
-"""The least gain that justifies more processes, or more nodes. A smaller gain is not worth the
-additional things to start, to watch and to lose, and predictions are not more precise than 10 %."""
+"""The least gain that justifies more processes, or more nodes. A smaller gain is not worth more
+processes that must be started and watched and may fail. Besides, predictions are only
+precise to 10 %."""
 
-_POINTS = 1024  # of the integral for the slowest rollout; 4096 change it by less than 0.1 %
+_POINTS = 1024  # of the integral in `slowest`; 4096 points change it by less than 0.1 %
 
 
 # ---- what was measured
@@ -51,20 +54,22 @@ class Costs:
     Attributes:
         step_cpu_s: pairs ``(envs, CPU seconds)`` in ascending order: one step of that many envs in
             one process, including policy, rollout loop and resets.
-        idle_s: idle time of one env's step, for a process that steps its envs one after the other.
-            For a vectorized env, the idle time of its step divided by its number of envs.
+        idle_s: idle time of one env's step, if a process steps its envs one after the other. For a
+            vectorized env, the idle time of a step of all its envs, divided by their number.
         spread: standard deviation of one env's step time over its mean.
         frame_bytes: bytes of one frame in a message.
         message_worker_s, message_learner_s: CPU per message, independent of its size.
         byte_worker_s, byte_learner_s: additional CPU per byte.
-        process_s: the node's CPU per env process in a message of a node worker.
-        latency_s: time from the end of a message on the worker to its batch at the learner, and
-            back.
+        process_s: CPU that each env process adds to a message of a node worker, in all processes of
+            the node.
+        latency_s: time from the end of a rollout on the worker until the learner has the batch, and
+            from there back to the worker.
         broadcast_s: the learner's CPU for sending new weights, per worker.
         request_s: the learner's CPU per inference request of an env process, policy included.
-        request_latency_s: time until an env process has its actions, without other requests.
+        request_latency_s: time from a request of an env process until it has its actions, if there
+            are no other requests.
         update_s: CPU of one update of the learner.
-        updates_per_frame: the number of updates for each frame.
+        updates_per_frame: updates of the learner for each frame.
         startup_s: time until the processes of a job have started.
         bytes_per_s: bandwidth of the network between nodes.
     """
@@ -110,12 +115,14 @@ class Layout:
     Attributes:
         nodes: nodes with collectors. The learner is on the first.
         processes: env processes per node. 0: a single process, in which the learner steps the envs.
-        envs: envs per env process (and group).
+        envs: envs per env process, or per group of an env process if there are groups.
         steps: steps of each env in a message.
         node_workers: whether a node sends one message for all of its processes.
         lag: the maximum policy lag. 0: workers do not step while the learner learns.
-        wait_all: whether a batch has a rollout of every worker. False: of the first to deliver.
-        groups: groups of envs whose policy runs at the learner. 0: workers run their own policy.
+        wait_all: whether a batch has a rollout of every worker. False: only of the first to
+            deliver.
+        groups: if the policy runs at the learner, groups of envs per env process. 0: workers run
+            their own policy.
     """
 
     nodes: int = 1
@@ -241,7 +248,7 @@ class _Parts:
         self._costs, self._layout, self._cores = costs, layout, cores
         in_step = layout.envs  # envs of one group
         step_cpu_s = costs.step_s(in_step)
-        self._frames = layout.frames / layout.messages  # per message
+        self._frames = layout.frames / layout.messages  # frames per message
         size = self._frames * costs.frame_bytes
         per_process = layout.processes if layout.node_workers else 1
         own_s = costs.message_worker_s + size * costs.byte_worker_s
@@ -270,7 +277,8 @@ class _Parts:
         return first + (layout.nodes - 1) * others
 
     def _limits(self) -> dict[str, float]:
-        """Return the most frames/s that the learner and its network can take in, by name."""
+        """Return the most frames/s that the learner and its network can take in, by name of
+        the limit."""
         learner_s = self._message_s + self._learn_s
         kind = "messages" if self._message_s > self._learn_s else "learner"
         limits = {kind: 1 / learner_s if learner_s > 0 else math.inf}

@@ -1,6 +1,6 @@
 """Tell whether this process, or the work of one thread, was asked to stop.
 
-For modules that know nothing of sessions and collectors.
+Modules that import neither sessions nor collectors use it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Stopped(SystemExit):
 
 
 _asked_at = -math.inf
-_told: set[int] = set()  # idents of threads
+_told: set[int] = set()  # idents of the threads that must give up
 
 
 def note_stop_request() -> None:

@@ -1,4 +1,4 @@
-"""What commands print and read alike: tables, and numbers on the command line."""
+"""What the commands share: tables that they print, and numbers that they parse."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ def show_table(
     folded: Collection[str] = (),
     width: int | None = 100,
 ) -> None:
-    """Print a table: columns in ``left`` or ``folded`` to the left, figures to the right, where
-    their lines are not broken. Without a title it has no box."""
+    """Print a table. Without a title it has no box.
+
+    Columns in ``left`` or ``folded`` are aligned to the left. All others are figures: they are
+    aligned to the right, and their lines are not broken.
+    """
     from rich.console import Console
     from rich.table import Table
 
@@ -37,7 +40,7 @@ def show_table(
 
 
 def at_least(least: int, kind: type = int) -> Callable[[str], Any]:
-    """Parse a number, not below ``least``."""
+    """Return a parser of finite numbers, which refuses those below ``least``."""
 
     def parse(text: str) -> Any:
         with contextlib.suppress(ValueError):

@@ -75,7 +75,7 @@ def named_tensors(source: nn.Module | TensorDictBase | Mapping[str, Any]) -> dic
 
     Raises:
         ConfigurationError: a parameter of a lazy layer has no shape yet, or a TensorDict or dict
-            contains no tensors, or anything other than tensors.
+            contains no tensors, or something that is not a tensor.
     """
     if isinstance(source, nn.Module):
         found: dict[str, Tensor] = dict(source.named_parameters())
@@ -248,18 +248,19 @@ def completed(
 
     Args:
         before: the weights that were packed last, or None.
-        module: the module that the weights are for, or None. With a module, both may be weights of
-            its submodules, under the names that the tensors have there. Without one, equal names
-            mean the same tensor.
+        module: the module that the weights are for, or None. With a module, ``part`` and ``before``
+            may be weights of different submodules, with the names that the tensors have in these.
+            Without a module, equal names mean the same tensor.
         pending: whether no worker has taken ``before`` yet.
 
     Raises:
-        ConfigurationError: it is unknown how the two belong together, and ``before`` would be lost.
+        ConfigurationError: it is unknown whether ``part`` replaces ``before`` or adds to it, and no
+            worker has taken ``before`` yet.
     """
     if before is None or part.entries == before.entries:
         return part
     old, new = (None if module is None else _placed(each, module) for each in (before, part))
-    if old is None or new is None:  # of parts that only the workers have
+    if old is None or new is None:  # they fit only modules that the workers have
         old, new = ((each.tensors(), dict(each.aliases)) for each in (before, part))
         if not (_content(part) >= _content(before) or _content(part) <= _content(before)):
             if not pending:

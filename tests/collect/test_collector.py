@@ -238,7 +238,7 @@ def test_the_last_rollout_of_some_envs_completes_the_trajectories_before_it(buil
         ({"policy_or_weights": {"policy": None}}, "no weights to send"),
         ({"policy_or_weights": {0: constant(1), 1: constant(1)}}, r"workers \[1\]"),
         ({"policy_or_weights": {0: {}}}, "no weights"),
-        ({"policy_or_weights": {0: constant(1)}, "worker_ids": 0}, "do not go with"),
+        ({"policy_or_weights": {0: constant(1)}, "worker_ids": 0}, "or worker_ids=, not both"),
         ({"policy": constant(1), "worker_ids": [3]}, r"workers \[3\]"),
         ({"policy": constant(1), "model_id": "critic"}, "one model"),
         ({"weights_dict": {"policy": constant(1), "critic": constant(1)}}, "one model"),

@@ -234,7 +234,8 @@ class _Writing:
 
 
 def extend_until(buffer: Any, kind: str, pause_s: float, started: str, stop: str) -> float:
-    """Run in the writer: extend until the file ``stop`` exists, return the longest call in ms."""
+    """Run in the writer: extend until the file ``stop`` exists, and return the longest call in
+    ms."""
     import torch
 
     torch.set_num_threads(1)

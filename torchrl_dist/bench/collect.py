@@ -172,7 +172,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _ask(options: argparse.Namespace) -> int:
-    """Answer a question other than how busy the cores are."""
+    """Answer another question than how busy the cores are."""
     from torchrl_dist.bench import collect_learner
     from torchrl_dist.bench.collect_table import plot_deadlines, print_plain
     from torchrl_dist.bench.table import append_json

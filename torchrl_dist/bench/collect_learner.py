@@ -88,7 +88,8 @@ def plan(options: argparse.Namespace) -> list[Question]:
         for n, envs, law, network, deadline_s in itertools.product(
             options.workers or [8], options.envs, options.durations, options.networks,
             options.deadlines)
-        if options.env != "halfcheetah" or law == options.durations[0]  # its own step times vary
+        # HalfCheetah's own times vary
+        if options.env != "halfcheetah" or law == options.durations[0]
     ]  # fmt: skip
 
 

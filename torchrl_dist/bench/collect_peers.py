@@ -28,14 +28,14 @@ from torchrl_dist.bench.collect_plan import AUTO, Cell, Result
 from torchrl_dist.bench.processes import ForkedWorker
 
 _GIB = 1 << 30
-_MANY = 10**12  # because some collectors take -1 for none at all
+_MANY = 10**12  # frames without an end, because some collectors take -1 for no frames
 
 
 class Peer:
     """A way to collect. Peers are used through their class and never instantiated."""
 
     name: ClassVar[str]
-    sends_single_steps: ClassVar[bool] = False  # for any requested length of a message
+    sends_single_steps: ClassVar[bool] = False  # no matter which length of a message is requested
 
     @classmethod
     def missing(cls) -> str | None:
@@ -166,7 +166,7 @@ class Ours(Peer):
 
 
 class OursOnOneNode(Ours):
-    """The same processes as the env processes of a single worker, with one message for all."""
+    """Ours with a single worker, whose env processes do the same and send one message together."""
 
     name = "ours-node"
 
@@ -217,7 +217,7 @@ def torchrl_env(cell: Cell, folder: str) -> Any:
 
 
 class _TorchRLCollector(Peer):
-    """One of TorchRL's collectors. A batch of an asynchronous one is one worker's message."""
+    """One of TorchRL's collectors. If it is asynchronous, a batch is one worker's message."""
 
     class_name: ClassVar[str]
 
@@ -236,12 +236,14 @@ class _TorchRLCollector(Peer):
     @classmethod
     @contextlib.contextmanager
     def open(cls, cell: Cell, folder: str) -> Iterator[Iterator[Any]]:
-        # Spawn, as in a separate program. DistributedCollector's processes hang if forked.
+        # Spawn, as a separate program would, because DistributedCollector's processes hang if
+        # forked.
         torch.multiprocessing.set_start_method("spawn", force=True)
         envs = [functools.partial(torchrl_env, cell, folder)] * cell.workers
         collector = cls.build(cell, envs, **cls.options(cell, folder))
         yield iter(collector)
-        # Not shut down, because some of them hang there. The process group is killed afterwards.
+        # The collector is not shut down, because some collectors hang in that. The process group is
+        # killed afterwards.
 
 
 class TorchRLRPC(_TorchRLCollector):
@@ -439,8 +441,8 @@ def measure(start: Sequence[Cell], folder: str) -> list[Result]:
     """Run one peer in this process. Blocks.
 
     The cells of ``start`` differ only in ``step_s``. They are measured one after the other, each
-    for its ``seconds``. The first begins after the first batches, each other one after two messages
-    at its pace.
+    for its ``seconds``. The first measurement begins after the first batches, each later one after
+    two messages at its own pace.
     """
     torch.set_num_threads(1)
     set_step_s(folder, start[0].step_s)

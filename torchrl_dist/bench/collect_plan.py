@@ -1,4 +1,4 @@
-"""What the collection benchmark can measure. Imports nothing heavy, for the command line."""
+"""What the collection benchmark can measure. The command line imports it, so it imports little."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def add_figures(
 
 
 def names(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """Parse ``a,b`` where both are known."""
+    """Return a parser of names from ``known``, separated by commas."""
 
     def parse(text: str) -> list[str]:
         chosen = [name for name in text.split(",") if name]
@@ -79,7 +79,7 @@ def names(known: Sequence[str]) -> Callable[[str], list[str]]:
 
 
 def counts(text: str) -> list[int]:
-    """Parse ``1,2`` of numbers above 0."""
+    """Parse whole numbers above 0, separated by commas."""
     chosen = [int(number) for number in text.split(",")]
     if min(chosen) < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected numbers above 0")
@@ -87,7 +87,7 @@ def counts(text: str) -> list[int]:
 
 
 def above_zero(kind: type) -> Callable[[str], Any]:
-    """Parse a number above 0."""
+    """Return a parser of numbers above 0."""
 
     def parse(text: str) -> Any:
         if kind(text) <= 0:
@@ -109,7 +109,7 @@ class _Held:
         self._noted: set[int] = set()
 
     def begin(self) -> None:
-        if threading.current_thread() is threading.main_thread():  # others get no signals
+        if threading.current_thread() is threading.main_thread():  # other threads get no signals
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._handlers[number] = signal.signal(number, self._note)
 
@@ -126,7 +126,7 @@ class _Held:
 
 @contextlib.contextmanager
 def folder_in(parent: Path) -> Iterator[Path]:
-    """Yield a folder for one measurement, and remove it afterwards, even after Ctrl-C in here.
+    """Yield a folder for one measurement, and remove it afterwards, even if Ctrl-C comes in here.
 
     Its name is short, because Ray adds 63 characters and a socket's path may have only 107.
     """
@@ -205,7 +205,7 @@ def terminable() -> Iterator[None]:
     """Let SIGTERM and SIGINT unwind the stack, so that processes and folders are cleaned up.
 
     Python does this for SIGINT, except in a process that a shell script started with ``&``, which
-    ignores it.
+    ignores SIGINT.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -219,7 +219,7 @@ def _measure_all(options: argparse.Namespace, rounds: Rounds) -> int:
         rounds.results.setdefault(cell, []).append(result)
         return f"{result.update_ms:.2f} ms per update"
 
-    # In the order in which cells are compared, each in its own group.
+    # Each cell is its own group, in the order in which cells are compared.
     groups = [[cell] for cell in plan(options)]
     parent = Path(tempfile.gettempdir())
     return in_rounds(options.rounds, groups, parent, run_one, _label, take)
@@ -230,7 +230,8 @@ def _label(cell: Cell) -> str:
 
 
 def _import_seconds(processes: int) -> float:
-    """Return the time until ``processes`` concurrent new processes have imported a rank's needs."""
+    """Return the time until ``processes`` concurrent new processes have imported what a rank
+    needs."""
     command = [sys.executable, "-c", "import torchrl.objectives, torchrl_dist.learn"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     start = time.monotonic()
@@ -277,8 +278,9 @@ def _learn(_: Any, cell: Cell, folder: str, rank: int) -> Result:
     if cell.device == "cuda":
         torch.cuda.set_device(rank)  # all ranks are on this node
     if cell.peer == TORCH:
-        # DistributedDataParallel imports this, which takes seconds. Not before the fork, because it
-        # may start threads, and a lock that one of them holds would stay held in the child.
+        # DistributedDataParallel imports this, which takes seconds. It is not imported before the
+        # fork, because it may start threads, and a lock that one of them holds would stay held in
+        # the child.
         import torch._dynamo
     joined = time.monotonic()
     distributed = cell.peer in (OURS, TORCH)

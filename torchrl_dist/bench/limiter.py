@@ -41,7 +41,7 @@ from torchrl_dist.ui import show_table
 CASES = {"futex": 0, "one node": 0, "by RPC": 1, "by RPC, 3 shards": 3}
 """By case, the number of processes that keep the rows."""
 _BATCH = 64
-_PAUSE_S = 0.12  # until the other process surely waits, even with the longest pause between polls
+_PAUSE_S = 0.12  # then the other process surely waits, even with the longest pause between polls
 _READY_S, _IDLE_S = 1.0, 1.0
 _MEMORY = Path("/dev/shm")
 

@@ -7,7 +7,7 @@ seen, measured by ``bench collect`` (workers, steps of 0 to 100 ms, 1 to 256 ste
 rounds that wait for all workers with normal and heavy-tailed step times. ``verdicts``: one process
 compared with the processes that the planner would start, for learners that need more or less time
 per frame. ``bounds``: if the planner calls a job bound by the learner, the environment or the
-messages, only this is made easier, to see whether the job gets faster.
+messages, only that part is made easier, to see whether the job gets faster.
 
 Needs a quiet machine and about five minutes.
 """
@@ -72,7 +72,8 @@ def grid() -> list[Job]:
     for processes, steps, node in itertools.product((2, 8, 32), (1, 16, 256), (False, True)):
         layout = Layout(1, processes, 1, steps, node, 1, False)
         for step_s in (0.0, 0.001, 0.01, 0.1):
-            if steps * step_s <= 0.3:  # longer messages would be counted as none, or as two
+            # with longer messages, a measurement would count none, or two
+            if steps * step_s <= 0.3:
                 jobs.append(Job("sleep", step_s, layout))
     waiting = Layout(1, 8, 1, 8)
     for law, envs in itertools.product(("normal", "lognormal", "slow"), (1, 8)):
@@ -117,7 +118,8 @@ def bounds() -> list[tuple[str, Job, Job]]:
 
 
 def ten_ms() -> Any:
-    """For ``torchrl-dist plan --env torchrl_dist.bench.plan:ten_ms``: steps that sleep 10 ms."""
+    """Return an env whose steps sleep 10 ms:
+    ``torchrl-dist plan --env torchrl_dist.bench.plan:ten_ms``."""
     from torchrl_dist.bench.collect_cells import SleepEnv
 
     return SleepEnv(0.01)

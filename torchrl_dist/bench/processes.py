@@ -68,7 +68,7 @@ class Launcher:
         try:
             if not children.wait_gone(timeout_s):
                 raise DeadlineError(
-                    f"the measuring process did not measure ({timeout_s:g} s allowed) in time"
+                    f"the measurement did not end within {timeout_s:g} s: raise --timeout-s"
                 )
         finally:
             self._server.kill_children()
@@ -94,8 +94,8 @@ def _tail(path: Path, lines: int = 15) -> str:
 
 @dataclass(frozen=True)
 class _Measurement:
-    """What the child does; unlike other children of a fork server it dies of signals, and its own
-    fork servers are new ones, as those of a program are."""
+    """What the child does. Unlike other children of a fork server, it dies of signals, and starts
+    new fork servers of its own, as a program does."""
 
     call: tuple[str, str, bytes]
     folder: Path
@@ -126,7 +126,7 @@ def die_with_parent() -> None:
     """Have the kernel kill this process when its parent ends."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended just before
+    if os.getppid() != parent:  # the parent ended just before
         os._exit(1)
 
 
@@ -140,13 +140,13 @@ class Pending(Protocol):
 
 
 class Host:
-    """Where a worker keeps its peer; runs functions on it."""
+    """Keeps a worker's peer, and calls functions with it."""
 
     def __init__(self, peer: Any) -> None:
         self.peer = peer
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """``function(peer, *args)``."""
+        """Return ``function(peer, *args)``."""
         return function(self.peer, *args)
 
 
@@ -154,7 +154,7 @@ class Worker(Protocol):
     """Another process of a measurement."""
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Pending:
-        """Start ``function(its peer, *args)`` there; one call at a time."""
+        """Start ``function(its peer, *args)`` in that process; one call at a time."""
 
 
 class ForkedWorker:
@@ -183,7 +183,7 @@ class ForkedWorker:
         return value
 
     def close(self) -> None:
-        """Let it close its peer, then end it."""
+        """Let the child close its peer, then end it."""
         with contextlib.suppress(OSError):
             self._pipe.send(None)
         self._process.join(_END_S)

@@ -7,10 +7,10 @@ priorities back. Each measurement runs in new processes with one torch thread ea
 machine but without the shortcut through its memory. Rounds go over all cases in turn, and the table
 shows medians.
 
-- ``ours``: one owner, two batches drawn ahead, which is the default. ``ours-4`` and ``ours-8``: at
+- ``ours``: one host, two batches drawn ahead, which is the default. ``ours-4`` and ``ours-8``: at
   least that many batches per call.
 - ``torchrl-rpc``: TorchRL's RemoteTensorDictReplayBuffer. ``ray``: its RayReplayBuffer.
-- ``shards``: ours over 1, 2, 4 and 8 owners, with one learner that asks all of them for each batch.
+- ``shards``: ours over 1, 2, 4 and 8 hosts, with one learner that asks all of them for each batch.
   ``cost`` is the time of an empty call, and ``bound`` is ``t(1) + (shards - 1) * cost``. The line
   ``32 nodes`` extrapolates the measured times linearly.
 
@@ -65,7 +65,8 @@ _NODES = 32
 
 
 class Ours(TorchRLBuffer):
-    """A buffer of ``shards`` owners, each in its own process, without the shortcut."""
+    """A buffer of ``shards`` hosts, each in its own process, without the shortcut through
+    memory."""
 
     name = "ours"
     ahead: ClassVar[tuple[int, int]] = (2, 1)
@@ -161,8 +162,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """``rate``: batches/s of all learners. Per batch: milliseconds of one learner, and messages and
-    bytes if the peer counts them. ``empty_call_ms``, if it can be measured."""
+    """``rate`` is batches/s of all learners. The milliseconds of one learner, and the messages and
+    bytes if the peer counts them, are per batch. ``empty_call_ms`` is there if it can be
+    measured."""
 
     rate: float
     batch_ms: float
@@ -206,7 +208,8 @@ def measure(case: Case, folder: str) -> Result:
 
 @dataclass(frozen=True)
 class Learned:
-    """What a learner counted: ``tally`` in its window, the rest over ``steps``, from its start."""
+    """What a learner counted: ``tally`` in its window, and the rest over all ``steps`` since its
+    start."""
 
     tally: Tally
     steps: int
@@ -254,8 +257,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"some of {','.join(PEERS)} (default: all)",
     )
     for option, default, text in (
-        ("--learners", [1, 4], "concurrent learners, with one owner (default: 1,4)"),
-        ("--shards", [1, 2, 4, 8], "owners, with one learner (default: 1,2,4,8)"),
+        ("--learners", [1, 4], "concurrent learners, with one host (default: 1,4)"),
+        ("--shards", [1, 2, 4, 8], "hosts, with one learner (default: 1,2,4,8)"),
     ):
         parser.add_argument(option, type=counts, default=default, metavar="N,M", help=text)
     parser.add_argument(
@@ -378,7 +381,7 @@ def _print_rates(medians: dict[Case, Result], options: argparse.Namespace) -> No
             ]
         )
     columns = ["peer", "learners", "batches/s", "of torchrl-rpc", "messages", "KiB"]
-    show_table("sample + update of 256 rows by RPC, one owner", columns, rows, left=("peer",))
+    show_table("sample + update of 256 rows by RPC, one host", columns, rows, left=("peer",))
     times = {
         case.shards: result
         for case, result in sorted(medians.items(), key=lambda item: item[0].shards)
@@ -393,7 +396,7 @@ def _print_rates(medians: dict[Case, Result], options: argparse.Namespace) -> No
         beyond = extrapolated_ms({s: result.batch_ms for s, result in times.items()}, _NODES)
         rows.append([f"{_NODES} nodes", number(beyond), "", "", ""])
         columns = ["shards", "ms per batch", "bound ms", "messages", "KiB"]
-        show_table("ours over several owners, one learner", columns, rows)
+        show_table("ours over several hosts, one learner", columns, rows)
         print(f"cost of an empty call: {times[1].empty_call_ms:.3f} ms")
 
 
@@ -423,7 +426,7 @@ def _plot(path: Path, medians: dict[Case, Result]) -> None:
     rates.barh(labels, [result.rate for result in one.values()])
     rates.invert_yaxis()
     rates.set_xlabel("batches/s of all learners")
-    rates.set_title("one owner; peer, learners", fontsize=9)
+    rates.set_title("one host; peer, learners", fontsize=9)
     times = sorted(
         (case.shards, result.batch_ms)
         for case, result in medians.items()

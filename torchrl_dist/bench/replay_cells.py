@@ -71,7 +71,7 @@ def measure(cell: Cell, folder: str) -> list[Result]:
 
 
 def _fill(peer: Peer, cell: Cell) -> None:
-    """Fill the buffer once, each worker its part, so that all pages are mapped."""
+    """Let each worker fill its part of the buffer once, so that all pages are mapped."""
     if not peer.workers:
         fill(peer, cell.kind, cell.capacity, cell.capacity, cell.batch, 0)
         return
@@ -87,8 +87,8 @@ def _fill(peer: Peer, cell: Cell) -> None:
 def fill(peer: Peer, kind: str, rows: int, capacity: int, batch: int, seed: int) -> None:
     """Write ``rows`` rows, and prepare the batches for :func:`write`.
 
-    Each writer touches each page of the ring for the first time once. So it continues up to the
-    whole capacity, unless that takes long.
+    A writer is slower when it touches a page of the ring for the first time. So it writes the whole
+    capacity even if ``rows`` is less, unless that takes long.
     """
     size = max(1, min(KINDS[kind].fill_batch, capacity // 16))
     several = peer.prepare(make_rows(kind, size, seed))
@@ -161,7 +161,8 @@ def _page_faults() -> int:
 
 
 def write(peer: Peer, window: Window, busy: bool) -> Tally:
-    """Run a worker's loop. If ``busy``, a Python thread computes all the time meanwhile."""
+    """Run a worker's loop. If ``busy``, another Python thread of the worker computes all the
+    time."""
     stop = threading.Event()
     if busy:
         threading.Thread(target=_compute, args=(stop, window.stop), daemon=True).start()
@@ -387,7 +388,7 @@ def _remote_cursors(stack: contextlib.ExitStack, batch: int) -> list[tuple[str, 
 
 
 class _Owner:
-    """What a central cursor would be: a number in another process."""
+    """Stands for a central cursor: a number in another process."""
 
     def __init__(self) -> None:
         self._cursor = 0

@@ -51,7 +51,8 @@ class Peer:
 
     @classmethod
     def missing(cls) -> str | None:
-        """Return why this peer cannot be measured here, or None. Imports what it needs."""
+        """Return why this peer cannot be measured here, or None. Imports the packages that the peer
+        needs."""
         return None
 
     def open(self, workers: int) -> None:
@@ -280,8 +281,8 @@ class TorchRLQueue(Peer):
         self._requests.put(("update", update), timeout=_CALL_S)
 
     def close(self) -> None:
-        if self.workers:  # the learner, not a worker; workers end after the owner, because a queued
-            # tensor is fetched from the process that sent it
+        if self.workers:  # only in the learner
+            # Workers end after the owner, which fetches a queued tensor from its sender.
             self._requests.put(None, timeout=_CALL_S)
             self._owner.join(_CALL_S)
         super().close()

@@ -7,16 +7,17 @@ Each peer trains until the mean return of 20 new greedy episodes reaches the env
 processes. All peers run with one seed before the next seed.
 
 - ``ours-N``: ``torchrl-dist train`` with N processes that collect. 0: the learner steps the
-  environments. Evaluations run in another process, or with 0 next to the training.
+  environments. Evaluations run in another process or, with 0, in the learner's process next to the
+  training.
 - ``torchrl``: the same algorithm, network, settings and number of environments in one process, with
   TorchRL's collector, replay buffer and losses (``bench/train_torchrl.py``).
 - ``sb3``: stable-baselines3 with the settings of rl-baselines3-zoo. DQN is compared with apex, PPO
   with ddppo, A2C with impala, SAC with sac.
 
-Only seconds of training count. Excluded are the start and, for the last two, the evaluations,
-during which they do not train. What evaluations cost ours while it trains is included. A run that
-does not reach the threshold within its frames or its time limit counts as infinitely long, in the
-medians, too.
+Only seconds of training count. The start is excluded. So are evaluations of the last two peers,
+because these peers do not train meanwhile. Ours trains during evaluations, so their cost is
+included. A run that does not reach the threshold within its frames or its time limit counts as
+infinitely long, in the medians, too.
 """
 
 from __future__ import annotations
@@ -119,8 +120,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure, and print tables. Blocks for minutes.
 
-    Ctrl-C ends it in order, prints what was found, and drops the current run. Lines are written as
-    the runs end.
+    After Ctrl-C, this drops the current run, prints what was found and ends. Each line is written
+    when its run ends.
 
     Returns:
         0; 1 if a run failed; 130 or 143 after SIGINT or SIGTERM.
@@ -171,7 +172,8 @@ def plan(options: argparse.Namespace) -> list[list[Case]]:
 
 
 def _fitting(env: str, algorithms: Sequence[str] | None) -> dict[str, Task]:
-    """Return the task of each algorithm. Without names, of all algorithms that can learn it."""
+    """Return the task of each named algorithm or, without names, of each algorithm that can learn
+    ``env``."""
     from torchrl_dist.recipes.parts.environments import look_at
 
     tasks, refused = {}, None

@@ -189,7 +189,7 @@ class Watch:
             self._act,
             self._case.env,
             episodes=EPISODES,
-            seed=1_000_000 * self._seed + EPISODES * len(self._points),  # one per episode
+            seed=1_000_000 * self._seed + EPISODES * len(self._points),  # one seed per episode
         )
         self._evaluating_s += time.monotonic() - begun
         self._points.append(Point(frames, seconds, fmean(returns)))

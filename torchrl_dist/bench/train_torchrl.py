@@ -77,7 +77,7 @@ def _collector(config: Any, policy: Callable[..., Any], **options: Any) -> Colle
         [partial(make_env, config.env)] * config.envs_per_collector,
         autoreset_mode=AutoresetMode.SAME_STEP,
     )
-    # The wrapper describes a vector's actions by the space of all of them, but ids are for one env.
+    # Categorical, because the recipes' policies write discrete actions as numbers, not one-hot.
     wrapped: EnvBase = GymWrapper(envs, categorical_action_encoding=True)
     if envs.single_observation_space.dtype == np.float64:
         wrapped = TransformedEnv(wrapped, DoubleToFloat())  # the recipes' networks do this
@@ -262,4 +262,4 @@ LEARNERS: dict[str, Callable[[Any, Task, PolicySpec], Alone]] = {
     "impala": A2C,
     "sac": SAC,
 }
-"""By the recipe whose settings they take."""
+"""The classes above, by the recipe whose settings they take."""

@@ -31,7 +31,7 @@ _owners = WeakTensorKeyDictionary()
 
 
 class GradientAverage:
-    """Averages the gradients of the attached parameters over the ranks, in each ``grad``.
+    """Averages the gradients of the attached parameters over the ranks, in place in each ``grad``.
 
     The average covers everything accumulated in ``grad``. Gradients that were already averaged are
     equal on all ranks, so averaging them again does not change them.
@@ -115,7 +115,7 @@ class GradientAverage:
             return _owners.get(parameter, lambda: None)() not in (None, self)
 
         if is_taken():
-            gc.collect()  # frees losses without references, on every rank alike
+            gc.collect()  # frees unreferenced losses, at the same point on every rank
         return is_taken()
 
     def _release(self, name: str) -> None:
@@ -242,7 +242,7 @@ class GradientAverage:
             )
         sizes = [parameter.numel() for parameter in self._parameters.values()]
         self._dtypes = [parameter.dtype for parameter in self._parameters.values()]
-        dtype = torch.float32  # at least, because 16 bits are too few for sums over many ranks
+        dtype = torch.float32  # or larger, because 16 bits are too few for sums over many ranks
         dtype = functools.reduce(torch.promote_types, self._dtypes, dtype)
         device = devices.pop() if devices else torch.device("cpu")
         self._buffer = torch.zeros(len(sizes) + sum(sizes), dtype=dtype, device=device)

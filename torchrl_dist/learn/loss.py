@@ -269,7 +269,7 @@ class DistributedLoss(_Loss):
         self.__dict__["_likeness"] = None
 
     def _description(self) -> dict[str, str]:
-        """Describe what these methods change. The rest was compared in ``__new__``."""
+        """Describe what may have changed since ``__new__``, which compared everything."""
         kinds = ("value_type", "the key", "value_estimator")
         return {name: text for name, text in description(self).items() if name.startswith(kinds)}
 
@@ -289,7 +289,7 @@ class DistributedLoss(_Loss):
     # ---- methods that change parameters
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        result = super()._apply(*args, **kwargs)  # .to(), .cuda(), .double()
+        result = super()._apply(*args, **kwargs)  # called by .to(), .cuda() and .double()
         self._attach_again()
         return result
 
@@ -475,7 +475,8 @@ def _passed(
 
 
 def _refuse_foreign(loss: LossModule, outputs: list[Tensor]) -> None:
-    """Raise if a parameter gets a gradient that belongs to a network of the loss, but not to it."""
+    """Raise if a gradient reaches a parameter that one of the loss's networks has, but the loss
+    does not."""
     mine = {id(parameter) for parameter in loss.parameters()}
     for leaf in leaves(outputs):
         if isinstance(leaf, nn.Parameter) and id(leaf) not in mine:
@@ -620,7 +621,8 @@ def _noise_of(loss: LossModule) -> set[str]:
 
 
 def _is_expanded(tensor: Tensor) -> bool:
-    """Whether ``tensor`` repeats one value, as a view of a parameter that is copied anyway."""
+    """Whether ``tensor`` repeats one value. It is then a view of a parameter, which is copied
+    anyway."""
     return any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 

@@ -33,17 +33,18 @@ from ..runtime.awake import awake, check_timeout, start_clock
 from ..runtime.store import AnsweringStore, StoreSilent
 from ..runtime.world import is_seen_here, process_stamp
 
-# During a longer wait, a rank announces that it waits and looks for failures of the others.
+# A rank that waits longer than this announces that it waits, and looks for failures of others.
 _SLICE_S = 1.0
 # How many numbers are summed at once.
 _BLOCK = 64
-# What the last meeting of each group agreed on. Until the next meeting, tensors of one size can be
+# In a meeting, the ranks of a group check that they make the same call (``Ranks._meet``). This is
+# what the last meeting of each group agreed on. Until the next one, tensors of one size can be
 # summed without another meeting.
 _agreed: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 # For each group whose ranks are on several nodes, the group in which it sums tensors.
 _groups_of_sums: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-# Each rank sends its whole tensor to each other rank if this adds at most _DIRECT_BYTES in all,
-# compared with sending parts, and the tensor has at most _MOST_DIRECT_BYTES.
+# Each rank sends its whole tensor, instead of parts, to each other rank if the tensor has at most
+# _MOST_DIRECT_BYTES and this sends at most _DIRECT_BYTES more in all.
 _DIRECT_BYTES, _MOST_DIRECT_BYTES = 2**18, 2**24
 # How long a rank whose collective failed waits for the others to report that they wait, too.
 _GRACE_S = 3.0
@@ -291,11 +292,12 @@ class Ranks:
         """Send ``error`` to the ranks that wait for this one. Does not block or raise."""
         if self.size > 1:
             with contextlib.suppress(dist.DistError):
-                if not self._store.check("failure"):  # else this rank fails because of that one
+                # otherwise that failure made this rank fail, too
+                if not self._store.check("failure"):
                     self._store.set("failure", json.dumps(self._description(error)))
 
     def _description(self, error: BaseException) -> list[Any]:
-        if type(error) in (DeadlineError, PeerLostError):  # about a third rank
+        if type(error) in (DeadlineError, PeerLostError):  # the error is about a third rank
             return [self.index, str(error), type(error).__name__]
         message = traceback.format_exception_only(error)[-1].strip()
         return [self.index, message, "".join(traceback.format_exception(error))]
@@ -312,7 +314,8 @@ class Ranks:
         """Raise the failure that another rank has reported.
 
         While this rank waits for ``what``, also raise if the next rank waits for something else in
-        the same call. If any ranks do, one of them is next to a rank that does not.
+        the same call. Looking at the next rank is enough: if any ranks wait for something else, one
+        of them is next to a rank that does not.
         """
         reported = self._store.check("failure")
         other = (self.index + 1) % self.size
@@ -338,8 +341,8 @@ class Ranks:
         Arguments and errors are those of :meth:`add_up`. Shape and type must be equal on all ranks.
 
         Args:
-            agreed: the ``agreed`` of an ``add_up`` whose ``details`` determine this shape and type.
-                If no other meeting followed it, the ranks do not meet again.
+            agreed: what an ``add_up`` got as ``agreed``, if its ``details`` determine this shape
+                and type. If no other meeting followed it, the ranks do not meet again.
         """
         if self.group is None or self.size == 1:
             return
@@ -455,8 +458,8 @@ class Ranks:
     def _group_of_sums(self, what: str) -> dist.ProcessGroup:
         """Return a second group of the same ranks, for sums.
 
-        In the group itself, gloo would mistake the block of a rank that meets for a part of another
-        rank's tensor, and abort.
+        In the group itself, gloo would mistake the block that a rank sends in a meeting for a part
+        of another rank's tensor, and abort.
         """
         assert self.group is not None
         if self.group not in _groups_of_sums:

@@ -54,7 +54,7 @@ _LINEAR = frozenset(
 class Weight:
     """The weight of this rank that the caller stated, if any.
 
-    It holds until the first call of the loss after an average.
+    It holds until the first call of the loss after gradients have been averaged.
 
     Attributes:
         stated: size * rows / rows of all ranks. None if divisors are observed instead.
@@ -71,7 +71,7 @@ class Weight:
         self._is_old = True
 
     def forget_old(self) -> None:
-        """Note that the loss is called."""
+        """Note that the loss is called: drop the weight if gradients have been averaged with it."""
         if self._is_old:
             self.stated = None
 
@@ -105,7 +105,8 @@ class Reduction:
 
 
 class Call:
-    """One call of a loss from outside, for a result with gradients."""
+    """One call of a loss by the caller, not by another method of the loss, for a result with
+    gradients."""
 
     def __init__(self, weight: Weight) -> None:
         self.reductions: list[Reduction] = []
@@ -123,7 +124,7 @@ class Call:
             return result
         divisor = None
         if how == "mean":
-            with torch.no_grad():  # a sum of ones, with the same mask and weights
+            with torch.no_grad():  # the divisor is a sum of ones, with the same mask and weights
                 divisor = float(reduce(torch.ones_like(loss), reduction="sum", **kwargs))
             self.is_masked |= divisor != loss.numel()
             if divisor == 0:

@@ -43,7 +43,7 @@ _CONTAINERS_SHM = 64 * _MIB  # Docker's default without --shm-size
 _FEW_FILES, _MANY_FILES = 256, 4096
 _FEW_PROCESSES = 1024  # threads count, and torch starts one per core
 _SLOW_S = {"store": 0.02, "rpc": 0.05, "all-reduce": 0.05}
-_SLOWEST_PAIR = 10  # times the median
+_SLOWEST_PAIR = 10  # times the median of all pairs
 _SKEW_S, _BAD_SKEW_S = 1.0, 60.0
 _KILL_WAIT_S = 30
 _MARKS = {OK: "[green]ok[/]", WARN: "[yellow]warn[/]", FAIL: "[bold red]fail[/]"}
@@ -60,7 +60,7 @@ class Finding:
 
 
 def examine(probe: Probe, rounds: Rounds | TorchRLDistError | None = None) -> list[Finding]:
-    """Return one finding per check, in a fixed order. Of other nodes, only what is not ok.
+    """Return one finding per check, in a fixed order. For other nodes, return only what is not ok.
 
     ``rounds`` is an error if the ranks did not meet.
     """
@@ -225,7 +225,8 @@ def _cpus(probe: Probe) -> Finding:
     if probe.cpu_quota is not None and probe.cpu_quota < cores:
         cores = probe.cpu_quota
         found += f", the cgroup allows time for {cores:g}"
-    # torchrun sets it to 1, and so do our own processes. srun and a shell use the number of cores.
+    # torchrun sets OMP_NUM_THREADS to 1, and so do our own processes. Under srun and in a shell,
+    # the default is the number of cores.
     threads = probe.omp_threads or (probe.usable_cores if probe.launcher == "slurm" else 1)
     found += f"; {probe.processes} processes with {threads} threads each"
     cures = []
@@ -244,7 +245,7 @@ def _network(probe: Probe) -> Iterator[Finding]:
     elif probe.lone is not None:
         yield Finding(
             "launcher", FAIL,
-            f"a task of {probe.lone}, but not as a rank: each task would be a separate job",
+            f"a task of {probe.lone}, but not a rank, so each task would be a separate job",
             "start it with srun python ...; in a container, pass SLURM's variables on",
         )  # fmt: skip
     else:
@@ -263,7 +264,8 @@ def _network(probe: Probe) -> Iterator[Finding]:
     else:
         named = [f"{variable}={value}" for variable, value in probe.wanted_interfaces.items()]
         yield Finding("interfaces", OK, ", ".join(named) or f"none named; available: {there}")
-    # Our own sessions ask the kernel which address leads to the others. Only gloo uses the name.
+    # Our own sessions ask the kernel which address leads to the others. Only gloo uses the host
+    # name.
     cure = "put the node's address in /etc/hosts, and set TP_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
     if probe.address is None:
         state = FAIL if probe.several_nodes else WARN
@@ -295,7 +297,8 @@ def _network(probe: Probe) -> Iterator[Finding]:
 def _exists(wanted: str, interfaces: Sequence[str]) -> bool:
     """Whether an interface matches ``wanted``, in NCCL's notation.
 
-    It is a list of prefixes, or exact names after ``=``, or excluded ones after ``^``.
+    ``wanted`` is a list of prefixes, of exact names after ``=``, or of excluded prefixes after
+    ``^``.
     """
     if wanted.startswith("^"):
         return True

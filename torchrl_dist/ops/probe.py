@@ -80,18 +80,18 @@ class Probe:
     user_processes: int | None
     cores: int  # of the machine
     usable_cores: int  # cores on which this process may be scheduled
-    cpu_quota: float | None  # cores, of the cgroup
-    memory_limit: int | None  # of the cgroup
-    omp_threads: int | None  # OMP_NUM_THREADS
+    cpu_quota: float | None  # how many cores' worth of time the cgroup allows
+    memory_limit: int | None  # bytes that the cgroup allows
+    omp_threads: int | None  # the value of OMP_NUM_THREADS
     processes: int  # expected on this machine
     world_size: int  # processes expected in the job
     planned_bytes: int  # size of the replay buffer here
     launcher: str
     several_nodes: bool
     world_error: str | None  # what is wrong with the launcher's variables
-    lone: str | None  # the launcher of this task, if it did not start it as a rank
+    lone: str | None  # the launcher of this task, if the task is not a rank
     interfaces: tuple[str, ...]
-    wanted_interfaces: Mapping[str, str]  # by variable
+    wanted_interfaces: Mapping[str, str]  # interfaces that the environment asks for, by variable
     address: str | None  # address of the host name
     master: tuple[str, str | None] | None  # MASTER_ADDR and its address
     ignored_signals: tuple[str, ...]
@@ -201,7 +201,7 @@ def _fallocate_error(fd: int) -> str | None:
 
 
 def _lock_error(fd: int, name: str) -> str | None:
-    """Test the locks that buffers use, which are those of open file descriptions."""
+    """Test locks of open file descriptions, which buffers use. Return what is wrong, or None."""
     try:
         lock.lock_byte(fd, 0)
     except OSError as error:
@@ -250,7 +250,7 @@ def _groups(own: Path, root: Path, controller: str) -> list[Path]:
                 continue
             top = root if number == "0" else root / controller
             inner = top / path.lstrip("/")
-            # In a container, the path may be the host's. Then only the top exists.
+            # In a container, the path may be one outside of it. Then only the top folder exists.
             found += [inner, *(up for up in inner.parents if up == top or top in up.parents)]
     return found
 

@@ -97,7 +97,7 @@ def _measure(me: Session, software: Callable, look: Callable) -> Rounds:
 
 
 def _call_those_above() -> dict[int, float]:
-    """Run in each rank: return how long each rank above it takes to answer."""
+    """Return how long each rank above this one takes to answer. Every rank runs this."""
     me = current_session()
     times = {}
     for peer in me.peers[me.me.global_rank + 1 :]:

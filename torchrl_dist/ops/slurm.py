@@ -194,7 +194,8 @@ def _check_recipe(job: Job) -> None:
 
 
 def recipe_of(command: Sequence[str]) -> tuple[RecipeConfig, dict[str, Any]]:
-    """Return the configuration for ``train RECIPE ...``, and the fields that the words give."""
+    """Return the configuration for ``train RECIPE ...``, and the fields that the command's words
+    set."""
     parser = _Parser(prog="torchrl-dist train", allow_abbrev=False, add_help=False)
     parser.add_argument("recipe", choices=sorted(RECIPES))
     recipe = RECIPES[parser.parse_known_args(command[1:2])[0].recipe]
@@ -319,7 +320,7 @@ def _command(job: Job) -> str:
     text += ' --replay-dir "$replay"' if _own_replay_dir(job) else ""
     if job.torchrun is None:
         return text
-    # is_host: a node may not recognize its own name in the endpoint (pytorch#73656).
+    # is_host is set, because a node may not recognize its own name in the endpoint (pytorch#73656).
     torchrun = (
         f"exec torchrun --nnodes={job.first.nodes} --nproc-per-node={job.torchrun} "
         '--rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" '

@@ -161,7 +161,7 @@ def _read_pulse(path: Path) -> dict[str, Any] | None:
 
 
 def find(name: str | None) -> Target:
-    """Find a job by a run's folder, a replay directory or a job's id. None: the only job.
+    """Find a job by a run's folder, a replay directory or a job's id. With None, find the only job.
 
     Raises:
         ConfigurationError: there is no such job, or there are several. The error names them.
@@ -350,7 +350,8 @@ def _over(difference: float, seconds: float) -> float:
 
 
 def who_waits(buffer: Buffer, batch_size: int = 1) -> str | None:
-    """Say which side the buffer's limiter holds back now. None if neither, or without limiter."""
+    """Say which side the buffer's limiter holds back now. Return None if it holds back neither, or
+    there is no limiter."""
     told = buffer.limiter
     if told is None:
         return None

@@ -62,7 +62,7 @@ def render(
 
 
 def line(now: Snapshot, per: Rates) -> str:
-    """Return the same in one line, for logs."""
+    """Return what :func:`render` shows, in one line for logs."""
     from .snapshot import bound_by
 
     words = [time.strftime("%H:%M:%S", time.localtime(now.unix_time_s)), _headline(now, per)]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # and of at most this many bytes.
 _MESSAGE_S, _MESSAGE_BYTES, _PROCESSES_PER_CORE = 0.5, 8 << 20, 4
 _MOST_PER_CORE, _MOST = 32, 256  # limits on the number of env processes that are considered
-_DRAWS = 100  # resamplings for an interval
+_DRAWS = 100  # how often measurements are resampled for an interval
 _NEARLY = 0.9  # fraction of the best rate from which on more processes bring little
 _BUSY = 0.5  # load average per core from which on this node counts as busy
 
@@ -277,7 +277,7 @@ def thriftiest(
 ) -> tuple[Layout, Prediction]:
     """Return the layout with the fewest env processes that is nearly as fast as the fastest one.
 
-    Only layouts with as many nodes as ``best`` are considered. This one is recommended, because
+    Only layouts with as many nodes as ``best`` are considered. The result is recommended, because
     further processes bring little. On one node, it has as many processes as
     :func:`processes_that_pay` returns.
     """
@@ -364,7 +364,7 @@ def start_of(layout: Layout, env: str, recipe: str | None = None) -> str:
         train = f"train {recipe} --env {env} --envs-per-collector {layout.envs}"
         ranks = 0 if layout.alone else layout.stepping
         if layout.nodes > 1:  # all tasks except the learner's collect
-            learners = int(recipe != "ddppo")  # whose learners step environments themselves
+            learners = int(recipe != "ddppo")  # ddppo's learners step environments themselves
             tasks = -(-(ranks + learners) // layout.nodes)
             nodes = f"--nodes {layout.nodes} --tasks-per-node {tasks}"
             return f"torchrl-dist slurm {nodes} -- {train}"

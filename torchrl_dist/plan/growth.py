@@ -6,7 +6,7 @@
 Prints the efficiencies that tianshou#1172 measured with Ray on nodes of 48 cores, for steps that
 sleep 1, 0.1, 0.01 and 0.001 s. Next to them are predictions from the cost of messages on this
 machine, for one rank per core and for one node worker per node. The table names what binds first.
-Below it is the number of nodes at which one learner is full.
+Below it is the number of nodes from which on one learner takes in no more frames.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ RAY = {
     16: (0.86, 0.41, 0.05, 0.01), 32: (0.78, 0.26, 0.03, 0.0),
 }  # fmt: skip
 """Published efficiencies by number of nodes, one for each of ``STEPS_S``."""
-_MESSAGE_S = 0.5  # duration of the steps in a message, the collector's default; at least one step
+# seconds of stepping per message, as by the collector's default; at least one step
+_MESSAGE_S = 0.5
 
 
 def costs_of(plan: dict[str, Any]) -> Costs:
@@ -60,12 +61,14 @@ def costs_of(plan: dict[str, Any]) -> Costs:
 
 
 def sleeping(costs: Costs, step_s: float) -> Costs:
-    """Return the costs with the same messages and loop, for an env that sleeps and no learning."""
+    """Return ``costs`` with an env that sleeps and without learning. Messages and the loop cost the
+    same."""
     return replace(costs, idle_s=step_s, spread=0.0, update_s=0.0)
 
 
 def layout_of(nodes: int, step_s: float, node_workers: bool) -> Layout:
-    """Return a layout with one process per core, messages of half a second and no waiting."""
+    """Return a layout with one process per core, messages of half a second and no waiting for slow
+    workers."""
     steps = max(1, int(_MESSAGE_S / step_s))
     return Layout(nodes, CORES, 1, steps, node_workers, lag=1, wait_all=False)
 

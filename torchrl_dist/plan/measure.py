@@ -142,8 +142,8 @@ def _waited_s() -> float:
 
 
 class _Clock:
-    """Measures from its creation on this process's CPU time, and the wall-clock time without this
-    thread's wait for a core."""
+    """Measures two times since its creation: this process's CPU time, and the wall-clock time
+    without this thread's waits for a core."""
 
     def __init__(self) -> None:
         self._waited, self._cpu = _waited_s(), time.process_time()
@@ -155,8 +155,8 @@ class _Clock:
 
 
 def _repeat(call: Callable[[], Any], seconds: float) -> Iterator[tuple[float, float]]:
-    """Yield CPU and clock time of a call ``_REPEATS`` times, each a mean over a part of the
-    time."""
+    """Yield ``_REPEATS`` times the mean CPU time and clock time of a call, each over a part of
+    ``seconds``."""
     call()
     for _ in range(_REPEATS):
         clock, until, calls = _Clock(), time.perf_counter() + seconds / _REPEATS, 0
@@ -302,7 +302,7 @@ def _measure_update(subject: Subject, rows: TensorDict, found: Measured, seconds
 
 
 def _observations(rows: TensorDictBase) -> list[torch.Tensor]:
-    """Return the values that exist both before and after the step, without flags."""
+    """Return the values that exist both before and after a step, except flags."""
     following = rows["next"]
     return [
         value
@@ -404,7 +404,7 @@ def _messages(collector: RPCBatchedCollector, seconds: float) -> dict[str, list[
 
 
 def _weights(subject: Subject) -> nn.Module:
-    """Return a module with as many weights as the policy that computes almost nothing."""
+    """Return a module that has as many weights as the policy, but computes almost nothing."""
     if subject.policy is None:
         count = 1
     else:
@@ -445,7 +445,8 @@ def _measure_rounds(
 
 
 def _measure_processes(collector: RPCBatchedCollector, found: Measured, seconds: float) -> None:
-    """Measure the CPU time of all processes for messages of single steps, without one message."""
+    """Measure the CPU time that each env process adds to a message, with messages of single
+    steps."""
     sides = [found.figures[f"message_{side}_s"] for side in ("worker", "learner")]
     own = sum(statistics.median(side) for side in sides)
     found.figures["process_s"] = []

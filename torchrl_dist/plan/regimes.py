@@ -14,10 +14,10 @@ things decide whether this brings more frames per second:
   number of rows) or on the number of rows (a large network). In the second case, smaller batches
   lose nothing.
 
-All times are in units of a mean rollout. The map shows the gain of the best deadline over none. If
-any deadline pays, the shortest pays most, because the cost is in waiting for others. A deadline
-also makes some rows one update older, and gives fewer rows per update. Weighing this is up to the
-user.
+All times are in units of a mean rollout. The map shows the gain of the best deadline over no
+deadline. If any deadline pays, the shortest pays most, because the cost is in waiting for others. A
+deadline also makes some rows one update older, and gives fewer rows per update. Weighing this is up
+to the user.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ NETWORKS = {
     "half a rollout, by row": (0.0, 0.5),
     "as long as a rollout, by row": (0.0, 1.0),
 }
-"""The learner's work on a batch of all workers: a part that does not depend on its number of rows,
-and a part in proportion to it."""
+"""The learner's work on a batch of all workers. The first number does not depend on the number of
+rows. The second is in proportion to it."""
 _ROUNDS, _REPLICAS = 60, 24
 
 
@@ -76,7 +76,8 @@ def simulate(
     Args:
         spread: standard deviation of a rollout.
         batch_s: the learner's work on any batch.
-        rows_s: its additional work on a batch of all workers. Smaller batches take a part of it.
+        rows_s: its additional work on a batch of all workers. Smaller batches take a proportional
+            part of it.
         deadline_s: time from the beginning of a receive. If infinite, wait for all workers.
         rounds: receives in each run.
         replicas: independent runs.

@@ -1,4 +1,5 @@
-"""The recipes by name. Importing this module needs no torch, for the command line's sake."""
+"""The recipes by name. Importing this module needs no torch, because every command line reads
+it."""
 
 from __future__ import annotations
 

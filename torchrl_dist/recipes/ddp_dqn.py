@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 4 -m torchrl_dist.recipes.ddp_dqn --updates 2500
 
-Each update has the same distribution as one process's update with a batch of 128. Between two
-points at which all ranks meet, all first draw, and then write priorities and rows. The program
-prints one JSON object.
+Each update has the same distribution as one process's update with a batch of 128. Ranks meet after
+drawing, and again after writing priorities and rows, so no rank draws while another writes. The
+program prints one JSON object.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def train(job: Session, output: Path, updates: int, seed: int) -> dict:
         while not ranks.any(job.stop_requested or update >= updates):  # all ranks meet here
             # Not len(buffer): faster ranks have already added to it, and all ranks must agree.
             if frames * ranks.size >= LEARNING_STARTS:
-                anneal_beta(buffer.sampler, update, steps=updates)  # once for the job
+                # counts updates of the whole job
+                anneal_beta(buffer.sampler, update, steps=updates)
                 batch = buffer.sample()
                 optimizer.zero_grad()
                 loss(batch)["loss"].backward()  # and here

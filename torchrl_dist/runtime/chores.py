@@ -39,7 +39,7 @@ class Chores:
         self._serves = self._claimed = self._busy = False
 
     def claim(self, patience_s: float) -> bool:
-        """Become the owner if this process serves, or starts to within ``patience_s``.
+        """Become the owner if this process serves, or starts to serve within ``patience_s``.
 
         Returns False if it does not serve, or if there is another owner.
         """

@@ -1,17 +1,17 @@
 """A server process that imports torch and torchrl once and forks processes that need them.
 
-It forks the children of ``local_cluster``, and the env processes of a node worker, each with one
-end of a socket pair. Importing takes seconds of CPU per process; a fork takes milliseconds. Forking
-is safe only while the server has no second thread, no RPC and no CUDA, so it does nothing but fork,
-wait and report.
+It forks the children of ``local_cluster`` and the env processes of node workers. Each env process
+gets one end of a socket pair. Importing takes seconds of CPU per process; a fork takes
+milliseconds. Forking is safe only while the server has no second thread, no RPC and no CUDA, so it
+does nothing but fork, wait and report.
 
 A child that needs processes of its own does not import anything again: it becomes another client of
 the server that forked it, at a socket that accepts only this user's processes.
 
-Lifetimes. The server ends a client's children when the client is gone, which it notices by a pidfd
-and the command stream. It ends itself with its parent, the first client. The kernel kills a child
-when the server dies. In every other case a client kills what is left of its children's process
-groups.
+Lifetimes. When a client is gone, which the server notices by a pidfd and the command stream, the
+server ends the client's children. When its parent, the first client, is gone, it also ends itself.
+When the server dies, the kernel kills the children, and each client kills what is left of its
+children's process groups.
 
     client --commands (a stream)-->  server  --fork-->  child
     client <--reports (datagrams)--  server and children
@@ -148,9 +148,9 @@ class ForkServer:
     The children see modules and files as they were when the server started.
 
     Args:
-        fork: fork the server from this process, so that it keeps the imports. Only for a program
-            that has done nothing else yet, and has not run any user code. If this process has more
-            than one thread, the server is started as a new process after all.
+        fork: fork the server from this process, so that it keeps the imports. Use it only in a
+            program that has done nothing else yet, and has not run any user code. If this process
+            has more than one thread, the server is started as a new process after all.
     """
 
     def __init__(self, *, fork: bool = False) -> None:
@@ -194,7 +194,7 @@ class ForkServer:
                 try:
                     link.connect(self.address)
                     break
-                except BlockingIOError:  # its queue is full; any user may fill it
+                except BlockingIOError:  # the server's queue is full; any user may fill it
                     if time.monotonic() > until:
                         raise
                     time.sleep(_FULL_S)
@@ -347,7 +347,7 @@ class ForkServer:
                 self._process.kill()
                 self._process.wait()
         self._monitor.join(_KILL_TIMEOUT_S)
-        if not self._monitor.is_alive():  # otherwise it would poll whatever reuses these numbers
+        if not self._monitor.is_alive():  # otherwise it would poll files that reuse these numbers
             self._reports.close()
             os.close(self._pidfd)
 
@@ -372,7 +372,7 @@ class ForkServer:
                     socket.send_fds(self._link, [b"\0"], [end])
             except (BrokenPipeError, ConnectionResetError):
                 pass  # the monitor handles a dead server
-            except BaseException:  # the server must not wait for the rest
+            except BaseException:  # the server must not wait for the rest of this command
                 self._hang_up()
                 raise
 
@@ -398,7 +398,7 @@ class ForkServer:
                         return
                     self._take(*report)
         except EOFError:
-            if self._process is None:  # it has not accepted us, or it is dying
+            if self._process is None:  # the server has not accepted us, or is dying
                 self._lose_children("closed")
                 return
             poller.unregister(self._reports)
@@ -513,7 +513,7 @@ def _keep_only(fds: tuple[int, int]) -> None:
     os.dup2(null, 0)
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in (0, 1, 2, *fds):
-            with contextlib.suppress(OSError):  # listdir's own is closed already
+            with contextlib.suppress(OSError):  # listdir's own descriptor is closed already
                 os.close(int(name))
 
 
@@ -528,8 +528,9 @@ def serve(command_fd: int, report_fd: int, parent_pid: int, address: str) -> Non
     outlive_stop_signals()
     for name in _PRELOAD:
         importlib.import_module(name)
-    # Shared by all children. A tracker of their own would be killed with their process group, and
-    # what it has to unlink, such as semaphores of env processes, would stay in /dev/shm.
+    # All children share this tracker. A child's own tracker would be killed with the child's
+    # process group, and what the tracker must unlink, such as semaphores of envs, would stay in
+    # /dev/shm.
     resource_tracker.ensure_running()
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
@@ -540,7 +541,7 @@ def serve(command_fd: int, report_fd: int, parent_pid: int, address: str) -> Non
     gc.collect()
     gc.freeze()  # otherwise children would copy every page that garbage collection touches
     gc.enable()
-    flush(sys.stdout, sys.stderr)  # otherwise every child would write it again
+    flush(sys.stdout, sys.stderr)  # otherwise every child would write the buffered output again
     _address = address
     _Server(_Client(command_fd, report_fd, parent), address).run()
     # Nothing is left to finalize. A normal exit would print the frozen objects as leaked, because
@@ -580,7 +581,7 @@ class _Client:
                 os.close(link)
                 raise
         except OSError:
-            self.reports.detach()  # the caller closes it
+            self.reports.detach()  # the caller closes this descriptor
             raise
         self.link.setblocking(True)
         self.commands = Connection(command_fd)
@@ -610,7 +611,7 @@ class _Server:
         self._poller = select.poll()
         self._poller.register(self._door, select.POLLIN)
         self._clients: list[_Client] = []
-        self._ended: list[_Client] = []  # until the last of their children is reaped
+        self._ended: list[_Client] = []  # kept until their last child is reaped
         self._take_in(parent)
         self._libc = ctypes.CDLL(None, use_errno=True)
 
@@ -619,8 +620,8 @@ class _Server:
         try:
             while self._parent in self._clients:
                 events = [fd for fd, _ in self._poller.poll()]
-                door = self._door.fileno()  # last: existing clients do not need it
-                # one event at a time, because handling it may close the others
+                door = self._door.fileno()  # served last, because existing clients do not need it
+                # one event at a time, because handling it may close the descriptors of others
                 self._serve(next((fd for fd in events if fd != door), door))
         finally:
             for client in self._clients + self._ended:
@@ -720,7 +721,7 @@ class _Server:
         """
         data, ends, _, _ = socket.recv_fds(client.link, 1, 1)
         if not ends:
-            if data:  # it was sent, but no number was free for it
+            if data:  # a descriptor was sent, but this process has no number left for it
                 client.problem = "out of descriptors (ulimit -n)"
             self._end(client)
             return

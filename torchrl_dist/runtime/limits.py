@@ -2,7 +2,7 @@
 
 The numbers of descriptors and threads were measured with torch 2.13: for each process that the
 driver is connected to, and for a session of two processes, including the files of a recipe's run.
-Between hosts, TensorPipe opens more connections for large tensors.
+Between nodes, TensorPipe opens more connections for large tensors.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from . import proc
 _OF_ONE_NODE, _OF_SEVERAL = 12, 40
 _SESSION_OF_ONE_NODE, _SESSION_OF_SEVERAL = 60, 160
 _THREADS_OF_ONE_NODE, _THREADS_OF_SEVERAL, _THREADS_ALONE = 14, 32, 7
-# Some programs close every descriptor below the limit when they start.
+# The limit is not raised above this, because some programs close every descriptor below the limit
+# when they start.
 _MOST_RAISED = 1 << 16
 _FAR_AWAY = 1 << 14
 
 
 def descriptors_of(world_size: int, one_node: bool) -> int:
-    """Return how many descriptors the driver may have open at once, with some for the user."""
+    """Return how many descriptors the driver may have open at once, including some for user
+    code."""
     if world_size == 1:
         return _SESSION_OF_ONE_NODE
     if one_node:
@@ -96,6 +98,6 @@ def _threads_of(uid: int, *, but_children_of: int | None = None) -> int:
                     if words is None or int(words[proc.PARENT]) == but_children_of:
                         continue
                 count += len(os.listdir(process / "task"))
-            except OSError:  # it ended meanwhile
+            except OSError:  # the process ended meanwhile
                 continue
     return count

@@ -44,7 +44,7 @@ def local_cluster(
     The caller becomes the first process of the first role. The others are forked from a server that
     has imported torch and torchrl, and call ``serve()``. They get this process's environment (with
     ``env`` added), working directory, ``sys.argv`` and ``sys.path``. They run ``init_fn()`` first,
-    in which you can register environments. All of them listen on the loopback address only.
+    which may register environments. All of them listen on the loopback address only.
 
     A child that dies does not end the job: ``session.lost()`` lists it, and calls to it raise
     PeerLostError. When the block is left, or this process dies for any reason, all children end.

@@ -22,7 +22,7 @@ class _Lasting(io.FileIO):
     child processes can still write to it.
 
     Attributes:
-        problem: the first error because of which something was dropped.
+        problem: the first error that made it drop something.
     """
 
     problem: OSError | None = None
@@ -74,7 +74,7 @@ def outlive_readers() -> None:
 
 
 def problem_of(stream: Any) -> OSError | None:
-    """Return the error because of which a stream of :func:`outlive_readers` dropped output."""
+    """Return the error that made a stream of :func:`outlive_readers` drop output."""
     buffer = getattr(stream, "buffer", None)
     return getattr(getattr(buffer, "raw", buffer), "problem", None)
 
@@ -90,7 +90,7 @@ def flush(*streams: TextIO | None) -> None:
 
 
 class BestEffort:
-    """A wrapper of any stream that drops what cannot be written."""
+    """Wraps any stream, and drops what cannot be written."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
@@ -99,7 +99,7 @@ class BestEffort:
         if self._stream is not None:
             try:
                 self._stream.write(text)
-            except (OSError, ValueError):  # ValueError: it was closed
+            except (OSError, ValueError):  # ValueError: the stream was closed
                 pass
         return len(text)
 

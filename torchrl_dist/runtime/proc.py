@@ -11,7 +11,7 @@ STATE, PARENT, USER, SYSTEM, START = 2, 3, 13, 14, 21  # places in what :func:`s
 def stat(pid: int) -> list[str] | None:
     """The words of ``/proc/PID/stat``, None if there is no such process.
 
-    Our own and our parent's are found where ``/proc`` is that of another pid namespace, too.
+    This process and its parent are found even if ``/proc`` belongs to another pid namespace.
     """
     name = str(pid)
     if pid == os.getpid():

@@ -33,7 +33,7 @@ FORMAT = 1
 PATIENCE_S = 60.0
 _EVERY_S = 1.0
 _ANSWER_S = 3.0
-_FRAMES = 3  # of a stack that a warning shows
+_FRAMES = 3  # innermost frames of a stack that a warning shows
 # If code of these modules waits, a warning shows its caller instead.
 _LIBRARIES = sys.stdlib_module_names | {"numpy", "tensordict", "torch", "torchrl"}
 _numbers = itertools.count()
@@ -155,7 +155,7 @@ class Pulse:
         figures = self._figures()
         if figures is None:
             return False
-        # without a place for the file, or with a full one, the job continues unwatched
+        # if there is no place for the file, or no space, the job continues unwatched
         with contextlib.suppress(OSError):
             text = json.dumps(self._content(session, figures())).encode()
             self.path = own_files.user_folder() / self._name
@@ -192,7 +192,8 @@ class Pulse:
     # ---- the watchdog
 
     def _counts(self, session: Session) -> dict[str, int]:
-        """Return the progress of each process that is responsible if it does not advance."""
+        """Return the progress of this process and its workers, and excuse those that must wait for
+        others."""
         own = session.me.name
         lost = {peer.name for peer in session.lost()} | {own}
         workers = {
@@ -231,7 +232,7 @@ def places() -> str:
     """Describe where this process's collecting threads are; runs in a worker."""
     found = []
     frames = sys._current_frames()
-    del frames[threading.get_ident()]  # it would keep itself and its callers alive
+    del frames[threading.get_ident()]  # the frame would keep itself and its callers alive
     for frame in frames.values():
         if any(_module(each).startswith("torchrl_dist.collect.") for each in _stack(frame)):
             found.append(_place(frame))
@@ -273,7 +274,10 @@ def remove_pulses_of_the_dead() -> None:
 
 
 def stamp_of(path: Path) -> str | None:
-    """Return the stamp of the process that writes this pulse file, complete or not; else None."""
+    """Return the stamp of the process that writes this file, or None if it is not a pulse file.
+
+    The file may be incomplete.
+    """
     name = path.name.removeprefix(".")
     stamp = name.removeprefix(PREFIX).rpartition("-")[0]
     return stamp if name.startswith(PREFIX) and is_stamp(stamp) else None

@@ -1,4 +1,7 @@
-"""Let the processes of a job find one another through a store, with a deadline."""
+"""Let the processes of a job find one another through a store, with a deadline.
+
+Each process puts a card into the store, which tells its name, its machine and its pid.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,10 @@ from .world import World
 _INTERFACES = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 # How often rank 0 looks for a newer card of a rank that did not confirm the one it found.
 _NEWER_CARD_S = 0.5
-# If rank 0 may be on one of several nodes: how long each may take to answer, and the pause.
+# If it is unknown on which node rank 0 is: how long each node may take to answer, and the pause
+# before all are asked again.
 _PROBE_S, _PROBE_EVERY_S = 2.0, 0.2
-_LEAST_WAIT_S = 0.001  # a store treats a timeout of 0 as none
+_LEAST_WAIT_S = 0.001  # a store takes 0 for no timeout
 # Counts the sessions that this process entered. All ranks of a job enter them in the same order.
 _entered = itertools.count()
 
@@ -65,7 +69,7 @@ def launcher_store(world: World, timeout_s: float) -> tuple[dist.Store | None, W
     launcher_keeps_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     keep = world.global_rank == 0 and not launcher_keeps_it
     hosts = () if keep else world.master_hosts
-    # Another job may use the same port, so keys carry the job's id if all nodes know the same.
+    # Another job may use the same port, so keys carry the job's id if it is the same on all nodes.
     mine = f"torchrl_dist/{world.job_id}" if world.launcher == "slurm" else "torchrl_dist"
     store, found = _launcher_store(
         hosts or (world.master_addr,),
@@ -93,7 +97,8 @@ def _launcher_store(
         return _find_store(hosts, port, mark, timeout_s)
     if not keep:
         return connect_store(hosts[0], port, timeout_s), hosts[0]
-    # In a job of several nodes, this machine may resolve its own name to a loopback address.
+    # In a job of several nodes, listen on all addresses, because this machine may resolve its own
+    # name to a loopback address.
     store, _ = keep_store(hosts[0], port, timeout_s, everywhere=not one_node)
     store.set(mark, "")
     return store, hosts[0]
@@ -131,7 +136,7 @@ def _find_store(
 def meet(
     world: World, roles: Mapping[str, int], store: dist.Store | None, timeout_s: float
 ) -> Member:
-    """Exchange names, hosts and pids with all processes; blocks for at most ``timeout_s``.
+    """Exchange cards with all processes; blocks for at most ``timeout_s``.
 
     Raises:
         ConfigurationError: two processes were given different roles.
@@ -157,7 +162,7 @@ def meet(
         if other["roles"] != card["roles"]:
             raise ConfigurationError(
                 f"{role}{index} on {other['host']} entered the session with roles="
-                f"{other['roles']}, this process with {card['roles']}. Use the same in all."
+                f"{other['roles']}, this process with {card['roles']}. Use the same roles in all."
             )
     peers = tuple(
         Peer(role, index, rank, cards[rank]["host"]) for rank, (role, index) in enumerate(seats)
@@ -207,8 +212,9 @@ class _Exchange:
 
     After a restart, torchrun's store still has the cards of the earlier ranks, and in a job of
     several nodes nothing in the environment tells the starts apart. So each card has a token. Rank
-    0 answers each card it finds at a key that only the owner of the token reads. The owner confirms
-    that it is alive. When all have confirmed, rank 0 publishes the cards.
+    0 answers each card that it finds. It writes the answer to a key that only the owner of the
+    token reads, and the owner then confirms that it is alive. When all have confirmed, rank 0
+    publishes the cards.
     """
 
     def __init__(self, store: dist.Store, seats: list[tuple[str, int]], timeout_s: float) -> None:

@@ -43,9 +43,10 @@ _MAX_CONCURRENT_CALLS = 64
 _STOP_GRACE_S = 10.0
 _GOODBYE_S = 3.0
 _GLANCE_S = 1.0
-# How long a broken connection waits for the supervisor to say how the process died.
+# After a connection broke, how long to wait for the supervisor to say how the process died.
 _CAUSE_S = 1.0
-# Between nodes: the interval of signs of life, as a fraction of the session's deadline and at most.
+# The interval of signs of life between nodes is this fraction of the session's deadline, but at
+# most this many seconds.
 _SIGN_EVERY, _SIGN_AT_LEAST_EVERY_S = 0.1, 10.0
 
 
@@ -112,7 +113,7 @@ class Session:
         self._signs: threading.Thread | None = None
         self._asked: set[int] = set()  # ranks with an unanswered "beat" message
         self._heard: dict[int, float] = {}  # the last sign of each watched rank, on awake()
-        if supervised:  # by local_cluster, whose children only serve
+        if supervised:  # local_cluster supervises, and its children only serve
             for peer in self.peers[1:]:
                 self._members.serve(peer.global_rank)
 
@@ -252,7 +253,8 @@ class Session:
         rank = peer.global_rank
         with self._lock:
             self._in_flight[rank].add(future)
-        # Checked after the registration, so that a loss in between fails the future here or there.
+        # Check after the registration, so that a loss at any time fails the future: an earlier loss
+        # fails it here, and a later one where the loss is noticed.
         if self._closed or self._members.why_lost(rank) is not None:
             self._settle(rank, future, error=self._lost_error(peer))
             return future
@@ -304,7 +306,7 @@ class Session:
         try:
             result = self._execute(operation)
             return result.result() if isinstance(result, Future) else result
-        except (KeyboardInterrupt, Stopped):  # from a second signal
+        except (KeyboardInterrupt, Stopped):  # raised by a second signal
             raise
         except BaseException as error:  # including SystemExit, which the called code raised
             raise self._remote_error(self.me, _describe(error)) from error
@@ -360,7 +362,7 @@ class Session:
         with self._lock:
             self._in_flight[rank].discard(future)
             if future.done():
-                return  # it failed meanwhile, because the peer was lost
+                return  # the call failed meanwhile, because the peer was lost
         with contextlib.suppress(Exception):  # InvalidStateError: already settled by another thread
             if error is None:
                 future.set_result(result)
@@ -424,7 +426,7 @@ class Session:
             self._pool.submit(self._run_for_peer, body, tensors, answer)
             return
         args = wire.loads(body, tensors)
-        if kind == "watch":  # answered when this process leaves, fails when it dies
+        if kind == "watch":  # is answered when this process leaves, and fails when it dies
             with self._lock:
                 if not self._ending:
                     self._watchers[args[0]] = answer
@@ -435,7 +437,7 @@ class Session:
             self._members.arrive(number, rank, lambda: answer(()))
         elif kind == "leaving":
             self._left(*args)
-            if self._ending and self._end_reason is None:  # others may still call it
+            if self._ending and self._end_reason is None:  # the others may still call this process
                 self._members.when_all_left(lambda: answer(()))
             else:
                 answer(())
@@ -535,8 +537,8 @@ class Session:
             if awake() - at > self.timeout_s:
                 self._lose(rank, f"no sign of life for {self.timeout_s:g} s")
             elif rank not in self._asked:
-                # An answer to a message counts as a sign too, in case the port for signs is
-                # blocked. It also keeps firewalls from dropping an idle connection.
+                # An answer to a message counts as a sign, too, in case the port for signs is
+                # blocked. The message also keeps firewalls from dropping an idle connection.
                 self._asked.add(rank)
                 with self._signs_lock:  # do not send while the transport closes
                     if self._no_more_signs.is_set():
@@ -745,8 +747,8 @@ class Session:
         """Leave the job. Idempotent; never hangs on a dead peer.
 
         The driver first waits until every living process serves or closes, at most for the
-        session's deadline (10 s after a stop signal). Then it ends the job. Others serve until
-        then.
+        session's deadline (10 s after a stop signal). Then it ends the job. Other processes serve
+        until the job has ended.
         """
         self._close(None)
 
@@ -781,7 +783,7 @@ class Session:
         if failure is None and not self._end.is_set():
             with contextlib.suppress(PeerLostError):
                 self.serve()
-            self._run_callbacks(self._at_leave, True)  # calls may have added some
+            self._run_callbacks(self._at_leave, True)  # calls from others may have added some
         self._answer_watchers(failure)
         if self._members.why_lost(self._driver.global_rank) is None:
             told = self._tell(self._driver, "leaving", self.me.global_rank, failure)
@@ -809,7 +811,7 @@ class Session:
         CHORES.expected = False
         set_current(None)
         self._objects.clear()
-        with contextlib.ExitStack() as steps:  # runs in reverse order, whatever fails
+        with contextlib.ExitStack() as steps:  # these run in reverse order, even if some fail
             steps.callback(self._end.close)
             steps.callback(self._stop.close)
             steps.callback(self._signals.restore)
@@ -915,7 +917,7 @@ def look_for_others(alone: str) -> None:
         return
     rank, size, launcher = others
     told = (
-        f"this process looks like task {rank} of {size} that {launcher} started, but not as a rank "
+        f"this process looks like task {rank} of {size} that {launcher} started, but is not a rank "
         "of a job: each task would be a job of its own. Start them with torchrun or with srun "
         "(srun python ...), whose RANK or SLURM_STEP_ID must reach the program, also in a "
         f"container; {alone}"

@@ -45,7 +45,7 @@ class Latch:
         if not self._is_set:
             self._is_set = True
             if self._write_fd >= 0:
-                os.write(self._write_fd, b"!")  # never read: stays readable for every waiter
+                os.write(self._write_fd, b"!")  # never read, so that it stays readable
 
     def wait(self, timeout_s: float) -> bool:
         """Block until it is set, at most ``timeout_s``; return whether it is set."""
@@ -95,7 +95,7 @@ class StopSignals:
         self._previous: dict[int, _Handler] = {}
         self._asked_at: float | None = None
         self.patient = False
-        self.interrupts = False  # the next signal raises KeyboardInterrupt in any case
+        self.interrupts = False  # if true, the next signal raises KeyboardInterrupt
         self.received: signal.Signals | None = None  # the first one
 
     def install(self) -> None:
@@ -142,10 +142,12 @@ class StopSignals:
 
 
 def outlive_stop_signals() -> None:
-    """Let none of these signals end this process: another process, which gets them too, will do so.
+    """Prevent stop signals from ending this process, which another process will end.
+
+    That process gets the signals, too.
 
     Called in the main thread. SIGINT, SIGTERM and SIGHUP still end the programs that this process
-    starts and its forked children. All of these ignore SIGUSR1 and SIGUSR2.
+    starts and its forked children. All these programs and children ignore SIGUSR1 and SIGUSR2.
     """
     for number in _ENDS:
         signal.signal(number, _outlive)  # an ignored signal would stay ignored across exec
@@ -160,7 +162,7 @@ def _outlive(number: int, frame: FrameType | None) -> None:
 
 def say(line: str) -> None:
     """Print a line to stderr from a signal handler, which may have interrupted another print."""
-    with contextlib.suppress(Exception):  # RuntimeError: it did; others: a closed stderr
+    with contextlib.suppress(Exception):  # RuntimeError: it interrupted a print; or a closed stderr
         start = "\n" if sys.stderr.isatty() else ""  # after ^C or a progress bar
         print(start + line, file=sys.stderr, flush=True)
 
@@ -178,7 +180,8 @@ _masks = threading.local()
 
 
 def _block_at_fork() -> None:
-    """Block stop signals until the child has its handlers, because earlier ones would be lost."""
+    """Block stop signals until the child has its handlers, because earlier signals would be
+    lost."""
     _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 

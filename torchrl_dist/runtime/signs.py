@@ -101,7 +101,7 @@ class SignPost:
 
     def _take(self, connection: socket.socket, heard: Callable[[int], Any]) -> None:
         if connection not in self._since:
-            return  # dropped earlier in this loop
+            return  # the connection was dropped earlier in this loop
         try:
             more = connection.recv(_TOKEN + _RANK - len(self._read[connection]))
         except BlockingIOError:

@@ -1,9 +1,9 @@
 """torch.distributed's store, with a deadline for every operation and for connecting.
 
 The server enforces TCPStore's own deadlines. While the process that keeps the store is stopped,
-most operations of other processes block indefinitely. So does connecting to a port where another
-program listens and stays silent. Here a thread makes these calls, and the caller waits for it only
-until a deadline.
+most operations of other processes block indefinitely. Connecting also blocks indefinitely if
+another program listens at the port and stays silent. Here a thread makes these calls, and the
+caller waits for it only until a deadline.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import torch.distributed as dist
 from ..errors import ConfigurationError, DeadlineError
 from .awake import awake
 
-_LEAST_S = 0.001  # a store treats a deadline of 0 as none
+_LEAST_S = 0.001  # a store takes 0 for no deadline
 _ANSWER_S = 1.0
 _BACKLOG = 1024
 # The deadline if the previous operation was not answered either.
 _AGAIN_S = 0.1
-_NOTHING = "\0"  # no value
+_NOTHING = "\0"  # stands for a missing value
 
 
 class StoreSilent(dist.DistError):
@@ -90,7 +90,8 @@ class AnsweringStore:
         """Whether all keys are set within ``timeout_s``."""
         try:
             self._do(self._store.wait, keys, timedelta(seconds=timeout_s), wait_s=timeout_s)
-        except (dist.DistStoreError, StoreSilent):  # the deadline; a lost store raises others
+        # the deadline has passed; a lost store raises other errors
+        except (dist.DistStoreError, StoreSilent):
             return False
         return True
 
@@ -193,7 +194,7 @@ def _make(host: str, port: int, timeout_s: float, **options: Any) -> dist.TCPSto
 
     before = _connections_to(port)
     threading.Thread(target=make, name="torchrl_dist-connect", daemon=True).start()
-    # The store's own deadline comes first, unless it is connected and waits for an answer.
+    # The store's own deadline comes first, unless the store is connected and waits for an answer.
     due = awake() + timeout_s + _ANSWER_S
     while not done.wait(max(0.0, due - awake())):
         if awake() >= due:

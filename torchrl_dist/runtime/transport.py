@@ -23,7 +23,7 @@ Answer = tuple[Any, ...]
 Handler = Callable[[str, bytes, list[Any], Callable[[Answer], None]], None]
 
 _SCHEME = "torchrl-dist"
-# A request only hands work to a pool, so four threads suffice. Measured: fewer are faster.
+# A request only hands work to a pool, so four threads suffice. More threads were slower.
 _SERVER_THREADS = 4
 _LOG_ERRORS_ONLY = 2
 
@@ -96,7 +96,8 @@ class Transport:
                 self._workers[to_rank],
                 _receive,
                 args=(kind, body, tensors),
-                timeout=0,  # no deadline: RPC's own advances while this process is stopped
+                # no deadline, because RPC's own deadline advances while this process is stopped
+                timeout=0,
             )
         except RuntimeError as error:
             done(None, _translate(error, timeout_s))
@@ -121,8 +122,8 @@ class Transport:
     def expect_broken_connections(self) -> None:
         """Let C++ log only errors from now until ``close``. Called when the job ends.
 
-        TensorPipe warns twice about each peer whose agent closes before ours. Its graceful shutdown
-        does not, but it waits for dead peers and for every call that still runs.
+        TensorPipe warns twice about each peer whose agent closes before ours. A graceful shutdown
+        would avoid the warnings, but it waits for dead peers and for every call that still runs.
         """
         if self._log_level is not None and self._logged is None:
             self._logged, self._log_level.value = self._log_level.value, _LOG_ERRORS_ONLY

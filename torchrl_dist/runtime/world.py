@@ -15,7 +15,8 @@ from pathlib import Path
 from ..errors import ConfigurationError
 from . import proc
 
-# Set in the children of local_cluster, and inherited by what they start: the job of their driver.
+# Holds the id of the driver's job. It is set in the children of local_cluster, and inherited by the
+# processes that they start.
 JOB_ID_VARIABLE = "TORCHRL_DIST_JOB_ID"
 
 _UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[0-9a-f]{4}-[0-9a-f]{12}"
@@ -60,14 +61,16 @@ class World:
 
     @property
     def starter(self) -> str | None:
-        """The stamp of a process of this machine after whose end the job cannot be started again.
+        """The stamp of the process of this machine without which the job cannot be started again.
 
         None if there may be no such process: SLURM may start a job with the same id again, and so
         may a user who gave torchrun an id.
         """
-        named_by_agent = is_stamp(self.job_id) or re.fullmatch(_UUID, self.job_id)  # --standalone
+        # torchrun --standalone
+        named_by_agent = is_stamp(self.job_id) or re.fullmatch(_UUID, self.job_id)
         if self.launcher == "torchrun" and named_by_agent:
-            # With several nodes, the job's id is the stamp of rank 0's agent, maybe elsewhere.
+            # With several nodes, the job's id is the stamp of rank 0's agent, which may be on
+            # another node.
             return process_stamp(os.getppid())
         return self.job_id if is_stamp(self.job_id) else None
 
@@ -94,7 +97,7 @@ class World:
         return world
 
 
-# Launchers that ``from_env`` does not read: their variables for the rank and the number of ranks.
+# The variables for rank and number of ranks of each launcher that ``from_env`` does not read.
 _OTHER_LAUNCHERS = {
     "SLURM": ("SLURM_PROCID", "SLURM_NTASKS"),
     "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -127,8 +130,8 @@ def process_stamp(pid: int) -> str:
 def has_ended(stamp: str) -> bool:
     """Whether a process of this machine, named by :func:`process_stamp`, has certainly ended.
 
-    A process of another boot has ended; the caller must know that it ran on this machine. A process
-    in another pid namespace of this machine counts as running.
+    The caller must know that it ran on this machine, because a process of another boot counts as
+    ended. A process in another pid namespace of this machine counts as running.
     """
     pid, _, namespace, boot = stamp.split("-")
     if not boot or not _boot():
@@ -137,7 +140,7 @@ def has_ended(stamp: str) -> bool:
         return True
     own = proc.stat(os.getpid())
     if namespace != str(_namespace()) or own is None or own[0] != str(os.getpid()):
-        return False  # this pid in ``/proc`` is another process
+        return False  # in the ``/proc`` seen here, this pid means another process
     stat = proc.stat(int(pid))
     return stat is None or stat[proc.STATE] == "Z" or process_stamp(int(pid)) != stamp
 
@@ -301,7 +304,7 @@ def _first_component_first(env: Mapping[str, str], hosts: list[str]) -> list[str
     """Sort ``hosts`` by the components of a heterogeneous job, because rank 0 is in an early one.
 
     Slurm, up to at least 22.05, names the variable of a step PACK and that of a batch script HET.
-    With ``--distribution=arbitrary`` rank 0 may be on any host.
+    With ``--distribution=arbitrary`` rank 0 may be on any node.
     """
     ordered: list[str] = []
     for group in range(_integer(env, "SLURM_HET_SIZE", default=0)):
@@ -311,7 +314,7 @@ def _first_component_first(env: Mapping[str, str], hosts: list[str]) -> list[str
 
 
 def _tasks_on_node(tasks_per_node: str, place: int, world_size: int, nodes: int) -> int:
-    """Return the tasks on a host: ``"4(x2),3"`` means 4, 4 and 3 tasks on hosts 0, 1 and 2."""
+    """Return the tasks on a node: ``"4(x2),3"`` means 4, 4 and 3 tasks on nodes 0, 1 and 2."""
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node):
         counts += [int(count)] * int(times or 1)

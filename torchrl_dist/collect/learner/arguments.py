@@ -25,7 +25,7 @@ from torchrl_dist.collect.worker.worker import WorkerConfig, WorkerOptions
 from torchrl_dist.errors import ConfigurationError
 from torchrl_dist.runtime import Peer, Session, current_session
 
-_ONE_STEP = 1e-9  # the least part of a rollout
+_ONE_STEP = 1e-9  # a part of a rollout that is less than one step
 
 PolicyFactory = Callable[[int, int], Any]
 
@@ -39,7 +39,7 @@ def choose_peers(session: Session | None, workers: Sequence[Peer] | None) -> tup
         session.check_peers("workers", workers)
         return tuple(workers)
     if session is None:
-        with contextlib.suppress(ConfigurationError):  # there is none
+        with contextlib.suppress(ConfigurationError):  # there is no session
             _say_who_is_idle(current_session(), "no session= was given", "session=session")
         return ()
     collectors = session.of_role("collector")
@@ -62,7 +62,7 @@ def _say_who_is_idle(session: Session, reason: str, line: str) -> None:
 
 
 def require_shared(replay_buffer: Any, env_processes: int, replace_lost: bool) -> None:
-    """Refuse a buffer of which workers would fill copies, or which they could not reach."""
+    """Refuse a buffer if workers would write to copies of it, or could not reach it."""
     if not isinstance(replay_buffer, ReplayBuffer):
         return  # None, or a user's object that pickles in its own way
     storage = replay_buffer.storage
@@ -110,12 +110,12 @@ class Settings(WorkerOptions):
     """What a collector is asked for, apart from where it runs.
 
     Attributes:
-        here: whether all workers are this process.
-        make_envs, policy_factories: of each worker.
+        here: whether all workers run in this process.
+        make_envs, policy_factories: one for each worker.
         others: see :class:`~torchrl_dist.collect.RPCBatchedCollector`.
 
     Raises:
-        ConfigurationError: a value is invalid, or two cannot work together.
+        ConfigurationError: a value is invalid, or two values cannot work together.
     """
 
     here: bool
@@ -207,7 +207,7 @@ class Settings(WorkerOptions):
             )
 
     def _check_trajectories(self) -> None:
-        """Refuse arguments that prevent whole rollouts if trajectories are assembled."""
+        """If trajectories are assembled, refuse arguments that prevent whole rollouts."""
         if self.traj_format not in (None, "padded", "cat"):
             raise ConfigurationError(
                 f"traj_format={self.traj_format!r}: expected 'padded' or 'cat'"
@@ -225,7 +225,7 @@ class Settings(WorkerOptions):
             )
         names = ["postproc", "postproc_factory"]
         if self.split_trajs:
-            names.append("replay_buffer")  # with trajs_per_batch, the workers assemble them
+            names.append("replay_buffer")  # with trajs_per_batch, the workers assemble trajectories
         given = [name for name in names if getattr(self, name) is not None]
         if given or self.readiness.cuts:
             raise ConfigurationError(
@@ -335,18 +335,19 @@ _ANYTHING = object()
 _WEIGHTS = "weights reach all workers as one packed message: call update_policy_weights_()"
 _LAUNCHER = "torchrun, srun or local_cluster starts the processes, and says what each may use"
 _CPU = "the workers run on the CPU; storing_device= says where batches go"
-# Arguments of TorchRL's collectors that this one refuses, except for these values, and why.
+# For each argument of TorchRL's collectors that has no meaning here: the values that are accepted,
+# and why others are refused.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "weight_updater": ((None,), _WEIGHTS),
     "weight_sync_schemes": ((None,), _WEIGHTS),
     "weight_recv_schemes": ((None,), _WEIGHTS),
     "policy_device": ((None, "cpu", torch.device("cpu")), _CPU),
     "env_device": ((None, "cpu", torch.device("cpu")), _CPU),
-    "extend_buffer": ((True,), "rows go to the buffer by the rollout, as TorchRL advises"),
+    "extend_buffer": ((True,), "the buffer is extended by rollouts, as TorchRL advises"),
     "interruptor": ((None,), "pass readiness=Preempt(...) or preemptive_threshold="),
     "reset_when_done": ((True,), "an env that is done is reset"),
     "return_same_td": ((False,), "a batch belongs to the caller"),
-    "track_traj_ids": ((True,), "reports and trajectories are made from the ids"),
+    "track_traj_ids": ((True,), "reports and trajectories need the ids"),
     "compact_obs": ((False,), "rows are whole transitions"),
     "trajs_per_write": ((None,), "every complete trajectory is written at once"),
     "auto_register_policy_transforms": (
@@ -360,8 +361,8 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "update_at_each_batch": ((False,), _WEIGHTS),
     "worker_idx": ((None,), "workers are numbered by the collector"),
     # of TorchRL's collectors over Ray, RPC and torch.distributed
-    "collector_class": ((None,), "each worker is this collector's own"),
-    "collector_kwargs": ((None,), "each worker is this collector's own"),
+    "collector_class": ((None,), "this collector has its own kind of workers"),
+    "collector_kwargs": ((None,), "this collector has its own kind of workers"),
     "num_workers_per_collector": ((1,), "pass env_processes="),
     "ray_init_config": ((None,), _LAUNCHER),
     "remote_configs": ((None,), _LAUNCHER),
@@ -476,7 +477,7 @@ def choose_policy_factories(given: Any, num_workers: int) -> tuple[PolicyFactory
 def _takes_two(factory: Callable) -> bool:
     try:
         signature = inspect.signature(factory)
-    except (TypeError, ValueError):  # it has no signature
+    except (TypeError, ValueError):  # the factory has no signature
         return True
     if "worker_index" in signature.parameters:
         return True

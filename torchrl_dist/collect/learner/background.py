@@ -18,9 +18,10 @@ class Collecting(Protocol):
 
 
 class Background:
-    """Ask for one batch after another until there are no more, one fails, or :meth:`stop`.
+    """Ask for one batch after another until there are no more, one fails, or :meth:`stop` is
+    called.
 
-    This does not keep the collector alive.
+    This object does not keep the collector alive.
     """
 
     def __init__(self, collector: Collecting) -> None:
@@ -56,7 +57,7 @@ class Background:
             if self._stopped:  # the collector is being shut down
                 return
             self._error = error
-            raise  # so that it is shown even if the caller never calls raise_error()
+            raise  # so that Python prints it even if the caller never calls raise_error()
         finally:
             self._end()
 
@@ -93,8 +94,8 @@ class Background:
                 self._cond.notify_all()
 
     def stop(self) -> None:
-        """Ask for no more batches, without waiting. Do nothing in the collecting thread, where the
-        failure that led here ends collection."""
+        """Ask for no more batches, without waiting. In the collecting thread this does nothing,
+        because the failure that led to this call ends collection anyway."""
         if threading.current_thread() is self._thread:
             return
         with self._cond:
@@ -104,7 +105,8 @@ class Background:
     def stopper(self) -> Callable[[bool], None]:
         """Return a function that calls :meth:`stop` and does not keep this object alive.
 
-        Call it before ending what collection needs: later failures are then not reported.
+        Call that function before ending what collection needs, because it prevents reports of the
+        failures that follow.
         """
         find = weakref.ref(self)
 

@@ -1,7 +1,7 @@
 """Divide the job's frames among workers before they are collected. Pure arithmetic.
 
-Therefore the total is exact without discarding collected frames, and the other workers can collect
-the share of one that dies.
+This makes the total exact without discarding collected frames. If a worker dies, the other workers
+can collect its share.
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ class FrameBudget:
             self.remaining += sum(each.frames for each in freed)
 
     def return_frames(self, frames: int) -> None:
-        """Let other workers collect ``frames`` frames of a share that were not collected."""
+        """Let other workers collect the ``frames`` frames of a share that its worker did not
+        collect."""
         self.assigned -= frames
         if self.remaining is not None:
             self.remaining += frames

@@ -61,33 +61,34 @@ _RUN_SHIFT = 32
 
 
 class RPCBatchedCollector(BaseCollector):
-    """Collect with the workers of a session. A message has T steps of all envs of a worker.
+    """Collect with the workers of a session. Each message has T steps of all envs of one worker.
 
     Iterating yields a TensorDict ``[N, T]`` per batch, joined along the envs, with the keys of
     TorchRL's ``Collector`` and ``"policy_version"``, ``("collector", "worker_index")`` and
-    ``("collector", "traj_ids")``, which are unique in the job. With ``replay_buffer`` the workers
-    write their rows there themselves, and iterating yields a :class:`CollectReport`. In both cases,
-    ``collector.report`` is the report of the last batch. Iteration ends at ``total_frames``, or
-    after the current batch if the session was told to stop (``session.stop_requested``). If several
-    processes have this one's role, a stop request does not end it, because they must agree after
-    which update they stop.
+    ``("collector", "traj_ids")``. Trajectory ids are unique in the job. With ``replay_buffer`` the
+    workers write their rows there themselves, and iterating yields a :class:`CollectReport`. In
+    both cases, ``collector.report`` is the report of the last batch. Iteration ends at
+    ``total_frames``, or after the current batch if the session was told to stop
+    (``session.stop_requested``). A stop request does not end iteration if several processes have
+    this one's role, because these processes must agree after which update they stop.
 
     Args:
         make_env: a gymnasium id, or a callable that returns a ``gymnasium.Env``, a
             ``gymnasium.vector.VectorEnv`` or a TorchRL env. Called on the workers; may be a lambda.
-            A list has one for each worker. Also known as ``create_env_fn``. The only worker, if it
-            is in this process, also takes an env itself. Every call must make a new env. A vector
-            env of torch tensors, on the CPU or a GPU, need not be a ``VectorEnv`` if it is like
-            Isaac Lab's. An env is made, stepped and closed in one thread. This is the caller's for
-            the only worker in this process without ``replay_buffer``; otherwise it is the main
-            thread of a rank or env process, or a separate thread (see the guide).
-            The gymnasium environments that are registered in this process are registered on the
-            workers, too. An EnvPool is seeded only when it is made: pass
-            ``seed=np.random.randint(2**31)`` to ``envpool.make``. NumPy's seed there follows from
-            ``seed`` and differs per worker.
+            A list has one of these for each worker. ``create_env_fn`` is another name of this
+            argument. If the only worker is in this process, an env itself may be given instead.
+            Every call must make a new env. A vector env of torch tensors, on the CPU or a GPU, need
+            not be a ``VectorEnv`` if it is like Isaac Lab's. An env is made, stepped and closed in
+            one thread. If the only worker is in this process and there is no ``replay_buffer``,
+            this is the caller's thread. Otherwise, it is the main thread of a rank or env process,
+            or a separate thread (see the guide). The gymnasium environments that are registered in
+            this process are registered on the workers, too. An EnvPool is seeded only when it is
+            made: pass ``seed=np.random.randint(2**31)`` to ``envpool.make``. Before ``make_env`` is
+            called, NumPy is seeded from ``seed``, differently on each worker.
         policy: the learner's module. Each worker gets a copy on its CPU, and new weights after
-            ``update_policy_weights_()``. None (and no factory): random actions. If it has lazy
-            layers that were never called, an env is built and closed here to get their shapes.
+            ``update_policy_weights_()``. None, without ``policy_factory``: random actions. If it
+            has lazy layers that were never called, an env is built and closed here to get their
+            shapes.
         session: the session of the workers; None: one worker in this process.
         frames_per_batch: frames of a batch. T is this number, divided by the rollouts of a batch
             (the number of workers; ``FirstReady``: 1) and by the envs of a worker, and rounded up,
@@ -102,13 +103,14 @@ class RPCBatchedCollector(BaseCollector):
         policy_factory: ``(worker_index, num_workers) -> policy``, called on each worker instead
             of copying ``policy``. A factory without required arguments (and without
             ``worker_index``) is called without arguments. A list has one for each worker. If
-            ``policy`` is given, too, its weights go into the worker's module, or the part of it
-            that they fit.
+            ``policy`` is given, too, its weights go into the module that the factory made, or into
+            the part of it that they fit.
         num_envs: envs per process; a vector env has its own number.
         env_processes: 0: a worker steps its envs itself. K: K processes of its node step them and
             send one rollout together, so one worker per node is enough. A process that dies is
-            replaced with a warning, and the rows that it had not delivered are collected again. Its
-            third death in a row is an error. The processes are forked from a server.
+            replaced with a warning, and the rows that it had not delivered are collected again. If
+            its replacement and the next one die, too, before they deliver, this is an error. A
+            server process forks the env processes.
         step_timeout_s: an env process that makes no step for this many seconds (it hangs, or was
             paused) is killed and replaced; default: never.
         workers: peers to use; default ``session.of_role("collector")``, or this process if there
@@ -116,10 +118,11 @@ class RPCBatchedCollector(BaseCollector):
         readiness: when a batch is complete: ``WaitAll()``, ``FirstReady()``, ``Quorum(...)`` or
             ``Preempt(...)``.
         max_policy_lag: 0: no new rollout begins while the caller has a batch, so that (with
-            ``WaitAll``) all data come from the newest weights. k: meanwhile every worker may
-            collect up to k rollouts ahead and then waits; with ``WaitAll`` and one update per
-            batch, data are at most k versions old. A worker in the caller's process never runs
-            ahead, because it sets TorchRL's exploration type, which is one per process.
+            ``WaitAll``) all data come from the newest weights. k: while the caller has a batch,
+            every worker may collect up to k rollouts ahead and then waits. With ``WaitAll`` and one
+            update per batch, data are at most k versions old. A worker in the caller's process
+            never runs ahead, because it sets TorchRL's exploration type, which applies to the whole
+            process.
         replay_buffer: pickled to the workers, which call ``extend(rows.reshape(-1))``. Its storage
             must be a ``SharedMemmapStorage``, unless the worker is this process.
         inference: where the policy runs. ``"worker"``: on the workers. ``"learner"``: workers send
@@ -132,19 +135,19 @@ class RPCBatchedCollector(BaseCollector):
         trajs_per_batch: batches are this many complete trajectories ``[trajs_per_batch, longest]``,
             zero-padded, with ``("collector", "mask")``, as in TorchRL. Trajectories that are
             unfinished at ``total_frames``, or too few for a batch, are not delivered. With
-            ``replay_buffer``, the process that made a trajectory writes it there, alone and without
-            padding, once it is complete, and batches are rollouts.
-        traj_format: ``"cat"``: these trajectories are concatenated, ``[steps of all]``;
-            ``"padded"`` (default): as above.
+            ``replay_buffer``, batches are rollouts. The process that made a trajectory writes it to
+            the buffer once it is complete, without other trajectories and without padding.
+        traj_format: ``"cat"``: the trajectories of ``trajs_per_batch`` are concatenated,
+            ``[steps of all]``; ``"padded"`` (default): as above.
         split_trajs: pass each batch through TorchRL's ``split_trajectories``.
-        postproc: rollout ``[N, T]`` -> rows, run on the worker.
-        postproc_factory: ``policy of the worker -> postproc``, called once on the worker.
+        postproc: called on the worker with each rollout ``[N, T]``. Returns the rows to deliver.
+        postproc_factory: called once on each worker with its policy. Returns its ``postproc``.
         seed: seed of all envs and of the workers' random numbers. Default: drawn from torch's
             generator; TorchRL envs then stay seeded as ``make_env`` left them, as in TorchRL's
-            collectors. Env i of the job gets the i-th seed of TorchRL's chain, however the job is
-            divided. A vector env that takes one seed for all its envs is therefore refused, except
-            gymnasium's native CartPole, whose envs are seeded one by one, and EnvPools, which cause
-            a warning.
+            collectors. Env i of the job gets the i-th seed of TorchRL's chain of seeds, however the
+            envs are divided among workers. A vector env that takes one seed for all its envs is
+            therefore refused, except gymnasium's native CartPole, whose envs are seeded one by one,
+            and EnvPools, which cause a warning.
         min_workers: iteration raises if fewer workers are alive.
         worker_timeout_s: a worker whose rollout takes longer (it hangs, or was paused) counts as
             lost until it answers. Other workers collect its frames, its late rows are dropped (with
@@ -153,12 +156,12 @@ class RPCBatchedCollector(BaseCollector):
         replace_lost: under ``local_cluster``, replace a worker whose process died. Its envs then
             run in new processes that this one forks, in new episodes. A worker gets at most three
             successors. The other workers collect meanwhile.
-        timeout_s: limit of the wait for each batch as a whole, and of other calls. Default: the
-            session's, which also limits building the workers.
+        timeout_s: limit of the wait for each batch, and of other calls. Default: the session's
+            ``timeout_s``. The larger of both limits building the workers.
         categorical_action_encoding: as in TorchRL's ``GymEnv``; for gymnasium envs.
         init_random_frames: actions are random until this many frames have been collected, including
-            those of a resumed job and rows in ``replay_buffer``. The policy's other outputs are
-            zero there.
+            those of a resumed job and rows in ``replay_buffer``. Until then, the policy's other
+            outputs are zero.
         create_env_kwargs: keyword arguments for ``make_env``; a list has one dict for each worker.
         reset_at_each_iter: each rollout begins new episodes.
         max_frames_per_traj: episodes are truncated after this many steps, and rows have
@@ -177,13 +180,14 @@ class RPCBatchedCollector(BaseCollector):
         compile_policy, cudagraph_policy: as in TorchRL's collectors, true or the arguments of
             ``torch.compile`` (and ``warmup``) and ``CudaGraphModule``. They apply in every process
             that runs the policy.
-        **torchrl: arguments of TorchRL's collectors that have no meaning here. Values that would
-            change something are refused with the reason
+        **torchrl: arguments of TorchRL's collectors that have no meaning here. A value that would
+            change something is refused with the reason
             (``torchrl_dist/collect/learner/arguments.py``).
 
     Raises:
-        ConfigurationError: arguments cannot work together, or ``make_env`` makes one env twice.
-        RemoteError: building a worker failed; contains node and traceback.
+        ConfigurationError: arguments cannot work together, or ``make_env`` returned the same env
+            twice.
+        RemoteError: building a worker failed; names the node and has the traceback.
 
     Iterating raises:
         DeadlineError: no batch within ``timeout_s``; names the workers that are late. Nothing is
@@ -251,7 +255,7 @@ class RPCBatchedCollector(BaseCollector):
         cudagraph_policy: bool | Mapping[str, Any] | None = None,
         **torchrl: Any,
     ) -> None:
-        given = dict(locals())  # what Settings takes as it is goes by the same names
+        given = dict(locals())  # Settings uses the same names
         super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook)
         if make_env is None:
             make_env = torchrl.pop("create_env_fn", None)
@@ -300,7 +304,7 @@ class RPCBatchedCollector(BaseCollector):
         self._background: Background | None = None
         self._inference: LearnerInference | None = None
         self._trajectories = TrajectoryAssembler()
-        self._sent: dict[int, PackedWeights] = {}  # the last ones, by worker
+        self._sent: dict[int, PackedWeights] = {}  # the last weights sent, by worker
         self._version = 0
         self._frames = 0
         self._iter = -1  # as TorchRL counts: batches delivered, less one
@@ -319,7 +323,7 @@ class RPCBatchedCollector(BaseCollector):
                 exploration_type=settings.exploration_type,
                 categorical_action_encoding=settings.categorical_action_encoding,
             )
-        # Packing also refuses a policy that cannot be packed, at once.
+        # Packing here refuses a policy that cannot be packed before any worker is built.
         initial = pack(policy, 0) if isinstance(policy, nn.Module) else None
         config = settings.worker_config()
         if settings.inference == "learner":
@@ -331,7 +335,7 @@ class RPCBatchedCollector(BaseCollector):
                 self._inference.close(_SHUTDOWN_S)
             raise
         self._abandoned = weakref.finalize(self, _close_soon, self._crew, self._inference)
-        self._abandoned.atexit = False  # the process takes everything with it
+        self._abandoned.atexit = False  # at exit, everything ends with the process
         if initial is not None and settings.policy_factories is not None:
             self._send_weights({worker.index: initial for worker in self._crew.workers})
         self._pulse = None if session is None else Pulse(session, peers, self._figures)
@@ -398,7 +402,7 @@ class RPCBatchedCollector(BaseCollector):
         budget = FrameBudget(
             self.total_frames if self.total_frames >= 0 else None, self.readiness.in_rounds
         )
-        # As in TorchRL, rows of other writers in the buffer count.
+        # As in TorchRL, rows in the buffer count as random frames, even those of other writers.
         budget.assigned = getattr(self.replay_buffer, "write_count", 0) if random_frames else 0
         crew = Crew(
             workers,
@@ -430,7 +434,8 @@ class RPCBatchedCollector(BaseCollector):
 
     @property
     def init_random_frames(self) -> int:
-        """Frames that act at random first; TorchRL's trainers learn from then on."""
+        """Number of first frames with random actions. TorchRL's trainers start learning after
+        them."""
         return self._settings.init_random_frames
 
     def getattr_rb(self, attr: str) -> Any:
@@ -496,7 +501,7 @@ class RPCBatchedCollector(BaseCollector):
         by_worker: dict[tuple[int, ...] | None, PackedWeights] = {}
         if _by_worker(source):
             if worker_ids is not None:
-                raise ConfigurationError("weights by worker index do not go with worker_ids=")
+                raise ConfigurationError("pass weights by worker index or worker_ids=, not both")
             for worker, each in source.items():
                 by_worker[(worker,)] = self._pack(each, version)
         else:
@@ -524,10 +529,11 @@ class RPCBatchedCollector(BaseCollector):
     def _completed(
         self, packed: PackedWeights, workers: Collection[int]
     ) -> dict[int, PackedWeights]:
-        """Return complete weights by worker: gaps are filled from those it was sent before."""
+        """Return complete weights by worker: gaps are filled from the last weights sent to that
+        worker."""
         module = self.policy if isinstance(self.policy, nn.Module) else None
         pending = self._crew.pending
-        found: dict[tuple[int, bool], PackedWeights] = {}  # mostly one
+        found: dict[tuple[int, bool], PackedWeights] = {}  # mostly a single entry
         whole = {}
         for worker in workers:
             before = self._sent.get(worker)
@@ -578,7 +584,7 @@ class RPCBatchedCollector(BaseCollector):
 
     def next(self) -> Any:
         """Return the next batch, or None after the last."""
-        # Without a stored iterator, which would keep this collector alive.
+        # This stores no iterator, because one would keep this collector alive.
         self._iteration_started = True
         with self._shut_down_by_errors():
             return self._next_batch()
@@ -588,7 +594,7 @@ class RPCBatchedCollector(BaseCollector):
         try:
             yield
         except DeadlineError:
-            raise  # the rollouts go on, and so may the caller
+            raise  # the rollouts go on, and the caller may iterate again
         except Exception:
             self.shutdown(raise_on_error=False)
             raise
@@ -682,7 +688,7 @@ class RPCBatchedCollector(BaseCollector):
             Exception: the exception with which collection in the background ended.
         """
         if self.replay_buffer is None:
-            raise ConfigurationError("start() collects into replay_buffer=, and there is none")
+            raise ConfigurationError("start() collects into a replay buffer; pass replay_buffer=")
         self._crew.require_open()
         if self._background is not None:
             self._background.raise_error()
@@ -731,7 +737,7 @@ class RPCBatchedCollector(BaseCollector):
 
     @property
     def pre_collect_hook(self) -> Callable[[], Any] | None:
-        """Called before each rollout, where it is made."""
+        """Called before each rollout, in the process that makes it."""
         return self._pre_collect_hook
 
     @pre_collect_hook.setter
@@ -740,7 +746,7 @@ class RPCBatchedCollector(BaseCollector):
 
     @property
     def post_collect_hook(self) -> Callable[[TensorDictBase], Any] | None:
-        """Called after each rollout, where it is made, with its rows."""
+        """Called after each rollout with its rows, in the process that makes it."""
         return self._post_collect_hook
 
     @post_collect_hook.setter
@@ -921,7 +927,7 @@ class RPCBatchedCollector(BaseCollector):
         """
         self._crew.require_here()
         if self._crew.budget.begun:
-            raise ConfigurationError("load_state_dict comes before the first batch")
+            raise ConfigurationError("call load_state_dict() before the first batch")
         try:
             frames, batches, version, run = (
                 int(state_dict[name]) for name in ("frames", "batches", "policy_version", "run")
@@ -1014,7 +1020,7 @@ def _close_soon(crew: Crew, inference: LearnerInference | None) -> None:
             inference.close(_SHUTDOWN_S)
 
     if crew.in_callers_thread:
-        close()  # or, found by another thread's garbage collection, let the envs be garbage, too
+        close()  # fails in another thread's garbage collection; then the envs become garbage, too
         return
     threading.Thread(target=close, name="torchrl_dist-close", daemon=True).start()
 

@@ -40,8 +40,8 @@ from torchrl_dist.weights import PackedWeights
 
 Delivery = tuple[RolloutStats, TensorDict | None]
 
-# A rollout has no deadline, but RPC requires one. The wait for the batch has a deadline; a rollout
-# that arrives later is kept for the next batch.
+# RPC requires a deadline for a rollout, so this one is longer than any rollout. Only the wait for
+# the batch has a real deadline. A rollout that arrives later is kept for the next batch.
 _ROLLOUT_LIMIT_S = 7 * 24 * 3600.0
 _MAX_IN_FLIGHT = 2
 _GLANCE_S = 0.25  # how often a wait checks for a stop, because signal handlers cannot notify it
@@ -75,7 +75,7 @@ class Worker:
     in_flight: list[RolloutRequest] = field(default_factory=list)
     requests: int = 0
     settled: int = 0  # all requests before this number are answered or given up
-    # by request number: answers that arrived before those of earlier requests; None: without rows
+    # answers, by request number, that arrived before those of earlier requests; None: has no rows
     overtook: dict[int, Arrival | None] = field(default_factory=dict)
     cut_through: int = -1  # requests up to this number were cut
     inbox: deque[Arrival] = field(default_factory=deque)
@@ -85,7 +85,7 @@ class Worker:
     has_gap: bool = False  # rows of its running episodes were dropped
     failure: BaseException | None = None
     lost: bool = False
-    weights: PackedWeights | None = None  # the newest that it must get
+    weights: PackedWeights | None = None  # the newest weights that it must get
     sent_version: int = -1
     frames: int = 0
 
@@ -98,7 +98,8 @@ class Worker:
 
 
 def _is_busy(worker: Worker) -> bool:
-    """Whether it steps envs. One in the caller's thread pauses when a deadline has passed."""
+    """Whether the worker steps envs. A worker in the caller's thread pauses after the deadline of a
+    batch."""
     return bool(worker.in_flight) and (worker.callers is None or worker.callers.running)
 
 
@@ -120,7 +121,7 @@ class Crew:
         worker_timeout_s: a worker whose rollout takes longer counts as lost until it answers.
         replacer: builds successors of workers that died.
         random_frames: rollouts that begin before this many frames use random actions.
-        stopped: returns True once no more batches are wanted, as if all frames were delivered.
+        stopped: returns True once no more batches are wanted; ``gather`` then returns None.
     """
 
     def __init__(
@@ -177,7 +178,7 @@ class Crew:
     def send_weights(self, by_worker: Mapping[int, PackedWeights]) -> None:
         """Send weights, given by worker index, with each worker's next request.
 
-        They must be complete, because a worker may never have received the ones before.
+        They must be complete, because a worker may never have received the previous ones.
         """
         with self._cond:
             for worker in self.workers:
@@ -251,7 +252,7 @@ class Crew:
             )
             if self._replacing:
                 names += f"{', ' * bool(names)}{self._replacing} workers that are being replaced"
-            if others := held_up():  # a policy in this process
+            if others := held_up():  # calls of policies in this process
                 names += f" (behind {others})"
             raise DeadlineError(
                 f"no batch within {timeout_s:g} s; waiting for {names or 'no worker'}. "
@@ -267,7 +268,7 @@ class Crew:
 
     def _work(self, own: CallersHandle, until: float) -> None:
         """Make a rollout in this thread. Call with the condition held; it is released meanwhile."""
-        own.running = True  # while the condition is held, so that other threads see it
+        own.running = True  # set while the condition is held, so that other threads see it
         self._cond.release()
         try:
             own.work(until)
@@ -281,8 +282,8 @@ class Crew:
             self._cond.notify_all()
 
     def _standing(self) -> tuple[list[int], list[int]]:
-        """Return the workers that have delivered for this batch in order of arrival, and all that
-        are expected to."""
+        """Return two lists: the workers that have delivered for this batch, in order of arrival,
+        and all workers that are expected to deliver."""
         if not self._readiness.in_rounds:
             expected = [w.index for w in self.workers if w.inbox or w.in_flight]
             return list(dict.fromkeys(self._arrivals)), expected
@@ -308,7 +309,8 @@ class Crew:
         return taken
 
     def _cut_short(self, least_part: float | None, missing: set[int]) -> None:
-        """Tell missing workers to stop after that part of the rollout, or at once if past it."""
+        """Tell missing workers to stop after ``least_part`` of the rollout, or at once if past
+        it."""
         if least_part is None:
             return
         for worker in self.workers:
@@ -321,7 +323,8 @@ class Crew:
                 worker.handle.submit("cut", request.number, least)
 
     def _give_up_hanging(self) -> None:
-        """Count workers whose rollout takes too long as lost, and return their shares."""
+        """Count workers whose rollout takes too long as lost, and return their shares to the
+        budget."""
         limit_s = self._worker_timeout_s
         if limit_s is None:
             return
@@ -396,7 +399,7 @@ class Crew:
             worker.busy_since = awake()
             worker.overtook[request.number] = None
             if error is not None and not isinstance(error, Exception) and worker.callers:
-                worker.has_gap = True  # interrupted: the caller got the exception
+                worker.has_gap = True  # the rollout was interrupted; the caller got the exception
                 self.budget.give_back(worker.index, request.round, request.share)
             elif error is not None:
                 worker.failure = error
@@ -414,12 +417,13 @@ class Crew:
             self._cond.notify_all()
 
     def _arrived_late(self, worker: Worker, error: BaseException | None) -> None:
-        """Drop an answer whose frames other workers collect, and take its worker in again."""
+        """Drop the answer to a request that was given up, because other workers collect its frames.
+        After the last such answer, the worker is no longer lost."""
         worker.given_up -= 1
         worker.has_gap = True
         if error is not None:
             worker.failure = error
-            worker.lost = isinstance(error, PeerLostError)  # any other error is raised
+            worker.lost = isinstance(error, PeerLostError)  # _note_failures raises any other error
         elif worker.given_up == 0:
             worker.failure, worker.lost = None, False
         self._cond.notify_all()
@@ -458,7 +462,7 @@ class Crew:
     def _replace(self, lost: Worker) -> bool:
         """Start to build a successor, and return whether one may be built. Call with the
         condition held."""
-        # A worker whose requests were given up may still answer.
+        # A worker whose requests were given up needs no successor, because it may still answer.
         if self._replacer is None or lost.given_up or not self._replacer.may_replace(lost):
             return False
         self._replacing += 1
@@ -519,7 +523,8 @@ class Crew:
                     self._request(worker)
 
     def ask_all(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        """Call a method of every living worker, and block, with one deadline for all."""
+        """Call a method of every living worker, and block for the results, with one deadline for
+        all."""
         self.require_open()
         alive = [w for w in self.workers if not w.lost and w.failure is None]
         futures = [w.handle.submit(method, *args, timeout_s=timeout_s) for w in alive]
@@ -543,7 +548,8 @@ class Crew:
 
     @property
     def is_here(self) -> bool:
-        """Whether this process built the collector, rather than being a forked child of it."""
+        """Whether this process built the collector and is not a forked child of the one that
+        did."""
         return os.getpid() == self._pid
 
     def require_here(self) -> None:

@@ -39,15 +39,15 @@ class Handle(Protocol):
     def submit(
         self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any
     ) -> Future:
-        """Call the method without blocking for rollouts. A worker in this process runs any other
-        method before this returns."""
+        """Call the method. This does not block for a rollout, but a worker in this process runs any
+        other method before this returns."""
 
 
 def make_far_worker(config: WorkerConfig) -> PinnedWorker | NodeWorker:
     """Make a worker in this process for the learner in another one.
 
-    Its envs live in the main thread. If that does not serve, or has the envs of another worker,
-    they live in a separate thread.
+    Its envs live in the main thread. If the main thread does not serve calls, or has the envs of
+    another worker, they live in a separate thread.
     """
     adopt_registrations(config.registrations)
     if config.env_processes:
@@ -68,11 +68,11 @@ def make_far_worker_here(config: WorkerConfig) -> Remote[PinnedWorker | NodeWork
 def make_local_handle(
     config: WorkerConfig, name: str = "this process", *, alone: bool
 ) -> LocalHandle | CallersHandle:
-    """Make a worker in this process, which errors call ``name``.
+    """Make a worker in this process. Errors call it ``name``.
 
-    If it is the collector's only one (``alone``), its envs live in the calling thread, unless the
-    policy is at the learner. With a replay buffer, whose writes may wait, they do so only if the
-    caller built the env.
+    If it is the collector's only worker (``alone``) and the policy is not at the learner, its envs
+    live in the calling thread. With a replay buffer, they do so only if the caller built the env,
+    because writes to the buffer may wait.
     """
     adopt_registrations(config.registrations)
     if config.env_processes:
@@ -107,8 +107,8 @@ class LocalHandle:
         self._pool = DaemonPool(_REQUESTS, "torchrl_dist-rollout")
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
-        """Run the method as soon as the rollout under way has ended, for which ``timeout_s`` is
-        the limit.
+        """Run the method after the rollout under way. Wait at most ``timeout_s`` for the rollout's
+        end.
 
         Raises:
             DeadlineError: the rollout did not end, or env processes did not answer, in time.
@@ -121,7 +121,7 @@ class LocalHandle:
                     raise self._late(method, timeout_s)
             try:
                 return call()
-            except (DeadlineError, *_INTERRUPTS):  # the worker's own, or of a second signal
+            except (DeadlineError, *_INTERRUPTS):  # raised by the worker, or by a second signal
                 raise
             except BaseException as error:  # including a SystemExit that an env raised
                 raise _told(error, self._name) from error
@@ -317,7 +317,8 @@ class CallersHandle:
             self._ended.wait(step_limit_s)
 
     def _end(self) -> None:
-        """Do what was postponed until the rollout's end: close the worker, and wake its closer."""
+        """Do what was postponed until the rollout's end: close the worker, and wake the thread that
+        waits for that."""
         asked, self._to_close = self._to_close, None
         if asked is not None:
             future, close_env = asked

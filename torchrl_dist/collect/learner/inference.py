@@ -31,7 +31,7 @@ _MAX_BATCH = 256
 
 
 class RPCInferenceTransport(InferenceTransport):
-    """Queue requests of other processes for the server of this one.
+    """Queue requests of other processes for the inference server of this process.
 
     Other processes call ``submit`` through a :class:`Remote`, with the observations ``[n, ...]`` of
     any number of envs. The call is answered when the server has run the policy.
@@ -119,7 +119,7 @@ class LearnerInference:
             self._run,
             self._transport,
             max_batch_size=_MAX_BATCH,
-            timeout=_IDLE_S,  # delays no request, because a batch needs only one
+            timeout=_IDLE_S,  # delays no request, because one request is enough for a batch
             collate_fn=_Requests,
             policy_version_key=None,
         )
@@ -167,8 +167,8 @@ class _Requests:
         return {key: torch.cat([values[key] for values in self._requests]) for key in keys}
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Return the default. The server asks for an exploration type, and all requests use the
-        learner's."""
+        """Return ``default``. The server asks for a request's exploration type, but all requests
+        use the learner's."""
         return default
 
 

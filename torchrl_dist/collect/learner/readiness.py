@@ -2,8 +2,8 @@
 which asks other learners (``recipes/ddppo/preempt_all.py``).
 
 The collector asks its rule whenever a rollout arrives, and once more when the rule's deadline has
-passed. The deadline counts from the start of the call for a batch, and there is one for all
-workers. A rollout that is not taken now belongs to a later batch.
+passed. The deadline counts from the start of the call for a batch, and all workers have the same
+deadline. A rollout that is not taken now belongs to a later batch.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Readiness(ABC):
         """
 
     def least_part(self, arrived: Sequence[int], expected: Sequence[int]) -> float | None:
-        """Return the part of a rollout after which a worker that has not arrived may stop now, or
-        None if it must finish."""
+        """Return the fraction of a rollout after which workers that have not delivered may stop, or
+        None if they must finish it."""
         return None
 
 
@@ -108,8 +108,8 @@ class Quorum(Readiness):
 
     If fewer than ``min_workers`` have delivered by then, the batch waits until that many living
     workers have. A late rollout stays whole and belongs to a later batch, where it lags by one
-    update more (see ``policy_version``). All rollouts of a batch have the same length. Because
-    rollouts get shorter near ``total_frames``, batches may have fewer of them there.
+    update more (see ``policy_version``). All rollouts of a batch have the same length. Rollouts get
+    shorter near ``total_frames``, so batches may have fewer rollouts there.
 
     Args:
         min_workers: at least 1.
@@ -168,8 +168,9 @@ class Preempt(Readiness):
     next batch under a new trajectory id.
 
     Args:
-        fraction: of the workers asked for this batch, above 0 and at most 1; 1 never cuts.
-        min_part: above 0 and at most 1.
+        fraction: of the workers that were asked for this batch, above 0 and at most 1. With 1, no
+            rollout is cut.
+        min_part: the fraction of a rollout that every worker makes, above 0 and at most 1.
 
     Example:
         >>> Preempt(fraction=0.6, min_part=0.25).least_part(arrived=[0, 2], expected=[0, 1, 2])

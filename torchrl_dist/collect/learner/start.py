@@ -32,8 +32,8 @@ from torchrl_dist.runtime import Peer, Remote, Session
 from torchrl_dist.runtime.awake import result_of
 from torchrl_dist.runtime.pool import DaemonPool
 
-# A message costs both sides together three milliseconds of CPU, less than a percent of this if each
-# process has a core.
+# Seconds in which a message should fill. A message costs three milliseconds of CPU on both sides
+# together, which is less than a percent of this, if each process has a core.
 MESSAGE_S = 0.5
 # If more processes than this share a core, messages take proportionally longer to fill.
 _PROCESSES_PER_CORE = 4
@@ -91,14 +91,15 @@ def start_workers(
     registrations = dump_registrations()
     infos: list[WorkerInfo] = []
     count = len(peers) or 1
-    # With a session, a separate thread steps the envs, because other processes' calls have
-    # deadlines. Only an env that the caller made stays in the caller's thread.
+    # With a session, a separate thread steps the envs, because other processes wait for this one,
+    # and a step that hangs in the caller's thread would make it miss their deadlines. Only an env
+    # that the caller made stays in the caller's thread.
     callers = count == 1 and (session is None or isinstance(config.make_env, GivenEnv))
     builds: list[Future[Worker]] = [Future() for _ in range(count)]
     pool = DaemonPool(count, "torchrl_dist-build")
     try:
         if callers and not config.env_processes:
-            run(0)  # in the thread in which its envs may live
+            run(0)  # in this thread, because its envs may live here
         for index in range(count) if not builds[0].done() else ():
             pool.submit(run, index)
         pool.close()
@@ -134,7 +135,7 @@ def start_workers(
 def _remote_worker(
     session: Session, peer: Peer, config: WorkerConfig, limit_s: float
 ) -> Remote[PinnedWorker | NodeWorker]:
-    """Build a worker on a peer. One that is built too late is closed then."""
+    """Build a worker on a peer. If it is complete only after the limit, close it."""
     built = session.submit(peer, make_far_worker_here, config, timeout_s=math.inf)
     try:
         return result_of(built, limit_s)
@@ -186,10 +187,10 @@ def steps_per_message(step_s: float, step_bytes: float, message_s: float = MESSA
     return max(1, int(min(message_s / step_s, MESSAGE_BYTES / step_bytes)))
 
 
-# Successors of one worker. If it dies more often, another successor would not help.
+# The most successors of one worker. If it dies more often, another successor would not help.
 _MOST_REPLACED = 3
 _SEED_STRIDE = 1_000_003
-# A run has 32 bits of trajectory ids. The bits above these distinguish a worker's successors.
+# Of the 32 bits of a run's trajectory ids, those above these bits count a worker's successors.
 _ID_BITS = 30
 
 
@@ -219,8 +220,8 @@ class Replacer:
         return self._replaced[lost.index] < _MOST_REPLACED
 
     def replace(self, lost: Worker, limit_s: float) -> Worker:
-        """Build a successor of ``lost``, and block meanwhile. It begins new episodes with other
-        seeds.
+        """Build a successor of ``lost``, and block until it is ready. It begins new episodes with
+        other seeds.
 
         Raises:
             RemoteError: its envs could not be built.

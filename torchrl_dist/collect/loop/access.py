@@ -40,7 +40,8 @@ def visit(envs: Any, index: int | None, what: str, name: str, args: tuple, kwarg
         )
     if isinstance(envs, AsyncVectorEnv):
         if what == "set":
-            envs.set_attr(name, [args[0]] * envs.num_envs)  # it would divide a list among the envs
+            # a list alone would be divided among the envs
+            envs.set_attr(name, [args[0]] * envs.num_envs)
             return [None] * envs.num_envs
         return list(envs.call(name, *args, **kwargs) if what == "call" else envs.get_attr(name))
     return [_visit_one(envs, what, name, args, kwargs)]

@@ -2,8 +2,8 @@
 
 A driver's ``step`` writes two observations per env: the true next one, even if it ends an episode,
 and the one that the policy sees next, which is after the reset if there was one. Each call gives
-one real transition per env, except with next-step autoreset. There, a call may only reset an env;
-``valid`` marks it, and the rollout drops it.
+one real transition per env, except with next-step autoreset. With it, a call may do no more than
+reset an env. ``valid`` is false for that env then, and the rollout drops the step.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ class EnvListDriver:
         for i, env in enumerate(self.envs):
             observation, reward, terminated, truncated, _ = env.step(per_env[i])
             try:
-                self._reward[i] = 0.0 if reward is None else reward  # None as in GymWrapper
+                # GymWrapper, too, takes None as 0
+                self._reward[i] = 0.0 if reward is None else reward
                 self._terminated[i] = terminated
                 self._truncated[i] = truncated
             except (TypeError, ValueError):  # arrays of one element, which GymWrapper accepts
@@ -334,7 +335,7 @@ class EnvPoolDriver(NextStepDriver):
                 "batch_size out, and use more workers or env_processes so that slow envs delay "
                 "fewer others"
             )
-        self._seeds: list[int] | None = None  # those of the first reset with seeds
+        self._seeds: list[int] | None = None  # the seeds of the first reset that had any
 
     def reset(self, seeds: Sequence[int] | None, current: Arrays) -> None:
         if seeds is not None and self._seeds is None:
@@ -407,8 +408,8 @@ class CartPoleDriver(_VectorDriver):
 
 
 def _of_chain(env: Any, name: str) -> Any:
-    """Return an attribute of an env or of an env that it wraps. Wrappers of single envs do not
-    pass it on."""
+    """Return an attribute of an env or of an env that it wraps. Wrappers of single envs do not pass
+    attributes on."""
     return getattr(env, name) if isinstance(env, VectorEnv) else env.get_wrapper_attr(name)
 
 

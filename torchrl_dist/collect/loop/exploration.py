@@ -1,7 +1,7 @@
-"""Share TorchRL's exploration type, which is one per process (tensordict 0.14.3), among threads.
+"""Let threads share TorchRL's exploration type. A process has only one (tensordict 0.14.3).
 
 Calls under the same type run concurrently. A call under another type waits until they have ended.
-Therefore a policy that hangs delays only calls under another type, and these only for a while.
+Therefore a policy that hangs delays only calls under another type, and these fail after a while.
 
 Ctrl-C may come between any two instructions, even inside a context manager. Therefore every change
 is recorded before it is made, and undoing it may be repeated, as :meth:`Exploring.call` does.
@@ -48,8 +48,8 @@ class _Call:
 
     Attributes:
         since: when it began to run, or to wait (time.monotonic()).
-        inside: whether it runs inside another call of its thread.
-        outside: the type before it, if it runs inside another call.
+        inside: whether this call runs inside another call of its thread.
+        outside: if it runs inside another call, the type that was set before.
     """
 
     __slots__ = ("inside", "outside", "since", "thread", "type", "what")
@@ -75,7 +75,7 @@ class _UnderWay:
     def _renew(self) -> None:
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
-        self.waits: list[_Call] = []  # longest first
+        self.waits: list[_Call] = []  # the call that has waited longest is first
         # After a fork: a thread of the parent may have held the lock or set the type.
         kept = getattr(probabilistic, "_interaction_type", None)
         if kept is not None and hasattr(kept, "_lock"):
@@ -160,7 +160,7 @@ _now = _UnderWay()
 
 
 def held_up() -> str:
-    """Describe the calls for which others of this process wait; empty if none waits."""
+    """Describe the calls that other calls of this process wait for; empty if no call waits."""
     with _now.lock:
         return str(_now) if _now.waits else ""
 

@@ -84,8 +84,8 @@ def _put_back(td: TensorDictBase, changed: Mapping[Key, Tensor]) -> None:
 
 
 def is_ragged(td: TensorDictBase) -> bool:
-    """Whether it contains lazy stacks of tensors. Their parts may have different shapes or keys,
-    as with envs that have dynamic specs."""
+    """Whether ``td`` contains lazy stacks of tensors. Their parts may have different shapes or
+    keys, as with envs that have dynamic specs."""
     if isinstance(td, LazyStackedTensorDict):
         return not is_non_tensor(td)
     return any(is_ragged(part) for part in td.values() if is_tensor_collection(part))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_SMALL = 1_000_000  # parameters; a batch of 256 takes some milliseconds
+_SMALL = 1_000_000  # parameters; with this many, a batch of 256 takes some milliseconds
 _here = threading.local()
 
 
@@ -22,8 +22,8 @@ def _is_small(policy: Any) -> bool:
 
 @contextlib.contextmanager
 def one_thread_if_small(policy: Any) -> Iterator[None]:
-    """Let the calling thread run a small policy without other threads, inside the block only. For
-    a thread that does other work, too."""
+    """Let the calling thread run a small policy without other threads, inside the block only. Meant
+    for a thread that also does other work."""
     threads = torch.get_num_threads()
     if threads == 1 or not _is_small(policy):
         yield

@@ -1,10 +1,11 @@
 """Call a collector's policy: with a TensorDict, or without one if the result is known to be equal.
 
-``TensorDictModule.__call__`` costs more than a small network: argument dispatch and, for every
-tensor that it writes if pandas is not installed, a search of the disk for pandas
+``TensorDictModule.__call__`` costs more than a small network. It dispatches arguments. If pandas is
+not installed, it also searches the disk for pandas for every tensor that it writes
 (``TensorDictBase.from_any``, tensordict 0.14.3). :func:`act` therefore does the work of the few
-classes in this file itself. It does so only for exactly these classes, as they were imported and
-without hooks. Everything inside them and everything else is called as usual.
+classes in this file itself. It does so only for exactly these classes, not for subclasses, and only
+if their methods were not replaced and there are no hooks. It calls the modules inside them, and all
+other policies, as usual.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ _PROBABILISTIC = (
     SafeProbabilisticTensorDictSequential,
     ProbabilisticActor,
 )
-_SAMPLERS = (ProbabilisticTensorDictModule, SafeProbabilisticModule)  # called, but without options
+# known as the last part of a chain; they are called as usual
+_SAMPLERS = (ProbabilisticTensorDictModule, SafeProbabilisticModule)
 _METHODS = (
     "__call__",
     "__getattr__",
@@ -125,7 +127,8 @@ _EXPECTED = (
 
 
 def act(policy: Policy, values: Values, n: int, known: Collection[type]) -> Values:
-    """Return by key what ``policy(td)`` leaves in a TensorDict ``td [n]`` with these values.
+    """Return, by key, the contents of a TensorDict ``td [n]`` with these values after
+    ``policy(td)``.
 
     ``values`` may be changed. If the policy returns another TensorDict or a dict, its entries are
     added.
@@ -142,18 +145,18 @@ def act(policy: Policy, values: Values, n: int, known: Collection[type]) -> Valu
 
 
 def _call(module: Any, values: Values, n: int, known: Collection[type]) -> Values:
-    """Call the module, and return its values: ``values`` itself if it has changed those, as modules
-    do."""
+    """Call the module, and return the resulting values. This is ``values`` itself if the module
+    wrote its outputs there, as most modules do."""
     kind = type(module)
     if kind in known and _is_plain(module):
         if kind in _WRITERS:
             if _writes_its_outputs(module):
                 inputs = [values.get(plain_key(key)) for key in module.in_keys]
                 if all(value is not None for value in inputs):
-                    inner = module._modules.get("module")  # a quarter of a look at the attribute
+                    inner = module._modules.get("module")  # takes a quarter of the time of .module
                     made = (module.module if inner is None else inner)(*inputs)
                     keys = module.out_keys
-                    # len() of a tensor takes a microsecond
+                    # size(0), because len() of a tensor takes a microsecond
                     if type(made) is Tensor and len(keys) == 1 and made.ndim and made.size(0) == n:
                         values[plain_key(keys[0])] = made
                     else:
@@ -347,8 +350,9 @@ _BUILD_THERE = (
 
 @dataclass(frozen=True)
 class Compilation:
-    """``compile_policy=`` and ``cudagraph_policy=`` of TorchRL's collectors: true, or arguments of
-    ``torch.compile`` (and ``warmup``, the number of plain calls before) and ``CudaGraphModule``."""
+    """``compile_policy=`` and ``cudagraph_policy=`` of TorchRL's collectors: True, or keyword
+    arguments for ``torch.compile`` (also ``warmup``, the number of plain calls before compilation)
+    and for ``CudaGraphModule``."""
 
     compile_policy: bool | Mapping[str, Any] | None = None
     cudagraph_policy: bool | Mapping[str, Any] | None = None
@@ -391,8 +395,9 @@ def on_tensordicts(
     """Return a policy that takes a TensorDict.
 
     This is the policy itself or, if every required argument has the name of an observation, a
-    wrapper that calls it with tensors, as in TorchRL's collectors. It then returns the action, or a
-    tuple of the action and of what becomes ``"output1"``, ``"output2"``, ...
+    wrapper that calls it with tensors, as in TorchRL's collectors. A policy that is wrapped returns
+    the action, or a tuple of the action and of the tensors that become ``"output1"``,
+    ``"output2"``, ...
 
     Raises:
         ConfigurationError: it is not callable.
@@ -410,7 +415,7 @@ def on_tensordicts(
         return policy
     try:
         signature = inspect.signature(getattr(policy, "forward", policy))
-    except (TypeError, ValueError):  # not written in Python
+    except (TypeError, ValueError):  # no signature, because it is not written in Python
         return policy
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     named = {name: p for name, p in signature.parameters.items() if p.kind in kinds}

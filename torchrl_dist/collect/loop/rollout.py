@@ -2,8 +2,8 @@
 
 :class:`GymnasiumRollout` steps gymnasium envs. It calls the policy once per step for all envs and
 writes results into preallocated tensors, because a step of a TorchRL env costs some 300 us
-whatever the env does. :class:`TorchRLRollout` steps TorchRL envs, and in TorchRL's wrapper the
-gymnasium envs whose spaces are not known here.
+whatever the env does. :class:`TorchRLRollout` steps TorchRL envs. It also steps gymnasium envs
+whose spaces are not supported here, inside TorchRL's wrapper.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ from torchrl_dist.collect.loop.spaces import (
 from torchrl_dist.errors import ConfigurationError
 
 _DONE_KEYS = ("done", "terminated", "truncated")
-# With next-step autoreset, envs drift apart: slowly, as a random walk, if they are alike.
+# With next-step autoreset, some envs get ahead of others. If all envs are alike, this is a slow
+# random walk, and a warning would be needless.
 _WARN_ROLLOUTS_AHEAD = 4
 _MAX_ROLLOUTS_AHEAD = 200
 _CHUNK = 256  # steps whose views of the blocks are made together
@@ -90,7 +91,7 @@ class Rollout(Protocol):
         """Seed the envs (one seed per env) and start new episodes in all of them."""
 
     def run(self, steps: int, enough: Callable[[int], bool] = never) -> TensorDict:
-        """Return ``steps`` transitions of each env, ``[N, steps]``, which follow on the last ones.
+        """Return ``steps`` transitions of each env, ``[N, steps]``, which continue the last ones.
 
         Args:
             steps: at most ``self.steps``, the usual length.
@@ -206,10 +207,10 @@ class Episodes:
         ended = ends[lasts]
         going_on = starts % steps == 0
         numbers = self._take(int(ended.sum()))
-        before = (np.cumsum(done) - ends).reshape(n, steps)  # ends before, env by env
+        before = (np.cumsum(done) - ends).reshape(n, steps)  # ends before each step, in its env
         anew = before > before[:, :1]
         ids[anew] = numbers[before[anew] - 1]
-        self._current[env[ended]] = numbers  # if an env has several, its last one stays
+        self._current[env[ended]] = numbers  # if an env has several ends, the last one counts
         # Sum each part by itself, because a difference of running sums would carry an infinite or
         # huge reward of one episode into all later ones.
         with np.errstate(invalid="ignore"):
@@ -263,9 +264,10 @@ class _Given:
         return [block[t + 1] for block in self._observations]
 
     def share_changes(self, following: Sequence[np.ndarray], done: np.ndarray) -> None:
-        """Copy in-place changes of the policy to the next observations of the step before.
+        """Copy what the policy changed in place to the previous step's ("next", ...) observations.
 
-        In TorchRL both are the same tensor, unless an env was reset between the two steps.
+        In TorchRL, these are the same tensor as this step's observations, unless an env was reset
+        between the two steps.
         """
         _, steps = self._size
         for block, after in zip(self._blocks, following, strict=False):
@@ -340,7 +342,8 @@ class _Made:
 
     @staticmethod
     def _write(place: Tensor, key: Key, value: Tensor) -> None:
-        if value.dtype is not place.dtype or value.shape != place.shape:  # copy_ would accept it
+        # copy_ would accept others
+        if value.dtype is not place.dtype or value.shape != place.shape:
             raise ConfigurationError(
                 f"the policy wrote {key!r} as {value.dtype} {list(value.shape)}, and as "
                 f"{place.dtype} {list(place.shape)} in the first step of this rollout; write the "
@@ -380,8 +383,8 @@ class _Followed:
         self._cuts = self._truncated[:, :, 0].T
 
     def record(self, t: int, actions: Any, current: Sequence[np.ndarray]) -> np.ndarray:
-        """Step the envs, and write the next root's observations into ``current``. Return which
-        envs begin an episode there, bool ``[N]``."""
+        """Step the envs, and write the next root's observations into ``current``. Return which envs
+        begin an episode with these, bool ``[N]``."""
         self._rewards[t], done, cut = self._driver.step(
             actions, [array[t] for array in self._nexts], current
         )
@@ -452,7 +455,7 @@ class GymnasiumRollout:
     """The fast loop over gymnasium envs. Not thread-safe, except for :meth:`stop`.
 
     The policy may keep the tensors that it gets in a step, because they are never written again.
-    Changes that it makes in place are in the rollout, as with TorchRL's ``Collector``.
+    Changes that it makes to them in place appear in the rollout, as with TorchRL's ``Collector``.
     """
 
     ragged = False
@@ -506,7 +509,7 @@ class GymnasiumRollout:
             return values
         if not self.at_random:
             return self._policy.on_values(values, self.num_envs)
-        if self._unwritten is None:  # so that rows have the same keys as the policy's
+        if self._unwritten is None:  # so that random rows have the same keys as the policy's rows
             asked = {key: value.clone() for key, value in values.items()}
             self._unwritten = _unwritten(values, self._policy.on_values(asked, self.num_envs))
         return self._unwritten | values | {"action": self._draw()}
@@ -524,10 +527,12 @@ class GymnasiumRollout:
         self._act(values | self._state)
 
     def seed(self, seeds: Sequence[int]) -> None:
-        """Seed as TorchRL does: reset with the seeds, and once more without, to begin episodes."""
+        """Seed as TorchRL does: reset with the seeds, and once more without seeds to begin
+        episodes."""
         self._reset(seeds)
         self._reset(None)
-        # A gymnasium env seeds its generator with the seed alone, so this one gets another seed.
+        # These generators must differ from the envs' own, which gymnasium seeds with the seed
+        # alone.
         self._rngs = [np.random.default_rng([seed, 1]) for seed in seeds]
         self._draws = []
         self._started = True
@@ -542,8 +547,8 @@ class GymnasiumRollout:
         """Pass the policy's state and its other outputs to its next step.
 
         Where an episode ``begins``, the state is a new one and all else is zero. TorchRL does the
-        same if some envs are reset, but keeps the old values if all are. Here rows do not depend on
-        how the envs are divided among workers.
+        same if only some envs are reset, but keeps the old values if all are. This class never
+        keeps them, so that rows do not depend on how the envs are divided among workers.
         """
         self._others = {key: out[key] for key in carried}
         which = begins.tobytes()
@@ -667,7 +672,7 @@ class GymnasiumRollout:
             if made is None:
                 made = _Made(self._checked(out), given, n, steps)
             made.record(t, out)
-            # The env gets the copy, because the policy may reuse its own tensor.
+            # The env gets the recorded copy, because the policy may reuse its own tensor.
             self._current = given.after(t)
             resets = followed.record(t, to_env(made.actions[t]), self._current)
             self._carry_on(out, made.carried, resets)
@@ -679,7 +684,7 @@ class GymnasiumRollout:
         self._current = [now.copy() for now in self._current]
         given.share_changes(followed.observations, followed.done)
         data = given.recorded(made.overwritten) | followed.observed() | made.recorded()
-        if IS_INIT in self._state:  # as with InitTracker, only a root can begin an episode
+        if IS_INIT in self._state:  # as with InitTracker, a ("next", ...) never begins one
             data["next", IS_INIT] = torch.zeros(n, steps, 1, dtype=torch.bool)
         data |= followed.ended()
         if "policy_version" not in data:  # otherwise the learner's inference has stamped it
@@ -728,7 +733,8 @@ class GymnasiumRollout:
                 self._surplus[i] = kept
                 have[i] = kept.shape[0]
         steps = min(steps, *have)
-        parts = [part for part in self._surplus if part is not None]  # all, because steps > 0
+        # none is None, because steps > 0
+        parts = [part for part in self._surplus if part is not None]
         out: TensorDict = torch.stack([part[:steps] for part in parts], 0)
         self._surplus = [part[steps:].clone() for part in parts]
         out.names = [None, "time"]
@@ -948,8 +954,8 @@ def make_rollout(
 
 
 def _require_random_actions(env: GymWrapper, space: Any) -> None:
-    """Refuse a space for which TorchRL draws actions outside it, such as texts, or infinity if the
-    space has one bound."""
+    """Refuse a space if TorchRL draws random actions that are not in it. It does so for texts, and
+    may draw infinity if the space has one bound."""
     with torch.random.fork_rng(devices=[]):
         for _ in range(_DRAWN):
             drawn = env.full_action_spec.rand()

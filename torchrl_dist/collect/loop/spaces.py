@@ -94,7 +94,8 @@ class ObservationLeaf:
             out[...] = self._shaped(value, out.shape) - self.start
 
     def _shaped(self, value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """Return ``value`` in this shape. NumPy's assignment would broadcast ``[1]`` to any."""
+        """Return ``value`` in this shape. NumPy's assignment alone would broadcast ``[1]`` to any
+        shape."""
         if value.shape == shape:
             return value
         # A scalar Box has no axis, but some envs add one.
@@ -107,8 +108,8 @@ class ObservationLeaf:
 
 
 def has_start(space: spaces.Space) -> bool:
-    """Whether a (Multi)Discrete space in it starts at another number than 0. TorchRL's
-    ``GymWrapper`` ignores the start."""
+    """Whether the space is, or has inside, a (Multi)Discrete space that starts at another number
+    than 0. TorchRL's ``GymWrapper`` ignores the start."""
     if isinstance(space, spaces.Dict | spaces.Tuple):
         parts = space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces
         return any(map(has_start, parts))
@@ -126,7 +127,8 @@ def observation_leaves(space: spaces.Space, categorical: bool) -> tuple[Observat
 
     Raises:
         UnknownSpaceError: the space is not supported here.
-        ConfigurationError: it is an empty Dict, or one with a name that rollouts use otherwise.
+        ConfigurationError: it is an empty Dict, or has a part with a name that rollouts use for
+            something else.
     """
     if isinstance(space, spaces.Dict):
         leaves = tuple(_dict_leaves(space, (), (), categorical))
@@ -329,7 +331,8 @@ def _float_box(space: spaces.Box) -> _Draw:
     high = np.where(above, space.high, 0).astype(np.float64)
     start, stop = np.where(both, low, 0), np.where(both, high, 0)
     with np.errstate(over="ignore"):
-        finite = np.isfinite(stop - start).all()  # the range of all float64 values overflows
+        # false if the bounds span all float64 values, because their difference overflows
+        finite = np.isfinite(stop - start).all()
 
     def between(rng: np.random.Generator, size: tuple[int, ...]) -> np.ndarray:
         if finite:
@@ -347,7 +350,7 @@ def _float_box(space: spaces.Box) -> _Draw:
 
 def _integer_box(space: spaces.Box) -> _Draw:
     """Return a function like that of :func:`_float_box`, with each draw rounded down. Between two
-    bounds, it draws both."""
+    bounds, the bounds themselves are drawn, too."""
     below, above, dtype = space.bounded_below, space.bounded_above, space.dtype
     both = below & above
     low = np.where(below, space.low, 0).astype(dtype)

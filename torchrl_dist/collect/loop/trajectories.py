@@ -15,8 +15,8 @@ from torchrl_dist.collect.loop.policies import flat
 class TrajectoryAssembler:
     """Keep the parts of trajectories until they end, then return them whole.
 
-    The order is that of the batches in which they ended and, within a batch, that in which they
-    began, as in TorchRL.
+    They are returned in the order of the batches in which they ended. Those that ended in the same
+    batch are in the order in which they began, as in TorchRL.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class TrajectoryAssembler:
         done = ends_of(batch.get("next"))
         starts = [(0, row) for row in range(len(batch))]
         starts += [(t + 1, row) for row, t in (ids[:, 1:] != ids[:, :-1]).nonzero().tolist()]
-        end_of: dict[int, int] = {}  # by row: the start of the part that follows
+        end_of: dict[int, int] = {}  # for each row, where its current part ends
         ends = []
         for start, row in sorted(starts, reverse=True):
             ends.append(end_of.get(row, ids.shape[1]))

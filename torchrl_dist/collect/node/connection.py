@@ -6,8 +6,8 @@ import os
 import socket
 from multiprocessing.connection import Connection
 
-# Up to this size ``Connection`` writes a message by one call, of which a Unix socket takes all or
-# nothing. Therefore an interrupt cannot leave it half sent.
+# Up to this size, ``Connection`` writes a message by one system call, and a Unix socket takes all
+# of it or nothing. Therefore an interrupt cannot leave it half sent.
 _ONE_PIECE_BYTES = 16384
 
 
@@ -34,11 +34,11 @@ class WholeMessages(Connection):
         except ConnectionError:  # not interrupted: messages that have arrived are complete
             raise
         except BaseException as error:
-            if isinstance(error, OSError) and self.closed:  # by another thread meanwhile
+            if isinstance(error, OSError) and self.closed:  # another thread closed it meanwhile
                 raise BrokenPipeError from None
             if len(buf) > _ONE_PIECE_BYTES:
                 self._cut()
-            if isinstance(error, BlockingIOError):  # the socket's timeout
+            if isinstance(error, BlockingIOError):  # the socket's timeout has passed
                 raise BrokenPipeError from None
             raise
 
@@ -58,7 +58,8 @@ class WholeMessages(Connection):
             raise
 
     def _cut(self) -> None:
-        """Shut the socket down, so that the other end notices, and waits for this end return."""
+        """Shut the socket down, so that the other end notices it and calls that wait for this end
+        return."""
         self._cut_off = True
         with socket.socket(fileno=os.dup(self.fileno())) as end:
             end.shutdown(socket.SHUT_RDWR)

@@ -1,8 +1,8 @@
 """An env process of a node worker: a rollout worker in a separate process.
 
 It gets its calls over a socket and answers there. Its rows, its policy's weights and a count of its
-steps are in memory that it shares with the node worker. By the count, the node worker detects a
-process that hangs.
+steps are in memory that it shares with the node worker. By this count, the node worker detects
+processes that hang.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ from torchrl_dist.errors import RemoteError
 from torchrl_dist.runtime.surroundings import Surroundings
 
 _SEED_STRIDE = 1_000_003
-# int64 words of the control block, which one word of progress per process follows
+# Indices of int64 words in the control block. From FIRST_PROGRESS on, each process has one word, in
+# which it counts its steps.
 CUT_REQUEST, CUT_LEAST, STOP, FIRST_PROGRESS = range(4)
 # Tensors of these dtypes can be pickled, but not unpickled (torch 2.13).
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
-BUILT = 0  # number of the first answer, to no message, which says that the envs are built
+BUILT = 0  # number of the first answer: the envs are built. No message asks for it.
 
 
 class Message(NamedTuple):
@@ -56,7 +57,7 @@ class Message(NamedTuple):
     them is an error of the call.
     """
 
-    number: int  # the answer repeats it
+    number: int  # the answer has the same number
     method: str
     call: bytes
 
@@ -104,8 +105,8 @@ class EnvProcessJob:
         config: the node worker's config, pickled.
         control: path of the control block.
         trajectory_base: argument of ``RolloutWorker.set_trajectory_base``.
-        generation: how many processes this one's place has had before.
-        numbered: how many trajectories those have numbered.
+        generation: how many earlier processes had the same index and were replaced.
+        numbered: how many trajectories those processes have numbered.
     """
 
     surroundings: Surroundings
@@ -165,7 +166,7 @@ def config_of_part(config: WorkerConfig, index: int, generation: int) -> WorkerC
     """Return the config of one process of a node worker. In seeds and ids, each env process of the
     job counts as one worker."""
     seed, frames = config.seed, config.frames_per_rollout
-    if seed is not None and generation:  # so as not to repeat the episodes of a predecessor
+    if seed is not None and generation:  # the episodes of a predecessor must not be repeated
         seed = (seed + generation * _SEED_STRIDE) % 2**31
     return replace(
         config,
@@ -246,7 +247,8 @@ class _Part:
         if data is None or rows is None:
             return data, stats
         if data.shape != (stats.num_envs, stats.frames // stats.num_envs):
-            return data, stats  # a postproc changed the shape, but a block must have all steps
+            # a postproc changed the shape, so the rows do not fill their part of the block
+            return data, stats
         if rows.path not in self._blocks:
             self._blocks[rows.path] = BlockRows(rows.layout, attach(rows.path))
         return (None if self._blocks[rows.path].write(data, rows.first_env) else data), stats

@@ -57,8 +57,8 @@ from torchrl_dist.weights import PackedWeights
 # Rollouts in memory at a time. The collector has at most two requests in flight.
 _BLOCKS = 2
 _GLANCE_S = 1.0  # how often to check for deaths that no connection reports
-# At least this long, because a process that waits for a replay buffer shows progress only every
-# half second.
+# The step limit is at least this long, because a process that waits for a replay buffer shows
+# progress only every half second.
 _LEAST_LIMIT_S = 2.0
 
 
@@ -127,7 +127,8 @@ class NodeWorker:
         self._blocks: list[SharedBlock] = []
         self._views: list[TensorDict] = []
         self._layout: RolloutLayout | None = None
-        self._announced: dict[int, _Order] = {}  # by request; their threads wait for their turn
+        # orders by request; the threads that announced them wait for their turn
+        self._announced: dict[int, _Order] = {}
         self._under_way: list[_UnderWay] = []
         self._unnumbered = 0  # calls of ``collect`` without a request number
         self._selector = selectors.DefaultSelector()
@@ -226,7 +227,7 @@ class NodeWorker:
 
         Raises:
             RemoteError: the method raised.
-            PeerLostError: a process ended for the third time in a row.
+            PeerLostError: a process and its next two successors ended in a row.
             DeadlineError: not all answered within ``config.call_timeout_s``. The calls go on.
         """
         with self._lock:
@@ -243,7 +244,8 @@ class NodeWorker:
                         f"{method}: env processes {[process.index for process in missing]} did not "
                         f"answer within {self.config.call_timeout_s:g} s"
                     )
-                if all(process.ready for process in missing):  # otherwise this is being closed
+                # otherwise this worker is being closed
+                if all(process.ready for process in missing):
                     answers |= self._pool.ask(missing, until, method, *args)
             for answer in answers.values():
                 if isinstance(answer, RemoteError):
@@ -269,7 +271,7 @@ class NodeWorker:
 
         Raises:
             RemoteError: an env raised.
-            PeerLostError: a process ended for the third time in a row.
+            PeerLostError: a process and its next two successors ended in a row.
         """
         index = self.config.worker_index
         order = _Order(
@@ -308,7 +310,8 @@ class NodeWorker:
     def _begin_ahead(self) -> None:
         """Let the processes begin the rollout after the current one, if it was requested."""
         self._waker.quiet()
-        # Replaced processes must be taken in first.
+        # Do not begin ahead if a process was replaced, because its successor must be taken in
+        # first.
         complete = all(process.ready for process in self._pool.processes)
         if complete and len(self._under_way) == 1 and not self._pool.stopped:
             request = self._under_way[0].order.request
@@ -323,7 +326,8 @@ class NodeWorker:
         return self._begin(order)
 
     def _begin(self, order: _Order) -> _UnderWay:
-        """Let all processes that are ready make that rollout after those before it."""
+        """Let all processes that are ready make that rollout, after the rollouts requested
+        earlier."""
         if order.request is None:
             number = self._unnumbered = self._unnumbered + 1
         else:
@@ -400,7 +404,7 @@ class NodeWorker:
         if answer is None or rollout is None:
             return
         if answer.number != rollout.pending[process.index]:
-            return  # the call that asked for it was interrupted
+            return  # the call that asked for this answer was interrupted
         del rollout.pending[process.index]
         if isinstance(answer.content, RemoteError):
             rollout.failure = rollout.failure or answer.content
@@ -499,7 +503,8 @@ class NodeWorker:
             raise errors[0]
 
     def _let_go(self) -> None:
-        """Release memory and user objects, because the session keeps this object until it ends."""
+        """Release memory and user objects, because the session keeps this object until the session
+        ends."""
         self._blocks, self._views, self._weights = [], [], SharedWeights()
         self._pool.forget()
         self.config = self.config.without_parts()

@@ -64,7 +64,7 @@ class EnvProcess:
     sent: int = 0  # messages sent; their numbers begin at 1
     generation: int = 0
     forked_at: float = field(default_factory=awake)
-    deaths: int = 0  # since its last rollout
+    deaths: int = 0  # in a row, since the last rollout
     numbered: int = 0
     steps_seen: int = 0
     seen_at: float = 0.0
@@ -84,7 +84,7 @@ class ProcessPool:
         processes: the processes by index.
         words: int64 memory shared with all processes, indexed by the constants of ``env_process``.
         job: what the next process will be started with.
-        numbers_at_stake: trajectories that a process may have numbered since its last answer.
+        numbers_at_stake: how many trajectories a process may have numbered since its last answer.
         replaced: how processes ended; the node worker reads and empties the list.
         children: pids and exits of the processes, from the server.
     """
@@ -132,7 +132,8 @@ class ProcessPool:
             RemoteError: a process could not build its envs.
             PeerLostError, DeadlineError: a process died, or took too long.
         """
-        self._server.wait_up()  # first, because a fork meanwhile would inherit all socket ends
+        # first, because a process forked meanwhile would inherit all socket ends
+        self._server.wait_up()
         pairs = [self._pair() for _ in range(self._count)]
         self.processes = [EnvProcess(index, ours) for index, (ours, _) in enumerate(pairs)]
         try:
@@ -202,7 +203,8 @@ class ProcessPool:
         ours, theirs = socket.socketpair(socket.AF_UNIX)
         for end in (ours, theirs):
             end.setblocking(True)  # even if socket.setdefaulttimeout() was called
-        if (limit_s := self._step_timeout_s) is not None:  # for a pause inside a message
+        # in case the process is paused inside a message
+        if (limit_s := self._step_timeout_s) is not None:
             limit = struct.pack("ll", int(limit_s), int(limit_s % 1 * 1e6))
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
@@ -279,7 +281,7 @@ class ProcessPool:
             were late, or ended and were replaced, have none.
 
         Raises:
-            PeerLostError: a process ended for the third time in a row.
+            PeerLostError: a process and its next two successors ended in a row.
         """
         numbers = [self.send(process, method, *args) for process in asked]
         answers: dict[int, Any] = {}
@@ -371,7 +373,7 @@ class ProcessPool:
 
         Raises:
             RemoteError: a process could not build its envs.
-            PeerLostError: a process ended for the third time in a row.
+            PeerLostError: a process and its next two successors ended in a row.
         """
         while newcomers := [p for p in self.processes if not p.ready]:
             ready = [process.ready for process in wanted]
@@ -383,7 +385,7 @@ class ProcessPool:
             for process in newcomers:
                 if process.connection in readable:
                     self._take_in(process)
-                elif process.connection.closed:  # replace() raised for it
+                elif process.connection.closed:  # replace() raised an error for this process
                     self.replace(process, "")
                 elif not readable and awake() - process.forked_at > self._start_s:
                     self.replace(process, f"was not ready within {self._start_s:g} s")

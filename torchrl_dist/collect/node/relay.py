@@ -1,9 +1,10 @@
 """Get actions from the learner for env processes, through their node worker.
 
-A message between nodes costs a millisecond of CPU, whatever its size. That is more than everything
-else that sixteen questions cost. The node worker therefore sends the observations of all waiting
-processes in one message. If the processes have other envs to step meanwhile, it also waits for more
-questions, as long as the answers still arrive in time.
+A question is an env process's request for actions. A message between nodes costs a millisecond of
+CPU, whatever its size. That is more than all other costs of sixteen questions. The node worker
+therefore sends the observations of all waiting processes in one message. If the processes have
+other envs to step meanwhile, it also waits for more questions, as long as the answers still arrive
+in time.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from torchrl_dist.collect.node.connection import WholeMessages
 from torchrl_dist.collect.node.waker import Waker
 from torchrl_dist.errors import DeadlineError, PeerLostError
 
-QUESTION = -1  # marks a question; answers have their number here
+QUESTION = -1  # sent instead of a message's number, to mark a question
 
-# Two, so that questions need not wait for the answer to the message before.
+# Two, so that questions need not wait for the answer to the previous message.
 _MAX_IN_FLIGHT = 2
 
 # A question may wait at most this part of the time that a process needs to step its other envs. It
@@ -118,7 +119,8 @@ class Window:
 class NodeLearner:
     """The learner as an env process sees it, at the other end of its connection.
 
-    One thread uses this. It keeps calls that arrive while it waits for an answer in ``calls``.
+    Only one thread uses this object. Calls that arrive while it waits for an answer go to
+    ``calls``.
 
     Args:
         beat: called every ``beat_s`` seconds (None: never) while an answer is awaited, so that
@@ -182,14 +184,14 @@ _Asked = tuple[WholeMessages, Question]
 
 
 def is_answer(message: tuple) -> bool:
-    """Whether a message to a process is an answer to its question, rather than a call. Between two
-    calls, an answer is late: its rollout has failed."""
+    """Whether a message to a process is an answer to its question, rather than a call. An answer
+    that arrives between two calls is late, because its rollout has failed."""
     return message[0] is None
 
 
 class Relay:
-    """The node worker's side. ``fileno`` is readable when answers have arrived. The thread that
-    uses the processes' connections calls all methods."""
+    """The node worker's side. ``fileno`` is readable when answers have arrived. Call all methods in
+    the thread that uses the processes' connections."""
 
     def __init__(self, inference: Inference) -> None:
         self._inference = inference
@@ -198,7 +200,7 @@ class Relay:
         self._answers: deque[tuple[list[_Asked], Future, float]] = deque()
         self._in_flight = 0
         self._window = Window(inference.groups)
-        self._oldest_s = 0.0  # when the oldest waiting question came
+        self._oldest_s = 0.0  # the time at which the oldest waiting question came
 
     def fileno(self) -> int:
         return self._waker.fileno()
@@ -266,5 +268,6 @@ def _tell(connection: WholeMessages, number: int, content: list[Array] | BaseExc
         message = pickle.dumps((None, number, content))
     except Exception as error:  # the error cannot be pickled, for example because of its cause
         message = pickle.dumps((None, number, PeerLostError(f"{content} ({error})")))
-    with contextlib.suppress(ConnectionError):  # it died or was replaced, which the pool handles
+    # the process died or was replaced, which the pool handles
+    with contextlib.suppress(ConnectionError):
         connection.send_bytes(message)

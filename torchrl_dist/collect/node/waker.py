@@ -10,14 +10,14 @@ from torchrl_dist.forks import now_and_in_children
 
 
 class Waker:
-    """``fileno`` is readable from a call of ``wake`` until one of ``quiet``."""
+    """``fileno`` is readable from a call of ``wake`` until the next call of ``quiet``."""
 
     def __init__(self) -> None:
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         now_and_in_children(self, Waker._renew)
 
     def _renew(self) -> None:
-        self._lock = threading.Lock()  # because another file may get a closed number at once
+        self._lock = threading.Lock()  # because a new file may get the closed one's number at once
 
     def fileno(self) -> int:
         return self._event

@@ -35,7 +35,7 @@ class EnvThread(Protocol):
     """The thread in which a worker's envs live."""
 
     def submit(self, call: Callable[[], None]) -> None:
-        """Run a call there after those submitted before. Does not block."""
+        """Run a call in this thread after those that were submitted earlier. Does not block."""
 
     def close(self) -> None:
         """Release the thread. Calls that were submitted before still run."""
@@ -89,7 +89,8 @@ class PinnedWorker:
     def __init__(self, config: WorkerConfig, thread: EnvThread) -> None:
         self._index = config.worker_index
         self._thread = thread
-        self._held: dict[int, Callable[[], None]] = {}  # by request; they wait for earlier ones
+        # calls, by request, that wait for earlier requests
+        self._held: dict[int, Callable[[], None]] = {}
         self._answers: dict[int, Future] = {}
         self._next = 0
         self._closed = False
@@ -97,7 +98,7 @@ class PinnedWorker:
         building = self._run(RolloutWorker, config)
         try:
             self._worker: RolloutWorker = building.result()
-        except BaseException:  # including Ctrl-C, which does not stop the building
+        except BaseException:  # including Ctrl-C, which does not stop the thread that builds
             thread.submit(partial(_close_built, building))
             thread.close()
             raise

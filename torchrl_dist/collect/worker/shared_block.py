@@ -1,7 +1,7 @@
 """Memory that the processes of a node share, without a file name that could be left behind.
 
-A block is an anonymous file of its owner. Other processes of the same user open it through the
-owner's entry in ``/proc``. It exists as long as a tensor over it does.
+A block is an anonymous file of the process that creates it. Other processes of the same user open
+it through the creator's entry in ``/proc``. It exists as long as a tensor over it does.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from torchrl_dist.tensors import DTYPES, NAMES, is_plain
 from torchrl_dist.weights import PackedWeights, every_name, find_target, untied
 
 _ALIGN_BYTES = 64
-_PLACES = 2  # copies of weights
+_PLACES = 2  # how many versions of the weights are in memory
 
 
 class SharedBlock:
     """A block of shared memory, ``data``: uint8 ``[size_bytes]``. Other processes can attach only
-    while the owner lives."""
+    while its creator lives."""
 
     def __init__(self, size_bytes: int) -> None:
         self._fd = os.memfd_create("torchrl_dist", os.MFD_CLOEXEC)
@@ -67,8 +67,8 @@ class RolloutLayout:
     Attributes:
         entries: for each tensor its key, NumPy's name of its dtype, and its shape after
             ``[num_envs, steps]``.
-        groups: nested TensorDicts with more batch dimensions than these two, such as those of
-            agents, and these dimensions. The inner ones come first.
+        groups: key and additional batch dimensions of each nested TensorDict that has more batch
+            dimensions than ``[num_envs, steps]``, such as an agent's. Inner TensorDicts come first.
     """
 
     num_envs: int
@@ -194,14 +194,14 @@ def _is_constant(value: Any) -> bool:
 
 
 class SharedWeights:
-    """The owner's side: one copy of a policy's weights for all processes of the node.
+    """The creator's side: one copy of a policy's weights for all processes of the node.
 
     Two blocks are used in turn, so that processes may use the last weights while new ones are
     written.
     """
 
     def __init__(self) -> None:
-        self._places: deque[tuple[WeightsAddress, SharedBlock]] = deque()  # the latest at the end
+        self._places: deque[tuple[WeightsAddress, SharedBlock]] = deque()  # the last is the latest
         self._made = 0
 
     def write(self, packed: PackedWeights) -> None:
@@ -225,7 +225,7 @@ class SharedWeights:
 
 @dataclass(frozen=True)
 class WeightsAddress:
-    """What a process needs to use weights. ``block`` is unique among the owner's blocks, whereas
+    """What a process needs to use weights. ``block`` is unique among the creator's blocks, whereas
     paths may repeat."""
 
     version: int
@@ -244,7 +244,7 @@ class _Place:
 
 
 class WeightsView:
-    """The process's side: its module's parameters become views of the shared copy."""
+    """The side of a process that uses the weights: its module's parameters become views of them."""
 
     def __init__(self) -> None:
         self._used = -1

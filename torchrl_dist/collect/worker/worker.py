@@ -1,6 +1,6 @@
 """One worker: its envs, its copy of the policy, and where its rollouts go.
 
-A plain local object. The collector has a handle to it, from the same process or another.
+A worker is a plain local object. The collector has a handle to it, in the same or another process.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class WorkerOptions:
         step_timeout_s: an env process that makes no step for this many seconds is replaced.
         compilation: how the policy is compiled.
         reset_at_each_iter, max_frames_per_traj, set_truncated: as TorchRL's; 0: no limit.
-        hooks: called before and after each rollout; the latter with the rows.
+        hooks: two functions: one is called before each rollout, the other after it with its rows.
     """
 
     num_workers: int = 1
@@ -103,7 +103,7 @@ class WorkerConfig(WorkerOptions):
         frames_per_rollout: T is this divided by the number of envs, rounded up. None: T is 1 until
             ``set_steps``, and a step is timed.
         seed: the job's seed; the envs of all workers take consecutive seeds of TorchRL's chain.
-        seed_given: whether the user gave the seed. If so, each env must get its own.
+        seed_given: whether the user gave the seed. If so, each env must get its own seed.
         keep_env_seeds: TorchRL envs stay seeded as ``make_env`` left them.
         own_process: the worker may seed this process's global random generators.
         packed: rows are returned as ``PackedRows``, to be sent to another process.
@@ -198,7 +198,7 @@ class RolloutStats:
         data_bytes: size of the rollout.
         num_envs: number of envs that made the steps.
         numbered: how many trajectories the worker has numbered.
-        replaced: how env processes ended whose part is missing.
+        replaced: how the env processes ended whose parts of the rollout are missing.
     """
 
     worker_index: int
@@ -372,7 +372,8 @@ class RolloutWorker:
         steps, taken_s, step_s = 1, 0.0, math.inf
         with self._lock:
             self._rollout.resize(_MOST_MEASURED)
-            self._rollout.run(1)  # includes work that is done only once
+            # not timed, because the first step includes work that is done only once
+            self._rollout.run(1)
             while taken_s < _MEASURED_S and steps < _MOST_MEASURED:
                 steps *= 2
                 begun = time.perf_counter()
@@ -412,8 +413,8 @@ class RolloutWorker:
             self._rollout.policy_version = packed.version
 
     def _module(self) -> nn.Module:
-        """Return the policy, for which weights arrive. Initialize lazy layers of a factory's policy
-        by a call, because weights arrive before the first step."""
+        """Return the policy that takes weights. If a factory made it, initialize its lazy layers by
+        a call, because weights arrive before the first step."""
         policy = require_module(self.policy)
         if self._may_be_lazy:
             self._may_be_lazy = False
@@ -511,8 +512,8 @@ class RolloutWorker:
         random.seed(int(state[0]))
 
     def set_trajectory_base(self, base: int, numbered: int = 0) -> None:
-        """Begin new trajectories, with ids from ``base`` upwards, as if ``numbered`` of those were
-        already used."""
+        """Begin new trajectories, with ids from ``base`` upwards, as if ``numbered`` of these ids
+        were already used."""
         with self._lock:
             self._episodes.base = base
             self._episodes.numbered = max(self._episodes.numbered, numbered)
@@ -568,7 +569,7 @@ class RolloutWorker:
             try:
                 rollout = self._run_until(until, asked, part, self._watch(request))
             except RolloutStopped:
-                self._shut()  # here, because close() may have stopped waiting
+                self._shut()  # closed here, because close() may have stopped waiting for it
                 return None, RolloutStats(index, 0)
             kept = self.num_envs if num_envs is None else num_envs
             returns, lengths = self._stamp(rollout, kept)
@@ -669,8 +670,8 @@ class RolloutWorker:
         return enough
 
     def cut(self, request: int, least: int) -> None:
-        """Let the rollouts up to that request end once each env has made ``least`` steps. The
-        rollout may be running, have ended, or not have begun."""
+        """Let the rollouts of all requests up to ``request`` end once each env has made ``least``
+        steps. A rollout may have begun or ended already, or begin later."""
         self._cut = (request, least)
 
     def _stamp(self, rollout: TensorDict, kept: int) -> tuple[list[float], list[int]]:
@@ -719,8 +720,8 @@ class RolloutWorker:
         return None, data_bytes
 
     def stop(self) -> None:
-        """Let a running rollout end after its current step, and close the envs there. Any thread
-        may call this."""
+        """Let a running rollout end after its current step and close the envs. Any thread may call
+        this."""
         self._stop = True
         rollout = getattr(self, "_rollout", None)
         if rollout is not None:
@@ -756,7 +757,7 @@ class RolloutWorker:
             return
         self._closed = True
         rollout = self._rollout
-        # Release user objects, because the session keeps this object until it ends.
+        # Release user objects, because the session keeps this object until the session ends.
         del self._rollout
         self._postproc = self.policy = None
         self._hooks = (None, None)
@@ -764,5 +765,5 @@ class RolloutWorker:
         if close_env:
             try:
                 rollout.close()
-            except Exception as error:  # ``close`` raises it, even if a stopped rollout came first
+            except Exception as error:  # close() raises it, even if collect() closed the envs
                 self._close_error = error

@@ -52,7 +52,7 @@ class EpsilonGreedy(TensorDictModuleBase):
 
 
 def n_step(gamma: float, n_steps: int) -> MultiStep:
-    """TorchRL's n-step transform, with the end-of-episode flags of the window's last step.
+    """Return TorchRL's n-step transform, with the end-of-episode flags of the window's last step.
 
     TorchRL's default combines the flags of the window's *first* step with the observation of its
     last one, so the steps before an episode's end would bootstrap from the terminal observation.

@@ -26,7 +26,7 @@ class ApexConfig(ReplayConfig):
         "n_steps",
         "capacity",
         "alpha",
-        "reward_clip",  # rows hold what was left
+        "reward_clip",  # rows hold clipped rewards
     )
 
     learners: int = option(
@@ -37,7 +37,7 @@ class ApexConfig(ReplayConfig):
         minimum=1, group=LEARNING,
     )  # fmt: skip
     updates_per_batch: int = option(
-        32, "gradient steps per batch of frames; in proportion fewer for a smaller one", minimum=1,
+        32, "gradient steps per batch of frames; fewer in proportion for a smaller one", minimum=1,
         group=LEARNING,
     )  # fmt: skip
     batch_size: int = option(256, "rows per gradient step", minimum=1, group=LEARNING)
@@ -51,7 +51,9 @@ class ApexConfig(ReplayConfig):
         above=0, maximum=1, group=LEARNING,
     )  # fmt: skip
 
-    alpha: float = option(0.6, "rows are drawn as priority^alpha", minimum=0, group=REPLAY)
+    alpha: float = option(
+        0.6, "rows are drawn in proportion to priority^alpha", minimum=0, group=REPLAY
+    )
     beta_start: float = option(
         0.4, "exponent of the importance weights at the start", minimum=0, maximum=1, group=REPLAY
     )

@@ -2,9 +2,9 @@
 
 Several learners take each step together: each draws its part of the batch, and the gradients are
 those of the whole batch. On several nodes, each node keeps a shard of the buffer, and batches are
-drawn as from one buffer. ``build`` is what each learner's process holds; all recipes share the loop
-(``training/loop.py``). The other processes serve. Environments: gymnasium's with Discrete actions,
-and a flat Box or images as observations. The buffer keeps images as uint8.
+drawn as from one buffer. ``build`` makes what each learner's process holds; all recipes share the
+loop (``training/loop.py``). The other processes serve. Environments: gymnasium's with Discrete
+actions, and a flat Box or images as observations. The buffer keeps images as uint8.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Apex(Learner):
 
     Args:
         dqn: trains ``network``; its loss is distributed.
-        seed: of this learner's draws from the buffer.
+        seed: seed of this learner's draws from the buffer.
         frames: frames that the whole job has done so far.
     """
 
@@ -75,7 +75,7 @@ class Apex(Learner):
     def learn(self, data: CollectReport, frames: int) -> dict[str, Any]:
         """Take ``updates_per_batch`` gradient steps per full batch, after ``learning_starts`` rows.
 
-        If collectors were lost, a batch has fewer frames, and the steps follow the frames.
+        If collectors were lost, a batch has fewer frames, and gets fewer steps in proportion.
         """
         config, buffer = self.config, self.buffer
         new, self._frames = frames - self._frames, frames
@@ -114,7 +114,8 @@ class Apex(Learner):
             self._check_errors(priorities["td_error"])
             buffer.update_tensordict_priority(priorities)
             self.updates += 1
-            if self.session.stop_requested and self.ranks.size == 1:  # several stop together
+            # several learners stop together
+            if self.session.stop_requested and self.ranks.size == 1:
                 break
         self.collector.update_policy_weights_()
         rows = self.updates * config.batch_size
@@ -139,7 +140,7 @@ class Apex(Learner):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.dqn.load_state_dict(state)
-        if self.ranks.is_first:  # from its own learner only, because learners draw differently
+        if self.ranks.is_first:  # it saved the state, and other learners draw differently
             self._generator.set_state(state["extra"]["sampler"])
         self.collector.update_policy_weights_()
         self.remarks = remarks_on_resume(self.buffer)
@@ -162,7 +163,7 @@ def build(
         task: sizes of ``config.env``.
         policy: how to make the network that is trained.
         session: this learner's session, in which the collectors serve.
-        start: where the run begins; of a resumed run, where it stopped.
+        start: where the run begins. A resumed run begins where the earlier one stopped.
     """
     device = choose_device(config, session)
     learners, place = len(session.of_role("learner")), session.me.index
@@ -201,7 +202,8 @@ def build(
         exponents=(config.alpha, config.beta_start),
         frames=task.frames,
     )
-    dqn.loss.ranks.exchange(None, "the buffer's beginning")  # the first drops old rows
+    # wait until the first has dropped old rows
+    dqn.loss.ranks.exchange(None, "the buffer's beginning")
     collector = RPCBatchedCollector(
         for_collectors(config.env, config.reward_clip),
         EpsilonGreedy(network),

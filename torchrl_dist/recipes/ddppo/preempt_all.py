@@ -41,7 +41,8 @@ class Tally:
             future = self._enough[batch]
             enough = sum(counts) >= self._fraction * sum(self._workers)
             for before in (self._arrived, self._enough):
-                before.pop(batch - 2, None)  # learners meet after each batch
+                # not needed any more, because learners meet after each batch
+                before.pop(batch - 2, None)
             if enough and not future.done():
                 future.set_result(True)
 

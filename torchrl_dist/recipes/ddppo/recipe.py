@@ -3,9 +3,9 @@
 Each step equals that of one process with all rows: advantages are normalized, gradients averaged
 and the divergence measured over the valid rows of all learners (Wijmans et al. 2020,
 arXiv:1911.00357). Once most of the job's collectors (or of its learners, if they step environments
-themselves) are done, the late ones are cut short, as in the paper. ``build`` is what each learner's
-process holds; all recipes share the loop (``training/loop.py``). Environments: gymnasium's with
-Discrete actions, and a flat Box or images as observations.
+themselves) are done, the late ones are cut short, as in the paper. ``build`` makes what each
+learner's process holds; all recipes share the loop (``training/loop.py``). Environments:
+gymnasium's with Discrete actions, and a flat Box or images as observations.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def build(
         task: sizes of ``config.env``.
         policy: how to make the network that is trained.
         session: this learner's session.
-        start: where the run begins; of a resumed run, where it stopped.
+        start: where the run begins. A resumed run begins where the earlier one stopped.
     """
     device = choose_device(config, session)
     workers = my_collectors(session)

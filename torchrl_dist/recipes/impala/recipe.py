@@ -69,15 +69,15 @@ def vtrace(
 
     The acting policy wrote log mu as ``action_log_prob``. TorchRL's ``VTrace`` module draws new
     actions instead of using these (0.14.1), so it would correct even data of the current policy;
-    its function is correct. With data of the current policy, rho is 1 and the target is that of GAE
-    with lambda 1. An episode that ended without ``terminated`` bootstraps from its true last
-    observation.
+    TorchRL's function, which is used here, is correct. With data of the current policy, rho is 1
+    and the target is that of GAE with lambda 1. An episode that ended without ``terminated``
+    bootstraps from its true last observation.
     """
     log_pi = actor.get_dist(data.select("observation")).log_prob(data["action"])
     log_mu = data["action_log_prob"]
     advantage, target = vtrace_advantage_estimate(
         gamma,
-        log_pi.unsqueeze(-1),  # its docstring swaps the two
+        log_pi.unsqueeze(-1),  # the function's docstring swaps log_pi and log_mu
         log_mu.unsqueeze(-1),
         critic(data["observation"]),
         critic(data["next", "observation"]),
@@ -159,7 +159,7 @@ def build(
         task: sizes of ``config.env``.
         policy: how to make the network that is trained.
         session: the learner's session, in which the collectors serve.
-        start: where the run begins; of a resumed run, where it stopped.
+        start: where the run begins. A resumed run begins where the earlier one stopped.
     """
     device = choose_device(config, session)
     network = policy.network().to(device)

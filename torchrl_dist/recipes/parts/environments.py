@@ -164,7 +164,7 @@ def make_env(env: str, **options: Any) -> gymnasium.Env:
 
 
 def for_collectors(env: str, reward_clip: float = 0.0) -> str | Callable[[], gymnasium.Env]:
-    """Return ``env`` as a collector takes it. Each worker looks a function up by name.
+    """Return ``env`` as a collector takes it. If it names a function, each worker looks that up.
 
     Args:
         reward_clip: rewards are clipped to plus and minus this; 0: no clipping.

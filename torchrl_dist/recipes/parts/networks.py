@@ -96,7 +96,7 @@ def layers(
     *,
     last_gain: float | None = None,
 ) -> list[nn.Module]:
-    """Return the layers of :func:`mlp`, for images after :func:`convolutions`.
+    """Return the layers of :func:`mlp`. For images, :func:`convolutions` come first.
 
     With the user's function ``make``, return the module that it returns.
 
@@ -236,7 +236,7 @@ class SquashedGaussianNetwork(nn.Module):
     the scale is between e^-5 and e^2.
     """
 
-    low: Tensor  # the buffers
+    low: Tensor  # low and high are buffers
     high: Tensor
 
     def __init__(
@@ -299,7 +299,8 @@ class PolicySpec:
 
         Raises:
             KeyError: it describes no policy.
-            ValueError: sizes are not whole numbers; the user's function is called with them."""
+            ValueError: sizes are not whole numbers, with which the user's function would be
+                called."""
         known = {name: info[name] for name in cls.__dataclass_fields__ if name in info}
         for name in ("env", "observation_size", "hidden"):
             known[name] = info[name]

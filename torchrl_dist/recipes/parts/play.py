@@ -38,7 +38,8 @@ def play(
 
     Raises:
         CheckpointError: the file is missing, damaged, or holds no policy of a recipe.
-        ConfigurationError: its environment cannot be built or shown here, or no video written.
+        ConfigurationError: its environment cannot be built or shown here, or the video cannot be
+            written.
     """
     if render and video is not None:
         raise ConfigurationError("--render and --video: got both, expected one of them")
@@ -97,7 +98,7 @@ def _require_video_writer() -> None:
 
 @contextlib.contextmanager
 def _written(path: str | os.PathLike[str], fps: int) -> Iterator[Callable[[Any], None]]:
-    """Yield a function that appends a picture to the video; all pictures may not fit in memory."""
+    """Yield a function that writes one more picture, because all pictures may not fit in memory."""
     import imageio.v2 as imageio
 
     @contextlib.contextmanager

@@ -21,7 +21,7 @@ class SACConfig(ReplayConfig):
     fixed_on_resume: ClassVar[tuple[str, ...]] = (
         *RecipeConfig.fixed_on_resume,
         "capacity",
-        "reward_clip",  # rows hold what was left
+        "reward_clip",  # rows hold clipped rewards
     )
 
     env: str = option(

@@ -1,10 +1,10 @@
 """SAC: collectors write to one shared buffer, whose rate limiter keeps the learner in step.
 
 The replay ratio is a hyper-parameter of SAC (Haarnoja et al. 2018, arXiv:1812.05905), and drifts if
-processes run as fast as they can. Here the samples per insert are the batch size times the updates
-per frame, whichever side is faster, also if each node keeps a shard. ``build`` is the program's
-topology; all recipes share the loop (``training/loop.py``). The other processes serve.
-Environments: gymnasium's with flat Box observations and bounded continuous actions.
+processes run as fast as they can. Here the samples per inserted row are the batch size times the
+updates per frame, no matter which side is faster, and also if each node keeps a shard. ``build`` is
+the program's topology; all recipes share the loop (``training/loop.py``). The other processes
+serve. Environments: gymnasium's with flat Box observations and bounded continuous actions.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def target_entropy(task: Task) -> float:
 
 
 def limiter_of(config: SACConfig, workers: int) -> RateLimiter:
-    """Return a limiter whose range is all batches in progress, plus one.
+    """Return a limiter whose range has room for all batches in progress, and one more.
 
     With less room, a batch could exceed what the limiter admits. The learner would then wait for
     the end of the batch, and the collectors for updates."""
@@ -113,7 +113,8 @@ class SAC(LossLearner):
         collector: RPCBatchedCollector,
         device: torch.device,
     ) -> None:
-        # One optimizer suffices: no part of the loss has gradients for another part's weights.
+        # One optimizer suffices, because no part of the loss has gradients for another part's
+        # weights.
         super().__init__(loss, collector, lr=config.learning_rate)
         self.config = config
         self.session = session
@@ -171,7 +172,7 @@ def build(config: SACConfig, task: Task, policy: PolicySpec, session: Session, s
         task: sizes of ``config.env``.
         policy: how to make the network that is trained.
         session: the learner's session, in which the collectors serve.
-        start: where the run begins; of a resumed run, where it stopped.
+        start: where the run begins. A resumed run begins where the earlier one stopped.
     """
     device = choose_device(config, session)
     network = policy.network().to(device)

@@ -71,7 +71,7 @@ class RecipeConfig:
     reward_clip: float = option(
         0.0,
         "training clips rewards to plus and minus this (1 is usual for Atari); the training return "
-        "counts clipped rewards, evaluations the environment's; 0: no clipping",
+        "counts clipped rewards, evaluations count the environment's; 0: no clipping",
         minimum=0,
         group=LEARNING,
     )
@@ -172,9 +172,9 @@ class ReplayConfig(RecipeConfig):
 
     replay_dir: str | None = option(
         None,
-        "folder of the replay buffer, e.g. in /dev/shm (default: OUTPUT_DIR/replay); of several "
-        "nodes, each keeps a part in its own folder, by default in memory, where --resume does "
-        "not find it; a copy of a run needs a folder of its own",
+        "folder of the replay buffer, e.g. in /dev/shm (default: OUTPUT_DIR/replay); if there are "
+        "several nodes, each keeps a part in its own folder, by default in memory, where "
+        "--resume does not find it; a copy of a run needs a folder of its own",
         group=JOB,
     )
     learning_starts: int = option(

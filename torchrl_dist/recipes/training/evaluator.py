@@ -6,8 +6,7 @@ or hung evaluator is noticed like any other process of the job.
 
 The evaluation itself may kill or hang its process. A failed evaluation is therefore never repeated
 elsewhere, and at most one process replaces the first one that is lost in this way. Otherwise an
-environment that fails in evaluation could take all collectors from the training, and then the
-learner.
+environment that fails in evaluation could end one collector after the other, and then the learner.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ from .config import RecipeConfig
 from .evaluator import Evaluations, EvaluatorConfig
 from .monitor import Monitor, check_wandb
 
-_FINAL = 2**20  # distinguishes the final evaluations from those during training
-_EVALUATION = 3  # a stream of seeds; those of collectors and buffers are 1 and 2
+_FINAL = 2**20  # in seeds, distinguishes the final evaluations from those during training
+_EVALUATION = 3  # the stream of evaluations' seeds; collectors and buffers have streams 1 and 2
 
 # Buffers in the state dicts of TorchRL's losses that are settings, not weights.
 _SETTINGS = (
@@ -145,13 +145,13 @@ class LossLearner(Learner):
 
 
 def sum_of_losses(losses: TensorDictBase) -> torch.Tensor:
-    """Return the sum of an actor-critic's losses. TorchRL omits some whose weight is 0."""
+    """Return the sum of an actor-critic's losses. TorchRL omits some losses whose weight is 0."""
     names = ("loss_objective", "loss_critic", "loss_entropy")
     return torch.stack([losses[name] for name in names if name in losses.keys()]).sum()
 
 
 def seen(losses: TensorDictBase, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    """Return those of ``losses`` that exist, without gradients. ``names``: tag -> key."""
+    """Return the losses that exist among ``names`` (tag -> key), by tag and without gradients."""
     return {tag: losses[key].detach() for tag, key in names.items() if key in losses.keys()}
 
 
@@ -297,7 +297,8 @@ def train(
 
 
 def _follow(build: Build, config: RecipeConfig, start: Start) -> None:
-    """Run every learner except the first, which calls this."""
+    """Run a learner other than the first, whose process calls this in the other learners'
+    processes."""
     with _one_thread(), Training(build, config, current_session(), start) as training:
         training.run(None)
 

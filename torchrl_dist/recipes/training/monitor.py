@@ -56,8 +56,8 @@ class Bound:
 class Monitor:
     """Record and show the events of one training loop. For one thread only.
 
-    In a resumed run, frames, updates and seconds continue where the earlier run stopped. The tags
-    in TensorBoard, CSV and wandb, over frames of the whole job:
+    In a resumed run, frames, updates and seconds continue where the earlier run stopped. It writes
+    these tags to TensorBoard, CSV files and wandb, over the frames of the whole job:
 
     ============================  ==========================================================
     ``eval/return``               greedy episodes, mean; ``eval/lowest``: the worst
@@ -74,7 +74,7 @@ class Monitor:
                                   overwritten, and were dropped (apex)
     ``time/learner_waits``        share of the time since the last point that the learner (the
                                   mean of several) waited for data
-    ``time/collectors_wait``      the same share of collectors, for the learner or a core
+    ``time/collectors_wait``      the same for the collectors, which wait for the learner or a core
     ``train/loss``                loss of the policy or the values
     ``train/loss_critic``         loss of the critic (ddppo, impala); ``train/loss_actor`` (sac)
     ``train/entropy``             entropy of the policy (ddppo, impala, sac);
@@ -84,7 +84,8 @@ class Monitor:
                                   that is clipped (impala)
     ``train/kl``                  divergence from the policy that collected; and
                                   ``train/clip_fraction``, ``train/steps_per_batch`` (ddppo)
-    ``train/valid_rows``          share of a whole batch that late collectors left (ddppo)
+    ``train/valid_rows``          share of a batch's rows that were collected before late
+                                  collectors were cut (ddppo)
     ============================  ==========================================================
 
     Args:
@@ -181,8 +182,8 @@ class Monitor:
     def rank(self, evaluation: Evaluation) -> tuple[float, float]:
         """Return a key to compare evaluations: the mean, then the mean of the previous evaluation.
 
-        Many evaluations reach the highest possible return. One that follows a good evaluation is
-        less likely to owe this to luck in its few episodes.
+        Many evaluations reach the highest possible return. An evaluation that follows a good one is
+        less likely to owe its return to luck in its few episodes.
         """
         before = [e.mean for e in self.evaluations if e.frames < evaluation.frames]
         mean, earlier = evaluation.mean, before[-1] if before else -math.inf
@@ -194,7 +195,7 @@ class Monitor:
 
     @property
     def mean_lag(self) -> float:
-        """The policy lag of each batch's oldest data, mean over all batches."""
+        """The mean over all batches of the policy lag of their oldest data."""
         return self._lags[0] / max(1, self._lags[1])
 
     @property
@@ -247,7 +248,8 @@ class Monitor:
         self._metrics = {**self._metrics, **metrics}
 
     def moment(self) -> tuple[int, int, float]:
-        """Return frames, updates and seconds, for :meth:`evaluated` of the present weights."""
+        """Return frames, updates and seconds. Pass them to :meth:`evaluated` once the present
+        weights are evaluated."""
         return self.frames, self.updates, self.seconds
 
     def evaluated(
@@ -369,7 +371,7 @@ def check_wandb(project: str | None) -> None:
 
 
 def _wandb_logger(project: str, run_id: str, title: str, output: Path) -> Any:
-    """Return the logger, of a resumed run with its former id.
+    """Return the logger. A resumed run keeps its former id.
 
     It does not send the printed output or the list of installed packages.
     """

@@ -29,7 +29,8 @@ _KEY = "torchrl_dist.option"
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """The meaning of a field and its valid values. Bounds are closed unless ``above``."""
+    """The meaning of a field and its valid values. ``minimum`` and ``maximum`` are valid values,
+    ``above`` is not."""
 
     help: str
     unit: str = ""
@@ -175,7 +176,7 @@ def _from_yaml(name: str, value: Any, kind: Any) -> Any:
         item = (*typing.get_args(kind), str)[0]
         return tuple(_from_yaml(name, each, item) for each in value)
     base = _without_none(kind)
-    if base is int and isinstance(value, float) and value.is_integer():  # 2.0e+5
+    if base is int and isinstance(value, float) and value.is_integer():  # such as 2.0e+5
         return int(value)
     if isinstance(value, str) and base in (int, float):
         try:

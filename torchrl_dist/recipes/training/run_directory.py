@@ -1,4 +1,4 @@
-"""The run that may write into a run's folder: one fresh run, or one that continues it."""
+"""Decides which run may write into a run's folder: a fresh one, or one that continues it."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def claim(
         held: until it is closed, other runs cannot use the folder (if its file system can lock).
 
     Raises:
-        ConfigurationError: a fresh run in a folder with files, nothing to resume, or a folder that
-            another run uses, that another user could change, or that cannot be written.
+        ConfigurationError: a fresh run's folder has files, there is nothing to resume, or another
+            run uses a folder, another user could change it, or it cannot be written.
     """
     try:
         if output.exists() and not output.is_dir():
@@ -55,7 +55,7 @@ def claim(
     if restart_count > 0 and _owner(output) == job_id:
         with contextlib.suppress(
             ConfigurationError
-        ):  # its own folder, held by a process that is ending
+        ):  # this job's own folder may be held by a process that is ending
             _hold(output, held)
         return checkpoint.is_file()
     if resume:
@@ -97,7 +97,8 @@ def claim(
 
 
 def check_rows(output: Path, replay: Path | None) -> None:
-    """Refuse the rows of another run, which the configuration of a copied run names.
+    """Refuse a folder with the rows of another run, such as the one that a copied run's options
+    name.
 
     If the rows' folder is inside the run's, the copy has its own.
 
@@ -120,7 +121,7 @@ def check_rows(output: Path, replay: Path | None) -> None:
 
 
 def claim_rows(output: Path, replay: Path) -> None:
-    """Record in ``replay`` the run of its rows. Call it once the buffer exists."""
+    """Record in ``replay`` to which run its rows belong. Call it once the buffer exists."""
     if not _is_in(output, replay) and own_files.is_ours(replay):
         _write(replay / CLAIM, {"run": str(output.resolve()), "replay": str(replay.resolve())})
 
