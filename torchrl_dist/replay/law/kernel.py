@@ -1,4 +1,4 @@
-"""Find the optional C kernel, which works on tree and tables under the directory's lock."""
+"""Find the optional C kernel, which changes the tree and the tables under the directory's lock."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FUNCTIONS = {
     "reserve": (ctypes.c_int, "piiiiii"),
     "publish": (ctypes.c_int, "piiiidp"),
 }
-"""Result type, and a letter per argument."""
+"""For each function, its result type, and a letter per argument."""
 
 
 @functools.cache
@@ -40,10 +40,11 @@ def _library() -> ctypes.PyDLL | None:
 def find_kernel() -> ctypes.PyDLL | None:
     """Return the library, or None if NumPy does the work.
 
-    The environment variable ``TORCHRL_DIST_KERNEL`` forces ``c`` or ``numpy``.
+    The environment variable ``TORCHRL_DIST_KERNEL`` may require ``c`` or ``numpy``.
 
     Raises:
-        ConfigurationError: ``c`` is requested but was not built, or the variable has another value.
+        ConfigurationError: the variable is ``c`` but the kernel was not built, or it has another
+            value.
     """
     wanted = os.environ.get(_VARIABLE, "")
     if wanted not in ("", "c", "numpy"):
