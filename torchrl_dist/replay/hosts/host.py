@@ -248,9 +248,10 @@ class ReplayHost:
     def draw(
         self, count: int, law: Law, max_priority: float = math.nan, era: int = 0
     ) -> tuple[HostState, Drawn | None]:
-        """Draw ``count`` rows or slices for a client in this process. Return the state, and these.
+        """Draw ``count`` rows or slices for a client in this process. Return the host's state, and
+        the rows.
 
-        There may be fewer rows or slices, or None, as in a :class:`Reply`."""
+        There may be fewer than ``count``, or None, as in a :class:`Reply`."""
         if not math.isnan(max_priority):
             self._raise_max_priority(max_priority, era)
         return self._draw(count, law)

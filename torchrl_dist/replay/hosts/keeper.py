@@ -120,7 +120,7 @@ class KeptHost(ReplayHost):
             try:
                 _close_host(self._key, clean)
             except BaseException:
-                with LOCKS.hosts:  # for the next attempt, or the end of the session
+                with LOCKS.hosts:  # the next attempt, or the end of the session, finds it
                     _hosts.setdefault(self._key, self)
                 raise
             self._released = True

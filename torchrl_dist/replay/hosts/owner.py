@@ -37,7 +37,7 @@ class ReplayOwner:
     """The handle to all hosts of one buffer, made by :func:`host_replay`.
 
     It is the same in every process, can be pickled, and may be used in any process of the session.
-    Its attributes are arguments of :func:`host_replay`.
+    It keeps the arguments of :func:`host_replay` that processes need to use the buffer.
 
     Example:
         >>> with session() as me:

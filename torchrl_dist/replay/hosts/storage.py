@@ -38,8 +38,8 @@ from torchrl_dist.replay.saving.snapshot import CHUNK_BYTES, SavedShard
 
 
 class _StorageOfOwner(Storage):
-    """A storage that is pickled as its owner. The receiver uses it by RPC or the host's
-    directory."""
+    """A storage whose pickle has only its owner. The receiving process builds its own storage from
+    it."""
 
     owner: ReplayOwner
 

@@ -176,7 +176,7 @@ def matching_columns(
     ordered = []
     rows = data.batch_size[0]
     for column in spec.columns:
-        if column.key == STREAM.key and column == STREAM:  # keys are compared faster
+        if column.key == STREAM.key and column == STREAM:  # comparing keys is faster
             found[column.key] = torch.empty(0)  # replaces the number from another buffer
             ordered.append(np.full(rows, stream()))
             continue

@@ -44,7 +44,7 @@ _FOLDER = "rows-"
 _MADE_HERE = ".torchrl_dist-rows"
 _PRIORITY, _RUNS = "priority.bin", "runs.bin"
 _TENSOR = "tensor of the extra folder"
-_MOST = 1 << 28  # bytes of a manifest, which has a checksum per column and 256 KiB or so of rows
+_MOST = 1 << 28  # bytes of a manifest, which has checksums per column for every 256 KiB or so
 
 
 @contextlib.contextmanager
@@ -194,7 +194,7 @@ class RowFiles:
         sums: for each column, the CRC-32 of the rows written last.
 
     Args:
-        steps: closes the files when it ends.
+        steps: the files are closed when it is closed.
         flags: for ``os.open``. By default the files must exist, so that those of an abandoned
             checkpoint are not made again.
     """
@@ -280,10 +280,10 @@ def read_dump(
     The result stays usable after a new checkpoint has replaced this one.
 
     Args:
-        check_rows: whether to read the rows once, to compare their checksums.
+        check_rows: whether to read all rows once, to compare their checksums.
 
     Raises:
-        CheckpointError: there is none, of another format, or damaged.
+        CheckpointError: there is no checkpoint, or it has another format or is damaged.
     """
     for _ in range(10):
         manifest = read_manifest(path)
@@ -312,7 +312,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Return the content of :data:`MANIFEST` in the folder.
 
     Raises:
-        CheckpointError: there is none, of another format, or damaged.
+        CheckpointError: there is no manifest, or it has another format or is damaged.
     """
     file = Path(path, MANIFEST)
     try:
