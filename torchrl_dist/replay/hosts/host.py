@@ -222,7 +222,10 @@ class ReplayHost:
 
     def _sampler(self) -> SharedPrioritizedSampler:
         if self._prioritized is None:
-            raise ConfigurationError("no client of this buffer samples by priority")
+            raise ConfigurationError(
+                "no client of this buffer samples by priority; use RPCPrioritizedSampler, or set "
+                "no priority"
+            )
         return self._prioritized
 
     @contextlib.contextmanager

@@ -271,7 +271,7 @@ class RemoteLink:
         if self._lost is not None:
             raise PeerLostError(str(self._lost)) from self._lost
         if self._closed:
-            raise PeerLostError(f"this client of {self.name} was closed")
+            raise PeerLostError(f"this client of {self.name} was closed; build the buffer again")
 
     @property
     def waiting(self) -> int:

@@ -64,7 +64,8 @@ class Gatherer:
                 error = done.get(timeout=self._timeout_s)
             except queue.Empty:
                 raise DeadlineError(
-                    f"a thread that copies rows did not finish within {self._timeout_s:g} s"
+                    f"a thread that copies rows did not finish within {self._timeout_s:g} s: the "
+                    "machine is overloaded, or timeout_s is too small; pass a larger one"
                 ) from None
             if error is not None:
                 raise error

@@ -302,7 +302,9 @@ def read_dump(
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise CheckpointError(f"checkpoint {path} is damaged: {error!r}") from error
+            raise CheckpointError(
+                f"checkpoint {path} is damaged: {error!r}; use another one"
+            ) from error
         if _folder_of(path) == folder.name:  # otherwise a new checkpoint has replaced it
             break
     raise CheckpointError(f"checkpoint {path} is damaged: {missing}; use another one")
@@ -322,7 +324,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
             f"{path} holds no checkpoint of a replay buffer: there is no {MANIFEST}"
         ) from error
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is damaged: {error}") from error
+        raise CheckpointError(f"{file} is damaged: {error}; use another checkpoint") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{file} was not written by a replay buffer of torchrl_dist")
     version = manifest.get("format_version")
@@ -340,7 +342,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
         and isinstance(manifest.get("unix_time_s"), int | float)
     )
     if not sound:
-        raise CheckpointError(f"{file} is damaged: its checksum or content is wrong")
+        raise CheckpointError(
+            f"{file} is damaged: its checksum or content is wrong; use another checkpoint"
+        )
     return manifest
 
 
@@ -365,7 +369,9 @@ def _read_shard(folder: Path, entry: dict[str, Any], check_rows: bool) -> SavedS
                 _compare(_file_of(each, folder), array[row : row + size], wanted)
             row += size
         if row != count:
-            raise CheckpointError(f"checkpoint {folder} is damaged: checksums of {row} rows")
+            raise CheckpointError(
+                f"checkpoint {folder} is damaged: its checksums are for {row} rows; use another one"
+            )
     return shard
 
 

@@ -238,7 +238,9 @@ def restore(shards: Sequence[Shard], capacity: int, saved: Sequence[SavedShard |
     targets, left_out = snapshot.deal(saved, len(shards), capacity)
     specs = [head.spec for each in saved if each is not None and (head := each.head).spec]
     if any(spec != specs[0] for spec in specs):
-        raise CheckpointError("the saved shards hold rows of different kinds")
+        raise CheckpointError(
+            "the saved shards hold rows of different kinds; use another checkpoint"
+        )
     fitting = [_fitting(shard, saved, specs[0]) if specs else saved for shard in shards]
     for shard in shards:
         if specs:

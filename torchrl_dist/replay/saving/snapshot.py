@@ -99,15 +99,20 @@ class Head:
         for name, value in whole.items():
             most = self.capacity if name in ("high", "length") else LARGEST_COUNT
             if type(value) is not int or not (name == "capacity") <= value <= most:
-                raise CheckpointError(f"the checkpoint is damaged: {name} is {value!r}")
+                raise CheckpointError(
+                    f"the checkpoint is damaged: {name} is {value!r}; use another one"
+                )
         limiter = self.limiter or []
         for value in (self.alpha, self.eps, self.max_priority, *limiter):
             if value is not None and not (isinstance(value, int | float) and 0 <= value < math.inf):
                 raise CheckpointError(
-                    f"the checkpoint is damaged: it has {value!r} for a finite number >= 0"
+                    f"the checkpoint is damaged: it has {value!r} for a finite number >= 0; use "
+                    "another one"
                 )
         if (self.alpha is None) != (self.eps is None):
-            raise CheckpointError("the checkpoint is damaged: it has only one of alpha and eps")
+            raise CheckpointError(
+                "the checkpoint is damaged: it has only one of alpha and eps; use another one"
+            )
 
     def as_json(self) -> dict[str, Any]:
         """Return the state as plain values."""
@@ -125,7 +130,9 @@ class Head:
             head = cls(**entry | {"spec": None if spec is None else checked_spec(spec)})
             head.counters.keys()
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"the checkpoint is damaged: {error!r}") from error
+            raise CheckpointError(
+                f"the checkpoint is damaged: {error!r}; use another one"
+            ) from error
         head.check()
         return head
 
@@ -166,7 +173,7 @@ class SavedShard:
         self.head.check()
         problem = self._problem()
         if problem is not None:
-            raise CheckpointError(f"the checkpoint is damaged: {problem}")
+            raise CheckpointError(f"the checkpoint is damaged: {problem}; use another one")
 
     def _problem(self) -> str | None:
         runs, leaf, capacity = self.runs, self.leaf, self.head.capacity
